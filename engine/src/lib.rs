@@ -1,0 +1,90 @@
+//! Runs batches of token chunks on a device, and decides which chunks run when.
+//!
+//! [`Engine`] is the device: [`cpu`] and [`sim`] implement it. Everything above it is shared: the [`machine`] (which chunks
+//! make a step), sampling, and the thread that owns both ([`EngineHandle`]).
+
+pub mod cpu;
+mod handle;
+pub mod machine;
+pub mod sampling;
+pub mod sim;
+
+pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
+pub use machine::{Event, FinishReason, Generate, KvSource, Prefill, Refusal};
+pub use sampling::{Sampling, TokenLogprob, TokenLogprobs};
+
+use std::time::Duration;
+use tandem_kv::{BlockId, TokenId};
+
+/// A device that holds a model and the KV memory of one worker.
+pub trait Engine: Send + 'static {
+    /// What it is; never changes.
+    fn describe(&self) -> EngineInfo;
+
+    /// Computes the KV of every chunk's tokens (writing it into the chunk's blocks) and the logits that were asked for.
+    ///
+    /// What a chunk's result is must depend on its tokens, their positions and the KV before them, and on nothing else:
+    /// not on the other chunks of the step nor on where chunks begin (bit for bit on [`cpu`] and [`sim`]).
+    fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
+
+    /// Copies one block's KV out. `into` has `block_bytes`.
+    fn read_block(&self, block: BlockId, into: &mut [u8]);
+
+    /// Copies one block's KV in. `bytes` has `block_bytes`.
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]);
+}
+
+/// The constants of an engine.
+#[derive(Clone, Debug)]
+pub struct EngineInfo {
+    /// Logits of one position.
+    pub vocab_size: usize,
+    /// The longest sequence the model takes, in tokens.
+    pub context_length: u32,
+    /// Tokens in a block.
+    pub block_size: u32,
+    /// Blocks in the KV memory.
+    pub capacity_blocks: u32,
+    /// Bytes of one block.
+    pub block_bytes: usize,
+    /// How long moving one block to another worker is to seem to take; zero for real devices.
+    pub simulated_block_transfer: Duration,
+}
+
+/// Consecutive tokens of one sequence, computed in one step.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk<'a> {
+    /// At least one.
+    pub tokens: &'a [TokenId],
+    /// Position of the first of them.
+    pub start: u32,
+    /// The sequence's blocks from its position 0; they hold the KV before `start` and have room for these tokens.
+    pub blocks: &'a [BlockId],
+    /// For which of the tokens.
+    pub logits: Logits,
+}
+
+/// For which tokens of a chunk logits are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// For none.
+    None,
+    /// For the last.
+    Last,
+    /// For each.
+    All,
+}
+
+/// What a step brings.
+#[derive(Clone, Debug, Default)]
+pub struct StepOutput {
+    /// Rows of `vocab_size`, in the order of the chunks and of the tokens that wanted them.
+    pub logits: Vec<f32>,
+    /// How much longer the step is to seem to take; zero for real devices.
+    pub simulated: Duration,
+}
+
+/// The device failed; what runs on it is lost.
+#[derive(Debug, thiserror::Error)]
+#[error("the engine failed: {0}")]
+pub struct EngineError(#[from] pub Box<dyn std::error::Error + Send + Sync>);

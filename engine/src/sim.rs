@@ -1,0 +1,1 @@
+//! No model: deterministic tokens, time from a cost model.

@@ -1,0 +1,20 @@
+//! Who owns which KV block, and what is in it: sequence hashes, the block pool, the prefix cache and its events.
+//!
+//! Pure: no async, no I/O, no clock. One [`PrefixCache`] belongs to one engine thread.
+
+mod cache;
+mod event;
+mod hash;
+mod report;
+
+pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache};
+pub use event::{Change, KvEvent, Snapshot, StoredChain};
+pub use hash::{Namespace, SequenceHash, sequence_hashes};
+pub use report::{KvBatch, Load, StepStats};
+
+/// A token's number in the model's vocabulary.
+pub type TokenId = u32;
+
+/// The place of one block in a worker's KV memory, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockId(pub u32);

@@ -1,0 +1,13 @@
+//! What every Tandem process has: metrics, logs, identity and an orderly end.
+
+pub mod metrics;
+mod shutdown;
+pub mod telemetry;
+
+pub use metrics::Metrics;
+pub use shutdown::Shutdown;
+
+/// A new `instance_id`: one run of a process.
+pub fn new_instance_id() -> String {
+    uuid::Uuid::new_v4().simple().to_string()
+}

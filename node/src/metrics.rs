@@ -1,0 +1,84 @@
+//! One recorder a cluster, passed in; components register their families once and keep typed handles.
+//!
+//! Two clusters in one process (two tests) have two recorders and never mix.
+
+use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
+use std::sync::Arc;
+
+/// Hands out metric handles and renders them all in Prometheus' text format. Cheap to clone.
+#[derive(Clone)]
+pub struct Metrics(Arc<PrometheusRecorder>);
+
+/// A label's name and its value; values come from closed sets (never ids of requests, never paths).
+pub type LabelPair<'a> = (&'static str, &'a str);
+
+const METADATA: Metadata<'static> = Metadata::new("tandem", Level::INFO, None);
+
+/// Histogram buckets by the unit a name ends with.
+const BUCKETS: [(&str, &[f64]); 4] = [
+    ("_seconds", &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]),
+    ("_tokens", &[0.0, 16.0, 64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0]),
+    ("_blocks", &[0.0, 1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0]),
+    ("_ratio", &[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0]),
+];
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut builder = PrometheusBuilder::new();
+        for (suffix, buckets) in BUCKETS {
+            builder =
+                builder.set_buckets_for_metric(Matcher::Suffix(suffix.to_owned()), buckets).expect("the buckets are not empty");
+        }
+        Self(Arc::new(builder.build_recorder()))
+    }
+}
+
+impl Metrics {
+    /// A counter; its name ends in `_total`.
+    pub fn counter(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Counter {
+        self.0.describe_counter(KeyName::from_const_str(name), None, help.into());
+        self.0.register_counter(&key(name, labels), &METADATA)
+    }
+
+    /// A value that goes up and down.
+    pub fn gauge(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Gauge {
+        self.0.describe_gauge(KeyName::from_const_str(name), None, help.into());
+        self.0.register_gauge(&key(name, labels), &METADATA)
+    }
+
+    /// A distribution; its name ends in its unit, which chooses the buckets.
+    pub fn histogram(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Histogram {
+        self.0.describe_histogram(KeyName::from_const_str(name), None, help.into());
+        self.0.register_histogram(&key(name, labels), &METADATA)
+    }
+
+    /// Everything, in Prometheus' text format.
+    pub fn render(&self) -> String {
+        self.0.handle().render()
+    }
+}
+
+fn key(name: &'static str, labels: &[LabelPair<'_>]) -> Key {
+    let labels: Vec<Label> = labels.iter().map(|(name, value)| Label::new(*name, (*value).to_owned())).collect();
+    Key::from_parts(name, labels)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_recorders_do_not_mix_and_series_share_one_family() {
+        let (one, other) = (Metrics::default(), Metrics::default());
+        for worker in ["prefill-0", "prefill-1"] {
+            one.counter("tandem_worker_prompt_tokens_total", "Prompt tokens.", &[("worker", worker)]).increment(3);
+        }
+        one.histogram("tandem_router_overlap_blocks", "Overlap.", &[]).record(5.0);
+        let text = one.render();
+        assert_eq!(text.matches("# TYPE tandem_worker_prompt_tokens_total counter").count(), 1, "{text}");
+        assert!(text.contains("tandem_worker_prompt_tokens_total{worker=\"prefill-1\"} 3"), "{text}");
+        assert!(text.contains("tandem_router_overlap_blocks_bucket{le=\"16\"} 1"), "{text}");
+        assert_eq!(other.render(), "");
+    }
+}

@@ -1,0 +1,77 @@
+//! One tree of cancellation and one set of tasks a process.
+
+use std::{future::Future, time::Duration};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+/// Tells everybody when to drain and when to stop, and waits for their tasks. Cheap to clone.
+#[derive(Clone)]
+pub struct Shutdown {
+    draining: CancellationToken,
+    stopped: CancellationToken,
+    tasks: TaskTracker,
+}
+
+impl Default for Shutdown {
+    fn default() -> Self {
+        Self { draining: CancellationToken::new(), stopped: CancellationToken::new(), tasks: TaskTracker::new() }
+    }
+}
+
+impl Shutdown {
+    /// Starts a task that ends at the latest when the grace period is over: it is dropped at its next await then.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let stopped = self.stopped.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = stopped.cancelled() => {}
+                () = task => {}
+            }
+        });
+    }
+
+    /// Resolves when no new work is to be accepted.
+    pub async fn draining(&self) {
+        self.draining.cancelled().await;
+    }
+
+    /// Whether no new work is to be accepted.
+    pub fn is_draining(&self) -> bool {
+        self.draining.is_cancelled()
+    }
+
+    /// Resolves when what still runs is to be given up.
+    pub async fn stopped(&self) {
+        self.stopped.cancelled().await;
+    }
+
+    /// Refuses new work, lets running work finish for `grace`, then stops it. Returns when all tasks have ended.
+    pub async fn run(&self, grace: Duration) {
+        self.draining.cancel();
+        self.tasks.close();
+        if tokio::time::timeout(grace, self.tasks.wait()).await.is_err() {
+            self.stopped.cancel();
+            self.tasks.wait().await;
+        }
+        self.stopped.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn running_work_gets_the_grace_period_and_no_more() {
+        let shutdown = Shutdown::default();
+        let (finished, result) = tokio::sync::oneshot::channel();
+        shutdown.spawn(async move {
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            finished.send(()).expect("the test waits for it");
+        });
+        shutdown.spawn(std::future::pending());
+        let started = tokio::time::Instant::now();
+        shutdown.run(Duration::from_secs(5)).await;
+        assert_eq!(started.elapsed(), Duration::from_secs(5));
+        result.await.expect("work shorter than the grace period finishes");
+    }
+}

@@ -1,0 +1,8 @@
+//! Compiles the .proto files with protox, a compiler in Rust: nobody needs `protoc`.
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo:rerun-if-changed=tandem");
+    let files = ["router", "worker", "transfer"].map(|name| format!("tandem/v1/{name}.proto"));
+    let descriptors = protox::compile(&files, ["."])?;
+    tonic_prost_build::configure().bytes(".tandem.v1.PushRequest.payload").compile_fds(descriptors)?;
+    Ok(())
+}
