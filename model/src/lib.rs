@@ -1,5 +1,18 @@
 //! What a model's files say: the one reader of them, for the engine (weights) and the frontend (tokeniser, template).
 
+mod config;
+mod error;
+mod gguf;
+mod parse;
+mod tensor;
+mod tokenizer;
+
+pub use config::ModelConfig;
+pub use error::ModelError;
+pub use gguf::Gguf;
+pub use tensor::{Tensor, TensorType};
+pub use tokenizer::TokenizerData;
+
 /// The vocabulary of `--engine sim`: the 256 bytes, then these.
 pub mod sim {
     /// Begins a chat turn.

@@ -1,0 +1,53 @@
+use crate::{Gguf, ModelError};
+
+/// What a file says about how text becomes tokens; not yet a tokeniser.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenizerData {
+    /// Each token's text as the vocabulary writes it (byte-level for `gpt2`), by token id.
+    pub tokens: Vec<String>,
+    /// Each token's kind: 1 normal, 2 unknown, 3 control (the special tokens), 4 user-defined, 5 unused, 6 byte.
+    pub token_types: Vec<i32>,
+    /// Pairs of tokens to merge, best first, each as `left right`.
+    pub merges: Vec<String>,
+    /// How text is cut before merging; `default` when the file does not say.
+    pub pre: String,
+    /// The algorithm; `gpt2` is byte-level BPE.
+    pub model: String,
+    /// Begins a sequence.
+    pub bos: Option<u32>,
+    /// Ends an answer.
+    pub eos: Option<u32>,
+    /// Whether the model was trained with `bos` before every sequence.
+    pub add_bos: bool,
+    /// Jinja source that makes a prompt of a conversation.
+    pub chat_template: Option<String>,
+}
+
+impl Gguf {
+    /// The tokeniser's data. Every token has a type, and every id lies in the vocabulary.
+    pub fn tokenizer(&self) -> Result<TokenizerData, ModelError> {
+        const TYPES: &str = "tokenizer.ggml.token_type";
+        let tokens = self.strings("tokenizer.ggml.tokens")?;
+        let token_types = self.optional(TYPES, |key| self.i32s(key))?.unwrap_or_else(|| vec![1; tokens.len()]);
+        if token_types.len() != tokens.len() {
+            return Err(ModelError::WrongValue { key: TYPES.to_owned(), wanted: "as long as the list of tokens" });
+        }
+        let id = |key: &str| match self.optional(key, |key| self.u32(key))? {
+            Some(id) if id as usize >= tokens.len() => {
+                Err(ModelError::WrongValue { key: key.to_owned(), wanted: "a token's id" })
+            }
+            id => Ok(id),
+        };
+        Ok(TokenizerData {
+            token_types,
+            merges: self.optional("tokenizer.ggml.merges", |key| self.strings(key))?.unwrap_or_default(),
+            pre: self.optional("tokenizer.ggml.pre", |key| self.str(key))?.unwrap_or("default").to_owned(),
+            model: self.str("tokenizer.ggml.model")?.to_owned(),
+            bos: id("tokenizer.ggml.bos_token_id")?,
+            eos: id("tokenizer.ggml.eos_token_id")?,
+            add_bos: self.optional("tokenizer.ggml.add_bos_token", |key| self.bool(key))?.unwrap_or(false),
+            chat_template: self.optional("tokenizer.chat_template", |key| self.str(key))?.map(str::to_owned),
+            tokens,
+        })
+    }
+}
