@@ -1,4 +1,14 @@
-//! The wire between Tandem's processes.
+//! The wire between Tandem's processes: its messages, their checked conversions to `kv`'s types, and how connections are made.
+
+mod error;
+mod event;
+pub mod link;
+mod load;
+mod snapshot;
+
+pub use error::WireError;
+pub use event::event_batch;
+pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
 /// The messages and services of package `tandem.v1`.
 #[allow(missing_docs, rustdoc::all, clippy::all)]

@@ -1,0 +1,153 @@
+//! KV events and the batches they travel in.
+
+use crate::{WireError, v1};
+use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, StoredChain};
+
+impl From<&StoredChain> for v1::Stored {
+    fn from(chain: &StoredChain) -> Self {
+        Self { parent: chain.parent.map(|parent| parent.0), sequence_hashes: numbers(&chain.sequence_hashes) }
+    }
+}
+
+impl TryFrom<v1::Stored> for StoredChain {
+    type Error = WireError;
+
+    fn try_from(stored: v1::Stored) -> Result<Self, WireError> {
+        Ok(Self { parent: stored.parent.map(SequenceHash), sequence_hashes: hashes(stored.sequence_hashes)? })
+    }
+}
+
+impl From<&KvEvent> for v1::KvEvent {
+    fn from(event: &KvEvent) -> Self {
+        use v1::kv_event::Change as Wire;
+        let change = match &event.change {
+            Change::Stored(chain) => Wire::Stored(chain.into()),
+            Change::Removed(removed) => Wire::Removed(v1::Removed { sequence_hashes: numbers(removed) }),
+            Change::Cleared => Wire::Cleared(v1::Cleared {}),
+        };
+        Self { event_id: event.event_id, change: Some(change) }
+    }
+}
+
+impl TryFrom<v1::KvEvent> for KvEvent {
+    type Error = WireError;
+
+    fn try_from(event: v1::KvEvent) -> Result<Self, WireError> {
+        use v1::kv_event::Change as Wire;
+        let change = match event.change.ok_or(WireError::Missing { field: "change" })? {
+            Wire::Stored(stored) => Change::Stored(stored.try_into()?),
+            Wire::Removed(removed) => Change::Removed(hashes(removed.sequence_hashes)?),
+            Wire::Cleared(v1::Cleared {}) => Change::Cleared,
+        };
+        Ok(Self { event_id: event.event_id, change })
+    }
+}
+
+/// A batch on the wire, with those of its events whose ids are above `above`.
+pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEventBatch {
+    v1::KvEventBatch {
+        instance_id: instance_id.to_owned(),
+        last_event_id: batch.last_event_id.max(above),
+        events: batch.events.iter().filter(|event| event.event_id > above).map(Into::into).collect(),
+        load: Some(v1::Load { taken_in: batch.taken_in.clone(), ..(&batch.load).into() }),
+    }
+}
+
+/// Checks that the batch's own ids have no gap; whether one lies before its first is the receiver's to see.
+/// `step` is not on the wire.
+impl TryFrom<v1::KvEventBatch> for KvBatch {
+    type Error = WireError;
+
+    fn try_from(batch: v1::KvEventBatch) -> Result<Self, WireError> {
+        let load = batch.load.ok_or(WireError::Missing { field: "load" })?;
+        let events = batch.events.into_iter().map(KvEvent::try_from).collect::<Result<Vec<_>, _>>()?;
+        for pair in events.windows(2) {
+            let (after, found) = (pair[0].event_id, pair[1].event_id);
+            if after.checked_add(1) != Some(found) {
+                return Err(WireError::EventIds { after, found });
+            }
+        }
+        if let Some(last) = events.last()
+            && last.event_id != batch.last_event_id
+        {
+            return Err(WireError::EventIds { after: last.event_id, found: batch.last_event_id });
+        }
+        Ok(Self { last_event_id: batch.last_event_id, events, load: Load::try_from(&load)?, taken_in: load.taken_in, step: None })
+    }
+}
+
+pub(crate) fn numbers(hashes: &[SequenceHash]) -> Vec<u64> {
+    hashes.iter().map(|hash| hash.0).collect()
+}
+
+fn hashes(numbers: Vec<u64>) -> Result<Vec<SequenceHash>, WireError> {
+    if numbers.is_empty() {
+        return Err(WireError::NoBlocks);
+    }
+    Ok(numbers.into_iter().map(SequenceHash).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::{collection::vec, prelude::*};
+
+    fn change() -> impl Strategy<Value = Change> {
+        let hashes = || vec(any::<u64>().prop_map(SequenceHash), 1..20);
+        prop_oneof![
+            (any::<Option<u64>>(), hashes()).prop_map(|(parent, sequence_hashes)| {
+                Change::Stored(StoredChain { parent: parent.map(SequenceHash), sequence_hashes })
+            }),
+            hashes().prop_map(Change::Removed),
+            Just(Change::Cleared),
+        ]
+    }
+
+    fn batch() -> impl Strategy<Value = KvBatch> {
+        (vec(change(), 0..10), 0..u64::MAX / 2, vec("[a-z]{0,8}", 0..3)).prop_map(|(changes, before, taken_in)| {
+            let events: Vec<KvEvent> =
+                changes.into_iter().zip(before + 1..).map(|(change, event_id)| KvEvent { event_id, change }).collect();
+            let last_event_id = before + events.len() as u64;
+            KvBatch { last_event_id, events, taken_in, ..Default::default() }
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_batch_comes_back_as_it_went(batch in batch()) {
+            prop_assert_eq!(KvBatch::try_from(event_batch("i", &batch, 0)), Ok(batch));
+        }
+
+        #[test]
+        fn events_up_to_the_snapshots_are_left_out_and_no_others(batch in batch(), into in 0..12_u64) {
+            let above = (batch.last_event_id - batch.events.len() as u64) + into;
+            let wire = event_batch("i", &batch, above);
+            prop_assert_eq!(wire.events.len() as u64, (batch.events.len() as u64).saturating_sub(into));
+            prop_assert!(wire.events.iter().all(|event| event.event_id > above));
+            prop_assert!(KvBatch::try_from(wire).is_ok());
+        }
+    }
+
+    #[test]
+    fn what_breaks_the_protocol_is_refused() {
+        let cleared = |event_id| v1::KvEvent { event_id, change: Some(v1::kv_event::Change::Cleared(v1::Cleared {})) };
+        let batch = |last_event_id, events: &[v1::KvEvent]| v1::KvEventBatch {
+            instance_id: "i".to_owned(),
+            last_event_id,
+            events: events.to_vec(),
+            load: Some(v1::Load::default()),
+        };
+        let error = |wire| KvBatch::try_from(wire).expect_err("it breaks the protocol");
+        assert_eq!(error(batch(3, &[cleared(1), cleared(3)])), WireError::EventIds { after: 1, found: 3 });
+        assert_eq!(error(batch(2, &[cleared(2), cleared(1)])), WireError::EventIds { after: 2, found: 1 });
+        assert_eq!(error(batch(9, &[cleared(1)])), WireError::EventIds { after: 1, found: 9 });
+        assert_eq!(error(batch(0, &[cleared(u64::MAX), cleared(0)])), WireError::EventIds { after: u64::MAX, found: 0 });
+        assert_eq!(error(v1::KvEventBatch { load: None, ..batch(0, &[]) }), WireError::Missing { field: "load" });
+        let event = v1::KvEvent { event_id: 1, change: None };
+        assert_eq!(error(batch(1, &[event])), WireError::Missing { field: "change" });
+        for change in [v1::kv_event::Change::Stored(v1::Stored::default()), v1::kv_event::Change::Removed(v1::Removed::default())]
+        {
+            assert_eq!(error(batch(1, &[v1::KvEvent { event_id: 1, change: Some(change) }])), WireError::NoBlocks);
+        }
+    }
+}

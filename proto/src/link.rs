@@ -1,0 +1,83 @@
+//! How processes connect: the HTTP/2 settings that both ends of every connection share.
+//!
+//! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle: held streams are how
+//! the parts notice each other's end.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tonic::transport::{Channel, Endpoint, Server, server::TcpIncoming};
+
+/// Between pings.
+pub const PING_INTERVAL: Duration = Duration::from_secs(5);
+
+/// An unanswered ping closes the connection after this. Longer than a busy laptop leaves a thread waiting.
+pub const PING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A connection that is not there by then will not come.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The largest message: many times a KV block of a large model, and a prompt of millions of tokens.
+pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
+
+/// Bytes of one stream, or of a whole connection, on their way. A stream's must hold a KV block (2 MiB and more), or each
+/// block waits for a round trip; together they bound what a slow receiver makes the sender keep.
+const STREAM_WINDOW: u32 = 4 << 20;
+const CONNECTION_WINDOW: u32 = 16 << 20;
+
+/// Peers one process talks to; more are other processes' old addresses.
+const CHANNELS_MAX: usize = 1_024;
+
+/// Not `host:port`.
+#[derive(Debug, thiserror::Error)]
+#[error("a peer's address is not of the form host:port")]
+pub struct InvalidAddress(#[source] tonic::transport::Error);
+
+/// A server with the settings of this page.
+pub fn server() -> Server {
+    Server::builder()
+        .http2_keepalive_interval(Some(PING_INTERVAL))
+        .http2_keepalive_timeout(Some(PING_TIMEOUT))
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+}
+
+/// What arrives at a socket, without Nagle's delay.
+pub fn incoming(listener: tokio::net::TcpListener) -> TcpIncoming {
+    TcpIncoming::from(listener).with_nodelay(Some(true))
+}
+
+/// Connects to `host:port` when first used, and again after a connection broke.
+pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
+    Ok(Endpoint::from_shared(format!("http://{address}"))
+        .map_err(InvalidAddress)?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW))
+}
+
+/// One connection a peer, shared by all calls to it. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct Channels(Arc<Mutex<HashMap<String, Channel>>>);
+
+impl Channels {
+    /// The connection to `host:port`. It is made by the first call on it.
+    pub fn to(&self, address: &str) -> Result<Channel, InvalidAddress> {
+        let mut channels = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(channel) = channels.get(address) {
+            return Ok(channel.clone());
+        }
+        if channels.len() == CHANNELS_MAX {
+            channels.clear();
+        }
+        let channel = endpoint(address)?.connect_lazy();
+        channels.insert(address.to_owned(), channel.clone());
+        Ok(channel)
+    }
+}

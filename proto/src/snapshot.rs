@@ -1,0 +1,160 @@
+//! Snapshots, cut into messages of bounded size and put together again.
+
+use crate::{WireError, event::numbers, v1};
+use tandem_kv::{Snapshot, StoredChain};
+
+/// Hashes in one chunk: 64 KiB of them, far below every message limit, and soon enough written for a heartbeat to pass.
+pub const CHUNK_HASHES_MAX: usize = 8_192;
+
+/// The messages of a snapshot, in order; the last one says so. A chain that is too long for one message goes on in the next,
+/// under its last block so far.
+pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::SnapshotChunk> {
+    let empty = || v1::SnapshotChunk {
+        instance_id: instance_id.to_owned(),
+        at_event_id: snapshot.at_event_id,
+        stored: Vec::new(),
+        last: false,
+    };
+    let (mut chunks, mut room) = (vec![empty()], CHUNK_HASHES_MAX);
+    for chain in &snapshot.stored {
+        let (mut parent, mut rest) = (chain.parent, chain.sequence_hashes.as_slice());
+        while !rest.is_empty() {
+            if room == 0 {
+                chunks.push(empty());
+                room = CHUNK_HASHES_MAX;
+            }
+            let (now, later) = rest.split_at(rest.len().min(room));
+            let stored = v1::Stored { parent: parent.map(|parent| parent.0), sequence_hashes: numbers(now) };
+            chunks.last_mut().expect("there is always one").stored.push(stored);
+            (parent, rest) = (now.last().copied(), later);
+            room -= now.len();
+        }
+    }
+    chunks.last_mut().expect("there is always one").last = true;
+    chunks
+}
+
+/// Puts the chunks of one snapshot together.
+#[derive(Debug)]
+pub struct SnapshotAssembly {
+    so_far: Option<(String, Snapshot)>,
+    hashes: usize,
+    hashes_max: usize,
+}
+
+impl SnapshotAssembly {
+    /// Takes snapshots of at most `hashes_max` blocks: what the worker said to have.
+    pub fn new(hashes_max: usize) -> Self {
+        Self { so_far: None, hashes: 0, hashes_max }
+    }
+
+    /// Takes the next chunk; gives the snapshot when it was the last, and is empty again then.
+    pub fn push(&mut self, chunk: v1::SnapshotChunk) -> Result<Option<Snapshot>, WireError> {
+        let (instance_id, snapshot) = self
+            .so_far
+            .get_or_insert_with(|| (chunk.instance_id.clone(), Snapshot { at_event_id: chunk.at_event_id, stored: Vec::new() }));
+        if *instance_id != chunk.instance_id || snapshot.at_event_id != chunk.at_event_id {
+            return Err(WireError::MixedSnapshots);
+        }
+        for stored in chunk.stored {
+            let chain = StoredChain::try_from(stored)?;
+            self.hashes += chain.sequence_hashes.len();
+            if self.hashes > self.hashes_max {
+                return Err(WireError::SnapshotTooLong { max: self.hashes_max });
+            }
+            snapshot.stored.push(chain);
+        }
+        if !chunk.last {
+            return Ok(None);
+        }
+        self.hashes = 0;
+        Ok(self.so_far.take().map(|(_, snapshot)| snapshot))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::{collection::vec, prelude::*};
+    use tandem_kv::SequenceHash;
+
+    /// Every block with the one before it: what a snapshot means, however its chains are cut.
+    fn blocks(snapshot: &Snapshot) -> Vec<(Option<SequenceHash>, SequenceHash)> {
+        let mut blocks = Vec::new();
+        for chain in &snapshot.stored {
+            let mut parent = chain.parent;
+            for hash in &chain.sequence_hashes {
+                blocks.push((parent, *hash));
+                parent = Some(*hash);
+            }
+        }
+        blocks
+    }
+
+    fn snapshot() -> impl Strategy<Value = Snapshot> {
+        let chain = (any::<Option<u64>>(), prop_oneof![1..5_usize, 1..3 * CHUNK_HASHES_MAX]);
+        (any::<u64>(), vec(chain, 0..6)).prop_map(|(at_event_id, chains)| {
+            let mut next = 0_u64;
+            let mut hash = || {
+                next += 1;
+                SequenceHash(next)
+            };
+            let stored = chains
+                .into_iter()
+                .map(|(parent, len)| StoredChain {
+                    parent: parent.map(SequenceHash),
+                    sequence_hashes: (0..len).map(|_| hash()).collect(),
+                })
+                .collect();
+            Snapshot { at_event_id, stored }
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn a_snapshot_comes_back_as_it_went_in_bounded_chunks(snapshot in snapshot()) {
+            let chunks = snapshot_chunks("i", &snapshot);
+            let mut assembly = SnapshotAssembly::new(blocks(&snapshot).len());
+            let count = chunks.len();
+            for (position, chunk) in chunks.into_iter().enumerate() {
+                prop_assert!(chunk.stored.iter().map(|stored| stored.sequence_hashes.len()).sum::<usize>() <= CHUNK_HASHES_MAX);
+                let whole = assembly.push(chunk).expect("the chunks are in order");
+                prop_assert_eq!(whole.is_some(), position + 1 == count);
+                if let Some(whole) = whole {
+                    prop_assert_eq!(whole.at_event_id, snapshot.at_event_id);
+                    prop_assert_eq!(blocks(&whole), blocks(&snapshot));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_assembly_takes_one_snapshot_after_another_but_does_not_mix_them() {
+        let chunk = |instance_id: &str, at_event_id, last| v1::SnapshotChunk {
+            instance_id: instance_id.to_owned(),
+            at_event_id,
+            stored: vec![v1::Stored { parent: None, sequence_hashes: vec![1] }],
+            last,
+        };
+        let mut assembly = SnapshotAssembly::new(2);
+        for at_event_id in [5, 9] {
+            assert_eq!(assembly.push(chunk("a", at_event_id, false)), Ok(None));
+            let whole = assembly.push(chunk("a", at_event_id, true)).expect("it is complete").expect("it is complete");
+            assert_eq!((whole.at_event_id, whole.stored.len()), (at_event_id, 2));
+        }
+        for other in [chunk("b", 1, true), chunk("a", 2, true)] {
+            let mut assembly = SnapshotAssembly::new(9);
+            assert_eq!(assembly.push(chunk("a", 1, false)), Ok(None));
+            assert_eq!(assembly.push(other), Err(WireError::MixedSnapshots));
+        }
+    }
+
+    #[test]
+    fn a_snapshot_longer_than_the_cache_is_refused() {
+        let hashes = (0..4).map(SequenceHash).collect();
+        let snapshot = Snapshot { at_event_id: 1, stored: vec![StoredChain { parent: None, sequence_hashes: hashes }] };
+        let chunk = snapshot_chunks("i", &snapshot).remove(0);
+        assert_eq!(SnapshotAssembly::new(3).push(chunk), Err(WireError::SnapshotTooLong { max: 3 }));
+    }
+}
