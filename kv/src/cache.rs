@@ -1,6 +1,21 @@
 //! The block pool and the prefix cache over it, in one owner because a block's life crosses both.
+//!
+//! What must stay true ([`PrefixCache::check_invariants`]):
+//! - A cached block's parent is cached.
+//! - **A pinned cached block pins its parent.** So whatever has no pins has no pinned block after it and can be evicted,
+//!   and a parent always falls out of use after its children: the block longest unused is a leaf, and eviction in that
+//!   order never leaves a child without its parent.
+//! - A hash leads to one block at most. Another block with the same hash stays private to its owner.
 
-use crate::{BlockId, KvEvent, Namespace, Snapshot, TokenId};
+mod invariants;
+#[cfg(test)]
+mod model_tests;
+#[cfg(test)]
+mod tests;
+
+use crate::event::EventLog;
+use crate::{BlockId, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId};
+use std::collections::{BTreeMap, HashMap};
 
 /// What a cache is made of.
 #[derive(Clone, Copy, Debug)]
@@ -34,20 +49,86 @@ pub struct Counts {
     pub free: u32,
     /// Hold reusable KV that nobody uses now; may be evicted.
     pub cached: u32,
-    /// Pinned by at least one sequence.
+    /// Pinned by at least one sequence, themselves or through a block after them.
     pub in_use: u32,
 }
 
-/// Blocks, their owners and their content.
+/// Blocks, their owners and their content. Has no `Debug`: it would print token ids.
 pub struct PrefixCache {
     settings: CacheSettings,
+    blocks: Vec<Block>,
+    free: Vec<BlockId>,
+    /// Every cached block, by its hash.
+    index: HashMap<SequenceHash, BlockId>,
+    /// Cached blocks without pins, by [`Content::unused_since`]. The first is the next to go.
+    unused: BTreeMap<u64, BlockId>,
+    /// Grows by one whenever a block falls out of use.
+    clock: u64,
+    log: EventLog,
+    /// All ones, except in tests which want collisions.
+    hash_mask: u64,
 }
 
-#[expect(unused_variables, clippy::todo)]
+#[derive(Default)]
+struct Block {
+    /// Those of the callers, and one for each pinned cached child.
+    pins: u32,
+    /// What it is found by; `None`: free, or private to whoever pins it.
+    content: Option<Content>,
+    /// Was in use when the cache was cleared: stays private until it is free.
+    outdated: bool,
+}
+
+struct Content {
+    hash: SequenceHash,
+    before: Before,
+    tokens: Box<[TokenId]>,
+    /// Its key in [`PrefixCache::unused`] while it has no pins.
+    unused_since: u64,
+}
+
+/// What a block's KV depends on besides its own tokens.
+#[derive(Clone, PartialEq, Eq)]
+enum Before {
+    /// It begins a prompt.
+    Nothing(Namespace),
+    /// A cached block.
+    Block(BlockId),
+}
+
+impl Content {
+    fn parent(&self) -> Option<BlockId> {
+        match self.before {
+            Before::Nothing(_) => None,
+            Before::Block(parent) => Some(parent),
+        }
+    }
+
+    fn is(&self, before: &Before, tokens: &[TokenId]) -> bool {
+        *self.tokens == *tokens && self.before == *before
+    }
+}
+
 impl PrefixCache {
     /// An empty cache.
     pub fn new(settings: CacheSettings) -> Self {
-        Self { settings }
+        assert!(settings.block_size > 0, "a block holds at least one token");
+        Self {
+            settings,
+            blocks: (0..settings.capacity_blocks).map(|_| Block::default()).collect(),
+            free: (0..settings.capacity_blocks).rev().map(BlockId).collect(),
+            index: HashMap::new(),
+            unused: BTreeMap::new(),
+            clock: 0,
+            log: EventLog::default(),
+            hash_mask: u64::MAX,
+        }
+    }
+
+    /// A cache whose hashes have only `bits` bits, so that different blocks often have the same.
+    #[cfg(test)]
+    fn with_hash_bits(settings: CacheSettings, bits: u32) -> Self {
+        Self { hash_mask: (1 << bits) - 1, ..Self::new(settings) }
     }
 
     /// What it was made with.
@@ -64,57 +145,222 @@ impl PrefixCache {
         reuse_max_blocks: u32,
         len_blocks: u32,
     ) -> Result<Acquired, Full> {
-        todo!()
+        let mut blocks = self.find(namespace, tokens, reuse_max_blocks.min(len_blocks));
+        let found = blocks.len();
+        let missing = len_blocks as usize - found;
+        let found_unused = blocks.iter().filter(|id| self.block(**id).pins == 0).count();
+        if missing > self.free.len() + self.unused.len() - found_unused {
+            return Err(Full);
+        }
+        for id in &blocks {
+            self.hold(*id);
+        }
+        blocks.extend((0..missing).map(|_| self.take().expect("free and unused blocks were counted")));
+        Ok(Acquired { blocks, cached_blocks: found as u32 })
     }
 
     /// One more fresh block, pinned.
     pub fn allocate(&mut self) -> Result<BlockId, Full> {
-        todo!()
+        self.take().ok_or(Full)
     }
 
     /// Pins a block once more, for another owner.
     pub fn pin(&mut self, block: BlockId) {
-        todo!()
+        assert!(self.block(block).pins > 0, "only who holds a block can share it");
+        self.hold(block);
     }
 
     /// Makes a pinned, full block reusable: it holds the KV of `tokens` after `parent`. Returns the block that stands for
     /// these tokens from now on, pinned for the caller: `block` itself, or an equal one cached before (`block` is released then).
+    ///
+    /// `block` stays private to its owners if it cannot be found by others: its parent is private, another block has its
+    /// hash, it is older than the last [`PrefixCache::clear`], or caching is off.
     pub fn commit(&mut self, namespace: &Namespace, parent: Option<BlockId>, block: BlockId, tokens: &[TokenId]) -> BlockId {
-        todo!()
+        assert!(tokens.len() == self.settings.block_size as usize, "only full blocks are shared");
+        assert!(self.block(block).pins > 0, "only who holds a block can say what is in it");
+        if !self.settings.prefix_caching || self.block(block).outdated {
+            return block;
+        }
+        let (before, hash_before) = match parent {
+            None => (Before::Nothing(namespace.clone()), namespace.root()),
+            Some(parent) => match &self.block(parent).content {
+                Some(content) => (Before::Block(parent), content.hash),
+                None => return block,
+            },
+        };
+        if let Some(content) = &self.block(block).content {
+            assert!(content.is(&before, tokens), "a cached block keeps its content");
+            return block;
+        }
+        let hash = self.hash(hash_before, tokens);
+        if let Some(&other) = self.index.get(&hash) {
+            if !self.content(other).is(&before, tokens) {
+                return block;
+            }
+            self.hold(other);
+            self.release(block);
+            return other;
+        }
+        if let Some(parent) = parent {
+            self.hold(parent);
+        }
+        self.index.insert(hash, block);
+        self.log.stored(parent.map(|_| hash_before), hash);
+        self.block_mut(block).content = Some(Content { hash, before, tokens: tokens.into(), unused_since: 0 });
+        block
     }
 
     /// Gives one pin back. A block with no pins left stays cached if it was committed, else it is free.
     pub fn release(&mut self, block: BlockId) {
-        todo!()
+        let mut next = Some(block);
+        while let Some(id) = next {
+            let block = &mut self.blocks[id.0 as usize];
+            assert!(block.pins > 0, "a block is released as often as it was pinned");
+            block.pins -= 1;
+            if block.pins > 0 {
+                return;
+            }
+            next = match &mut block.content {
+                None => {
+                    self.free.push(id);
+                    None
+                }
+                Some(content) => {
+                    self.clock += 1;
+                    content.unused_since = self.clock;
+                    self.unused.insert(self.clock, id);
+                    content.parent()
+                }
+            };
+        }
     }
 
     /// Drops everything that nobody uses; what is in use is no longer found and is free when released.
     pub fn clear(&mut self) {
-        todo!()
+        self.index.clear();
+        self.unused.clear();
+        self.free.clear();
+        let pinned = self.blocks.iter().filter(|block| block.pins > 0);
+        let pins_of_children: Vec<_> = pinned.filter_map(|block| block.content.as_ref()?.parent()).collect();
+        for parent in pins_of_children {
+            self.block_mut(parent).pins -= 1;
+        }
+        for (id, block) in self.blocks.iter_mut().enumerate() {
+            block.content = None;
+            block.outdated = block.pins > 0;
+            if block.pins == 0 {
+                self.free.push(BlockId(id as u32));
+            }
+        }
+        if self.settings.prefix_caching {
+            self.log.cleared();
+        }
     }
 
     /// The changes since the last call.
     pub fn take_events(&mut self) -> Vec<KvEvent> {
-        todo!()
+        self.log.take()
     }
 
     /// Id of the last change made; 0 before the first.
     pub fn last_event_id(&self) -> u64 {
-        todo!()
+        self.log.last_id()
     }
 
     /// All that is cached now (pinned or not).
     pub fn snapshot(&self) -> Snapshot {
-        todo!()
+        let mut starts = Vec::new();
+        let mut children: HashMap<BlockId, Vec<BlockId>> = HashMap::new();
+        for (id, block) in (0..).map(BlockId).zip(&self.blocks) {
+            match block.content.as_ref().map(Content::parent) {
+                None => {}
+                Some(None) => starts.push(id),
+                Some(Some(parent)) => children.entry(parent).or_default().push(id),
+            }
+        }
+        // Each chain goes on to a leaf; where it passes a fork, the other ways start chains of their own later.
+        let mut stored = Vec::new();
+        while let Some(start) = starts.pop() {
+            let parent = self.content(start).parent().map(|parent| self.content(parent).hash);
+            let mut sequence_hashes = Vec::new();
+            let mut next = Some(start);
+            while let Some(id) = next {
+                sequence_hashes.push(self.content(id).hash);
+                let mut ways = children.remove(&id).unwrap_or_default();
+                next = ways.pop();
+                starts.extend(ways);
+            }
+            stored.push(StoredChain { parent, sequence_hashes });
+        }
+        Snapshot { at_event_id: self.log.last_id(), stored }
     }
 
     /// How many blocks are in which state.
     pub fn counts(&self) -> Counts {
-        todo!()
+        let (free, cached) = (self.free.len() as u32, self.unused.len() as u32);
+        Counts { free, cached, in_use: self.settings.capacity_blocks - free - cached }
     }
 
-    /// Panics with a sentence if the books do not balance. For tests, and for an idle worker.
-    pub fn check_invariants(&self) {
-        todo!()
+    /// The longest cached prefix, at most `max_blocks` long.
+    fn find(&self, namespace: &Namespace, tokens: &[TokenId], max_blocks: u32) -> Vec<BlockId> {
+        let mut found = Vec::new();
+        let mut before = Before::Nothing(namespace.clone());
+        let mut hash = namespace.root();
+        for tokens in tokens.chunks_exact(self.settings.block_size as usize).take(max_blocks as usize) {
+            hash = self.hash(hash, tokens);
+            match self.index.get(&hash) {
+                Some(&id) if self.content(id).is(&before, tokens) => {
+                    found.push(id);
+                    before = Before::Block(id);
+                }
+                _ => break,
+            }
+        }
+        found
+    }
+
+    /// A block that holds nothing, pinned once; the block longest unused is evicted for it if need be.
+    fn take(&mut self) -> Option<BlockId> {
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None => {
+                let (_, id) = self.unused.pop_first()?;
+                let content = self.block_mut(id).content.take().expect("unused blocks are cached");
+                self.index.remove(&content.hash);
+                self.log.removed(content.hash);
+                id
+            }
+        };
+        *self.block_mut(id) = Block { pins: 1, content: None, outdated: false };
+        Some(id)
+    }
+
+    /// One more pin; the first one of a cached block pins its parent too.
+    fn hold(&mut self, block: BlockId) {
+        let mut next = Some(block);
+        while let Some(id) = next.take() {
+            let block = &mut self.blocks[id.0 as usize];
+            if let (0, Some(content)) = (block.pins, &block.content) {
+                self.unused.remove(&content.unused_since);
+                next = content.parent();
+            }
+            block.pins += 1;
+        }
+    }
+
+    fn hash(&self, before: SequenceHash, tokens: &[TokenId]) -> SequenceHash {
+        SequenceHash(before.child(tokens).0 & self.hash_mask)
+    }
+
+    fn block(&self, id: BlockId) -> &Block {
+        &self.blocks[id.0 as usize]
+    }
+
+    fn block_mut(&mut self, id: BlockId) -> &mut Block {
+        &mut self.blocks[id.0 as usize]
+    }
+
+    fn content(&self, id: BlockId) -> &Content {
+        self.block(id).content.as_ref().expect("the index and parents lead to cached blocks")
     }
 }

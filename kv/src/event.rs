@@ -1,6 +1,7 @@
 //! What a worker tells about its cache.
 
 use crate::SequenceHash;
+use std::cell::Cell;
 
 /// One change of a cache. Ids begin at 1 and have no gaps within one cache's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,4 +39,56 @@ pub struct Snapshot {
     pub at_event_id: u64,
     /// Chains that together are the whole cache.
     pub stored: Vec<StoredChain>,
+}
+
+/// Changes that nobody has taken yet. Neighbours of one kind become one event.
+#[derive(Default)]
+pub(crate) struct EventLog {
+    last_id: u64,
+    pending: Vec<KvEvent>,
+    /// Somebody knows `last_id` as the id of all changes so far, so that event must not grow any more.
+    last_id_told: Cell<bool>,
+}
+
+impl EventLog {
+    pub(crate) fn stored(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
+        if let Some(Change::Stored(chain)) = self.growing()
+            && parent.is_some()
+            && parent.as_ref() == chain.sequence_hashes.last()
+        {
+            return chain.sequence_hashes.push(hash);
+        }
+        self.push(Change::Stored(StoredChain { parent, sequence_hashes: vec![hash] }));
+    }
+
+    pub(crate) fn removed(&mut self, hash: SequenceHash) {
+        if let Some(Change::Removed(hashes)) = self.growing() {
+            return hashes.push(hash);
+        }
+        self.push(Change::Removed(vec![hash]));
+    }
+
+    pub(crate) fn cleared(&mut self) {
+        self.push(Change::Cleared);
+    }
+
+    pub(crate) fn take(&mut self) -> Vec<KvEvent> {
+        std::mem::take(&mut self.pending)
+    }
+
+    pub(crate) fn last_id(&self) -> u64 {
+        self.last_id_told.set(true);
+        self.last_id
+    }
+
+    fn growing(&mut self) -> Option<&mut Change> {
+        let last = self.pending.last_mut().filter(|_| !self.last_id_told.get());
+        last.map(|event| &mut event.change)
+    }
+
+    fn push(&mut self, change: Change) {
+        self.last_id += 1;
+        self.last_id_told.set(false);
+        self.pending.push(KvEvent { event_id: self.last_id, change });
+    }
 }

@@ -62,3 +62,71 @@ pub fn sequence_hashes(namespace: &Namespace, block_size: usize, tokens: &[Token
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PROMPT: [TokenId; 13] = [1, 2, 3, 4, 5, 6, 7, 8, 151_643, u32::MAX, 0, 9, 10];
+
+    /// Computed with Python's `xxhash` from the layout alone: parts and tokens little-endian, lengths as 64 bits. If this
+    /// fails, routers and workers of two versions no longer mean the same block.
+    #[test]
+    fn the_identity_of_a_block_does_not_drift() {
+        let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");
+        let expected = [0x95a6_de66_4b0e_fa67, 0x9de4_945e_254d_ba47, 0x06f0_5ef8_dc0c_ef49].map(SequenceHash);
+        assert_eq!(sequence_hashes(&namespace, 4, &PROMPT), expected);
+    }
+
+    #[test]
+    fn only_full_blocks_have_a_hash() {
+        let namespace = Namespace::new("model", "", "", "");
+        for (tokens, blocks) in [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (13, 3)] {
+            assert_eq!(sequence_hashes(&namespace, 4, &PROMPT[..tokens]).len(), blocks, "{tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn every_part_of_a_namespace_separates() {
+        let all = [
+            Namespace::new("model", "", "", ""),
+            Namespace::new("other", "", "", ""),
+            Namespace::new("model", "main", "", ""),
+            Namespace::new("model", "", "main", ""),
+            Namespace::new("model", "", "", "main"),
+            Namespace::new("model", "", "", "salt"),
+        ];
+        let mut firsts: Vec<_> = all.iter().map(|namespace| sequence_hashes(namespace, 4, &PROMPT)[0]).collect();
+        firsts.sort();
+        firsts.dedup();
+        assert_eq!(firsts.len(), all.len());
+    }
+
+    #[test]
+    fn a_part_cannot_be_moved_into_the_next() {
+        let glued = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")];
+        let mut bytes: Vec<_> = glued.iter().map(|(model, revision)| Namespace::new(model, revision, "", "")).collect();
+        // A part that imitates a length.
+        bytes.push(Namespace::new("a\u{1}\0\0\0\0\0\0\0b", "", "", ""));
+        bytes.push(Namespace::new("a", "b", "", ""));
+        bytes.sort();
+        bytes.dedup();
+        assert_eq!(bytes.len(), glued.len() + 2);
+    }
+
+    #[test]
+    fn a_namespace_survives_the_wire() {
+        let namespace = Namespace::new("model", "main", "", "salt");
+        assert_eq!(Namespace::from_bytes(namespace.as_bytes()), namespace);
+    }
+
+    #[test]
+    fn a_hash_stands_for_everything_before_it() {
+        let namespace = Namespace::new("model", "", "", "");
+        let tail = [5, 6, 7, 8];
+        let after = |head: [TokenId; 4]| sequence_hashes(&namespace, 4, &[head, tail].concat())[1];
+        assert_ne!(after([1, 2, 3, 4]), after([1, 2, 4, 3]));
+        assert_ne!(after([1, 2, 3, 4]), sequence_hashes(&namespace, 4, &tail)[0]);
+        assert_eq!(after([1, 2, 3, 4]), after([1, 2, 3, 4]));
+    }
+}
