@@ -1,1 +1,420 @@
+//! The cache against a naive model: a list of cached prefixes, searched from end to end for everything.
 
+use super::{CacheSettings, Counts, Full, PrefixCache};
+use crate::{BlockId, Change, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId, sequence_hashes};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+const BLOCK_SIZE: usize = 2;
+
+/// Numbers choose among what there is at that moment, wrapping around.
+#[derive(Clone, Debug)]
+enum Op {
+    Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },
+    Grow { sequence: usize, token: TokenId },
+    Commit { sequence: usize, blocks: usize },
+    Fork { sequence: usize },
+    PinOne { sequence: usize, block: usize },
+    ReleaseOne { pin: usize },
+    Release { sequence: usize, first_block: usize },
+    Clear,
+    TakeEvents,
+    Join,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let n = 0..64_usize;
+    prop_oneof![
+        6 => (0..2_usize, vec(0..2_u32, 1..12), prop::bool::weighted(0.9))
+            .prop_map(|(namespace, prompt, reuse)| Op::Acquire { namespace, prompt, reuse }),
+        4 => (n.clone(), 0..2_u32).prop_map(|(sequence, token)| Op::Grow { sequence, token }),
+        8 => (n.clone(), 1..5_usize).prop_map(|(sequence, blocks)| Op::Commit { sequence, blocks }),
+        1 => n.clone().prop_map(|sequence| Op::Fork { sequence }),
+        1 => (n.clone(), n.clone()).prop_map(|(sequence, block)| Op::PinOne { sequence, block }),
+        1 => n.clone().prop_map(|pin| Op::ReleaseOne { pin }),
+        5 => (n.clone(), n).prop_map(|(sequence, first_block)| Op::Release { sequence, first_block }),
+        1 => prop::bool::weighted(0.3).prop_map(|clear| if clear { Op::Clear } else { Op::TakeEvents }),
+        3 => Just(Op::TakeEvents),
+        1 => Just(Op::Join),
+    ]
+}
+
+/// A prefix of whole blocks, with everything that decides who may reuse it.
+#[derive(Clone, Debug, PartialEq)]
+struct Prefix {
+    namespace: usize,
+    tokens: Vec<TokenId>,
+}
+
+impl Prefix {
+    fn begins(&self, other: &Prefix) -> bool {
+        self.namespace == other.namespace && other.tokens.starts_with(&self.tokens)
+    }
+}
+
+struct Entry {
+    prefix: Prefix,
+    hash: SequenceHash,
+    block: BlockId,
+    /// The last step after which somebody held it or a prefix that continues it.
+    used_at: usize,
+}
+
+/// One owner of blocks.
+struct Sequence {
+    namespace: usize,
+    tokens: Vec<TokenId>,
+    blocks: Vec<BlockId>,
+    /// Leading blocks that were found or committed, with or without success.
+    committed: usize,
+}
+
+impl Sequence {
+    fn prefix(&self, blocks: usize) -> Prefix {
+        Prefix { namespace: self.namespace, tokens: self.tokens[..blocks * BLOCK_SIZE].to_vec() }
+    }
+}
+
+struct Model {
+    settings: CacheSettings,
+    hash_mask: u64,
+    entries: Vec<Entry>,
+    sequences: Vec<Sequence>,
+    /// Single blocks pinned once more.
+    pins: Vec<BlockId>,
+    /// In use at the last clear, and since.
+    outdated: BTreeSet<BlockId>,
+    step: usize,
+}
+
+fn namespace(number: usize) -> Namespace {
+    Namespace::new("model", "", "", ["", "salt"][number])
+}
+
+impl Model {
+    fn entry(&self, prefix: &Prefix) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.prefix == *prefix)
+    }
+
+    /// The chained hash, weakened at each step as the cache weakens it.
+    fn hash(&self, prefix: &Prefix) -> SequenceHash {
+        let first = namespace(prefix.namespace).root();
+        let blocks = prefix.tokens.chunks(BLOCK_SIZE);
+        blocks.fold(first, |before, tokens| SequenceHash(before.child(tokens).0 & self.hash_mask))
+    }
+
+    fn is_held(&self, block: BlockId) -> bool {
+        self.pins.contains(&block) || self.sequences.iter().any(|sequence| sequence.blocks.contains(&block))
+    }
+
+    /// Somebody holds it or a prefix that continues it.
+    fn is_used(&self, prefix: &Prefix) -> bool {
+        self.entries.iter().any(|entry| prefix.begins(&entry.prefix) && self.is_held(entry.block))
+    }
+
+    fn blocks_in_use(&self) -> BTreeSet<BlockId> {
+        let held = self.sequences.iter().flat_map(|sequence| &sequence.blocks);
+        let used = self.entries.iter().filter(|entry| self.is_used(&entry.prefix)).map(|entry| &entry.block);
+        held.chain(&self.pins).chain(used).copied().collect()
+    }
+
+    fn counts(&self) -> Counts {
+        let in_use = self.blocks_in_use().len() as u32;
+        let cached = self.entries.iter().filter(|entry| !self.is_used(&entry.prefix)).count() as u32;
+        Counts { free: self.settings.capacity_blocks - in_use - cached, cached, in_use }
+    }
+
+    fn overlap(&self, prompt: &Prefix, reuse_max: usize) -> usize {
+        let is_cached = |blocks: &usize| {
+            let tokens = prompt.tokens[..blocks * BLOCK_SIZE].to_vec();
+            self.entry(&Prefix { tokens, ..*prompt }).is_some()
+        };
+        (1..=reuse_max).take_while(is_cached).count()
+    }
+
+    /// Evicts for `blocks` fresh ones: the leaf that is longest out of use, again and again.
+    fn evict_for(&mut self, blocks: usize) {
+        while (self.counts().free as usize) < blocks {
+            let is_leaf = |entry: &Entry| {
+                !self.entries.iter().any(|other| other.prefix != entry.prefix && entry.prefix.begins(&other.prefix))
+            };
+            let evictable = self.entries.iter().enumerate().filter(|(_, entry)| is_leaf(entry) && !self.is_used(&entry.prefix));
+            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("counted before");
+            self.entries.remove(oldest);
+        }
+    }
+
+    fn end_step(&mut self) {
+        self.step += 1;
+        let used: Vec<_> = self.entries.iter().map(|entry| self.is_used(&entry.prefix)).collect();
+        for (entry, used) in self.entries.iter_mut().zip(used) {
+            if used {
+                entry.used_at = self.step;
+            }
+        }
+    }
+}
+
+/// What a router knows: the parent of every hash.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Replica {
+    at_event_id: u64,
+    parents: BTreeMap<SequenceHash, Option<SequenceHash>>,
+}
+
+impl Replica {
+    fn from_snapshot(snapshot: &Snapshot) -> Self {
+        let mut replica = Self { at_event_id: snapshot.at_event_id, ..Self::default() };
+        for chain in &snapshot.stored {
+            replica.store(chain);
+        }
+        replica
+    }
+
+    fn store(&mut self, chain: &StoredChain) {
+        let mut parent = chain.parent;
+        for hash in &chain.sequence_hashes {
+            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "stored after an unknown parent");
+            assert_eq!(self.parents.insert(*hash, parent), None, "stored twice");
+            parent = Some(*hash);
+        }
+    }
+
+    fn apply(&mut self, event: &KvEvent) {
+        if event.event_id <= self.at_event_id {
+            return;
+        }
+        assert_eq!(event.event_id, self.at_event_id + 1, "a gap");
+        self.at_event_id = event.event_id;
+        match &event.change {
+            Change::Stored(chain) => self.store(chain),
+            Change::Removed(hashes) => {
+                for hash in hashes {
+                    assert!(self.parents.remove(hash).is_some(), "removed what was not stored");
+                    assert!(!self.parents.values().any(|parent| *parent == Some(*hash)), "removed before its children");
+                }
+            }
+            Change::Cleared => self.parents.clear(),
+        }
+    }
+}
+
+struct Run {
+    cache: PrefixCache,
+    model: Model,
+    /// The first has heard everything from the start, the others joined with a snapshot.
+    replicas: Vec<Replica>,
+}
+
+impl Run {
+    fn new(settings: CacheSettings, hash_bits: u32) -> Self {
+        let cache = if hash_bits == 64 { PrefixCache::new(settings) } else { PrefixCache::with_hash_bits(settings, hash_bits) };
+        let hash_mask = cache.hash_mask;
+        let (entries, sequences, pins, outdated) = Default::default();
+        let model = Model { settings, hash_mask, entries, sequences, pins, outdated, step: 0 };
+        Self { cache, model, replicas: vec![Replica::default()] }
+    }
+
+    fn play(&mut self, ops: Vec<Op>) {
+        for op in ops {
+            self.play_one(op);
+            self.model.end_step();
+            self.check();
+        }
+        while !self.model.sequences.is_empty() {
+            self.release(0, 0);
+        }
+        for block in std::mem::take(&mut self.model.pins) {
+            self.cache.release(block);
+        }
+        self.check();
+        self.take_events();
+        assert_eq!(self.cache.counts().in_use, 0, "everything was released");
+    }
+
+    fn play_one(&mut self, op: Op) {
+        let sequences = self.model.sequences.len();
+        match op {
+            Op::Acquire { namespace, prompt, reuse } => self.acquire(namespace, prompt, reuse),
+            Op::Clear => self.clear(),
+            Op::TakeEvents => self.take_events(),
+            Op::Join => self.replicas.push(Replica::from_snapshot(&self.cache.snapshot())),
+            Op::ReleaseOne { pin } if !self.model.pins.is_empty() => {
+                let block = self.model.pins.swap_remove(pin % self.model.pins.len());
+                self.cache.release(block);
+            }
+            Op::ReleaseOne { .. } => {}
+            _ if sequences == 0 => {}
+            Op::Grow { sequence, token } => self.grow(sequence % sequences, token),
+            Op::Commit { sequence, blocks } => (0..blocks).for_each(|_| self.commit(sequence % sequences)),
+            Op::Fork { sequence } => self.fork(sequence % sequences),
+            Op::PinOne { sequence, block } => self.pin_one(sequence % sequences, block),
+            Op::Release { sequence, first_block } => self.release(sequence % sequences, first_block),
+        }
+    }
+
+    fn acquire(&mut self, number: usize, prompt: Vec<TokenId>, reuse: bool) {
+        let model = &mut self.model;
+        let reuse_max = if reuse { (prompt.len() - 1) / BLOCK_SIZE } else { 0 };
+        let len_blocks = prompt.len().div_ceil(BLOCK_SIZE);
+        let overlap = model.overlap(&Prefix { namespace: number, tokens: prompt.clone() }, reuse_max);
+        let acquired = self.cache.acquire(&namespace(number), &prompt, reuse_max as u32, len_blocks as u32);
+
+        let mut sequence = Sequence { namespace: number, tokens: prompt, blocks: vec![], committed: overlap };
+        sequence.blocks = (1..=overlap).map(|n| model.entry(&sequence.prefix(n)).expect("it overlaps").block).collect();
+        model.sequences.push(sequence);
+        let counts = model.counts();
+        let missing = len_blocks - overlap;
+        if (counts.free + counts.cached) < missing as u32 {
+            model.sequences.pop();
+            return assert_eq!(acquired, Err(Full));
+        }
+        let acquired = acquired.expect("there is room");
+        assert_eq!((acquired.cached_blocks as usize, acquired.blocks.len()), (overlap, len_blocks));
+        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("pushed above").blocks[..]);
+        model.evict_for(missing);
+        for block in &acquired.blocks[overlap..] {
+            self.took_fresh(*block, self.model.sequences.len() - 1);
+        }
+    }
+
+    fn grow(&mut self, number: usize, token: TokenId) {
+        if self.model.sequences[number].tokens.len().is_multiple_of(BLOCK_SIZE) {
+            let counts = self.model.counts();
+            let allocated = self.cache.allocate();
+            if counts.free + counts.cached == 0 {
+                return assert_eq!(allocated, Err(Full));
+            }
+            self.model.evict_for(1);
+            self.took_fresh(allocated.expect("there is room"), number);
+        }
+        self.model.sequences[number].tokens.push(token);
+    }
+
+    fn took_fresh(&mut self, block: BlockId, owner: usize) {
+        let model = &mut self.model;
+        assert!(!model.blocks_in_use().contains(&block), "a block of somebody else was given away");
+        assert!(!model.entries.iter().any(|entry| entry.block == block), "a cached block was given away");
+        model.outdated.remove(&block);
+        model.sequences[owner].blocks.push(block);
+    }
+
+    /// The next full block of the sequence.
+    fn commit(&mut self, number: usize) {
+        let model = &mut self.model;
+        let sequence = &model.sequences[number];
+        let at = sequence.committed;
+        if (at + 1) * BLOCK_SIZE > sequence.tokens.len() {
+            return;
+        }
+        let (block, prefix) = (sequence.blocks[at], sequence.prefix(at + 1));
+        let parent = at.checked_sub(1).map(|before| sequence.blocks[before]);
+        let is_cached = |block| model.entries.iter().any(|entry| entry.block == block);
+        let tokens = &sequence.tokens[at * BLOCK_SIZE..][..BLOCK_SIZE];
+        let stands = self.cache.commit(&namespace(sequence.namespace), parent, block, tokens);
+
+        let hash = model.hash(&prefix);
+        let may_be_shared = model.settings.prefix_caching && parent.is_none_or(is_cached) && !model.outdated.contains(&block);
+        let equal = model.entry(&prefix).map(|entry| entry.block);
+        let collides = equal.is_none() && model.entries.iter().any(|entry| entry.hash == hash);
+        let cached = may_be_shared && !collides;
+        assert_eq!(stands, equal.filter(|_| cached).unwrap_or(block));
+        if cached && equal.is_none() {
+            model.entries.push(Entry { prefix, hash, block, used_at: model.step });
+        }
+        let sequence = &mut model.sequences[number];
+        sequence.blocks[at] = stands;
+        sequence.committed += 1;
+    }
+
+    /// A second owner of the full blocks.
+    fn fork(&mut self, number: usize) {
+        let sequence = &self.model.sequences[number];
+        let full = sequence.tokens.len() / BLOCK_SIZE;
+        let fork = Sequence {
+            tokens: sequence.tokens[..full * BLOCK_SIZE].to_vec(),
+            blocks: sequence.blocks[..full].to_vec(),
+            ..*sequence
+        };
+        for block in &fork.blocks {
+            self.cache.pin(*block);
+        }
+        self.model.sequences.push(fork);
+    }
+
+    fn pin_one(&mut self, number: usize, block: usize) {
+        let sequence = &self.model.sequences[number];
+        let at = block % sequence.blocks.len().max(1);
+        let Some(block) = sequence.blocks.get(at) else { return };
+        self.cache.pin(*block);
+        self.model.pins.push(*block);
+    }
+
+    fn release(&mut self, number: usize, first_block: usize) {
+        let mut sequence = self.model.sequences.swap_remove(number);
+        let first_block = first_block % sequence.blocks.len().max(1);
+        sequence.blocks.rotate_left(first_block);
+        for block in sequence.blocks {
+            self.cache.release(block);
+        }
+    }
+
+    fn clear(&mut self) {
+        self.cache.clear();
+        let model = &mut self.model;
+        model.entries.clear();
+        model.outdated = model.blocks_in_use();
+    }
+
+    fn take_events(&mut self) {
+        let events = self.cache.take_events();
+        for replica in &mut self.replicas {
+            events.iter().for_each(|event| replica.apply(event));
+        }
+        let expected = Replica::from_snapshot(&self.cache.snapshot());
+        for replica in &self.replicas {
+            assert_eq!(*replica, expected, "events lead to what the snapshot says");
+        }
+    }
+
+    fn check(&self) {
+        self.cache.check_invariants();
+        assert_eq!(self.cache.counts(), self.model.counts());
+        let told = self.cache.snapshot().stored.into_iter().flat_map(|chain| chain.sequence_hashes);
+        let cached = self.model.entries.iter().map(|entry| entry.hash);
+        assert_eq!(told.collect::<BTreeSet<_>>(), cached.collect(), "the cache holds what the model holds");
+    }
+}
+
+fn settings(capacity_blocks: u32, prefix_caching: bool) -> CacheSettings {
+    CacheSettings { capacity_blocks, block_size: BLOCK_SIZE as u32, prefix_caching }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_cache_does_what_the_model_does(capacity in 1..16_u32, ops in vec(op(), 1..120)) {
+        Run::new(settings(capacity, true), 64).play(ops);
+    }
+
+    #[test]
+    fn collisions_are_never_hits(capacity in 1..16_u32, hash_bits in 0..4_u32, ops in vec(op(), 1..120)) {
+        Run::new(settings(capacity, true), hash_bits).play(ops);
+    }
+
+    #[test]
+    fn without_caching_blocks_only_come_and_go(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
+        Run::new(settings(capacity, false), 64).play(ops);
+    }
+
+    #[test]
+    fn the_events_name_blocks_by_the_hashes_that_a_router_is_asked_for(prompt in vec(any::<TokenId>(), 0..20)) {
+        let mut run = Run::new(settings(16, true), 64);
+        run.play_one(Op::Acquire { namespace: 0, prompt: [prompt.clone(), vec![0]].concat(), reuse: true });
+        run.play_one(Op::Commit { sequence: 0, blocks: prompt.len() / BLOCK_SIZE });
+        let stored: Vec<_> = run.cache.snapshot().stored.into_iter().flat_map(|chain| chain.sequence_hashes).collect();
+        prop_assert_eq!(stored, sequence_hashes(&namespace(0), BLOCK_SIZE, &prompt));
+    }
+}
