@@ -1,9 +1,17 @@
 //! The thread that owns an engine and its step machine, and the handles to it.
+//!
+//! Commands wait while a step runs and are all taken before the next one. A job's events go through a channel that is
+//! bounded by the job itself (its tokens, its blocks), so that a slow listener never holds up the steps of others.
 
+use crate::machine::{Action, JobId, Machine};
 use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal};
 use bytes::Bytes;
-use tandem_kv::{KvBatch, Load, Snapshot};
-use tokio::sync::broadcast;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tandem_kv::{KvBatch, Load, Snapshot, StepStats};
+use tokio::sync::{Notify, broadcast, mpsc, oneshot, watch};
+use tokio::time::Instant;
 
 /// How a worker's steps are made.
 #[derive(Clone, Copy, Debug)]
@@ -25,58 +33,298 @@ pub struct WriteRefused;
 
 /// A cheap handle to the thread that owns an engine. The thread ends when the last handle and job are gone.
 #[derive(Clone)]
-pub struct EngineHandle {}
+pub struct EngineHandle {
+    info: Arc<EngineInfo>,
+    commands: mpsc::Sender<Command>,
+    wake: Arc<Notify>,
+    load: watch::Receiver<Load>,
+}
 
 /// One job on the engine. Dropping it cancels the job at the next step and gives back all it holds.
-pub struct Job {}
+pub struct Job {
+    id: JobId,
+    events: mpsc::UnboundedReceiver<Event>,
+    commands: mpsc::Sender<Command>,
+    wake: Arc<Notify>,
+}
 
-#[expect(unused_variables, clippy::todo)]
+/// Commands in flight; senders wait beyond that.
+const COMMANDS_MAX: usize = 256;
+/// Batches a slow watcher may be behind before it has to start again from a snapshot.
+const BATCHES_MAX: usize = 1_024;
+
+enum Command {
+    Prefill(Prefill, oneshot::Sender<Result<Accepted, Refusal>>),
+    Generate(Generate, oneshot::Sender<Result<Accepted, Refusal>>),
+    SendBlocks(JobId, Vec<u32>),
+    Write { ticket: u64, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
+    Watch(oneshot::Sender<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)>),
+}
+
+type Accepted = (JobId, mpsc::UnboundedReceiver<Event>);
+
 impl EngineHandle {
     /// Starts the thread.
     pub fn start(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
-        todo!()
+        let (handle, driver) = Self::new(engine, settings);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .expect("a runtime without I/O needs nothing from the system");
+        std::thread::Builder::new()
+            .name("tandem-engine".to_owned())
+            .spawn(move || runtime.block_on(driver.run()))
+            .expect("the system can start a thread");
+        handle
+    }
+
+    /// Drives the engine in a task of the current runtime: for engines that only simulate, under a test's paused time.
+    pub fn start_in_task(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
+        let (handle, driver) = Self::new(engine, settings);
+        tokio::spawn(driver.run());
+        handle
+    }
+
+    fn new(engine: Box<dyn Engine>, settings: EngineSettings) -> (Self, Driver) {
+        let info = engine.describe();
+        // From the system's randomness: the standard library seeds every hasher with it.
+        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0u8);
+        let machine = Machine::new(info.clone(), settings, seed);
+        let (commands, received) = mpsc::channel(COMMANDS_MAX);
+        let (load, watched) = watch::channel(machine.load());
+        let wake = Arc::new(Notify::new());
+        let driver = Driver {
+            engine,
+            machine,
+            commands: received,
+            jobs: HashMap::new(),
+            next_job: 0,
+            wake: Arc::clone(&wake),
+            batches: broadcast::Sender::new(BATCHES_MAX),
+            load,
+            started: Instant::now(),
+        };
+        (Self { info: Arc::new(info), commands, wake, load: watched }, driver)
     }
 
     /// What the engine is.
     pub fn info(&self) -> &EngineInfo {
-        todo!()
+        &self.info
     }
 
     /// Queues a prefill.
     pub async fn prefill(&self, prefill: Prefill) -> Result<Job, Refusal> {
-        todo!()
+        self.submit(|reply| Command::Prefill(prefill, reply)).await
     }
 
     /// Queues a generation.
     pub async fn generate(&self, generate: Generate) -> Result<Job, Refusal> {
-        todo!()
+        self.submit(|reply| Command::Generate(generate, reply)).await
+    }
+
+    async fn submit(&self, command: impl FnOnce(oneshot::Sender<Result<Accepted, Refusal>>) -> Command) -> Result<Job, Refusal> {
+        let (id, events) = self.ask(command).await.ok_or(Refusal::Gone)??;
+        Ok(Job { id, events, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })
     }
 
     /// Writes one block under a ticket; returns when it is in the engine's memory.
     pub async fn write_block(&self, ticket: u64, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
-        todo!()
+        let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
+        self.ask(write).await.unwrap_or(Err(WriteRefused))
     }
 
     /// The cache as it is, and every batch after it: a batch's events with ids up to the snapshot's are in the snapshot.
-    pub async fn watch(&self) -> (Snapshot, broadcast::Receiver<std::sync::Arc<KvBatch>>) {
-        todo!()
+    /// `None` when the engine is gone.
+    pub async fn watch(&self) -> Option<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)> {
+        self.ask(Command::Watch).await
     }
 
     /// The load as of the last step.
     pub fn load(&self) -> Load {
-        todo!()
+        self.load.borrow().clone()
+    }
+
+    /// Resolves when the load satisfies `condition`.
+    pub async fn wait_for_load(&self, condition: impl FnMut(&Load) -> bool) {
+        // The engine being gone is as idle as it gets.
+        let _ = self.load.clone().wait_for(condition).await;
+    }
+
+    /// `None` when the engine is gone.
+    async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(command(reply)).await.ok()?;
+        answer.await.ok()
     }
 }
 
-#[expect(unused_variables, clippy::todo)]
 impl Job {
     /// The next event; `None` after the last.
     pub async fn next(&mut self) -> Option<Event> {
-        todo!()
+        self.events.recv().await
     }
 
     /// Prefill: tells these blocks as [`Event::Block`] as soon as each is computed. Once a job.
     pub async fn send_blocks(&self, block_indices: Vec<u32>) {
-        todo!()
+        // The engine being gone shows as the end of the events.
+        let _ = self.commands.send(Command::SendBlocks(self.id, block_indices)).await;
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.events.close();
+        self.wake.notify_one();
+    }
+}
+
+/// The owner of the engine.
+struct Driver {
+    engine: Box<dyn Engine>,
+    machine: Machine,
+    commands: mpsc::Receiver<Command>,
+    jobs: HashMap<JobId, mpsc::UnboundedSender<Event>>,
+    next_job: JobId,
+    wake: Arc<Notify>,
+    batches: broadcast::Sender<Arc<KvBatch>>,
+    load: watch::Sender<Load>,
+    started: Instant,
+}
+
+impl Driver {
+    async fn run(mut self) {
+        loop {
+            while let Ok(command) = self.commands.try_recv() {
+                self.obey(command);
+            }
+            self.cancel_dropped_jobs();
+            let plan = self.machine.plan(self.now());
+            self.act();
+            let Some(plan) = plan else {
+                self.publish(None);
+                tokio::select! {
+                    command = self.commands.recv() => match command {
+                        Some(command) => self.obey(command),
+                        None => return,
+                    },
+                    () = self.wake.notified() => {}
+                }
+                continue;
+            };
+            let started = Instant::now();
+            let output = self.engine.step(&self.machine.chunks(&plan));
+            match output {
+                Ok(output) => {
+                    if !output.simulated.is_zero() {
+                        tokio::time::sleep(output.simulated).await;
+                    }
+                    let stats = self.machine.complete(&plan, &output, started.elapsed(), self.now());
+                    self.act();
+                    self.publish(Some(stats));
+                }
+                Err(error) => {
+                    tracing::error!(%error, "a step failed; all requests on this worker end");
+                    self.machine.fail();
+                    self.act();
+                }
+            }
+            // Others on this runtime get their turn between steps.
+            tokio::task::yield_now().await;
+        }
+    }
+
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn obey(&mut self, command: Command) {
+        let now = self.now();
+        match command {
+            Command::Prefill(prefill, reply) => self.accept(reply, |machine, job| machine.prefill(job, prefill, now)),
+            Command::Generate(generate, reply) => self.accept(reply, |machine, job| machine.generate(job, generate, now)),
+            Command::SendBlocks(job, indices) => self.machine.send_blocks(job, indices),
+            Command::Write { ticket, index, payload, reply } => {
+                let target = self.machine.write(ticket, index, payload.len(), now);
+                if let Ok(block) = target {
+                    self.engine.write_block(block, &payload);
+                    self.machine.start_landed(now);
+                }
+                // A sender that has gone does not want to know.
+                let _ = reply.send(target.map(drop));
+            }
+            Command::Watch(reply) => {
+                // Everything up to here is in the snapshot, so it goes to the earlier watchers first.
+                self.publish(None);
+                let _ = reply.send((self.machine.snapshot(), self.batches.subscribe()));
+            }
+        }
+        self.act();
+    }
+
+    fn accept(
+        &mut self,
+        reply: oneshot::Sender<Result<Accepted, Refusal>>,
+        submit: impl FnOnce(&mut Machine, JobId) -> Result<(), Refusal>,
+    ) {
+        let job = self.next_job;
+        self.next_job += 1;
+        let accepted = submit(&mut self.machine, job).map(|()| {
+            let (events, receiver) = mpsc::unbounded_channel();
+            self.jobs.insert(job, events);
+            (job, receiver)
+        });
+        // If the caller has gone, so has the receiver, and the job is cancelled as a dropped one.
+        let _ = reply.send(accepted);
+    }
+
+    fn cancel_dropped_jobs(&mut self) {
+        let machine = &mut self.machine;
+        self.jobs.retain(|job, events| {
+            let wanted = !events.is_closed();
+            if !wanted {
+                machine.cancel(*job);
+            }
+            wanted
+        });
+    }
+
+    fn act(&mut self) {
+        for action in self.machine.take_actions() {
+            match action {
+                Action::Tell(job, event) => self.tell(job, event),
+                Action::Copy { from, to } => {
+                    let mut payload = vec![0; self.machine.block_bytes()];
+                    self.engine.read_block(from, &mut payload);
+                    self.engine.write_block(to, &payload);
+                }
+                Action::Read { job, index, block } => {
+                    let mut payload = vec![0; self.machine.block_bytes()];
+                    self.engine.read_block(block, &mut payload);
+                    self.tell(job, Event::Block { index, payload: payload.into() });
+                }
+                Action::End(job) => {
+                    self.jobs.remove(&job);
+                }
+            }
+        }
+    }
+
+    fn tell(&self, job: JobId, event: Event) {
+        if let Some(events) = self.jobs.get(&job) {
+            // A listener that has gone is noticed before the next step.
+            let _ = events.send(event);
+        }
+    }
+
+    fn publish(&mut self, step: Option<StepStats>) {
+        let batch = self.machine.take_batch(step);
+        let load_changed = *self.load.borrow() != batch.load;
+        if load_changed {
+            self.load.send_replace(batch.load.clone());
+        }
+        if load_changed || step.is_some() || !batch.events.is_empty() || !batch.taken_in.is_empty() {
+            // Nobody may be watching.
+            let _ = self.batches.send(Arc::new(batch));
+        }
     }
 }

@@ -1,16 +1,19 @@
 //! Runs batches of token chunks on a device, and decides which chunks run when.
 //!
-//! [`Engine`] is the device: [`cpu`] and [`sim`] implement it. Everything above it is shared: the [`machine`] (which chunks
+//! [`Engine`] is the device: [`cpu`] and [`sim`] implement it. Everything above it is shared: the step machine (which chunks
 //! make a step), sampling, and the thread that owns both ([`EngineHandle`]).
 
 pub mod cpu;
+mod event;
 mod handle;
-pub mod machine;
-pub mod sampling;
+mod machine;
+mod request;
+mod sampling;
 pub mod sim;
 
 pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
-pub use machine::{Event, FinishReason, Generate, KvSource, Prefill, Refusal};
+pub use event::{Event, FinishReason, Started};
+pub use request::{Generate, KvSource, Prefill, Refusal};
 pub use sampling::{Sampling, TokenLogprob, TokenLogprobs};
 
 use std::time::Duration;
@@ -88,3 +91,11 @@ pub struct StepOutput {
 #[derive(Debug, thiserror::Error)]
 #[error("the engine failed: {0}")]
 pub struct EngineError(#[from] pub Box<dyn std::error::Error + Send + Sync>);
+
+/// SplitMix64's finaliser: every input bit moves every output bit.
+fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ (value >> 31)
+}

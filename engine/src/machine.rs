@@ -1,143 +1,483 @@
 //! Which chunks make a step: admission, chunked prefill, continuous batching, preemption. A plain state machine.
+//!
+//! [`Machine::plan`] says what to compute, [`Machine::complete`] takes the result. Between the two nothing else is called.
+//! Blocks belong to sequences; every way out of a sequence gives them back ([`Machine::check_invariants`]).
+//! All prompts are cut the same way: `Prefill` and `Prompt` sequences compute all tokens but the last, samples compute the rest.
 
-use crate::{Sampling, TokenLogprobs};
-use bytes::Bytes;
-use tandem_kv::{Namespace, TokenId};
+mod admission;
+mod sequence;
+#[cfg(test)]
+mod tests;
 
-/// Compute the KV of all tokens of a prompt but the last, and hold it until the job is dropped.
-#[derive(Clone, Debug)]
-pub struct Prefill {
-    /// Told to the router when the work shows in the load.
-    pub request_id: String,
-    /// Whose KV may be reused.
-    pub namespace: Namespace,
-    /// At least one token.
-    pub prompt: Vec<TokenId>,
+use crate::sampling::{Sampler, logprobs};
+use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Logits, Started, StepOutput, WriteRefused, mix};
+pub(crate) use sequence::JobId;
+use sequence::{Role, Sample, Sequence};
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, StepStats};
+
+/// What the owner of the engine does for the machine, in this order, before the next step or write.
+#[derive(Debug)]
+pub(crate) enum Action {
+    /// Tells a job.
+    Tell(JobId, Event),
+    /// Copies a block's KV inside the engine.
+    Copy { from: BlockId, to: BlockId },
+    /// Reads a block's KV and tells it to a job as [`Event::Block`].
+    Read { job: JobId, index: u32, block: BlockId },
+    /// The job has heard its last event.
+    End(JobId),
 }
 
-/// Continue a prompt.
-#[derive(Clone, Debug)]
-pub struct Generate {
-    /// Told to the router when the work shows in the load.
-    pub request_id: String,
-    /// Whose KV may be reused.
-    pub namespace: Namespace,
-    /// At least one token.
-    pub prompt: Vec<TokenId>,
-    /// How tokens are chosen. Sample `i` draws as a request of its own with `seed + i` would.
-    pub sampling: Sampling,
-    /// How many continuations.
-    pub samples: u32,
-    /// Where the prompt's KV comes from.
-    pub kv: KvSource,
-    /// Logprobs of the prompt's own tokens, with this many alternatives; the prompt is then computed without cache reads.
-    pub prompt_logprobs: Option<u32>,
+/// The sequences that run in a step, by their place in `running`.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    chunks: Vec<PlannedChunk>,
 }
 
-/// Where the KV of a prompt (all tokens but the last) comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvSource {
-    /// Computed here.
-    Local,
-    /// Written block by block under a ticket ([`Event::Reserved`]).
-    Remote,
+#[derive(Clone, Copy, Debug)]
+struct PlannedChunk {
+    sequence: usize,
+    len: usize,
+    logits: Logits,
 }
 
-/// What a job hears, in this order: `Scheduled` or `Reserved`, (`Blocks`…`Computed` | `Started`, `PromptLogprobs`?, `Token`…, one `Finished` a sample).
-/// `Failed` may come at any time and is the last.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// Blocks are taken; prefill begins here. Tokens found in this worker's prefix cache; 0 when nothing was or caching is off.
-    Scheduled {
-        /// At most the prompt less one token, a multiple of the block size.
-        cached_tokens: u32,
-    },
-    /// Blocks are taken; KV may be written into those which are missing (indices from the prompt's start).
-    Reserved {
-        /// The one-time right to write.
-        ticket: u64,
-        /// None missing: the prompt starts at once.
-        missing_blocks: Vec<u32>,
-    },
-    /// Prefill: a finished block that [`crate::Job::send_blocks`] asked for.
-    Block {
-        /// From the prompt's start.
-        index: u32,
-        /// Its KV.
-        payload: Bytes,
-    },
-    /// Prefill: all is computed, and every block asked for has been told.
-    Computed,
-    /// The prompt's KV is all here.
-    Started(Started),
-    /// Of the prompt's tokens; the first has none.
-    PromptLogprobs(Vec<Option<TokenLogprobs>>),
-    /// A new token.
-    Token {
-        /// Which continuation, from 0.
-        sample: u32,
-        /// The token; a stop token is told as well.
-        token: TokenId,
-        /// When asked for.
-        logprobs: Option<TokenLogprobs>,
-    },
-    /// A continuation has ended.
-    Finished {
-        /// Which continuation.
-        sample: u32,
-        /// Why.
-        reason: FinishReason,
-    },
-    /// The engine failed; nothing more comes.
-    Failed,
+pub(crate) struct Machine {
+    info: EngineInfo,
+    settings: EngineSettings,
+    cache: PrefixCache,
+    /// Without blocks. Preempted sequences first, then by arrival.
+    waiting: VecDeque<Sequence>,
+    /// With blocks; their KV comes from elsewhere.
+    reserved: Vec<Sequence>,
+    /// In steps, the oldest first.
+    running: Vec<Sequence>,
+    /// Prefills that are computed; nobody has said yet which blocks to send.
+    held: Vec<Sequence>,
+    /// Samples that have not finished, by job.
+    live: HashMap<JobId, u32>,
+    actions: Vec<Action>,
+    taken_in: Vec<String>,
+    rates: Rates,
+    preemptions: u64,
+    /// Makes tickets that cannot be guessed.
+    ticket_state: u64,
 }
 
-/// How the prompt's KV came here.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Started {
-    /// From submission to the taking of blocks.
-    pub queue: std::time::Duration,
-    /// From the first block written to the last.
-    pub kv_transfer: std::time::Duration,
-    /// Written by another worker.
-    pub kv_transfer_bytes: u64,
+/// Moving averages over the latest steps.
+#[derive(Debug, Default)]
+struct Rates {
+    prefill_tokens_per_second: f64,
+    decode_step_ms: f64,
 }
 
-/// Why a continuation has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// A stop token was drawn: the last token told.
-    Stop(TokenId),
-    /// `max_tokens` or the context's end was reached.
-    Length,
+/// Prefill goes on beside a full decode batch, however small the budget.
+const PREFILL_TOKENS_MIN: usize = 16;
+/// Rows of logits are large: a prompt that wants them all is cut into chunks of this many tokens.
+const LOGIT_ROWS_MAX: usize = 64;
+/// Weight of the newest measurement in a moving average.
+const NEWEST: f64 = 0.2;
+
+impl Machine {
+    pub fn new(info: EngineInfo, settings: EngineSettings, seed: u64) -> Self {
+        let cache = PrefixCache::new(CacheSettings {
+            capacity_blocks: info.capacity_blocks,
+            block_size: info.block_size,
+            prefix_caching: settings.prefix_caching,
+        });
+        Self {
+            info,
+            settings,
+            cache,
+            waiting: VecDeque::new(),
+            reserved: Vec::new(),
+            running: Vec::new(),
+            held: Vec::new(),
+            live: HashMap::new(),
+            actions: Vec::new(),
+            taken_in: Vec::new(),
+            rates: Rates::default(),
+            preemptions: 0,
+            ticket_state: seed,
+        }
+    }
+
+    /// Ends a job wherever it is; it hears nothing more.
+    pub fn cancel(&mut self, job: JobId) {
+        for list in [&mut self.reserved, &mut self.running, &mut self.held] {
+            for mut sequence in list.extract_if(.., |sequence| sequence.job == job) {
+                release(&mut self.cache, &mut sequence);
+            }
+        }
+        self.waiting.retain(|sequence| sequence.job != job);
+        self.live.remove(&job);
+    }
+
+    /// Says which blocks of a prefill to tell; those that are computed are told now.
+    pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>) {
+        indices.sort_unstable_by(|a, b| b.cmp(a));
+        indices.dedup();
+        let Some(sequence) = self.running.iter_mut().chain(&mut self.held).find(|sequence| sequence.job == job) else {
+            return;
+        };
+        let blocks = sequence.blocks.len() as u32;
+        indices.retain(|index| *index < blocks);
+        if let Role::Prefill(sending) = &mut sequence.role {
+            sending.wanted.get_or_insert(indices);
+        }
+        tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize);
+        self.end_sent_prefills();
+    }
+
+    /// Where a block that comes from elsewhere is to be written; it counts as landed from now on.
+    pub fn write(&mut self, ticket: u64, index: u32, len_bytes: usize, now: Duration) -> Result<BlockId, WriteRefused> {
+        let place = self.reserved.iter_mut().position(|sequence| remote(sequence).ticket == ticket).ok_or(WriteRefused)?;
+        let remote = remote(&mut self.reserved[place]);
+        let missing = remote.missing.iter().position(|missing| *missing == index).ok_or(WriteRefused)?;
+        if len_bytes != self.info.block_bytes {
+            return Err(WriteRefused);
+        }
+        remote.missing.swap_remove(missing);
+        remote.first_write.get_or_insert(now);
+        remote.bytes += len_bytes as u64;
+        Ok(self.reserved[place].blocks[index as usize])
+    }
+
+    /// Starts the prompts whose last block has been written.
+    pub fn start_landed(&mut self, now: Duration) {
+        let landed: Vec<Sequence> = self.reserved.extract_if(.., |sequence| remote(sequence).missing.is_empty()).collect();
+        for mut sequence in landed {
+            sequence.computed = sequence.target();
+            self.commit(&mut sequence);
+            self.fork(sequence, now);
+        }
+    }
+
+    /// Takes in what fits and says what to compute next; `None` when there is nothing to do.
+    pub fn plan(&mut self, now: Duration) -> Option<Plan> {
+        // Who runs goes first; who has just come may need a block for its first token.
+        self.grow();
+        self.admit(now);
+        self.grow();
+        let mut chunks = Vec::new();
+        let decodes = self.running.iter().filter(|sequence| sequence.is_decoding()).count();
+        let mut budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
+        for (place, sequence) in self.running.iter().enumerate() {
+            let mut len = sequence.remaining();
+            if !sequence.is_decoding() {
+                len = len.min(budget);
+                if sequence.wants_prompt_logprobs() {
+                    len = len.min(LOGIT_ROWS_MAX);
+                }
+                budget -= len;
+            }
+            if len > 0 {
+                chunks.push(PlannedChunk { sequence: place, len, logits: sequence.logits(sequence.computed + len) });
+            }
+        }
+        (!chunks.is_empty()).then_some(Plan { chunks })
+    }
+
+    /// What the engine is to compute.
+    pub fn chunks<'a>(&'a self, plan: &'a Plan) -> Vec<Chunk<'a>> {
+        plan.chunks
+            .iter()
+            .map(|chunk| {
+                let sequence = &self.running[chunk.sequence];
+                Chunk {
+                    tokens: &sequence.tokens[sequence.computed..sequence.computed + chunk.len],
+                    start: sequence.computed as u32,
+                    blocks: &sequence.blocks,
+                    logits: chunk.logits,
+                }
+            })
+            .collect()
+    }
+
+    /// Takes a step's result, which took `duration`.
+    pub fn complete(&mut self, plan: &Plan, output: &StepOutput, duration: Duration, now: Duration) -> StepStats {
+        let mut stats = StepStats { duration, ..StepStats::default() };
+        let mut rows = output.logits.chunks_exact(self.info.vocab_size);
+        let mut running = std::mem::take(&mut self.running);
+        for chunk in &plan.chunks {
+            let sequence = &mut running[chunk.sequence];
+            if sequence.is_decoding() {
+                stats.decode_tokens += 1;
+            } else {
+                stats.prefill_tokens += chunk.len as u32;
+            }
+            let first = sequence.computed;
+            sequence.computed += chunk.len;
+            self.commit(sequence);
+            match &mut sequence.role {
+                Role::Prefill(_) => tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize),
+                Role::Prompt(prompt) => {
+                    if let Some(wanted) = &mut prompt.logprobs {
+                        for (row, token) in (&mut rows).take(chunk.len).zip(&sequence.tokens[first + 1..]) {
+                            wanted.rows.push(Some(logprobs(row, *token, wanted.top)));
+                        }
+                    }
+                }
+                Role::Sample(sample) => {
+                    if chunk.logits == Logits::Last {
+                        let row = rows.next().expect("the engine gives a row for each token that wants logits");
+                        let (token, logprobs) = sample.sampler.draw(row, sequence.tokens.len() as u32);
+                        sequence.tokens.push(token);
+                        self.actions.push(Action::Tell(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
+                    }
+                }
+            }
+        }
+        self.rates.measure(&stats);
+        for sequence in running {
+            self.settle(sequence, now);
+        }
+        self.end_sent_prefills();
+        stats
+    }
+
+    /// Where a sequence goes after a step.
+    fn settle(&mut self, mut sequence: Sequence, now: Duration) {
+        let done = sequence.remaining() == 0;
+        match &sequence.role {
+            Role::Prefill(_) if done => self.held.push(sequence),
+            Role::Prompt(_) if done => self.fork(sequence, now),
+            Role::Sample(sample) => match finish_reason(&sequence, sample) {
+                Some(reason) => {
+                    let number = sample.number;
+                    release(&mut self.cache, &mut sequence);
+                    self.finish(sequence.job, number, reason);
+                }
+                None => self.running.push(sequence),
+            },
+            _ => self.running.push(sequence),
+        }
+    }
+
+    /// The prompt's KV is here: one sequence for each sample. Full blocks are shared, a partial last one is copied.
+    fn fork(&mut self, mut leader: Sequence, now: Duration) {
+        let Role::Prompt(prompt) = std::mem::replace(&mut leader.role, Role::Prefill(sequence::Sending::default())) else {
+            unreachable!("only prompts fork");
+        };
+        let (job, samples) = (leader.job, prompt.samples);
+        let started = match &prompt.remote {
+            Some(remote) => Started {
+                queue: leader.queued.unwrap_or_default(),
+                kv_transfer: remote.first_write.map_or(Duration::ZERO, |first| now - first),
+                kv_transfer_bytes: remote.bytes,
+            },
+            None => Started { queue: leader.queued.unwrap_or_default(), ..Started::default() },
+        };
+        self.actions.push(Action::Tell(job, Event::Started(started)));
+        if let Some(logprobs) = prompt.logprobs {
+            self.actions.push(Action::Tell(job, Event::PromptLogprobs(logprobs.rows)));
+        }
+        if prompt.len_max == leader.prompt_len {
+            release(&mut self.cache, &mut leader);
+            for number in 0..samples {
+                self.finish(job, number, FinishReason::Length);
+            }
+            return;
+        }
+        let full = leader.computed / self.info.block_size as usize;
+        for number in (0..samples).rev() {
+            let sampler = prompt.sampler.for_sample(number);
+            let role = Role::Sample(Box::new(Sample { number, sampler, len_max: prompt.len_max }));
+            let mut sample = Sequence {
+                order: (job, number),
+                namespace: leader.namespace.clone(),
+                tokens: leader.tokens.clone(),
+                blocks: Vec::new(),
+                role,
+                ..leader
+            };
+            if number == 0 {
+                sample.blocks = std::mem::take(&mut leader.blocks);
+            } else if !self.share(&leader, full, &mut sample) {
+                // No block for its copy now: it computes the tail itself when there is one.
+                self.wait_again(sample);
+                continue;
+            }
+            self.running.push(sample);
+        }
+        self.running.sort_by_key(|sequence| sequence.order);
+    }
+
+    /// Gives `sample` the leader's full blocks and a copy of its partial one.
+    fn share(&mut self, leader: &Sequence, full: usize, sample: &mut Sequence) -> bool {
+        let copy = match leader.blocks.get(full) {
+            Some(partial) if leader.computed % self.info.block_size as usize > 0 => match self.cache.allocate() {
+                Ok(to) => Some((*partial, to)),
+                Err(tandem_kv::Full) => return false,
+            },
+            _ => None,
+        };
+        for block in &leader.blocks[..full] {
+            self.cache.pin(*block);
+            sample.blocks.push(*block);
+        }
+        if let Some((from, to)) = copy {
+            self.actions.push(Action::Copy { from, to });
+            sample.blocks.push(to);
+        }
+        true
+    }
+
+    /// Offers the blocks that have become full to the cache.
+    fn commit(&mut self, sequence: &mut Sequence) {
+        let size = self.info.block_size as usize;
+        while (sequence.committed + 1) * size <= sequence.computed {
+            let index = sequence.committed;
+            let parent = index.checked_sub(1).map(|parent| sequence.blocks[parent]);
+            let tokens = &sequence.tokens[index * size..][..size];
+            sequence.blocks[index] = self.cache.commit(&sequence.namespace, parent, sequence.blocks[index], tokens);
+            sequence.committed += 1;
+        }
+    }
+
+    fn finish(&mut self, job: JobId, sample: u32, reason: FinishReason) {
+        self.actions.push(Action::Tell(job, Event::Finished { sample, reason }));
+        let live = self.live.get_mut(&job).expect("a job lives until its last sample has finished");
+        *live -= 1;
+        if *live == 0 {
+            self.live.remove(&job);
+            self.actions.push(Action::End(job));
+        }
+    }
+
+    /// Lets go of prefills of which every block asked for has been told.
+    fn end_sent_prefills(&mut self) {
+        for mut sequence in self.held.extract_if(.., |sequence| {
+            matches!(&sequence.role, Role::Prefill(sending) if sending.wanted.as_ref().is_some_and(Vec::is_empty))
+        }) {
+            release(&mut self.cache, &mut sequence);
+            self.live.remove(&sequence.job);
+            self.actions.push(Action::Tell(sequence.job, Event::Computed));
+            self.actions.push(Action::End(sequence.job));
+        }
+    }
+
+    /// The engine failed: every job ends, and nothing that is cached can be trusted.
+    pub fn fail(&mut self) {
+        let jobs: Vec<JobId> = self.live.keys().copied().collect();
+        for job in jobs {
+            self.cancel(job);
+            self.actions.push(Action::Tell(job, Event::Failed));
+            self.actions.push(Action::End(job));
+        }
+        self.cache.clear();
+    }
+
+    pub fn block_bytes(&self) -> usize {
+        self.info.block_bytes
+    }
+
+    pub fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    pub fn snapshot(&self) -> tandem_kv::Snapshot {
+        self.cache.snapshot()
+    }
+
+    /// What has happened since the last call.
+    pub fn take_batch(&mut self, step: Option<StepStats>) -> KvBatch {
+        KvBatch {
+            events: self.cache.take_events(),
+            last_event_id: self.cache.last_event_id(),
+            load: self.load(),
+            taken_in: std::mem::take(&mut self.taken_in),
+            step,
+        }
+    }
+
+    pub fn load(&self) -> Load {
+        let counts = self.cache.counts();
+        let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
+        let pending = self.waiting.iter().chain(&self.running).filter(prefilled).map(|sequence| sequence.remaining() as u64);
+        Load {
+            running_sequences: self.running.len() as u32,
+            waiting_requests: self.waiting.len() as u32,
+            pending_prefill_tokens: pending.sum(),
+            free_blocks: counts.free,
+            cached_blocks: counts.cached,
+            in_use_blocks: counts.in_use,
+            prefill_tokens_per_second: self.rates.prefill_tokens_per_second,
+            decode_step_ms: self.rates.decode_step_ms,
+            preemptions: self.preemptions,
+        }
+    }
+
+    fn next_ticket(&mut self) -> u64 {
+        self.ticket_state = self.ticket_state.wrapping_add(1);
+        mix(mix(self.ticket_state) ^ 0x7469_636b_6574)
+    }
+
+    /// Panics with a sentence if blocks or jobs do not add up.
+    #[cfg(test)]
+    pub fn check_invariants(&self) {
+        self.cache.check_invariants();
+        let with_blocks = || self.reserved.iter().chain(&self.running).chain(&self.held);
+        let held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
+        assert_eq!(held.len() as u32, self.cache.counts().in_use, "blocks in use are those of sequences");
+        assert!(self.waiting.iter().all(|sequence| sequence.blocks.is_empty()), "who waits holds nothing");
+        for sequence in with_blocks().chain(&self.waiting) {
+            assert!(self.live.contains_key(&sequence.job), "every sequence belongs to a live job");
+        }
+        assert!(self.running.is_sorted_by_key(|sequence| sequence.order), "the oldest runs first");
+    }
 }
 
-/// Why a job is not taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The queue is full; try again later or elsewhere.
-    #[error("the worker's queue is full")]
-    Full,
-    /// Longer than the model's context.
-    #[error("prompt and new tokens need {needed} positions, the context has {context_length}")]
-    BeyondContext {
-        /// Prompt and `max_tokens`.
-        needed: u32,
-        /// The model's limit.
-        context_length: u32,
-    },
-    /// Longer than the whole cache.
-    #[error("the request needs {needed_blocks} KV blocks, the worker has {capacity_blocks}")]
-    BeyondCapacity {
-        /// Prompt and `max_tokens` of all samples.
-        needed_blocks: u32,
-        /// All blocks of the worker.
-        capacity_blocks: u32,
-    },
-    /// Prompts have at least one token, requests at least one sample.
-    #[error("the prompt is empty")]
-    Empty,
-    /// The engine has failed or is shut down.
-    #[error("the engine is gone")]
-    Gone,
+impl Rates {
+    /// Only steps of one kind tell that kind's rate.
+    fn measure(&mut self, stats: &StepStats) {
+        let seconds = stats.duration.as_secs_f64();
+        if seconds == 0.0 {
+            return;
+        }
+        let (average, newest) = match (stats.prefill_tokens, stats.decode_tokens) {
+            (0, _) => (&mut self.decode_step_ms, seconds * 1e3),
+            (tokens, 0) => (&mut self.prefill_tokens_per_second, f64::from(tokens) / seconds),
+            _ => return,
+        };
+        *average = if *average == 0.0 { newest } else { *average + NEWEST * (newest - *average) };
+    }
+}
+
+/// Asks for the reading of blocks that are wanted and computed, in their order.
+fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, block_size: usize) {
+    let finished = match sequence.remaining() {
+        0 => sequence.blocks.len(),
+        _ => sequence.computed / block_size,
+    };
+    let Role::Prefill(sending) = &mut sequence.role else { return };
+    let Some(wanted) = &mut sending.wanted else { return };
+    while let Some(index) = wanted.pop_if(|index| (*index as usize) < finished) {
+        actions.push(Action::Read { job: sequence.job, index, block: sequence.blocks[index as usize] });
+    }
+}
+
+fn finish_reason(sequence: &Sequence, sample: &Sample) -> Option<FinishReason> {
+    if sample.sampler.generated_len() == 0 {
+        return None;
+    }
+    match sequence.tokens.last() {
+        Some(last) if sample.sampler.is_stop(*last) => Some(FinishReason::Stop(*last)),
+        _ => (sequence.tokens.len() >= sample.len_max).then_some(FinishReason::Length),
+    }
+}
+
+fn remote(sequence: &mut Sequence) -> &mut sequence::Remote {
+    match &mut sequence.role {
+        Role::Prompt(prompt) => prompt.remote.as_mut().expect("reserved prompts are remote"),
+        _ => unreachable!("only prompts are reserved"),
+    }
+}
+
+/// Gives all blocks back, the last first, so that the cache forgets the end of a prompt before its beginning.
+fn release(cache: &mut PrefixCache, sequence: &mut Sequence) {
+    for block in sequence.blocks.drain(..).rev() {
+        cache.release(block);
+    }
 }

@@ -1,6 +1,10 @@
-//! From logits to a token.
+//! From logits to a token: a function of the logits, the sample's history, its seed and the position, and of nothing else.
+//!
+//! The draw of a position depends on the seed and the position alone, so a sequence that was preempted, moved or batched
+//! otherwise draws the same. Exponentials come from `libm`, so they are the same bits on every machine.
 
-use std::collections::HashMap;
+use std::cmp::Ordering;
+use std::collections::{HashMap, HashSet};
 use tandem_kv::TokenId;
 
 /// How a sample's tokens are chosen. The defaults are OpenAI's.
@@ -69,5 +73,270 @@ impl Default for Sampling {
             stop_token_ids: Vec::new(),
             logprobs: None,
         }
+    }
+}
+
+/// One sample's way of choosing, with what it must remember.
+#[derive(Clone, Debug)]
+pub(crate) struct Sampler {
+    sampling: Sampling,
+    /// How often each token was generated.
+    generated: HashMap<TokenId, u32>,
+    generated_len: u32,
+    /// For the repetition penalty; empty while that is off.
+    prompt: HashSet<TokenId>,
+}
+
+/// A candidate for the draw and its weight (not normalised).
+type Candidate = (TokenId, f64);
+
+impl Sampler {
+    pub(crate) fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
+        let prompt = if sampling.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
+        Self { sampling, generated: HashMap::new(), generated_len: 0, prompt }
+    }
+
+    /// The same prompt and settings for the continuation with this number.
+    pub(crate) fn for_sample(&self, sample: u32) -> Self {
+        let mut sampler = self.clone();
+        sampler.sampling.seed = self.sampling.seed.wrapping_add(u64::from(sample));
+        sampler
+    }
+
+    pub(crate) fn is_stop(&self, token: TokenId) -> bool {
+        self.sampling.stop_token_ids.contains(&token)
+    }
+
+    pub(crate) fn generated_len(&self) -> u32 {
+        self.generated_len
+    }
+
+    /// Chooses the token at `position` of the sequence and remembers it.
+    pub(crate) fn draw(&mut self, logits: &[f32], position: u32) -> (TokenId, Option<TokenLogprobs>) {
+        let adjusted = self.adjusted(logits);
+        let token = if self.sampling.temperature == 0.0 {
+            argmax(&adjusted)
+        } else {
+            choose(&self.candidates(&adjusted), uniform(self.sampling.seed, position))
+        };
+        let logprobs = self.sampling.logprobs.map(|top| logprobs(logits, token, top));
+        *self.generated.entry(token).or_default() += 1;
+        self.generated_len += 1;
+        (token, logprobs)
+    }
+
+    /// Logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).
+    fn adjusted(&self, logits: &[f32]) -> Vec<f32> {
+        let s = &self.sampling;
+        let mut adjusted = logits.to_vec();
+        if s.repetition_penalty != 1.0 {
+            for token in self.prompt.iter().chain(self.generated.keys().filter(|token| !self.prompt.contains(token))) {
+                if let Some(logit) = adjusted.get_mut(*token as usize) {
+                    *logit = if *logit > 0.0 { *logit / s.repetition_penalty } else { *logit * s.repetition_penalty };
+                }
+            }
+        }
+        for (token, count) in &self.generated {
+            adjusted[*token as usize] -= s.frequency_penalty * *count as f32 + s.presence_penalty;
+        }
+        for (token, bias) in &s.logit_bias {
+            if let Some(logit) = adjusted.get_mut(*token as usize) {
+                *logit += bias;
+            }
+        }
+        if self.generated_len < s.min_tokens {
+            for token in &s.stop_token_ids {
+                if let Some(logit) = adjusted.get_mut(*token as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        adjusted
+    }
+
+    /// Temperature, then top-k, top-p (over what top-k kept) and min-p.
+    fn candidates(&self, logits: &[f32]) -> Vec<Candidate> {
+        let s = &self.sampling;
+        let max = logits[argmax(logits) as usize];
+        let weight = |logit: f32| libm::exp(f64::from(logit - max) / f64::from(s.temperature));
+        let mut candidates: Vec<Candidate> = (0..).zip(logits.iter().map(|logit| weight(*logit))).collect();
+        // The likeliest has weight 1, so min-p bounds the weights themselves.
+        candidates.retain(|(_, weight)| *weight > 0.0 && *weight >= f64::from(s.min_p));
+        if s.top_k > 0 && (s.top_k as usize) < candidates.len() {
+            candidates.select_nth_unstable_by(s.top_k as usize - 1, likelier_first);
+            candidates.truncate(s.top_k as usize);
+        }
+        if s.top_p < 1.0 {
+            keep_top_p(&mut candidates, f64::from(s.top_p));
+        }
+        // One order whatever was kept: the sum and the draw below depend on it.
+        candidates.sort_unstable_by_key(|(token, _)| *token);
+        candidates
+    }
+}
+
+/// Keeps the likeliest candidates that together hold `top_p` of the weight; sorts no more of them than it must.
+fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
+    candidates.sort_unstable_by_key(|(token, _)| *token);
+    let wanted = top_p * candidates.iter().map(|(_, weight)| weight).sum::<f64>();
+    let mut sorted = 256.min(candidates.len());
+    loop {
+        if sorted < candidates.len() {
+            candidates.select_nth_unstable_by(sorted - 1, likelier_first);
+        }
+        candidates[..sorted].sort_unstable_by(likelier_first);
+        let mut held = 0.0;
+        let kept = candidates[..sorted].iter().position(|(_, weight)| {
+            held += weight;
+            held >= wanted
+        });
+        if let Some(last) = kept {
+            return candidates.truncate(last + 1);
+        }
+        if sorted == candidates.len() {
+            return;
+        }
+        sorted = (sorted * 8).min(candidates.len());
+    }
+}
+
+fn likelier_first(a: &Candidate, b: &Candidate) -> Ordering {
+    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+}
+
+fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
+    let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
+    let mut left = uniform * total;
+    for (token, weight) in candidates {
+        left -= weight;
+        if left < 0.0 {
+            return *token;
+        }
+    }
+    candidates.last().expect("the likeliest token is always a candidate").0
+}
+
+/// The likeliest token; of several the one with the lowest id.
+fn argmax(logits: &[f32]) -> TokenId {
+    let mut best = 0;
+    for (token, logit) in logits.iter().enumerate() {
+        if *logit > logits[best] {
+            best = token;
+        }
+    }
+    best as TokenId
+}
+
+/// The logprob of `token` among all tokens, and the `top` likeliest.
+pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprobs {
+    let max = f64::from(logits[argmax(logits) as usize]);
+    let sum: f64 = logits.iter().map(|logit| libm::exp(f64::from(*logit) - max)).sum();
+    let normaliser = max + libm::log(sum);
+    let logprob = |token: TokenId| (f64::from(logits[token as usize]) - normaliser) as f32;
+    let mut order: Vec<TokenId> = (0..logits.len() as TokenId).collect();
+    let likelier = |a: &TokenId, b: &TokenId| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let top = (top as usize).min(order.len());
+    if top > 0 && top < order.len() {
+        order.select_nth_unstable_by(top - 1, likelier);
+    }
+    order.truncate(top);
+    order.sort_unstable_by(likelier);
+    TokenLogprobs {
+        logprob: logprob(token),
+        top: order.into_iter().map(|token| TokenLogprob { token, logprob: logprob(token) }).collect(),
+    }
+}
+
+/// A number in [0, 1) for a seed and a position (SplitMix64, Steele, Lea and Flood 2014, used as a hash of a counter).
+fn uniform(seed: u64, position: u32) -> f64 {
+    let bits = crate::mix(crate::mix(seed) ^ u64::from(position));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drawn(sampling: Sampling, logits: &[f32], draws: u32) -> Vec<TokenId> {
+        let sampler = Sampler::new(sampling, &[]);
+        (0..draws).map(|position| sampler.clone().draw(logits, position).0).collect()
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_of_equals() {
+        assert_eq!(drawn(Sampling { temperature: 0.0, ..Sampling::default() }, &[0.0, 3.0, 3.0, 1.0], 1), [1]);
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let logits = [0.0f32, 1.0, 2.0, -1.0];
+        let tokens = drawn(Sampling { seed: 7, ..Sampling::default() }, &logits, 40_000);
+        let total: f32 = logits.iter().map(|logit| logit.exp()).sum();
+        for (token, logit) in logits.iter().enumerate() {
+            let seen = tokens.iter().filter(|drawn| **drawn == token as TokenId).count() as f32 / 40_000.0;
+            let expected = logit.exp() / total;
+            assert!((seen - expected).abs() < 0.01, "token {token}: seen {seen}, expected {expected}");
+        }
+    }
+
+    #[test]
+    fn filters_keep_what_they_say() {
+        // Probabilities 0.4, 0.3, 0.2, 0.1.
+        let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
+        let kept = |sampling: Sampling| {
+            let mut tokens = drawn(sampling, &logits, 2_000);
+            tokens.sort_unstable();
+            tokens.dedup();
+            tokens
+        };
+        assert_eq!(kept(Sampling { top_k: 2, ..Sampling::default() }), [0, 1]);
+        assert_eq!(kept(Sampling { top_p: 0.5, ..Sampling::default() }), [0, 1]);
+        assert_eq!(kept(Sampling { top_p: 0.95, ..Sampling::default() }), [0, 1, 2, 3]);
+        assert_eq!(kept(Sampling { min_p: 0.45, ..Sampling::default() }), [0, 1, 2]);
+        assert_eq!(kept(Sampling { top_k: 2, top_p: 0.5, ..Sampling::default() }), [0], "top-p counts what top-k kept");
+    }
+
+    #[test]
+    fn top_p_beyond_the_first_sorted_part() {
+        let logits = vec![0.0f32; 5_000];
+        let sampler = Sampler::new(Sampling { top_p: 0.5, ..Sampling::default() }, &[]);
+        assert_eq!(sampler.candidates(&logits).len(), 2_500);
+    }
+
+    #[test]
+    fn penalties_and_bias_move_the_choice() {
+        let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+        let logits = [1.0f32, 0.9, 0.0];
+        let mut sampler = Sampler::new(Sampling { presence_penalty: 0.2, ..greedy.clone() }, &[]);
+        assert_eq!([sampler.draw(&logits, 0).0, sampler.draw(&logits, 1).0, sampler.draw(&logits, 2).0], [0, 1, 0]);
+        let mut sampler = Sampler::new(Sampling { frequency_penalty: 0.2, ..greedy.clone() }, &[]);
+        assert_eq!([0, 1, 2, 3].map(|position| sampler.draw(&logits, position).0), [0, 1, 0, 1]);
+        let mut sampler = Sampler::new(Sampling { repetition_penalty: 2.0, ..greedy.clone() }, &[0]);
+        assert_eq!(sampler.draw(&logits, 0).0, 1, "the prompt's tokens count as seen");
+        let bias = HashMap::from([(2, 100.0), (9_999, 1.0)]);
+        assert_eq!(drawn(Sampling { logit_bias: bias, ..greedy.clone() }, &logits, 1), [2]);
+        let min_tokens = Sampling { min_tokens: 1, stop_token_ids: vec![0], ..greedy };
+        let mut sampler = Sampler::new(min_tokens, &[]);
+        assert_eq!([sampler.draw(&logits, 0).0, sampler.draw(&logits, 1).0], [1, 0]);
+    }
+
+    #[test]
+    fn logprobs_are_of_the_model_not_of_the_temperature() {
+        let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
+        let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
+        let (token, logprobs) = Sampler::new(sampling, &[]).draw(&logits, 0);
+        let logprobs = logprobs.expect("they were asked for");
+        assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
+        assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
+    }
+
+    #[test]
+    fn a_draw_depends_on_seed_and_position_alone() {
+        let logits = vec![0.0f32; 1_000];
+        let of = |seed| drawn(Sampling { seed, ..Sampling::default() }, &logits, 50);
+        assert_eq!(of(1), of(1));
+        assert_ne!(of(1), of(2));
+        let sampler = Sampler::new(Sampling { seed: 1, ..Sampling::default() }, &[]);
+        assert_eq!(sampler.for_sample(1).draw(&logits, 3).0, of(2)[3], "sample i draws as a request with seed + i");
     }
 }

@@ -1,1 +1,249 @@
 //! No model: deterministic tokens, time from a cost model.
+//!
+//! Each slot of a block holds a hash of the sequence up to its token, and the next token comes from *all* bytes of KV
+//! before it. So a torn, stale or misplaced block changes the text, and a test that compares texts sees it.
+
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
+use std::time::Duration;
+use tandem_kv::{BlockId, TokenId};
+use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
+
+/// The cost model and the memory of a simulated device.
+#[derive(Clone, Copy, Debug)]
+pub struct SimSettings {
+    /// Tokens in a block.
+    pub block_size: u32,
+    /// Blocks in the KV memory.
+    pub capacity_blocks: u32,
+    /// Prompt tokens computed in a second.
+    pub prefill_tokens_per_second: f64,
+    /// Of every step that computes prompt tokens.
+    pub prefill_overhead: Duration,
+    /// Of every step that continues sequences.
+    pub decode_step: Duration,
+    /// For each sequence continued.
+    pub decode_per_sequence: Duration,
+    /// What a token's KV is taken to weigh when it moves between workers.
+    pub kv_bytes_per_token: f64,
+    /// Of the simulated link.
+    pub transfer_bytes_per_second: f64,
+    /// All times are divided by this.
+    pub speedup: f64,
+}
+
+impl Default for SimSettings {
+    fn default() -> Self {
+        Self {
+            block_size: 16,
+            capacity_blocks: 4_096,
+            prefill_tokens_per_second: 20_000.0,
+            prefill_overhead: Duration::from_millis(4),
+            decode_step: Duration::from_millis(6),
+            decode_per_sequence: Duration::from_micros(100),
+            kv_bytes_per_token: 131_072.0,
+            transfer_bytes_per_second: 10e9,
+            speedup: 1.0,
+        }
+    }
+}
+
+/// A simulated device.
+pub struct SimEngine {
+    settings: SimSettings,
+    /// `block_size` for each block.
+    slots: Vec<u64>,
+    /// A hash over all slots of a block, while they have not changed.
+    folds: Vec<Option<u64>>,
+}
+
+/// One answer in about this many tokens ends at each token.
+const END_ODDS: u64 = 64;
+/// What a token that is no candidate gets: never drawn, but finite.
+const NO_CANDIDATE: f32 = -100.0;
+const SLOT_BYTES: usize = 8;
+
+impl SimEngine {
+    /// An empty device.
+    pub fn new(settings: SimSettings) -> Self {
+        let blocks = settings.capacity_blocks as usize;
+        Self { settings, slots: vec![0; blocks * settings.block_size as usize], folds: vec![None; blocks] }
+    }
+
+    fn slot(&self, blocks: &[BlockId], position: usize) -> usize {
+        let size = self.settings.block_size as usize;
+        blocks[position / size].0 as usize * size + position % size
+    }
+
+    /// Over all slots of the first `len` positions.
+    fn state(&mut self, blocks: &[BlockId], len: usize) -> u64 {
+        let size = self.settings.block_size as usize;
+        let mut state = 0;
+        for block in &blocks[..len / size] {
+            let block = block.0 as usize;
+            let fold = *self.folds[block].get_or_insert_with(|| fold(&self.slots[block * size..][..size]));
+            state = mix(state ^ fold);
+        }
+        if len % size > 0 {
+            let start = self.slot(blocks, len - len % size);
+            state = mix(state ^ fold(&self.slots[start..][..len % size]));
+        }
+        state
+    }
+
+    fn scaled(&self, seconds: f64) -> Duration {
+        Duration::from_secs_f64(seconds / self.settings.speedup)
+    }
+}
+
+impl Engine for SimEngine {
+    fn describe(&self) -> EngineInfo {
+        let s = &self.settings;
+        let block_transfer = f64::from(s.block_size) * s.kv_bytes_per_token / s.transfer_bytes_per_second;
+        EngineInfo {
+            vocab_size: VOCAB_SIZE,
+            context_length: CONTEXT_LENGTH,
+            block_size: s.block_size,
+            capacity_blocks: s.capacity_blocks,
+            block_bytes: s.block_size as usize * SLOT_BYTES,
+            simulated_block_transfer: self.scaled(block_transfer),
+        }
+    }
+
+    fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
+        let mut logits = Vec::new();
+        let (mut prefill_tokens, mut decodes) = (0, 0u32);
+        for chunk in chunks {
+            match chunk.tokens.len() {
+                1 => decodes += 1,
+                more => prefill_tokens += more,
+            }
+            let start = chunk.start as usize;
+            let mut hash = if start == 0 { 0 } else { self.slots[self.slot(chunk.blocks, start - 1)] };
+            for (i, token) in chunk.tokens.iter().enumerate() {
+                hash = mix(hash ^ u64::from(*token));
+                let slot = self.slot(chunk.blocks, start + i);
+                self.slots[slot] = hash;
+                self.folds[slot / self.settings.block_size as usize] = None;
+                let wanted = match chunk.logits {
+                    Logits::None => false,
+                    Logits::Last => i + 1 == chunk.tokens.len(),
+                    Logits::All => true,
+                };
+                if wanted {
+                    let state = self.state(chunk.blocks, start + i + 1);
+                    push_logits(&mut logits, state);
+                }
+            }
+        }
+        let s = &self.settings;
+        let mut seconds = 0.0;
+        if prefill_tokens > 0 {
+            seconds += s.prefill_overhead.as_secs_f64() + prefill_tokens as f64 / s.prefill_tokens_per_second;
+        }
+        if decodes > 0 {
+            seconds += s.decode_step.as_secs_f64() + f64::from(decodes) * s.decode_per_sequence.as_secs_f64();
+        }
+        Ok(StepOutput { logits, simulated: self.scaled(seconds) })
+    }
+
+    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+        let size = self.settings.block_size as usize;
+        let slots = &self.slots[block.0 as usize * size..][..size];
+        for (bytes, slot) in into.chunks_exact_mut(SLOT_BYTES).zip(slots) {
+            bytes.copy_from_slice(&slot.to_le_bytes());
+        }
+    }
+
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+        let size = self.settings.block_size as usize;
+        let slots = &mut self.slots[block.0 as usize * size..][..size];
+        for (slot, bytes) in slots.iter_mut().zip(bytes.chunks_exact(SLOT_BYTES)) {
+            *slot = u64::from_le_bytes(bytes.try_into().expect("chunks have the size of a slot"));
+        }
+        self.folds[block.0 as usize] = None;
+    }
+}
+
+fn fold(slots: &[u64]) -> u64 {
+    slots.iter().fold(0, |fold, slot| mix(fold ^ slot))
+}
+
+/// Four likely letters, so that temperature and seed matter; sometimes the end of the turn.
+fn push_logits(logits: &mut Vec<f32>, state: u64) {
+    const LETTERS: &[u8] = b"etaoin shrdlu etaoin cmfwyp ";
+    let row = logits.len();
+    logits.resize(row + VOCAB_SIZE, NO_CANDIDATE);
+    for candidate in (0..4u64).rev() {
+        let draw = mix(state ^ (candidate << 32));
+        let token = LETTERS[(draw % LETTERS.len() as u64) as usize];
+        logits[row + TokenId::from(token) as usize] = 4.0 - candidate as f32;
+    }
+    if state % END_ODDS == 0 {
+        logits[row + IM_END as usize] = 8.0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCKS: [BlockId; 3] = [BlockId(5), BlockId(0), BlockId(2)];
+
+    fn engine() -> SimEngine {
+        SimEngine::new(SimSettings { capacity_blocks: 8, ..SimSettings::default() })
+    }
+
+    fn compute(engine: &mut SimEngine, tokens: &[TokenId], blocks: &[BlockId], budget: usize) -> Vec<f32> {
+        let mut last = Vec::new();
+        for (i, tokens) in tokens.chunks(budget).enumerate() {
+            let chunk = Chunk { tokens, start: (i * budget) as u32, blocks, logits: Logits::Last };
+            last = engine.step(&[chunk]).expect("the simulator does not fail").logits;
+        }
+        last
+    }
+
+    #[test]
+    fn chunking_and_block_places_do_not_matter_but_every_token_does() {
+        let tokens: Vec<TokenId> = (0..40).collect();
+        let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
+        assert_eq!(whole, compute(&mut engine(), &tokens, &BLOCKS, 7));
+        assert_eq!(whole, compute(&mut engine(), &tokens, &[BlockId(1), BlockId(3), BlockId(4)], 16));
+        let mut other = tokens.clone();
+        other[3] = 99;
+        assert_ne!(whole, compute(&mut engine(), &other, &BLOCKS, 40));
+    }
+
+    #[test]
+    fn moved_blocks_continue_alike_and_a_torn_one_is_seen() {
+        let tokens: Vec<TokenId> = (0..40).collect();
+        let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
+        let mut source = engine();
+        compute(&mut source, &tokens[..39], &BLOCKS, 39);
+        for torn in [false, true] {
+            let mut destination = engine();
+            let mut bytes = vec![0; source.describe().block_bytes];
+            for block in BLOCKS {
+                source.read_block(block, &mut bytes);
+                if torn && block == BLOCKS[0] {
+                    bytes[64..].fill(0);
+                }
+                destination.write_block(block, &bytes);
+            }
+            let last = Chunk { tokens: &tokens[39..], start: 39, blocks: &BLOCKS, logits: Logits::Last };
+            let logits = destination.step(&[last]).expect("the simulator does not fail").logits;
+            assert_eq!(logits == whole, !torn);
+        }
+    }
+
+    #[test]
+    fn time_follows_the_cost_model() {
+        let mut engine = SimEngine::new(SimSettings { speedup: 10.0, ..SimSettings::default() });
+        let tokens = vec![1; 2_000];
+        let blocks: Vec<BlockId> = (0..125).map(BlockId).collect();
+        let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
+        let simulated = engine.step(&[chunk]).expect("the simulator does not fail").simulated;
+        assert_eq!(simulated, Duration::from_micros(10_400));
+        // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
+        assert_eq!(engine.describe().simulated_block_transfer.as_micros(), 20);
+    }
+}

@@ -1,0 +1,78 @@
+//! What a job hears from an engine.
+
+use crate::TokenLogprobs;
+use bytes::Bytes;
+use std::time::Duration;
+use tandem_kv::TokenId;
+
+/// What a job hears, in this order: `Scheduled` or `Reserved`, (`Blocks`…`Computed` | `Started`, `PromptLogprobs`?, `Token`…, one `Finished` a sample).
+/// `Revoked` (before `Started`) and `Failed` may come at any time and are the last.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Blocks are taken; prefill begins here. Tokens found in this worker's prefix cache; 0 when nothing was or caching is off.
+    Scheduled {
+        /// At most the prompt less one token, a multiple of the block size.
+        cached_tokens: u32,
+    },
+    /// Blocks are taken; KV may be written into those which are missing (indices from the prompt's start).
+    Reserved {
+        /// The one-time right to write.
+        ticket: u64,
+        /// None missing: the prompt starts at once.
+        missing_blocks: Vec<u32>,
+    },
+    /// Prefill: a finished block that [`crate::Job::send_blocks`] asked for.
+    Block {
+        /// From the prompt's start.
+        index: u32,
+        /// Its KV.
+        payload: Bytes,
+    },
+    /// Prefill: all is computed, and every block asked for has been told.
+    Computed,
+    /// The prompt's KV is all here.
+    Started(Started),
+    /// Of the prompt's tokens; the first has none.
+    PromptLogprobs(Vec<Option<TokenLogprobs>>),
+    /// A new token.
+    Token {
+        /// Which continuation, from 0.
+        sample: u32,
+        /// The token; a stop token is told as well.
+        token: TokenId,
+        /// When asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// A continuation has ended.
+    Finished {
+        /// Which continuation.
+        sample: u32,
+        /// Why.
+        reason: FinishReason,
+    },
+    /// The blocks reserved for KV from elsewhere were taken back, for sequences that already run. Nothing more comes.
+    Revoked,
+    /// The engine failed. Nothing more comes.
+    Failed,
+}
+
+/// How the prompt's KV came here.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Started {
+    /// From submission to the taking of blocks.
+    pub queue: Duration,
+    /// From the first block written to the last.
+    pub kv_transfer: Duration,
+    /// Written by another worker.
+    pub kv_transfer_bytes: u64,
+}
+
+/// Why a continuation has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token was drawn: the last token told.
+    Stop(TokenId),
+    /// `max_tokens` or the context's end was reached.
+    Length,
+}
+

@@ -1,0 +1,188 @@
+//! Who gets blocks: submission, admission, growth, preemption.
+
+use super::sequence::{JobId, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
+use super::{Action, Machine, Sampler, release};
+use crate::{Event, Generate, KvSource, Prefill, Refusal};
+use std::time::Duration;
+
+impl Machine {
+    /// Queues a prefill. Jobs' numbers grow with their arrival.
+    pub fn prefill(&mut self, job: JobId, prefill: Prefill, now: Duration) -> Result<(), Refusal> {
+        let prompt_len = prefill.prompt.len();
+        self.check(prompt_len, prompt_len, 1)?;
+        self.waiting.push_back(Sequence {
+            job,
+            order: (job, 0),
+            namespace: prefill.namespace,
+            tokens: prefill.prompt,
+            prompt_len,
+            blocks: Vec::new(),
+            computed: 0,
+            committed: 0,
+            cache_reads: true,
+            submitted: now,
+            queued: None,
+            role: Role::Prefill(Sending::default()),
+        });
+        self.live.insert(job, 1);
+        self.taken_in.push(prefill.request_id);
+        Ok(())
+    }
+
+    /// Queues a generation. Jobs' numbers grow with their arrival.
+    pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
+        let prompt_len = generate.prompt.len();
+        let samples = generate.samples;
+        let len_max = match generate.sampling.max_tokens {
+            Some(max_tokens) => prompt_len.saturating_add(max_tokens as usize),
+            None => self.len_max(prompt_len, samples).max(prompt_len + 1),
+        };
+        self.check(prompt_len, len_max, samples)?;
+        let remote = match generate.kv {
+            KvSource::Local => None,
+            KvSource::Remote => Some(Remote::default()),
+        };
+        let prompt = Prompt {
+            sampler: Sampler::new(generate.sampling, &generate.prompt),
+            samples,
+            len_max,
+            logprobs: generate.prompt_logprobs.map(|top| PromptLogprobs { top, rows: vec![None] }),
+            remote,
+        };
+        self.waiting.push_back(Sequence {
+            job,
+            order: (job, 0),
+            namespace: generate.namespace,
+            tokens: generate.prompt,
+            prompt_len,
+            blocks: Vec::new(),
+            computed: 0,
+            committed: 0,
+            cache_reads: prompt.logprobs.is_none() && len_max > prompt_len,
+            submitted: now,
+            queued: None,
+            role: Role::Prompt(Box::new(prompt)),
+        });
+        self.live.insert(job, samples);
+        self.taken_in.push(generate.request_id);
+        Ok(())
+    }
+
+    fn check(&self, prompt_len: usize, len_max: usize, samples: u32) -> Result<(), Refusal> {
+        if prompt_len == 0 || samples == 0 {
+            return Err(Refusal::Empty);
+        }
+        let context_length = self.info.context_length;
+        if len_max > context_length as usize {
+            return Err(Refusal::BeyondContext { needed: len_max.try_into().unwrap_or(u32::MAX), context_length });
+        }
+        let needed_blocks = self.blocks_needed(prompt_len, len_max, samples);
+        if needed_blocks > self.info.capacity_blocks as usize {
+            let needed_blocks = needed_blocks.try_into().unwrap_or(u32::MAX);
+            return Err(Refusal::BeyondCapacity { needed_blocks, capacity_blocks: self.info.capacity_blocks });
+        }
+        if self.waiting.len() >= self.settings.queue_max as usize {
+            return Err(Refusal::Full);
+        }
+        Ok(())
+    }
+
+    /// What all samples need at their ends, the prompt's full blocks shared. The last token's KV is never stored.
+    fn blocks_needed(&self, prompt_len: usize, len_max: usize, samples: u32) -> usize {
+        let size = self.info.block_size as usize;
+        let shared = (prompt_len - 1) / size;
+        let each = (len_max - 1).max(prompt_len).div_ceil(size) - shared;
+        shared + each * samples as usize
+    }
+
+    /// How far samples can go when no limit was given.
+    fn len_max(&self, prompt_len: usize, samples: u32) -> usize {
+        let size = self.info.block_size as usize;
+        let shared = prompt_len.saturating_sub(1) / size;
+        let each = (self.info.capacity_blocks as usize).saturating_sub(shared) / (samples as usize).max(1);
+        ((shared + each) * size).min(self.info.context_length as usize)
+    }
+
+    /// Takes waiting sequences in, in their order, while there are blocks for all each has.
+    pub(super) fn admit(&mut self, now: Duration) {
+        while self.running.len() + self.reserved.len() < self.settings.batch_max as usize {
+            let Some(mut sequence) = self.waiting.pop_front() else { break };
+            let size = self.info.block_size as usize;
+            let reuse_max = if sequence.cache_reads { (sequence.tokens.len() - 1) / size } else { 0 };
+            let len_blocks = sequence.target().div_ceil(size);
+            let acquired = self.cache.acquire(&sequence.namespace, &sequence.tokens, reuse_max as u32, len_blocks as u32);
+            let Ok(acquired) = acquired else {
+                self.waiting.push_front(sequence);
+                break;
+            };
+            sequence.blocks = acquired.blocks;
+            sequence.committed = acquired.cached_blocks as usize;
+            sequence.computed = sequence.committed * size;
+            let first_time = sequence.queued.is_none();
+            sequence.queued.get_or_insert(now.saturating_sub(sequence.submitted));
+            self.start(sequence, first_time, now);
+        }
+    }
+
+    /// The sequence has its blocks.
+    fn start(&mut self, mut sequence: Sequence, first_time: bool, now: Duration) {
+        let (job, committed, computed) = (sequence.job, sequence.committed as u32, sequence.computed as u32);
+        let len_blocks = sequence.blocks.len() as u32;
+        match &mut sequence.role {
+            Role::Prompt(prompt) if prompt.remote.is_some() => {
+                let ticket = self.next_ticket();
+                let missing: Vec<u32> = (committed..len_blocks).collect();
+                prompt.remote = Some(Remote { ticket, missing: missing.clone(), ..Remote::default() });
+                self.actions.push(Action::Tell(job, Event::Reserved { ticket, missing_blocks: missing }));
+                self.reserved.push(sequence);
+                self.start_landed(now);
+            }
+            _ => {
+                if first_time {
+                    self.actions.push(Action::Tell(job, Event::Scheduled { cached_tokens: computed }));
+                }
+                self.settle(sequence, now);
+                self.running.sort_by_key(|sequence| sequence.order);
+            }
+        }
+    }
+
+    /// Gives decoding sequences the block their next token needs. When there is none, reservations that have not started
+    /// are taken back first, then the youngest sequence waits again.
+    pub(super) fn grow(&mut self) {
+        let size = self.info.block_size as usize;
+        let mut place = 0;
+        while place < self.running.len() {
+            let sequence = &mut self.running[place];
+            if sequence.blocks.len() * size > sequence.computed || sequence.remaining() == 0 {
+                place += 1;
+            } else if let Ok(block) = self.cache.allocate() {
+                sequence.blocks.push(block);
+            } else if let Some(mut revoked) = self.reserved.pop() {
+                release(&mut self.cache, &mut revoked);
+                self.live.remove(&revoked.job);
+                self.actions.push(Action::Tell(revoked.job, Event::Revoked));
+                self.actions.push(Action::End(revoked.job));
+            } else {
+                let mut youngest = self.running.pop().expect("the sequence that grows runs");
+                release(&mut self.cache, &mut youngest);
+                self.preemptions += 1;
+                self.wait_again(youngest);
+            }
+        }
+    }
+
+    /// Puts a sequence without blocks before all that have not run yet, in the order of arrival.
+    pub(super) fn wait_again(&mut self, mut sequence: Sequence) {
+        sequence.computed = 0;
+        sequence.committed = 0;
+        if let Role::Prompt(prompt) = &mut sequence.role
+            && let Some(logprobs) = &mut prompt.logprobs
+        {
+            // They come again; the first token has none.
+            logprobs.rows.truncate(1);
+        }
+        let place = self.waiting.iter().position(|other| other.queued.is_none() || other.order > sequence.order);
+        self.waiting.insert(place.unwrap_or(self.waiting.len()), sequence);
+    }
+}

@@ -1,0 +1,119 @@
+//! One sequence of tokens and its blocks.
+
+use crate::{Logits, TokenLogprobs, sampling::Sampler};
+use std::time::Duration;
+use tandem_kv::{BlockId, Namespace, TokenId};
+
+/// A job's number on its engine.
+pub(crate) type JobId = u64;
+
+/// Tokens, how far their KV is computed, and the blocks that hold it.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub job: JobId,
+    /// Lower goes first: order of submission, samples of a job by their number.
+    pub order: (JobId, u32),
+    pub namespace: Namespace,
+    pub tokens: Vec<TokenId>,
+    pub prompt_len: usize,
+    /// Pinned once each for this sequence.
+    pub blocks: Vec<BlockId>,
+    /// Leading tokens whose KV is in the blocks.
+    pub computed: usize,
+    /// Leading blocks that were offered to the cache.
+    pub committed: usize,
+    /// Blocks may be matched in the cache.
+    pub cache_reads: bool,
+    pub submitted: Duration,
+    /// From submission to the first taking of blocks; set then.
+    pub queued: Option<Duration>,
+    pub role: Role,
+}
+
+/// What a sequence is for.
+#[derive(Debug)]
+pub(super) enum Role {
+    Prefill(Sending),
+    /// Computes or receives the prompt less its last token, then becomes `samples` sequences of role `Sample`.
+    Prompt(Box<Prompt>),
+    Sample(Box<Sample>),
+}
+
+/// Which blocks of a prefill go elsewhere.
+#[derive(Debug, Default)]
+pub(super) struct Sending {
+    /// Not told yet, last first; `None` until somebody has asked.
+    pub wanted: Option<Vec<u32>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Prompt {
+    pub sampler: Sampler,
+    pub samples: u32,
+    /// Tokens a sample may reach, the prompt's included.
+    pub len_max: usize,
+    pub logprobs: Option<PromptLogprobs>,
+    /// Set while the KV comes from elsewhere.
+    pub remote: Option<Remote>,
+}
+
+#[derive(Debug)]
+pub(super) struct PromptLogprobs {
+    pub top: u32,
+    pub rows: Vec<Option<TokenLogprobs>>,
+}
+
+/// KV on its way here.
+#[derive(Debug, Default)]
+pub(super) struct Remote {
+    /// 0 before blocks are taken.
+    pub ticket: u64,
+    /// Indices of blocks that have not landed.
+    pub missing: Vec<u32>,
+    pub first_write: Option<Duration>,
+    pub bytes: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Sample {
+    pub number: u32,
+    pub sampler: Sampler,
+    pub len_max: usize,
+}
+
+impl Sequence {
+    /// Tokens that are to be computed before the sequence goes on to something else.
+    pub fn target(&self) -> usize {
+        match self.role {
+            Role::Prefill(_) | Role::Prompt(_) => self.prompt_len - 1,
+            Role::Sample(_) => self.tokens.len(),
+        }
+    }
+
+    pub fn remaining(&self) -> usize {
+        self.target() - self.computed
+    }
+
+    /// Continues by one token, rather than computing what is known.
+    pub fn is_decoding(&self) -> bool {
+        matches!(self.role, Role::Sample(_)) && self.remaining() == 1
+    }
+
+    /// Waits for KV, here or not yet.
+    pub fn is_remote(&self) -> bool {
+        matches!(&self.role, Role::Prompt(prompt) if prompt.remote.is_some())
+    }
+
+    pub fn wants_prompt_logprobs(&self) -> bool {
+        matches!(&self.role, Role::Prompt(prompt) if prompt.logprobs.is_some())
+    }
+
+    /// Logits wanted of a chunk that ends at `end`.
+    pub fn logits(&self, end: usize) -> Logits {
+        match &self.role {
+            Role::Prompt(prompt) if prompt.logprobs.is_some() => Logits::All,
+            Role::Sample(_) if end == self.tokens.len() => Logits::Last,
+            _ => Logits::None,
+        }
+    }
+}
