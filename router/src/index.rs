@@ -1,0 +1,282 @@
+//! Which worker holds which block: exact, and a search instead of a scan.
+//!
+//! One flat table leads from a sequence hash to the set of workers that hold the block. A worker's cache is prefix-closed (a
+//! block is cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] gallops to the
+//! next block that some worker lacks and never looks at the blocks between.
+//!
+//! Invariants: every set in the table is non-empty; `blocks[w]` is the number of sets that `w` is in; a stored chain whose
+//! parent the worker does not hold is refused, so what is told wrong cannot break the prefixes of what was told right.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    hash::{BuildHasher, Hasher},
+};
+use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
+
+/// A worker's place in the index's sets. Small and dense: whoever hands them out uses those of forgotten workers again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WorkerSlot(pub u32);
+
+/// Blocks that a change named and the index could not use. Never an abort: the rest of the change counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Skipped {
+    /// Removed, but not there.
+    pub absent_blocks: u64,
+    /// Stored under a parent that the worker does not hold.
+    pub orphaned_blocks: u64,
+}
+
+/// Sequence hash → the workers that hold it.
+pub struct PrefixIndex {
+    holders: HashMap<SequenceHash, Holders, Keyed>,
+    /// Bit sets of `words` words each.
+    sets: Vec<u64>,
+    free_sets: Vec<u32>,
+    words: usize,
+    blocks: Vec<u64>,
+}
+
+/// Most blocks of most clusters are held once: these take no set.
+#[derive(Clone, Copy)]
+enum Holders {
+    One(u32),
+    Set(u32),
+}
+
+impl PrefixIndex {
+    /// An empty index. The key decides the table's layout only; a random one keeps crafted prompts from slowing it down.
+    pub fn new(key: u64) -> Self {
+        Self { holders: HashMap::with_hasher(Keyed(key)), sets: Vec::new(), free_sets: Vec::new(), words: 1, blocks: Vec::new() }
+    }
+
+    /// A worker's cache changed.
+    pub fn apply(&mut self, worker: WorkerSlot, change: &Change) -> Skipped {
+        let mut skipped = Skipped::default();
+        match change {
+            Change::Stored(chain) => self.store(worker, chain, &mut skipped),
+            Change::Removed(hashes) => {
+                skipped.absent_blocks = hashes.iter().filter(|hash| !self.remove(worker, **hash)).count() as u64;
+            }
+            Change::Cleared => self.forget(worker),
+        }
+        skipped
+    }
+
+    /// The worker holds what the snapshot says, and nothing else.
+    pub fn replace(&mut self, worker: WorkerSlot, snapshot: &Snapshot) -> Skipped {
+        self.forget(worker);
+        let mut skipped = Skipped::default();
+        for chain in &snapshot.stored {
+            self.store(worker, chain, &mut skipped);
+        }
+        skipped
+    }
+
+    /// The worker holds nothing any more. Scans the whole table: workers leave rarely.
+    pub fn forget(&mut self, worker: WorkerSlot) {
+        if self.blocks(worker) == 0 {
+            return;
+        }
+        let held: Vec<SequenceHash> =
+            self.holders.iter().filter(|(_, holders)| self.contains(**holders, worker)).map(|(hash, _)| *hash).collect();
+        for hash in held {
+            self.remove(worker, hash);
+        }
+    }
+
+    /// For each worker (by its slot) how many leading blocks of the prompt it holds. Slots never seen are not in it.
+    pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
+        let mut leading = vec![0; self.blocks.len()];
+        let Some(first) = hashes.first() else { return leading };
+        // All `active` workers hold hashes[..common].
+        let mut active: Vec<u64> = (0..self.words).map(|word| self.word(self.holders.get(first), word)).collect();
+        let mut common = 1;
+        while active.iter().any(|word| *word != 0) {
+            let common_max = self.common(hashes, common, &active);
+            let next = hashes.get(common_max).and_then(|hash| self.holders.get(hash));
+            for (word, active) in active.iter_mut().enumerate() {
+                let keep = if common_max < hashes.len() { *active & self.word(next, word) } else { 0 };
+                for bit in bits(*active & !keep) {
+                    leading[word * 64 + bit] = common_max as u32;
+                }
+                *active = keep;
+            }
+            common = common_max + 1;
+        }
+        leading
+    }
+
+    /// How many blocks the worker holds.
+    pub fn blocks(&self, worker: WorkerSlot) -> u64 {
+        self.blocks.get(worker.0 as usize).copied().unwrap_or(0)
+    }
+
+    /// The longest prefix that all `active` workers hold, given that they hold `from` blocks.
+    fn common(&self, hashes: &[SequenceHash], from: usize, active: &[u64]) -> usize {
+        let (mut held, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
+        while lacking - held > 1 {
+            let probe = if lacking > hashes.len() { (held + stride).min(hashes.len()) } else { held + (lacking - held) / 2 };
+            let holders = self.holders.get(&hashes[probe - 1]);
+            if active.iter().enumerate().all(|(word, active)| active & !self.word(holders, word) == 0) {
+                held = probe;
+                stride *= 2;
+            } else {
+                lacking = probe;
+            }
+        }
+        held
+    }
+
+    fn store(&mut self, worker: WorkerSlot, chain: &StoredChain, skipped: &mut Skipped) {
+        self.make_room(worker);
+        let holds = |hash| self.holders.get(hash).is_some_and(|holders| self.contains(*holders, worker));
+        if !chain.parent.as_ref().is_none_or(holds) {
+            skipped.orphaned_blocks += chain.sequence_hashes.len() as u64;
+            return;
+        }
+        for hash in &chain.sequence_hashes {
+            self.add(worker, *hash);
+        }
+    }
+
+    fn add(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
+        let (word, bit) = place(worker);
+        match self.holders.entry(hash) {
+            Entry::Vacant(entry) => {
+                entry.insert(Holders::One(worker));
+            }
+            Entry::Occupied(mut entry) => match *entry.get() {
+                Holders::One(other) if other == worker => return,
+                Holders::One(other) => {
+                    let set = self.free_sets.pop().unwrap_or_else(|| {
+                        self.sets.resize(self.sets.len() + self.words, 0);
+                        (self.sets.len() / self.words - 1) as u32
+                    });
+                    let base = set as usize * self.words;
+                    self.sets[base + place(other).0] |= place(other).1;
+                    self.sets[base + word] |= bit;
+                    entry.insert(Holders::Set(set));
+                }
+                Holders::Set(set) => {
+                    let bits = &mut self.sets[set as usize * self.words + word];
+                    if *bits & bit != 0 {
+                        return;
+                    }
+                    *bits |= bit;
+                }
+            },
+        }
+        self.blocks[worker as usize] += 1;
+    }
+
+    /// Whether the block was there.
+    fn remove(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) -> bool {
+        let Entry::Occupied(mut entry) = self.holders.entry(hash) else { return false };
+        match *entry.get() {
+            Holders::One(other) if other == worker => {
+                entry.remove();
+            }
+            Holders::One(_) => return false,
+            Holders::Set(set) => {
+                let (word, bit) = place(worker);
+                if word >= self.words {
+                    return false;
+                }
+                let members = &mut self.sets[set as usize * self.words..][..self.words];
+                if members[word] & bit == 0 {
+                    return false;
+                }
+                members[word] &= !bit;
+                if members.iter().map(|word| word.count_ones()).sum::<u32>() == 1 {
+                    let word = members.iter().position(|word| *word != 0).expect("one member is left");
+                    entry.insert(Holders::One(word as u32 * 64 + members[word].trailing_zeros()));
+                    members[word] = 0;
+                    self.free_sets.push(set);
+                }
+            }
+        }
+        self.blocks[worker as usize] -= 1;
+        true
+    }
+
+    fn contains(&self, holders: Holders, WorkerSlot(worker): WorkerSlot) -> bool {
+        let (word, bit) = place(worker);
+        self.word(Some(&holders), word) & bit != 0
+    }
+
+    /// One word of the set of holders.
+    fn word(&self, holders: Option<&Holders>, word: usize) -> u64 {
+        match holders {
+            None => 0,
+            Some(Holders::One(worker)) if place(*worker).0 == word => place(*worker).1,
+            Some(Holders::One(_)) => 0,
+            Some(Holders::Set(_)) if word >= self.words => 0,
+            Some(Holders::Set(set)) => self.sets[*set as usize * self.words + word],
+        }
+    }
+
+    fn make_room(&mut self, WorkerSlot(worker): WorkerSlot) {
+        if worker as usize >= self.blocks.len() {
+            self.blocks.resize(worker as usize + 1, 0);
+        }
+        let (word, _) = place(worker);
+        if word >= self.words {
+            let words = (word + 1).next_power_of_two();
+            let mut sets = vec![0; self.sets.len() / self.words * words];
+            for (old, new) in self.sets.chunks_exact(self.words).zip(sets.chunks_exact_mut(words)) {
+                new[..self.words].copy_from_slice(old);
+            }
+            (self.sets, self.words) = (sets, words);
+        }
+    }
+}
+
+/// A worker's word in a set, and its bit in the word.
+fn place(worker: u32) -> (usize, u64) {
+    (worker as usize / 64, 1 << (worker % 64))
+}
+
+fn bits(mut word: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let bit = (word != 0).then(|| word.trailing_zeros() as usize)?;
+        word &= word - 1;
+        Some(bit)
+    })
+}
+
+/// Sequence hashes are hashes already: one multiplication spreads them, and the key keeps others from choosing where they go.
+#[derive(Clone, Copy)]
+pub(crate) struct Keyed(pub(crate) u64);
+
+impl BuildHasher for Keyed {
+    type Hasher = Folded;
+
+    fn build_hasher(&self) -> Folded {
+        Folded(self.0)
+    }
+}
+
+pub(crate) struct Folded(u64);
+
+impl Hasher for Folded {
+    fn write_u64(&mut self, value: u64) {
+        let product = u128::from(value ^ self.0) * u128::from(0x9E37_79B9_7F4A_7C15_u64);
+        self.0 = (product ^ (product >> 64)) as u64;
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+#[path = "index_tests.rs"]
+mod tests;

@@ -1,0 +1,188 @@
+//! The index against a reference that keeps one plain set a worker and counts block by block.
+
+use super::*;
+use proptest::{collection::vec, prelude::*, sample::Index};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A tree of prompts: block `i`'s parent is before it. Hashes are spread, and a few share their low and high bits.
+struct Prompts {
+    parents: Vec<Option<usize>>,
+}
+
+impl Prompts {
+    fn new(choices: &[Option<Index>]) -> Self {
+        let parents = choices.iter().enumerate().map(|(block, parent)| (block > 0).then(|| parent.map(|p| p.index(block)))?);
+        Self { parents: parents.collect() }
+    }
+
+    fn hash(block: usize) -> SequenceHash {
+        SequenceHash((block as u64 + 1).wrapping_mul(0x0100_0000_0000_0001))
+    }
+
+    /// The prompt that ends with this block.
+    fn prompt(&self, block: usize) -> Vec<SequenceHash> {
+        let mut prompt: Vec<SequenceHash> =
+            std::iter::successors(Some(block), |block| self.parents[*block]).map(Self::hash).collect();
+        prompt.reverse();
+        prompt
+    }
+
+    fn children(&self, block: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.parents.len()).filter(move |child| self.parents[*child] == Some(block))
+    }
+
+    /// What a worker would tell about this content: chains, parents first.
+    fn snapshot(&self, held: &BTreeSet<SequenceHash>) -> Snapshot {
+        let stored = (0..self.parents.len())
+            .filter(|block| held.contains(&Self::hash(*block)))
+            .map(|block| StoredChain { parent: self.parents[block].map(Self::hash), sequence_hashes: vec![Self::hash(block)] })
+            .collect();
+        Snapshot { at_event_id: 0, stored }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// The worker computed the prompt that ends with this block.
+    Store(u32, Index),
+    /// It evicted this block, if a leaf of its cache; else one that is not there, which is told to be harmless.
+    Evict(u32, Index),
+    Clear(u32),
+    Forget(u32),
+    /// A snapshot came: the prompts that end with these blocks.
+    Replace(u32, Vec<Index>),
+    /// A chain under a block that the worker does not hold.
+    Orphan(u32, Index),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    // More than one word of workers, and most of the traffic on few, so that sets are shared, shrink and grow.
+    let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
+    let block = || any::<Index>();
+    prop_oneof![
+        12 => (worker.clone(), block()).prop_map(|(worker, block)| Op::Store(worker, block)),
+        8 => (worker.clone(), block()).prop_map(|(worker, block)| Op::Evict(worker, block)),
+        1 => worker.clone().prop_map(Op::Clear),
+        1 => worker.clone().prop_map(Op::Forget),
+        1 => (worker.clone(), vec(block(), 0..4)).prop_map(|(worker, blocks)| Op::Replace(worker, blocks)),
+        1 => (worker, block()).prop_map(|(worker, block)| Op::Orphan(worker, block)),
+    ]
+}
+
+type Reference = BTreeMap<u32, BTreeSet<SequenceHash>>;
+
+fn act(index: &mut PrefixIndex, reference: &mut Reference, prompts: &Prompts, op: &Op) {
+    let pick = |block: &Index| block.index(prompts.parents.len());
+    match op {
+        Op::Store(worker, block) => {
+            let held = reference.entry(*worker).or_default();
+            let prompt = prompts.prompt(pick(block));
+            let known = prompt.iter().take_while(|hash| held.contains(hash)).count();
+            let chain =
+                StoredChain { parent: known.checked_sub(1).map(|at| prompt[at]), sequence_hashes: prompt[known..].to_vec() };
+            held.extend(&chain.sequence_hashes);
+            assert_eq!(index.apply(WorkerSlot(*worker), &Change::Stored(chain)), Skipped::default());
+        }
+        Op::Evict(worker, block) => {
+            let held = reference.entry(*worker).or_default();
+            let block = pick(block);
+            if prompts.children(block).any(|child| held.contains(&Prompts::hash(child))) {
+                return;
+            }
+            let absent_blocks = u64::from(!held.remove(&Prompts::hash(block)));
+            let skipped = index.apply(WorkerSlot(*worker), &Change::Removed(vec![Prompts::hash(block)]));
+            assert_eq!(skipped, Skipped { absent_blocks, orphaned_blocks: 0 });
+        }
+        Op::Clear(worker) => {
+            reference.remove(worker);
+            index.apply(WorkerSlot(*worker), &Change::Cleared);
+        }
+        Op::Forget(worker) => {
+            reference.remove(worker);
+            index.forget(WorkerSlot(*worker));
+        }
+        Op::Replace(worker, blocks) => {
+            let held: BTreeSet<SequenceHash> = blocks.iter().flat_map(|block| prompts.prompt(pick(block))).collect();
+            assert_eq!(index.replace(WorkerSlot(*worker), &prompts.snapshot(&held)), Skipped::default());
+            reference.insert(*worker, held);
+        }
+        Op::Orphan(worker, block) => {
+            let held = reference.entry(*worker).or_default();
+            let prompt = prompts.prompt(pick(block));
+            if let [.., parent, last] = prompt[..]
+                && !held.contains(&parent)
+            {
+                let chain = StoredChain { parent: Some(parent), sequence_hashes: vec![last] };
+                let skipped = index.apply(WorkerSlot(*worker), &Change::Stored(chain));
+                assert_eq!(skipped, Skipped { absent_blocks: 0, orphaned_blocks: 1 });
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn the_index_equals_a_plain_reference_after_any_history(
+        parents in vec(prop_oneof![1 => Just(None), 9 => any::<Index>().prop_map(Some)], 1..60),
+        deep in any::<bool>(),
+        ops in vec(op(), 1..80),
+        unknown in 0..3_usize,
+    ) {
+        // Deep: one long chain with few branches, so that galloping has something to leap over.
+        let mut prompts = Prompts::new(&parents);
+        if deep {
+            for (block, parent) in prompts.parents.iter_mut().enumerate() {
+                if block % 13 != 0 { *parent = block.checked_sub(1) }
+            }
+        }
+        let (mut index, mut reference) = (PrefixIndex::new(7), Reference::new());
+        for op in &ops {
+            act(&mut index, &mut reference, &prompts, op);
+            for (worker, held) in &reference {
+                prop_assert_eq!(index.blocks(WorkerSlot(*worker)), held.len() as u64);
+            }
+        }
+        for block in 0..prompts.parents.len() {
+            let mut prompt = prompts.prompt(block);
+            prompt.extend((0..unknown as u64).map(|nobody| SequenceHash(u64::MAX - nobody)));
+            let leading = index.overlap(&prompt);
+            for worker in 0..200_u32 {
+                let expected = reference.get(&worker).map_or(0, |held| prompt.iter().take_while(|hash| held.contains(hash)).count());
+                prop_assert_eq!(leading.get(worker as usize).copied().unwrap_or(0) as usize, expected, "worker {}", worker);
+            }
+        }
+        for worker in reference.keys() {
+            index.forget(WorkerSlot(*worker));
+        }
+        prop_assert!(index.holders.is_empty());
+        prop_assert!(index.sets.iter().all(|word| *word == 0), "a set in use has no holder");
+        prop_assert_eq!(index.free_sets.len(), index.sets.len() / index.words);
+    }
+}
+
+#[test]
+fn one_absent_block_does_not_end_a_removal() {
+    let hashes: Vec<SequenceHash> = (1..=3).map(SequenceHash).collect();
+    let mut index = PrefixIndex::new(0);
+    index.apply(WorkerSlot(0), &Change::Stored(StoredChain { parent: None, sequence_hashes: hashes.clone() }));
+    let skipped = index.apply(WorkerSlot(0), &Change::Removed(vec![hashes[2], SequenceHash(99), hashes[1]]));
+    assert_eq!(skipped, Skipped { absent_blocks: 1, orphaned_blocks: 0 });
+    assert_eq!(index.overlap(&hashes), [1]);
+}
+
+#[test]
+fn an_index_that_was_told_nothing_answers() {
+    let index = PrefixIndex::new(0);
+    assert!(index.overlap(&[SequenceHash(1)]).is_empty());
+    assert!(index.overlap(&[]).is_empty());
+    assert_eq!(index.blocks(WorkerSlot(5)), 0);
+}
+
+#[test]
+fn the_zero_hash_is_a_hash_like_any_other() {
+    let mut index = PrefixIndex::new(0);
+    let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(0)] };
+    index.apply(WorkerSlot(1), &Change::Stored(chain));
+    assert_eq!(index.overlap(&[SequenceHash(0)]), [0, 1]);
+}
