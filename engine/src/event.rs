@@ -75,4 +75,3 @@ pub enum FinishReason {
     /// `max_tokens` or the context's end was reached.
     Length,
 }
-

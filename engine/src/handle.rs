@@ -328,3 +328,127 @@ impl Driver {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::{SimEngine, SimSettings};
+    use crate::{Sampling, StepOutput};
+    use tandem_kv::{BlockId, Change, Namespace};
+
+    const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 64, batch_max: 16, queue_max: 64, prefix_caching: true };
+
+    fn start() -> EngineHandle {
+        EngineHandle::start_in_task(Box::new(SimEngine::new(SimSettings::default())), SETTINGS)
+    }
+
+    fn generate(max_tokens: u32) -> Generate {
+        Generate {
+            request_id: "request".to_owned(),
+            namespace: Namespace::new("sim", "", "", ""),
+            prompt: (0..100).collect(),
+            sampling: Sampling { max_tokens: Some(max_tokens), ..Sampling::default() },
+            samples: 1,
+            kv: crate::KvSource::Local,
+            prompt_logprobs: None,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_dropped_job_gives_its_blocks_back() {
+        let engine = start();
+        let mut job = engine.generate(generate(10_000)).await.expect("it fits");
+        while !matches!(job.next().await, Some(Event::Token { .. })) {}
+        assert!(engine.load().in_use_blocks > 0);
+        drop(job);
+        engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn events_end_after_the_last_sample() {
+        let engine = start();
+        let mut job = engine.generate(generate(3)).await.expect("it fits");
+        let mut last = None;
+        while let Some(event) = job.next().await {
+            last = Some(event);
+        }
+        assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watcher_sees_every_change_once() {
+        let engine = start();
+        let (empty, mut first) = engine.watch().await.expect("the engine runs");
+        assert_eq!((empty.at_event_id, empty.stored.len()), (0, 0));
+        let mut job = engine.generate(generate(40)).await.expect("it fits");
+        while job.next().await.is_some() {}
+        let (snapshot, _second) = engine.watch().await.expect("the engine runs");
+        let (mut ids, mut hashes, mut taken_in) = (Vec::new(), Vec::new(), Vec::new());
+        while let Ok(batch) = first.try_recv() {
+            taken_in.extend(batch.taken_in.clone());
+            for event in &batch.events {
+                ids.push(event.event_id);
+                if let Change::Stored(chain) = &event.change {
+                    hashes.extend(chain.sequence_hashes.clone());
+                }
+            }
+        }
+        assert_eq!(taken_in, ["request"]);
+        assert_eq!(ids, (1..=snapshot.at_event_id).collect::<Vec<_>>());
+        let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
+        assert_eq!(stored, hashes);
+    }
+
+    struct Failing(SimEngine);
+
+    impl Engine for Failing {
+        fn describe(&self) -> EngineInfo {
+            self.0.describe()
+        }
+        fn step(&mut self, chunks: &[crate::Chunk<'_>]) -> Result<StepOutput, crate::EngineError> {
+            match chunks.iter().any(|chunk| chunk.tokens.contains(&99)) {
+                true => Err(crate::EngineError("the device is on fire".into())),
+                false => self.0.step(chunks),
+            }
+        }
+        fn read_block(&self, block: BlockId, into: &mut [u8]) {
+            self.0.read_block(block, into);
+        }
+        fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+            self.0.write_block(block, bytes);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
+        let engine = Failing(SimEngine::new(SimSettings::default()));
+        let engine = EngineHandle::start_in_task(Box::new(engine), SETTINGS);
+        let mut job = engine.generate(generate(3)).await.expect("it fits");
+        let mut last = None;
+        while let Some(event) = job.next().await {
+            last = Some(event);
+        }
+        assert!(matches!(last, Some(Event::Failed)), "{last:?}");
+        let mut job = engine.generate(Generate { prompt: vec![1, 2], ..generate(3) }).await.expect("it fits");
+        while let Some(event) = job.next().await {
+            last = Some(event);
+        }
+        assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
+    }
+
+    #[test]
+    fn on_its_own_thread_it_works_outside_any_runtime() {
+        let engine =
+            EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 1_000.0, ..SimSettings::default() })), SETTINGS);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a plain runtime");
+        let events = runtime.block_on(async {
+            let mut job = engine.generate(generate(3)).await.expect("it fits");
+            let mut events = 0;
+            while job.next().await.is_some() {
+                events += 1;
+            }
+            events
+        });
+        assert_eq!(events, 6);
+    }
+}

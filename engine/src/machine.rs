@@ -348,9 +348,10 @@ impl Machine {
 
     /// Lets go of prefills of which every block asked for has been told.
     fn end_sent_prefills(&mut self) {
-        for mut sequence in self.held.extract_if(.., |sequence| {
-            matches!(&sequence.role, Role::Prefill(sending) if sending.wanted.as_ref().is_some_and(Vec::is_empty))
-        }) {
+        for mut sequence in self.held.extract_if(
+            ..,
+            |sequence| matches!(&sequence.role, Role::Prefill(sending) if sending.wanted.as_ref().is_some_and(Vec::is_empty)),
+        ) {
             release(&mut self.cache, &mut sequence);
             self.live.remove(&sequence.job);
             self.actions.push(Action::Tell(sequence.job, Event::Computed));

@@ -1,1 +1,505 @@
+//! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
+use super::*;
+use crate::sim::{SimEngine, SimSettings};
+use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling};
+use bytes::Bytes;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use tandem_kv::{Namespace, TokenId};
+
+/// The machine, its engine, and what jobs have heard.
+struct World {
+    machine: Machine,
+    engine: SimEngine,
+    heard: BTreeMap<JobId, Vec<Event>>,
+    ended: Vec<JobId>,
+    now: Duration,
+    steps: usize,
+}
+
+const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 64, batch_max: 16, queue_max: 64, prefix_caching: true };
+
+impl World {
+    fn new(capacity_blocks: u32, settings: EngineSettings) -> Self {
+        let engine = SimEngine::new(SimSettings { capacity_blocks, ..SimSettings::default() });
+        let machine = Machine::new(engine.describe(), settings, 1);
+        Self { machine, engine, heard: BTreeMap::new(), ended: Vec::new(), now: Duration::ZERO, steps: 0 }
+    }
+
+    fn act(&mut self) {
+        for action in self.machine.take_actions() {
+            match action {
+                Action::Tell(job, event) => self.heard.entry(job).or_default().push(event),
+                Action::Copy { from, to } => {
+                    let payload = self.read(from);
+                    self.engine.write_block(to, &payload);
+                }
+                Action::Read { job, index, block } => {
+                    let payload = self.read(block).into();
+                    self.heard.entry(job).or_default().push(Event::Block { index, payload });
+                }
+                Action::End(job) => self.ended.push(job),
+            }
+        }
+        self.machine.check_invariants();
+    }
+
+    fn read(&self, block: BlockId) -> Vec<u8> {
+        let mut payload = vec![0; self.engine.describe().block_bytes];
+        self.engine.read_block(block, &mut payload);
+        payload
+    }
+
+    /// One step; false when there was nothing to do.
+    fn step(&mut self) -> bool {
+        self.now += Duration::from_millis(1);
+        let plan = self.machine.plan(self.now);
+        self.act();
+        let Some(plan) = plan else { return false };
+        let chunks = self.machine.chunks(&plan);
+        let prefill: usize = chunks.iter().map(|chunk| chunk.tokens.len()).filter(|len| *len > 1).sum();
+        let budget = self.machine.settings.chunk_budget as usize;
+        assert!(prefill <= budget.max(PREFILL_TOKENS_MIN), "{prefill} prompt tokens in a step, the budget is {budget}");
+        let output = self.engine.step(&chunks).expect("the simulator does not fail");
+        self.machine.complete(&plan, &output, Duration::from_millis(1), self.now);
+        self.steps += 1;
+        self.act();
+        true
+    }
+
+    fn run(&mut self) {
+        while self.step() {
+            assert!(self.steps < 100_000, "the machine makes progress");
+        }
+    }
+
+    fn write(&mut self, ticket: u64, index: u32, payload: &[u8]) -> Result<(), WriteRefused> {
+        let block = self.machine.write(ticket, index, payload.len(), self.now)?;
+        self.engine.write_block(block, payload);
+        self.machine.start_landed(self.now);
+        self.act();
+        Ok(())
+    }
+
+    fn tokens(&self, job: JobId, sample: u32) -> Vec<TokenId> {
+        let of_sample = |event: &Event| match event {
+            Event::Token { sample: of, token, .. } if *of == sample => Some(*token),
+            _ => None,
+        };
+        self.heard[&job].iter().filter_map(of_sample).collect()
+    }
+
+    fn cached(&self, job: JobId) -> Option<u32> {
+        self.heard.get(&job)?.iter().find_map(|event| match event {
+            Event::Scheduled { cached_tokens } => Some(*cached_tokens),
+            _ => None,
+        })
+    }
+
+    fn reserved(&self, job: JobId) -> Option<(u64, Vec<u32>)> {
+        self.heard.get(&job)?.iter().find_map(|event| match event {
+            Event::Reserved { ticket, missing_blocks } => Some((*ticket, missing_blocks.clone())),
+            _ => None,
+        })
+    }
+
+    fn blocks(&self, job: JobId) -> Vec<(u32, Bytes)> {
+        let block = |event: &Event| match event {
+            Event::Block { index, payload } => Some((*index, payload.clone())),
+            _ => None,
+        };
+        self.heard.get(&job).into_iter().flatten().filter_map(block).collect()
+    }
+
+    fn assert_idle(&self) {
+        self.machine.check_invariants();
+        assert_eq!(self.machine.load().in_use_blocks, 0, "idle workers use no blocks");
+        assert_eq!(self.machine.load().pending_prefill_tokens, 0);
+        assert!(self.machine.live.is_empty() && self.machine.waiting.is_empty());
+    }
+}
+
+fn namespace() -> Namespace {
+    Namespace::new("sim", "", "", "")
+}
+
+fn prompt(text: &str, len: usize) -> Vec<TokenId> {
+    text.bytes().cycle().take(len).map(TokenId::from).collect()
+}
+
+fn prefill(prompt: Vec<TokenId>) -> Prefill {
+    Prefill { request_id: "p".to_owned(), namespace: namespace(), prompt }
+}
+
+fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
+    Generate {
+        request_id: "g".to_owned(),
+        namespace: namespace(),
+        prompt,
+        sampling: Sampling { max_tokens: Some(max_tokens), seed: 5, ..Sampling::default() },
+        samples: 1,
+        kv: KvSource::Local,
+        prompt_logprobs: None,
+    }
+}
+
+/// The tokens of each sample when nothing else runs, nothing is cached and nothing is cut.
+fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
+    job.kv = KvSource::Local;
+    let mut world = World::new(4_096, EngineSettings { chunk_budget: 100_000, ..SETTINGS });
+    let samples = job.samples;
+    world.machine.generate(0, job, world.now).expect("the job fits");
+    world.run();
+    (0..samples).map(|sample| world.tokens(0, sample)).collect()
+}
+
+#[test]
+fn a_repeated_prompt_reports_all_its_full_blocks_but_never_its_last_token() {
+    for (len, expected) in [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (100, 96)] {
+        let mut world = World::new(64, SETTINGS);
+        let job = generate(prompt("the cache never changes the answer", len), 5);
+        for id in 0..2 {
+            world.machine.generate(id, job.clone(), world.now).expect("the job fits");
+            world.run();
+        }
+        assert_eq!((world.cached(0), world.cached(1)), (Some(0), Some(expected)), "a prompt of {len} tokens");
+        assert_eq!(world.tokens(0, 0), world.tokens(1, 0));
+        assert_eq!(world.tokens(0, 0), alone(job)[0]);
+        world.assert_idle();
+    }
+}
+
+#[test]
+fn events_come_in_their_order_and_end() {
+    let mut world = World::new(64, SETTINGS);
+    let mut job = generate(prompt("order", 40), 3);
+    job.sampling.stop_token_ids.clear();
+    world.machine.generate(7, job, world.now).expect("the job fits");
+    world.run();
+    let names: Vec<String> = world.heard[&7].iter().map(|event| format!("{event:?}")).collect();
+    let starts = ["Scheduled", "Started", "Token", "Token", "Token", "Finished { sample: 0, reason: Length }"];
+    assert_eq!(names.len(), starts.len(), "{names:?}");
+    assert!(names.iter().zip(starts).all(|(name, start)| name.starts_with(start)), "{names:?}");
+    assert_eq!(world.ended, [7]);
+}
+
+#[test]
+fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
+    for len in [1, 16, 17, 40, 49] {
+        let mut job = generate(prompt("three samples", len), 20);
+        job.samples = 3;
+        let mut world = World::new(64, SETTINGS);
+        world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+        world.run();
+        let scheduled = world.heard[&0].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
+        assert_eq!(scheduled, 1, "the prompt is counted once");
+        for sample in 0..3 {
+            let mut single = job.clone();
+            single.samples = 1;
+            single.sampling.seed += u64::from(sample);
+            assert_eq!(world.tokens(0, sample), alone(single)[0], "sample {sample} of a prompt of {len}");
+        }
+        world.assert_idle();
+    }
+}
+
+#[test]
+fn a_remote_prompt_generates_what_a_local_one_does() {
+    for (len, samples, already) in [(100, 1, 0), (100, 3, 0), (33, 1, 0), (1, 1, 0), (100, 1, 64)] {
+        let mut job = generate(prompt("from elsewhere", len), 12);
+        job.samples = samples;
+        let (mut source, mut destination) = (World::new(64, SETTINGS), World::new(64, SETTINGS));
+        if already > 0 {
+            destination.machine.generate(9, generate(job.prompt[..already].to_vec(), 1), Duration::ZERO).expect("fits");
+            destination.run();
+        }
+        source.machine.prefill(0, prefill(job.prompt.clone()), source.now).expect("the job fits");
+        source.step();
+        let remote = Generate { kv: KvSource::Remote, ..job.clone() };
+        destination.machine.generate(0, remote, destination.now).expect("the job fits");
+        destination.run();
+        let (ticket, missing) = destination.reserved(0).expect("there is room");
+        let held = already / 16;
+        assert_eq!(missing, (held as u32..(len as u32 - 1).div_ceil(16)).collect::<Vec<_>>());
+        source.machine.send_blocks(0, missing.clone());
+        source.act();
+        source.run();
+        assert_eq!(source.blocks(0).len(), missing.len(), "only what is asked for is sent");
+        assert!(matches!(source.heard[&0].last(), Some(Event::Computed)));
+        for (index, payload) in source.blocks(0).into_iter().rev() {
+            assert_eq!(destination.write(ticket, index, &payload[1..]), Err(WriteRefused), "a short block");
+            assert_eq!(destination.write(ticket + 1, index, &payload), Err(WriteRefused), "another ticket");
+            destination.write(ticket, index, &payload).expect("the ticket allows it");
+            assert_eq!(destination.write(ticket, index, &payload), Err(WriteRefused), "a block is written once");
+        }
+        destination.run();
+        let expected = alone(job);
+        for sample in 0..samples {
+            assert_eq!(destination.tokens(0, sample), expected[sample as usize]);
+        }
+        assert_eq!(destination.cached(0), None, "the side that prefilled reports, not this one");
+        source.assert_idle();
+        destination.assert_idle();
+    }
+}
+
+#[test]
+fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
+    let mut world = World::new(64, SETTINGS);
+    world.machine.prefill(0, prefill(prompt("held", 50)), world.now).expect("the job fits");
+    world.run();
+    assert_eq!(world.machine.load().in_use_blocks, 4, "held until somebody says what to send");
+    world.machine.cancel(0);
+    world.assert_idle();
+    assert_eq!(world.machine.load().cached_blocks, 3, "what was computed stays cached");
+    world.machine.prefill(1, prefill(prompt("held", 50)), world.now).expect("the job fits");
+    world.run();
+    assert_eq!(world.cached(1), Some(48));
+    world.machine.send_blocks(1, vec![0, 3, 3, 900]);
+    world.act();
+    assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
+    world.assert_idle();
+}
+
+#[test]
+fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
+    let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
+    world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
+    world.step();
+    world.machine.send_blocks(0, (0..6).collect());
+    world.act();
+    assert_eq!(world.blocks(0).len(), 2, "one chunk of two blocks is computed");
+    world.step();
+    assert_eq!(world.blocks(0).len(), 4);
+}
+
+#[test]
+fn a_late_write_is_refused_and_harms_nobody() {
+    let mut world = World::new(64, SETTINGS);
+    let remote = Generate { kv: KvSource::Remote, ..generate(prompt("late", 50), 4) };
+    world.machine.generate(0, remote, world.now).expect("the job fits");
+    world.run();
+    let (ticket, _) = world.reserved(0).expect("there is room");
+    world.machine.cancel(0);
+    let job = generate(prompt("somebody else", 60), 20);
+    world.machine.generate(1, job.clone(), world.now).expect("the job fits");
+    world.step();
+    let block = vec![7; world.engine.describe().block_bytes];
+    assert_eq!(world.write(ticket, 0, &block), Err(WriteRefused));
+    world.run();
+    assert_eq!(world.tokens(1, 0), alone(job)[0]);
+    world.assert_idle();
+}
+
+#[test]
+fn reservations_are_revoked_before_a_running_sequence_is_preempted() {
+    let mut world = World::new(6, SETTINGS);
+    let job = generate(prompt("runs", 47), 40);
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+    world.step();
+    let remote = Generate { kv: KvSource::Remote, ..generate(prompt("reserved", 40), 4) };
+    world.machine.generate(1, remote, world.now).expect("the job fits");
+    world.run();
+    assert!(matches!(world.heard[&1].last(), Some(Event::Revoked)), "{:?}", world.heard[&1]);
+    assert_eq!(world.machine.preemptions, 0);
+    assert_eq!(world.tokens(0, 0), alone(job)[0]);
+    world.assert_idle();
+}
+
+#[test]
+fn a_preempted_sequence_goes_on_as_if_nothing_had_been() {
+    let mut world = World::new(8, SETTINGS);
+    let jobs: Vec<Generate> = (0..4).map(|i| generate(prompt(["a", "bc", "def", "ghij"][i], 20 + i), 50)).collect();
+    for (id, job) in (0..).zip(&jobs) {
+        let mut job = job.clone();
+        job.sampling.seed = id;
+        world.machine.generate(id, job, world.now).expect("the job fits");
+    }
+    world.run();
+    assert!(world.machine.preemptions > 0, "four growing sequences do not fit into eight blocks");
+    for (id, job) in (0..).zip(jobs) {
+        let mut job = job.clone();
+        job.sampling.seed = id;
+        assert_eq!(world.tokens(id, 0), alone(job)[0], "job {id}");
+        let scheduled = world.heard[&id].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
+        assert_eq!(scheduled, 1, "the count is told once and frozen");
+        assert_eq!(world.cached(id), Some(0));
+    }
+    world.assert_idle();
+}
+
+#[test]
+fn prompt_logprobs_read_no_cache_and_cover_every_token() {
+    let mut world = World::new(64, SETTINGS);
+    let mut job = generate(prompt("echo", 100), 2);
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+    world.run();
+    job.prompt_logprobs = Some(2);
+    job.sampling.max_tokens = Some(0);
+    world.machine.generate(1, job, world.now).expect("the job fits");
+    world.run();
+    assert_eq!(world.cached(1), Some(0));
+    let rows = world.heard[&1].iter().find_map(|event| match event {
+        Event::PromptLogprobs(rows) => Some(rows),
+        _ => None,
+    });
+    let rows = rows.expect("they were asked for");
+    assert_eq!(rows.len(), 100);
+    assert!(rows[0].is_none() && rows[1..].iter().all(|row| row.as_ref().is_some_and(|row| row.top.len() == 2)));
+    assert!(world.tokens(1, 0).is_empty());
+    assert!(matches!(world.heard[&1].last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
+    world.assert_idle();
+}
+
+#[test]
+fn without_prefix_caching_nothing_is_found_and_zero_is_reported() {
+    let mut world = World::new(64, EngineSettings { prefix_caching: false, ..SETTINGS });
+    for id in 0..2 {
+        world.machine.generate(id, generate(prompt("off", 100), 2), world.now).expect("the job fits");
+        world.run();
+        assert_eq!(world.cached(id), Some(0));
+    }
+    assert!(world.machine.take_batch(None).events.is_empty());
+    world.assert_idle();
+}
+
+#[test]
+fn what_can_never_run_is_refused_at_once() {
+    let mut world = World::new(8, EngineSettings { queue_max: 1, ..SETTINGS });
+    let refusal = |world: &mut World, job: Generate| world.machine.generate(0, job, world.now).expect_err("it cannot run");
+    assert_eq!(refusal(&mut world, generate(vec![], 1)), Refusal::Empty);
+    let too_long = refusal(&mut world, generate(prompt("x", 100), 100));
+    assert_eq!(too_long, Refusal::BeyondCapacity { needed_blocks: 13, capacity_blocks: 8 });
+    let context_length = tandem_model::sim::CONTEXT_LENGTH;
+    let too_long = refusal(&mut world, generate(prompt("x", 100), context_length));
+    assert_eq!(too_long, Refusal::BeyondContext { needed: context_length + 100, context_length });
+    world.machine.generate(1, generate(prompt("x", 10), 1), world.now).expect("the job fits");
+    assert_eq!(refusal(&mut world, generate(prompt("x", 10), 1)), Refusal::Full);
+    world.run();
+    world.assert_idle();
+}
+
+#[test]
+fn without_a_limit_a_sample_ends_where_the_cache_does() {
+    let mut world = World::new(8, SETTINGS);
+    let mut job = generate(prompt("endless", 40), 0);
+    job.sampling.max_tokens = None;
+    job.samples = 2;
+    world.machine.generate(0, job, world.now).expect("the job fits");
+    world.run();
+    // Two full blocks shared, three for each sample.
+    assert_eq!([world.tokens(0, 0).len(), world.tokens(0, 1).len()], [40, 40]);
+    world.assert_idle();
+}
+
+#[test]
+fn a_failed_engine_ends_every_job_and_forgets_the_cache() {
+    let mut world = World::new(16, SETTINGS);
+    world.machine.generate(0, generate(prompt("first", 40), 2), world.now).expect("the job fits");
+    world.run();
+    for id in 1..4 {
+        world.machine.generate(id, generate(prompt("fails", 100), 9), world.now).expect("the job fits");
+    }
+    world.step();
+    world.machine.fail();
+    world.act();
+    world.assert_idle();
+    assert!((1..4).all(|id| matches!(world.heard[&id].last(), Some(Event::Failed))));
+    assert_eq!(world.machine.load().free_blocks, 16);
+}
+
+#[derive(Clone, Debug)]
+enum Deed {
+    Generate { family: usize, len: usize, max_tokens: u32, samples: u32, seed: u64 },
+    Prefill { family: usize, len: usize },
+    Remote { family: usize, len: usize, max_tokens: u32 },
+    Steps(usize),
+    Cancel(usize),
+    SendAll(usize),
+}
+
+fn deeds() -> impl Strategy<Value = Vec<Deed>> {
+    let deed = prop_oneof![
+        4 => (0..3usize, 1..90usize, 0..40u32, 1..4u32, 0..4u64)
+            .prop_map(|(family, len, max_tokens, samples, seed)| Deed::Generate { family, len, max_tokens, samples, seed }),
+        2 => (0..3usize, 1..90usize).prop_map(|(family, len)| Deed::Prefill { family, len }),
+        2 => (0..3usize, 1..90usize, 1..20u32).prop_map(|(family, len, max_tokens)| Deed::Remote { family, len, max_tokens }),
+        4 => (1..12usize).prop_map(Deed::Steps),
+        1 => any::<prop::sample::Index>().prop_map(|index| Deed::Cancel(index.index(64))),
+        2 => any::<prop::sample::Index>().prop_map(|index| Deed::SendAll(index.index(64))),
+    ];
+    prop::collection::vec(deed, 1..40)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
+
+    /// Whatever comes and goes, and however small cache and budget: who finishes has the text of running alone,
+    /// counts are bounded, and in the end nothing is held.
+    #[test]
+    fn any_history_keeps_the_texts_and_the_books(deeds in deeds(), capacity in 12..40u32, budget in 1..100u32) {
+        let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
+        let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
+        let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
+        let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
+        for (id, deed) in (0..).zip(deeds) {
+            match deed {
+                Deed::Generate { family, len, max_tokens, samples, seed } => {
+                    let mut job = generate(text(family, len), max_tokens);
+                    job.samples = samples;
+                    job.sampling.seed = seed;
+                    if world.machine.generate(id, job.clone(), world.now).is_ok() {
+                        generated.insert(id, job);
+                    }
+                }
+                Deed::Prefill { family, len } => {
+                    if world.machine.prefill(id, prefill(text(family, len)), world.now).is_ok() {
+                        prefilled.insert(id, len);
+                    }
+                }
+                Deed::Remote { family, len, max_tokens } => {
+                    let job = Generate { kv: KvSource::Remote, ..generate(text(family, len), max_tokens) };
+                    let _ = world.machine.generate(id, job, world.now);
+                }
+                Deed::Steps(steps) => {
+                    for _ in 0..steps {
+                        world.step();
+                    }
+                }
+                Deed::Cancel(index) => {
+                    let job = index as u64 % (id + 1);
+                    world.machine.cancel(job);
+                    generated.remove(&job);
+                    prefilled.remove(&job);
+                    world.machine.check_invariants();
+                }
+                Deed::SendAll(index) => {
+                    world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect());
+                    world.act();
+                }
+            }
+        }
+        // Prefills that nobody fetches and remote prompts that nobody sends hold blocks: their clients go away.
+        let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job)).collect();
+        for job in jobs {
+            world.machine.cancel(job);
+        }
+        world.run();
+        for (id, job) in generated {
+            let prompt_len = job.prompt.len() as u32;
+            let expected = alone(job);
+            for (sample, expected) in (0..).zip(expected) {
+                prop_assert_eq!(world.tokens(id, sample), expected, "job {} sample {}", id, sample);
+            }
+            let cached = world.cached(id).expect("every job is scheduled");
+            prop_assert!(cached < prompt_len && cached % 16 == 0);
+        }
+        for (id, len) in prefilled {
+            if let Some(cached) = world.cached(id) {
+                prop_assert!((cached as usize) < len && cached % 16 == 0);
+            }
+        }
+        world.assert_idle();
+    }
+}
