@@ -3,6 +3,7 @@
 pub mod metrics;
 mod shutdown;
 pub mod telemetry;
+pub mod worker;
 
 pub use metrics::Metrics;
 pub use shutdown::Shutdown;

@@ -1,0 +1,217 @@
+use super::*;
+use crate::{Metrics, Shutdown};
+use futures::{FutureExt, StreamExt};
+use std::sync::Mutex;
+use tandem_kv::{Change, KvEvent, SequenceHash, StoredChain};
+use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
+use tonic::Code;
+
+/// A worker whose batches the test makes.
+struct Scripted {
+    service: ControlService,
+    batches: broadcast::Sender<Arc<KvBatch>>,
+    snapshot: Arc<Mutex<Snapshot>>,
+    metrics: Arc<WorkerMetrics>,
+    shutdown: Shutdown,
+}
+
+impl Scripted {
+    fn new(capacity: usize) -> Self {
+        let (batches, _) = broadcast::channel(capacity);
+        let snapshot = Arc::new(Mutex::new(Snapshot { at_event_id: 0, stored: Vec::new() }));
+        let watch: Watch = {
+            let (batches, snapshot) = (batches.clone(), snapshot.clone());
+            Arc::new(move || {
+                let snapshot = snapshot.lock().expect("not poisoned").clone();
+                let watched = Watched { snapshot, load: Load::default(), batches: batches.subscribe() };
+                async { watched }.boxed()
+            })
+        };
+        let (shutdown, metrics) = (Shutdown::default(), Arc::new(WorkerMetrics::new(&Metrics::default(), "w")));
+        let info = WorkerInfo { instance_id: "now".to_owned(), ..Default::default() };
+        let requests = Requests::new(shutdown.clone());
+        let service = ControlService::new(info, watch, metrics.clone(), requests, shutdown.clone());
+        Self { service, batches, snapshot, metrics, shutdown }
+    }
+
+    async fn watch(&self) -> Replies<WatchReply> {
+        let request = WatchRequest { instance_id: "now".to_owned() };
+        self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
+    }
+
+    /// Watches, and takes the snapshot and the load that come first.
+    async fn watch_batches(&self) -> Replies<WatchReply> {
+        let mut replies = self.watch().await;
+        assert!(matches!(next(&mut replies).await, watch_reply::Message::Snapshot(chunk) if chunk.last));
+        next_batch(&mut replies).await;
+        replies
+    }
+
+    fn send(&self, batch: KvBatch) {
+        self.batches.send(Arc::new(batch)).expect("somebody watches");
+    }
+}
+
+async fn next(replies: &mut Replies<WatchReply>) -> watch_reply::Message {
+    replies.next().await.expect("the stream is open").expect("no error").message.expect("messages are not empty")
+}
+
+async fn next_batch(replies: &mut Replies<WatchReply>) -> v1::KvEventBatch {
+    match next(replies).await {
+        watch_reply::Message::Batch(batch) => batch,
+        watch_reply::Message::Snapshot(_) => panic!("the snapshot came before"),
+    }
+}
+
+fn stored(event_id: u64) -> KvEvent {
+    let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(event_id)] };
+    KvEvent { event_id, change: Change::Stored(chain) }
+}
+
+fn events(ids: std::ops::RangeInclusive<u64>) -> KvBatch {
+    KvBatch { last_event_id: *ids.end(), events: ids.map(stored).collect(), ..Default::default() }
+}
+
+fn load(running_sequences: u32) -> KvBatch {
+    KvBatch { load: Load { running_sequences, ..Default::default() }, ..Default::default() }
+}
+
+fn ids(batch: &v1::KvEventBatch) -> Vec<u64> {
+    batch.events.iter().map(|event| event.event_id).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_snapshot_comes_first_and_then_only_what_is_not_in_it() {
+    let worker = Scripted::new(16);
+    let chain = StoredChain { parent: None, sequence_hashes: (0..2 * CHUNK_HASHES_MAX as u64 + 1).map(SequenceHash).collect() };
+    *worker.snapshot.lock().expect("not poisoned") = Snapshot { at_event_id: 5, stored: vec![chain] };
+    let mut replies = worker.watch().await;
+    tokio::task::yield_now().await;
+    worker.send(events(4..=5));
+    worker.send(events(5..=7));
+
+    let mut assembly = SnapshotAssembly::new(usize::MAX);
+    let mut chunks = 0;
+    let snapshot = loop {
+        let watch_reply::Message::Snapshot(chunk) = next(&mut replies).await else { panic!("the snapshot is not complete") };
+        chunks += 1;
+        if let Some(snapshot) = assembly.push(chunk).expect("a snapshot") {
+            break snapshot;
+        }
+    };
+    assert_eq!((chunks, snapshot.at_event_id), (3, 5));
+    let first = next_batch(&mut replies).await;
+    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "the load comes at once");
+    let second = next_batch(&mut replies).await;
+    assert_eq!((second.last_event_id, ids(&second)), (7, vec![6, 7]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn news_is_forwarded_at_once_and_load_is_held_back() {
+    let worker = Scripted::new(16);
+    let mut replies = worker.watch_batches().await;
+    let started = Instant::now();
+    worker.send(events(1..=2));
+    assert_eq!(ids(&next_batch(&mut replies).await), [1, 2]);
+    worker.send(KvBatch { taken_in: vec!["r".to_owned()], last_event_id: 2, ..Default::default() });
+    assert_eq!(next_batch(&mut replies).await.load.expect("always").taken_in, ["r"]);
+    assert_eq!(started.elapsed(), Duration::ZERO);
+
+    for running in 1..=5 {
+        worker.send(KvBatch { last_event_id: 2, ..load(running) });
+    }
+    let held_back = next_batch(&mut replies).await;
+    assert_eq!(started.elapsed(), LOAD_INTERVAL);
+    assert_eq!((held_back.last_event_id, held_back.load.expect("always").running_sequences), (2, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_worker_is_heard_every_second() {
+    let worker = Scripted::new(16);
+    let mut replies = worker.watch_batches().await;
+    worker.send(events(1..=3));
+    next_batch(&mut replies).await;
+    worker.metrics.observe_bandwidth(500, Duration::from_secs(1));
+    for second in 1..=3 {
+        let started = Instant::now();
+        let heartbeat = next_batch(&mut replies).await;
+        assert_eq!(started.elapsed(), HEARTBEAT, "{second}");
+        assert_eq!((heartbeat.last_event_id, ids(&heartbeat)), (3, vec![]));
+        assert_eq!(heartbeat.load.expect("always").transfer_bytes_per_second, 500.0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn steps_without_news_do_not_keep_the_load_back_forever() {
+    let worker = Scripted::new(16);
+    let mut replies = worker.watch_batches().await;
+    let steps = async {
+        for running in 0.. {
+            worker.send(load(running));
+            tokio::time::sleep(Duration::from_millis(3)).await;
+        }
+    };
+    let heard = async {
+        let started = Instant::now();
+        for _ in 0..10 {
+            next_batch(&mut replies).await;
+        }
+        started.elapsed()
+    };
+    let elapsed = tokio::select! { () = steps => unreachable!(), elapsed = heard => elapsed };
+    assert!((Duration::from_millis(950)..=Duration::from_millis(1_100)).contains(&elapsed), "{elapsed:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watcher_that_lags_is_told_to_watch_again_and_others_go_on() {
+    let worker = Scripted::new(4);
+    let (mut slow, mut quick) = (worker.watch_batches().await, worker.watch_batches().await);
+    for id in 1..=100 {
+        worker.send(events(id..=id));
+        assert_eq!(ids(&next_batch(&mut quick).await), [id]);
+    }
+    let mut heard = Vec::new();
+    let error = loop {
+        match slow.next().await.expect("an error ends the stream") {
+            Ok(WatchReply { message: Some(watch_reply::Message::Batch(batch)) }) => heard.extend(ids(&batch)),
+            Ok(_) => panic!("the snapshot came before"),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.code(), Code::DataLoss);
+    assert!(heard.len() < 100 && heard.iter().zip(1..).all(|(id, expected)| *id == expected), "no gap before the error");
+    assert!(slow.next().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_instance_is_refused() {
+    let worker = Scripted::new(4);
+    let request = WatchRequest { instance_id: "before".to_owned() };
+    let error = worker.service.watch(Request::new(request)).await.expect_err("it is another instance");
+    assert_eq!(error.code(), Code::FailedPrecondition);
+}
+
+#[tokio::test(start_paused = true)]
+async fn draining_ends_the_streams() {
+    let worker = Scripted::new(4);
+    let mut replies = worker.watch_batches().await;
+    let started = Instant::now();
+    worker.shutdown.run(Duration::from_secs(30)).await;
+    assert_eq!(started.elapsed(), Duration::ZERO, "no watcher holds up the end");
+    let error = replies.next().await.expect("an error").expect_err("an error");
+    assert_eq!(error.code(), Code::Unavailable);
+    let request = WatchRequest { instance_id: "now".to_owned() };
+    let error = worker.service.watch(Request::new(request)).await.expect_err("it is leaving");
+    assert_eq!(error.code(), Code::Unavailable);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_ends_ends_the_streams() {
+    let mut worker = Scripted::new(4);
+    let mut replies = worker.watch_batches().await;
+    let (unused, _) = broadcast::channel(1);
+    worker.batches = unused;
+    worker.service.watch = Arc::new(|| std::future::pending().boxed());
+    let error = replies.next().await.expect("an error").expect_err("an error");
+    assert_eq!(error.code(), Code::Unavailable);
+}

@@ -1,0 +1,317 @@
+//! What a worker counts: its prefix cache's answers, its blocks, steps and transfers.
+
+use super::Watched;
+use crate::Metrics;
+use ::metrics::{Counter, Gauge, Histogram};
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+use tandem_kv::{KvBatch, Load, StepStats};
+use tokio::sync::broadcast::error::RecvError;
+
+/// The handles of one worker's families; label `worker`.
+pub struct WorkerMetrics {
+    registry: Metrics,
+    worker_id: String,
+    hits: Counter,
+    misses: Counter,
+    prompt_tokens: Counter,
+    cached_tokens: Counter,
+    free_blocks: Gauge,
+    cached_blocks: Gauge,
+    in_use_blocks: Gauge,
+    batch_tokens: Histogram,
+    queue_depth: Gauge,
+    prefill_step: Histogram,
+    decode_step: Histogram,
+    mixed_step: Histogram,
+    preemptions: Counter,
+    totals: Mutex<CacheTotals>,
+    transfer_bytes_per_second: Mutex<f64>,
+}
+
+/// What the prefix cache has been asked since the worker's start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheTotals {
+    /// Of prompts.
+    pub total_requests: u64,
+    /// Prompts of which at least one block was found.
+    pub hit_requests: u64,
+    /// Prompts of which none was.
+    pub miss_requests: u64,
+    /// Tokens of all prompts.
+    pub total_prompt_tokens: u64,
+    /// Those of them that were found.
+    pub total_cached_tokens: u64,
+}
+
+impl CacheTotals {
+    fn observe(&mut self, prompt_tokens: u32, cached_tokens: u32) {
+        self.total_requests += 1;
+        if cached_tokens > 0 {
+            self.hit_requests += 1;
+        } else {
+            self.miss_requests += 1;
+        }
+        self.total_prompt_tokens += u64::from(prompt_tokens);
+        self.total_cached_tokens += u64::from(cached_tokens);
+    }
+
+    /// Prompts with a hit, of all prompts; 0 before the first.
+    pub fn hit_rate(&self) -> f64 {
+        ratio(self.hit_requests, self.total_requests)
+    }
+
+    /// Tokens found, of all prompt tokens: a ratio of sums, so a long prompt weighs more than a short one.
+    pub fn token_hit_rate(&self) -> f64 {
+        ratio(self.total_cached_tokens, self.total_prompt_tokens)
+    }
+}
+
+fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+/// Which way blocks went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From this worker to another.
+    Sent,
+    /// From another to this one.
+    Received,
+}
+
+/// The families of one way of moving blocks.
+pub struct TransferMetrics {
+    /// KV bytes that landed.
+    pub bytes: Counter,
+    /// Of whole transfers, in seconds.
+    pub duration: Histogram,
+}
+
+impl WorkerMetrics {
+    /// Registers the worker's families.
+    pub fn new(registry: &Metrics, worker_id: &str) -> Self {
+        let worker = ("worker", worker_id);
+        let requests = |result| {
+            let help = "Prompts, by whether any of their KV was in the prefix cache.";
+            registry.counter("tandem_worker_prefix_cache_requests_total", help, &[worker, ("result", result)])
+        };
+        let blocks = |state| registry.gauge("tandem_worker_kv_blocks", "KV blocks by state.", &[worker, ("state", state)]);
+        let step = |phase| {
+            let help = "Duration of engine steps, by what they computed.";
+            registry.histogram("tandem_worker_step_duration_seconds", help, &[worker, ("phase", phase)])
+        };
+        Self {
+            hits: requests("hit"),
+            misses: requests("miss"),
+            prompt_tokens: registry.counter("tandem_worker_prompt_tokens_total", "Tokens of prompts prefilled here.", &[worker]),
+            cached_tokens: registry.counter(
+                "tandem_worker_cached_tokens_total",
+                "Prompt tokens found in the prefix cache, by tier.",
+                &[worker, ("tier", "device")],
+            ),
+            free_blocks: blocks("free"),
+            cached_blocks: blocks("cached"),
+            in_use_blocks: blocks("in_use"),
+            batch_tokens: registry.histogram("tandem_worker_batch_tokens", "Tokens computed in a step.", &[worker]),
+            queue_depth: registry.gauge("tandem_worker_queue_depth", "Jobs that wait for blocks.", &[worker]),
+            prefill_step: step("prefill"),
+            decode_step: step("decode"),
+            mixed_step: step("mixed"),
+            preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),
+            totals: Mutex::default(),
+            transfer_bytes_per_second: Mutex::default(),
+            registry: registry.clone(),
+            worker_id: worker_id.to_owned(),
+        }
+    }
+
+    /// Counts a prompt whose prefill begins here, once.
+    pub fn observe_scheduled(&self, prompt_tokens: u32, cached_tokens: u32) {
+        if cached_tokens > 0 { &self.hits } else { &self.misses }.increment(1);
+        self.prompt_tokens.increment(prompt_tokens.into());
+        self.cached_tokens.increment(cached_tokens.into());
+        let totals = {
+            let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+            totals.observe(prompt_tokens, cached_tokens);
+            *totals
+        };
+        tracing::debug!(
+            worker = self.worker_id,
+            total_requests = totals.total_requests,
+            hit_requests = totals.hit_requests,
+            miss_requests = totals.miss_requests,
+            hit_rate = totals.hit_rate(),
+            total_prompt_tokens = totals.total_prompt_tokens,
+            total_cached_tokens = totals.total_cached_tokens,
+            token_hit_rate = totals.token_hit_rate(),
+            "prefix cache",
+        );
+    }
+
+    /// Since the worker's start.
+    pub fn totals(&self) -> CacheTotals {
+        *self.totals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The families for blocks that `transport` moves.
+    pub fn transfer(&self, transport: &'static str, direction: Direction) -> TransferMetrics {
+        let direction = match direction {
+            Direction::Sent => "sent",
+            Direction::Received => "received",
+        };
+        let labels = [("worker", self.worker_id.as_str()), ("transport", transport), ("direction", direction)];
+        TransferMetrics {
+            bytes: self.registry.counter("tandem_worker_kv_transfer_bytes_total", "Bytes of KV moved between workers.", &labels),
+            duration: self.registry.histogram(
+                "tandem_worker_kv_transfer_duration_seconds",
+                "Duration of a prompt's KV transfer.",
+                &labels,
+            ),
+        }
+    }
+
+    /// Takes a measurement of what the way to other workers can carry: `bytes` in a time in which nothing but it was waited for.
+    pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
+        /// Weight of the newest measurement: a few transfers follow a change, one odd one does not.
+        const NEWEST: f64 = 0.2;
+        if bytes == 0 || busy.is_zero() {
+            return;
+        }
+        let measured = bytes as f64 / busy.as_secs_f64();
+        let mut average = self.transfer_bytes_per_second.lock().unwrap_or_else(PoisonError::into_inner);
+        *average = if *average == 0.0 { measured } else { *average + NEWEST * (measured - *average) };
+    }
+
+    /// What has been measured; 0 before the first transfer.
+    pub fn transfer_bytes_per_second(&self) -> f64 {
+        *self.transfer_bytes_per_second.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps gauges and step histograms up to date until the engine ends.
+    pub async fn follow(&self, mut watched: Watched) {
+        self.observe_load(&watched.load);
+        loop {
+            match watched.batches.recv().await {
+                Ok(batch) => self.observe_batch(&batch),
+                // Steps that were missed are not in the histograms; gauges and totals are right with the next batch.
+                Err(RecvError::Lagged(_)) => {}
+                Err(RecvError::Closed) => return,
+            }
+        }
+    }
+
+    fn observe_batch(&self, batch: &KvBatch) {
+        self.observe_load(&batch.load);
+        let Some(StepStats { prefill_tokens, decode_tokens, duration }) = batch.step else { return };
+        self.batch_tokens.record(f64::from(prefill_tokens) + f64::from(decode_tokens));
+        let step = match (prefill_tokens, decode_tokens) {
+            (_, 0) => &self.prefill_step,
+            (0, _) => &self.decode_step,
+            _ => &self.mixed_step,
+        };
+        step.record(duration.as_secs_f64());
+    }
+
+    fn observe_load(&self, load: &Load) {
+        self.free_blocks.set(load.free_blocks);
+        self.cached_blocks.set(load.cached_blocks);
+        self.in_use_blocks.set(load.in_use_blocks);
+        self.queue_depth.set(load.waiting_requests);
+        self.preemptions.absolute(load.preemptions);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use tandem_kv::Snapshot;
+    use tokio::sync::broadcast;
+
+    #[test]
+    fn the_token_hit_rate_is_a_ratio_of_sums() {
+        let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
+        assert_eq!((metrics.totals().hit_rate(), metrics.totals().token_hit_rate()), (0.0, 0.0));
+        for (prompt, cached) in [(1000, 0), (100, 96), (100, 96), (20, 0)] {
+            metrics.observe_scheduled(prompt, cached);
+        }
+        let totals = metrics.totals();
+        let expected = CacheTotals {
+            total_requests: 4,
+            hit_requests: 2,
+            miss_requests: 2,
+            total_prompt_tokens: 1220,
+            total_cached_tokens: 192,
+        };
+        assert_eq!(totals, expected);
+        assert_eq!(totals.hit_rate(), 0.5);
+        assert_eq!(totals.token_hit_rate(), 192.0 / 1220.0);
+    }
+
+    #[tokio::test]
+    async fn every_family_is_there_with_the_workers_name() {
+        let registry = Metrics::default();
+        let metrics = WorkerMetrics::new(&registry, "decode-0");
+        metrics.observe_scheduled(33, 32);
+        metrics.observe_scheduled(10, 0);
+        let sent = metrics.transfer("tcp", Direction::Sent);
+        sent.bytes.increment(4096);
+        sent.duration.record(0.004);
+        let (sender, batches) = broadcast::channel(8);
+        let step = |prefill_tokens, decode_tokens| {
+            let load = Load {
+                free_blocks: 5,
+                cached_blocks: 3,
+                in_use_blocks: 2,
+                waiting_requests: 7,
+                preemptions: 4,
+                ..Default::default()
+            };
+            let step = StepStats { prefill_tokens, decode_tokens, duration: Duration::from_millis(3) };
+            Arc::new(KvBatch { load, step: Some(step), ..Default::default() })
+        };
+        for batch in [step(16, 0), step(0, 2), step(16, 2), step(0, 1)] {
+            sender.send(batch).expect("there is a receiver");
+        }
+        drop(sender);
+        let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
+        metrics.follow(Watched { snapshot, load: Load::default(), batches }).await;
+        let text = registry.render();
+        for line in [
+            r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="hit"} 1"#,
+            r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="miss"} 1"#,
+            r#"tandem_worker_prompt_tokens_total{worker="decode-0"} 43"#,
+            r#"tandem_worker_cached_tokens_total{worker="decode-0",tier="device"} 32"#,
+            r#"tandem_worker_kv_blocks{worker="decode-0",state="free"} 5"#,
+            r#"tandem_worker_kv_blocks{worker="decode-0",state="cached"} 3"#,
+            r#"tandem_worker_kv_blocks{worker="decode-0",state="in_use"} 2"#,
+            r#"tandem_worker_queue_depth{worker="decode-0"} 7"#,
+            r#"tandem_worker_preemptions_total{worker="decode-0"} 4"#,
+            r#"tandem_worker_batch_tokens_count{worker="decode-0"} 4"#,
+            r#"tandem_worker_batch_tokens_sum{worker="decode-0"} 37"#,
+            r#"tandem_worker_step_duration_seconds_count{worker="decode-0",phase="prefill"} 1"#,
+            r#"tandem_worker_step_duration_seconds_count{worker="decode-0",phase="decode"} 2"#,
+            r#"tandem_worker_step_duration_seconds_count{worker="decode-0",phase="mixed"} 1"#,
+            r#"tandem_worker_kv_transfer_bytes_total{worker="decode-0",transport="tcp",direction="sent"} 4096"#,
+            r#"tandem_worker_kv_transfer_duration_seconds_count{worker="decode-0",transport="tcp",direction="sent"} 1"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn bandwidth_follows_a_change_and_ignores_what_is_no_measurement() {
+        let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
+        assert_eq!(metrics.transfer_bytes_per_second(), 0.0);
+        metrics.observe_bandwidth(1_000, Duration::from_secs(1));
+        assert_eq!(metrics.transfer_bytes_per_second(), 1_000.0);
+        metrics.observe_bandwidth(2_000, Duration::from_secs(1));
+        assert_eq!(metrics.transfer_bytes_per_second(), 1_200.0);
+        metrics.observe_bandwidth(0, Duration::from_secs(1));
+        metrics.observe_bandwidth(1, Duration::ZERO);
+        assert_eq!(metrics.transfer_bytes_per_second(), 1_200.0);
+    }
+}

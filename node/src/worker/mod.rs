@@ -1,0 +1,10 @@
+//! What prefill and decode workers have in common: they tell about themselves and their cache ([`ControlService`]), count
+//! ([`WorkerMetrics`]), and end their requests in order ([`Requests`]).
+
+mod control;
+mod metrics;
+mod requests;
+
+pub use control::{ControlService, Watch, Watched};
+pub use metrics::{CacheTotals, Direction, TransferMetrics, WorkerMetrics};
+pub use requests::{ClientGone, Replies, ReplySender, Requests};
