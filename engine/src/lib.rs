@@ -11,8 +11,8 @@ mod request;
 mod sampling;
 pub mod sim;
 
-pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
 pub use event::{Event, FinishReason, Started};
+pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
 pub use request::{Generate, KvSource, Prefill, Refusal};
 pub use sampling::{Sampling, TokenLogprob, TokenLogprobs};
 

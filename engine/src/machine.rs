@@ -307,7 +307,7 @@ impl Machine {
     /// Gives `sample` the leader's full blocks and a copy of its partial one.
     fn share(&mut self, leader: &Sequence, full: usize, sample: &mut Sequence) -> bool {
         let copy = match leader.blocks.get(full) {
-            Some(partial) if leader.computed % self.info.block_size as usize > 0 => match self.cache.allocate() {
+            Some(partial) if !leader.computed.is_multiple_of(self.info.block_size as usize) => match self.cache.allocate() {
                 Ok(to) => Some((*partial, to)),
                 Err(tandem_kv::Full) => return false,
             },

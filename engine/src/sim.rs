@@ -83,7 +83,7 @@ impl SimEngine {
             let fold = *self.folds[block].get_or_insert_with(|| fold(&self.slots[block * size..][..size]));
             state = mix(state ^ fold);
         }
-        if len % size > 0 {
+        if !len.is_multiple_of(size) {
             let start = self.slot(blocks, len - len % size);
             state = mix(state ^ fold(&self.slots[start..][..len % size]));
         }
@@ -178,7 +178,7 @@ fn push_logits(logits: &mut Vec<f32>, state: u64) {
         let token = LETTERS[(draw % LETTERS.len() as u64) as usize];
         logits[row + TokenId::from(token) as usize] = 4.0 - candidate as f32;
     }
-    if state % END_ODDS == 0 {
+    if state.is_multiple_of(END_ODDS) {
         logits[row + IM_END as usize] = 8.0;
     }
 }

@@ -493,11 +493,11 @@ proptest! {
                 prop_assert_eq!(world.tokens(id, sample), expected, "job {} sample {}", id, sample);
             }
             let cached = world.cached(id).expect("every job is scheduled");
-            prop_assert!(cached < prompt_len && cached % 16 == 0);
+            prop_assert!(cached < prompt_len && cached.is_multiple_of(16));
         }
         for (id, len) in prefilled {
             if let Some(cached) = world.cached(id) {
-                prop_assert!((cached as usize) < len && cached % 16 == 0);
+                prop_assert!((cached as usize) < len && cached.is_multiple_of(16));
             }
         }
         world.assert_idle();
