@@ -53,7 +53,6 @@ pub(crate) struct EventLog {
 impl EventLog {
     pub(crate) fn stored(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
         if let Some(Change::Stored(chain)) = self.growing()
-            && parent.is_some()
             && parent.as_ref() == chain.sequence_hashes.last()
         {
             return chain.sequence_hashes.push(hash);

@@ -365,14 +365,19 @@ fn neighbouring_changes_become_one_event() {
         [stored(None, &left), Change::Removed(vec![left[2], left[1]]), stored(Some(right[0]), &right[1..])]
     );
     assert_eq!(cache.last_event_id(), 3);
+    run_and_release(&mut cache, &[6, 6, 7, 7]);
+    assert_eq!(changes(&mut cache).len(), 2, "the next events have neighbours again");
 }
 
 #[test]
-fn two_prompts_never_share_an_event() {
+fn only_a_continuation_shares_an_event() {
     let mut cache = PrefixCache::new(SETTINGS);
-    run_and_release(&mut cache, &[1, 1]);
-    run_and_release(&mut cache, &[2, 2]);
-    assert_eq!(changes(&mut cache), [stored(None, &hashes(&[1, 1])), stored(None, &hashes(&[2, 2]))]);
+    for prompt in [&[1, 1][..], &[2, 2], &[1, 1, 3, 3]] {
+        run_and_release(&mut cache, prompt);
+    }
+    let long = hashes(&[1, 1, 3, 3]);
+    let expected = [stored(None, &long[..1]), stored(None, &hashes(&[2, 2])), stored(Some(long[0]), &long[1..])];
+    assert_eq!(changes(&mut cache), expected);
 }
 
 #[test]
