@@ -1,1 +1,28 @@
-//! TBD.
+//! Moves KV blocks from one worker's memory into another's.
+//!
+//! A sender opens a [`Push`] through a [`Transport`]; the owner of the destination decides with its [`Sink`] what is written:
+//! only blocks that a ticket it gave out names, each once, each whole.
+//!
+//! - What is on its way is bounded: a receiver that does not write makes the sender wait.
+//! - Dropping a push ends it. What has landed by then has landed; nothing is ever written in part.
+
+mod loopback;
+mod push;
+mod service;
+mod sink;
+mod tcp;
+
+pub use loopback::{Loopback, Reachable};
+pub use push::{Push, TransferError};
+pub use service::TransferService;
+pub use sink::{Refused, Sink};
+pub use tcp::Tcp;
+
+/// A way to reach other workers' memory.
+pub trait Transport: Send + Sync + 'static {
+    /// What metrics call it.
+    fn name(&self) -> &'static str;
+
+    /// Prepares to send blocks under `ticket` to the worker at `address`. Whether the worker is there shows with the first block.
+    fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError>;
+}

@@ -1,0 +1,46 @@
+//! Over gRPC: one `Push` stream a transfer, on one connection a receiver. HTTP/2's windows bound what is on its way.
+
+use crate::{Push, Refused, TransferError, Transport};
+use futures::{FutureExt, StreamExt};
+use tandem_proto::{
+    link::{Channels, MESSAGE_BYTES_MAX},
+    v1::{PushRequest, transfer_client::TransferClient},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status};
+
+/// To receivers that serve a [`crate::TransferService`].
+#[derive(Clone, Default)]
+pub struct Tcp {
+    channels: Channels,
+}
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError> {
+        let channel = self.channels.to(address)?;
+        let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);
+        Ok(Push::new(|blocks| {
+            let requests = ReceiverStream::new(blocks).map(move |block| PushRequest {
+                ticket,
+                block_index: block.index,
+                payload: block.payload,
+            });
+            async move {
+                let reply = client.push(requests).await.map_err(transfer_error)?;
+                Ok(reply.into_inner().landed_blocks)
+            }
+            .boxed()
+        }))
+    }
+}
+
+fn transfer_error(status: Status) -> TransferError {
+    match status.code() {
+        Code::PermissionDenied => Refused.into(),
+        _ => TransferError::Gone(Some(status.into())),
+    }
+}
