@@ -1,0 +1,164 @@
+//! The gRPC edge: a `Route` stream holds a booking, and lets go of it however it ends.
+
+use crate::{
+    booked::BookingId,
+    cluster::{Asked, Cluster, NotPlaced},
+    route::Unplaced,
+    settings::RouterSettings,
+};
+use futures::{Stream, StreamExt, stream};
+use std::{collections::BTreeSet, pin::Pin, sync::Arc};
+use tandem_kv::SequenceHash;
+use tandem_node::Shutdown;
+use tandem_proto::v1::{
+    AttemptFailed, Failure, Reason, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, route_reply,
+    route_request::Message, router_server::Router,
+};
+use tokio::time::timeout;
+use tonic::{Request, Response, Status, Streaming};
+
+/// The service.
+pub(crate) struct RouterService {
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) settings: RouterSettings,
+    pub(crate) shutdown: Shutdown,
+}
+
+#[tonic::async_trait]
+impl Router for RouterService {
+    type RouteStream = Pin<Box<dyn Stream<Item = Result<RouteReply, Status>> + Send>>;
+
+    async fn route(&self, request: Request<Streaming<RouteRequest>>) -> Result<Response<Self::RouteStream>, Status> {
+        let mut requests = request.into_inner();
+        let first = timeout(self.settings.prompt_wait, requests.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("the stream did not bring its prompt in time"))??;
+        let Some(Message::Prompt(prompt)) = first.and_then(|first| first.message) else {
+            return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
+        };
+        let asked = self.check(prompt)?;
+        let held = Held { cluster: self.cluster.clone(), asked, excluded: BTreeSet::new(), attempts: 0, booking: None };
+        let replies = stream::try_unfold(Route { held, requests, shutdown: self.shutdown.clone() }, Route::next);
+        Ok(Response::new(replies.boxed()))
+    }
+
+    async fn workers(&self, _: Request<WorkersRequest>) -> Result<Response<WorkersReply>, Status> {
+        Ok(Response::new(self.cluster.lock().view()))
+    }
+}
+
+impl RouterService {
+    fn check(&self, prompt: RoutePrompt) -> Result<Asked, Status> {
+        if prompt.request_id.is_empty() {
+            return Err(Status::invalid_argument("`request_id` is missing"));
+        }
+        if prompt.prompt_tokens == 0 {
+            return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
+        }
+        let hashes_max = self.settings.hashes_max;
+        if prompt.sequence_hashes.len() > hashes_max {
+            return Err(Status::invalid_argument(format!("`sequence_hashes` has at most {hashes_max} items")));
+        }
+        Ok(Asked {
+            request_id: prompt.request_id.into(),
+            model: prompt.model,
+            hashes: prompt.sequence_hashes.into_iter().map(SequenceHash).collect(),
+            prompt_tokens: prompt.prompt_tokens,
+            samples: prompt.samples,
+            prompt_logits: prompt.prompt_logits,
+        })
+    }
+}
+
+/// A stream and what it holds. Whoever drops it, for whatever reason, drops the booking.
+struct Route {
+    held: Held,
+    requests: Streaming<RouteRequest>,
+    shutdown: Shutdown,
+}
+
+impl Route {
+    /// The next reply, when there is one to give; `None` when the frontend has closed the stream.
+    async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
+        if self.held.attempts == 0 {
+            let reply = self.held.place();
+            return Ok(Some((reply, self)));
+        }
+        loop {
+            let request = tokio::select! {
+                () = self.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
+                request = self.requests.message() => request?,
+            };
+            let Some(request) = request else { return Ok(None) };
+            match request.message {
+                Some(Message::Failed(AttemptFailed { instance_id, .. })) => {
+                    self.held.exclude(instance_id);
+                    let reply = self.held.place();
+                    return Ok(Some((reply, self)));
+                }
+                Some(Message::PrefillReleased(released)) => self.held.release_prefill(released.cached_tokens),
+                Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream places one prompt")),
+                None => return Err(Status::invalid_argument("a message of the stream is empty")),
+            }
+        }
+    }
+}
+
+/// A request with its booking.
+struct Held {
+    cluster: Arc<Cluster>,
+    asked: Asked,
+    /// At most one an attempt.
+    excluded: BTreeSet<String>,
+    attempts: u32,
+    booking: Option<BookingId>,
+}
+
+impl Held {
+    fn place(&mut self) -> RouteReply {
+        self.attempts = self.attempts.saturating_add(1);
+        let mut state = self.cluster.lock();
+        if let Some(booking) = self.booking.take() {
+            state.release(booking);
+        }
+        let message = match state.place(&self.asked, &self.excluded, self.attempts) {
+            Ok((booking, placement)) => {
+                self.booking = Some(booking);
+                route_reply::Message::Placement(placement)
+            }
+            Err(not_placed) => route_reply::Message::Failure(failure(not_placed)),
+        };
+        RouteReply { message: Some(message) }
+    }
+
+    fn exclude(&mut self, instance_id: String) {
+        if !instance_id.is_empty() && self.booking.is_some() {
+            self.excluded.insert(instance_id);
+        }
+    }
+
+    fn release_prefill(&self, cached_tokens: Option<u32>) {
+        if let Some(booking) = self.booking {
+            self.cluster.lock().release_prefill(booking, cached_tokens);
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(booking) = self.booking {
+            self.cluster.lock().release(booking);
+        }
+    }
+}
+
+/// The one table from why a request is not placed to what the frontend hears.
+fn failure(not_placed: NotPlaced) -> Failure {
+    let reason = match not_placed {
+        NotPlaced::Unplaced(Unplaced::NoDecode | Unplaced::NoPrefill | Unplaced::AllFailed)
+        | NotPlaced::TooManyBookings
+        | NotPlaced::TooManyAttempts => Reason::Full,
+        NotPlaced::Unplaced(Unplaced::TooLong) | NotPlaced::OtherModel => Reason::Invalid,
+    };
+    Failure { reason: reason.into(), message: not_placed.to_string(), instance_id: String::new() }
+}

@@ -1,0 +1,111 @@
+//! What an operator may set, each with the reason for its default.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    time::Duration,
+};
+
+/// How a router is run.
+#[derive(Clone, Debug)]
+pub struct RouterSettings {
+    /// The workers' gRPC addresses, `host:port`, of both roles. They need not be up yet; the router tries for ever.
+    pub workers: Vec<String>,
+    /// How a worker is chosen.
+    pub policy: PolicyKind,
+    /// Where prompts are prefilled.
+    pub prefill: PrefillPlace,
+    /// What the cost is made of.
+    pub costs: Costs,
+    /// Breaks ties, and seeds [`PolicyKind::Random`]. Two routers with one seed, told the same, place alike.
+    pub seed: u64,
+    /// Placements one request may get. The last one is on a decode worker alone when the place is [`PrefillPlace::Auto`].
+    /// 3: one failure is bad luck and two are a bad day; more tries only keep the client waiting.
+    pub attempts_max: u32,
+    /// Sequence hashes one prompt may bring. 65,536: a million tokens in blocks of 16, half a megabyte.
+    pub hashes_max: usize,
+    /// Requests placed at one time; past it the router refuses. 16,384: many frontends' worth, and each may hold `hashes_max`.
+    pub bookings_max: usize,
+    /// A worker that says nothing for so long is gone. 15 s: its heartbeat is due every second, and a laptop that computes on
+    /// all cores may be late by several.
+    pub silence_max: Duration,
+    /// A `Route` stream brings its prompt within this time. 10 s: frontends send it at once.
+    pub prompt_wait: Duration,
+}
+
+impl Default for RouterSettings {
+    fn default() -> Self {
+        Self {
+            workers: Vec::new(),
+            policy: PolicyKind::default(),
+            prefill: PrefillPlace::default(),
+            costs: Costs::default(),
+            seed: RandomState::new().hash_one(0),
+            attempts_max: 3,
+            hashes_max: 65_536,
+            bookings_max: 16_384,
+            silence_max: Duration::from_secs(15),
+            prompt_wait: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Which policy chooses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PolicyKind {
+    /// Shortest estimated time to the first token, given what each worker's cache holds.
+    #[default]
+    KvAware,
+    /// Shortest estimated time to the first token, as if nobody had cached anything.
+    LeastLoaded,
+    /// One after the other.
+    RoundRobin,
+    /// Any.
+    Random,
+}
+
+/// Where a prompt is prefilled. Prompts whose logits are wanted, and prompts of one token, are always prefilled on decode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PrefillPlace {
+    /// Where it is estimated to be faster.
+    #[default]
+    Auto,
+    /// On a prefill worker; without one the request fails.
+    Remote,
+    /// On the decode worker.
+    Local,
+}
+
+/// Numbers of the cost that nobody measures, and stand-ins for those that nobody has measured yet. `docs/adr/005-routing-cost.md`
+/// tells how they are used.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
+    /// thousands; it matters until the first prompt is done.
+    pub prefill_tokens_per_second: f64,
+    /// A decode step while no worker has measured one. 10 ms, of the same middle.
+    pub decode_step_ms: f64,
+    /// What a decode worker receives while none has measured it. 1 GB/s: a 10 Gbit link.
+    pub transfer_bytes_per_second: f64,
+    /// What a remote prefill costs beside its tokens and bytes: two more calls and a reservation. 2 ms; it keeps prompts with a
+    /// few new tokens on the decode worker.
+    pub handoff_ms: f64,
+    /// The part of a prompt's own compute that is charged again, because others will wait behind it. 0.25: without it, waiting
+    /// for a block that is being computed and computing it elsewhere cost the same, and bursts of one prompt scatter.
+    pub work_weight: f64,
+    /// How much a millisecond of prefill on a decode worker costs for each sequence it holds up there. 1: the wait of a stream
+    /// that runs is as bad as the wait of one that starts.
+    pub interference: f64,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self {
+            prefill_tokens_per_second: 2_000.0,
+            decode_step_ms: 10.0,
+            transfer_bytes_per_second: 1e9,
+            handoff_ms: 2.0,
+            work_weight: 0.25,
+            interference: 1.0,
+        }
+    }
+}
