@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Everything that must pass, in one command: format, clippy, docs, the model, all tests. From any folder, on a fresh
+# machine with Rust and Python's pip; the network is used for package registries only.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Nothing of the caller's settings may change what is tested.
+for name in $(compgen -e); do
+    case "$name" in TANDEM_MODELS_DIR) ;; TANDEM_*) unset "$name" ;; esac
+done
+export CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-auto}" CARGO_INCREMENTAL=0
+
+started=$SECONDS
+timings=()
+
+part() {
+    local name=$1 from=$SECONDS
+    shift
+    printf '\n== %s\n' "$name"
+    "$@"
+    timings+=("$(printf '%5d s  %s' $((SECONDS - from)) "$name")")
+}
+
+fail() {
+    printf 'ci/test.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+tools() {
+    command -v cargo >/dev/null || fail "cargo is missing: install Rust 1.95 or later from https://rustup.rs"
+    for component in rustfmt clippy; do
+        cargo "${component/rust/}" --version >/dev/null 2>&1 || rustup component add "$component" ||
+            fail "$component is missing: rustup component add $component"
+    done
+    # `tandem model fetch` uses the machine's pip; where there is none, a virtual environment brings one.
+    if ! python3 -m pip --version >/dev/null 2>&1 && ! pip3 --version >/dev/null 2>&1 && ! pip --version >/dev/null 2>&1; then
+        python3 -m venv target/ci-venv || fail "no pip: install Python 3 with pip (Debian: apt-get install python3-pip)"
+        PATH="$PWD/target/ci-venv/bin:$PATH"
+        export PATH
+    fi
+    cargo --version
+}
+
+model() {
+    local lines
+    lines=$("${CARGO_TARGET_DIR:-target}/release/tandem" model fetch)
+    export TANDEM_MODEL="${lines##*$'\n'}"
+    [ -s "$TANDEM_MODEL" ] || fail "the default model was not fetched"
+    printf '%s\n' "$TANDEM_MODEL"
+}
+
+part "tools" tools
+part "format" cargo fmt --all --check
+# One profile for everything, so that build scripts, macros and dependencies are built once.
+part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D warnings
+RUSTDOCFLAGS="-D warnings" part "docs" cargo doc --workspace --no-deps --release --locked
+part "build of the product and the tests" cargo test --workspace --release --locked --no-run
+part "model" model
+
+timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "all of it, but for the run of the tests")")
+printf '\n== timings\n'
+printf '%s\n' "${timings[@]}"
+printf '\n== tests\n'
+# Last, so that cargo's own summary ends the output.
+cargo test --workspace --release --locked --no-fail-fast
