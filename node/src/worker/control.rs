@@ -34,8 +34,8 @@ pub struct Watched {
     pub batches: broadcast::Receiver<Arc<KvBatch>>,
 }
 
-/// Where watchers get the cache from.
-pub type Watch = Arc<dyn Fn() -> BoxFuture<'static, Watched> + Send + Sync>;
+/// Where watchers get the cache from; `None` when the engine is gone.
+pub type Watch = Arc<dyn Fn() -> BoxFuture<'static, Option<Watched>> + Send + Sync>;
 
 /// The service; one value a worker.
 pub struct ControlService {
@@ -91,6 +91,10 @@ fn draining() -> Status {
     Status::unavailable("the worker is leaving")
 }
 
+fn engine_gone() -> Status {
+    Status::unavailable("the engine is gone")
+}
+
 struct Watcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
@@ -99,8 +103,8 @@ struct Watcher {
 
 impl Watcher {
     /// Tells everything until it cannot be told without a gap; says why then.
-    async fn run(&self, watched: Watched) -> Result<Status, ClientGone> {
-        let Watched { snapshot, load, mut batches } = watched;
+    async fn run(&self, watched: Option<Watched>) -> Result<Status, ClientGone> {
+        let Some(Watched { snapshot, load, mut batches }) = watched else { return Ok(engine_gone()) };
         let above = snapshot.at_event_id;
         for chunk in snapshot_chunks(&self.instance_id, &snapshot) {
             self.replies.send(WatchReply { message: Some(watch_reply::Message::Snapshot(chunk)) }).await?;
@@ -124,7 +128,7 @@ impl Watcher {
                         }
                     }
                     Err(RecvError::Lagged(_)) => return Ok(Status::data_loss("the watcher is too slow; watch again")),
-                    Err(RecvError::Closed) => return Ok(Status::unavailable("the engine is gone")),
+                    Err(RecvError::Closed) => return Ok(engine_gone()),
                 },
             }
         }

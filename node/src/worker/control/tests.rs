@@ -24,7 +24,7 @@ impl Scripted {
             Arc::new(move || {
                 let snapshot = snapshot.lock().expect("not poisoned").clone();
                 let watched = Watched { snapshot, load: Load::default(), batches: batches.subscribe() };
-                async { watched }.boxed()
+                async { Some(watched) }.boxed()
             })
         };
         let (shutdown, metrics) = (Shutdown::default(), Arc::new(WorkerMetrics::new(&Metrics::default(), "w")));
