@@ -86,8 +86,8 @@ pub struct Costs {
     pub decode_step_ms: f64,
     /// What a decode worker receives while none has measured it. 1 GB/s: a 10 Gbit link.
     pub transfer_bytes_per_second: f64,
-    /// What a remote prefill costs beside its tokens and bytes: two more calls and a reservation. 2 ms; it keeps prompts with a
-    /// few new tokens on the decode worker.
+    /// What a remote prefill costs beside its tokens and bytes: two more calls, a reservation and a wait for an engine's
+    /// next step. 5 ms; it keeps prompts with a few new tokens on the decode worker.
     pub handoff_ms: f64,
     /// The part of a prompt's own compute that is charged again, because others will wait behind it. 0.25: without it, waiting
     /// for a block that is being computed and computing it elsewhere cost the same, and bursts of one prompt scatter.
@@ -103,7 +103,7 @@ impl Default for Costs {
             prefill_tokens_per_second: 2_000.0,
             decode_step_ms: 10.0,
             transfer_bytes_per_second: 1e9,
-            handoff_ms: 2.0,
+            handoff_ms: 5.0,
             work_weight: 0.25,
             interference: 1.0,
         }
