@@ -1,1 +1,114 @@
-//! TBD.
+//! Prompt in, KV out: serves `Prefill`, which computes a prompt and pushes its blocks to the worker that decodes.
+//!
+//! - A prompt's blocks are pinned from `Scheduled` until they have been read out, or until the stream closes; never longer.
+//! - Every stream ends with `PrefillDone`, a `Failure` with a reason, or a gRPC error for what breaks the protocol.
+//! - What was computed stays cached, whatever became of the request.
+
+mod attempt;
+mod failure;
+mod link;
+mod service;
+
+use futures::FutureExt;
+use link::Link;
+use service::Worker;
+use std::{sync::Arc, time::Duration};
+use tandem_engine::{EngineHandle, EngineInfo};
+use tandem_node::{
+    Metrics, Shutdown,
+    worker::{ControlService, Direction, Requests, Watch, Watched, WorkerMetrics},
+};
+use tandem_proto::{
+    link::MESSAGE_BYTES_MAX,
+    v1::{WorkerInfo, prefill_server::PrefillServer, worker_info::Role},
+};
+use tandem_transfer::{Tcp, Transport};
+use tokio::net::TcpListener;
+use tonic::service::Routes;
+
+/// What a prefill worker is told by its operator.
+#[derive(Clone, Debug)]
+pub struct PrefillWorkerSettings {
+    /// The worker's stable name, and the label of its metrics.
+    pub worker_id: String,
+    /// The served model's id.
+    pub model: String,
+    /// What its weights are.
+    pub revision: String,
+    /// Off: `Scheduled` says nothing about cached tokens. Only to test what a cluster makes of such a worker.
+    pub report_cached_tokens: bool,
+    /// A computed prompt is let go when the decode worker has not said by then where its blocks may go.
+    pub ticket_wait: Duration,
+}
+
+/// Why a prefill worker ended.
+#[derive(Debug, thiserror::Error)]
+pub enum PrefillWorkerError {
+    /// The socket cannot be served.
+    #[error("the prefill worker cannot serve its socket")]
+    Serve(#[from] tonic::transport::Error),
+    /// The engine's thread has ended.
+    #[error("the prefill worker's engine is gone; the log says why")]
+    EngineGone,
+}
+
+/// Serves `Prefill` and `Control` until the process drains and every request has ended.
+pub async fn run(
+    listener: TcpListener,
+    engine: EngineHandle,
+    settings: PrefillWorkerSettings,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Result<(), PrefillWorkerError> {
+    let info = worker_info(&settings, engine.info());
+    tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "prefill worker starts");
+    let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
+    let requests = Requests::new(shutdown.clone());
+    let watched = watch(&engine)().await.ok_or(PrefillWorkerError::EngineGone)?;
+    let transport = Tcp::default();
+    let worker = Worker {
+        instance_id: info.instance_id.clone(),
+        sent: metrics.transfer(transport.name(), Direction::Sent),
+        link: Link::new(engine.info().simulated_block_transfer),
+        transport: Box::new(transport),
+        metrics: metrics.clone(),
+        requests: requests.clone(),
+        engine: engine.clone(),
+        settings,
+    };
+    let control = ControlService::new(info, watch(&engine), metrics.clone(), requests.clone(), shutdown);
+    let prefill = PrefillServer::from_arc(Arc::new(service::Service(Arc::new(worker))));
+    let routes =
+        Routes::default().add_service(control.into_server()).add_service(prefill.max_decoding_message_size(MESSAGE_BYTES_MAX));
+    tokio::select! {
+        served = requests.serve(listener, routes) => Ok(served?),
+        () = metrics.follow(watched) => Err(PrefillWorkerError::EngineGone),
+    }
+}
+
+fn worker_info(settings: &PrefillWorkerSettings, engine: &EngineInfo) -> WorkerInfo {
+    WorkerInfo {
+        role: Role::Prefill.into(),
+        worker_id: settings.worker_id.clone(),
+        instance_id: tandem_node::new_instance_id(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: settings.model.clone(),
+        revision: settings.revision.clone(),
+        block_size: engine.block_size,
+        capacity_blocks: engine.capacity_blocks,
+        context_length: engine.context_length,
+        block_bytes: engine.block_bytes as u64,
+    }
+}
+
+fn watch(engine: &EngineHandle) -> Watch {
+    let engine = engine.clone();
+    Arc::new(move || {
+        let engine = engine.clone();
+        async move {
+            let (snapshot, batches) = engine.watch().await?;
+            Some(Watched { snapshot, load: engine.load(), batches })
+        }
+        .boxed()
+    })
+}

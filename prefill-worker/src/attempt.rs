@@ -1,0 +1,154 @@
+//! One prompt's way: queued, scheduled, computed, and sent block by block while later chunks compute.
+
+use crate::{
+    failure::{Ended, Protocol},
+    service::Worker,
+};
+use std::collections::HashMap;
+use std::time::Duration;
+use tandem_engine::{Event, Job, Prefill};
+use tandem_kv::Namespace;
+use tandem_node::worker::{ClientGone, ReplySender};
+use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, prefill_reply, prefill_request};
+use tandem_transfer::TransferError;
+use tokio::time::Instant;
+use tonic::Streaming;
+
+/// Runs one attempt until its blocks have landed. Dropping the future lets go of everything.
+pub(crate) async fn attempt(
+    worker: &Worker,
+    start: PrefillStart,
+    mut messages: Streaming<PrefillRequest>,
+    replies: &ReplySender<PrefillReply>,
+) -> Result<(), Ended> {
+    let mut job = submit(worker, &start).await?;
+    let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
+    drop(start);
+
+    let cached_tokens = match job.next().await {
+        Some(Event::Scheduled { cached_tokens }) => cached_tokens,
+        _ => return Err(Ended::Engine),
+    };
+    worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
+    let scheduled = scheduled(worker.settings.report_cached_tokens.then_some(cached_tokens));
+    replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
+
+    // The engine computes meanwhile.
+    let ticket = ticket(worker, &mut messages).await?;
+    check(&ticket, blocks(prompt_tokens, worker.engine.info().block_size))?;
+    send(worker, job, ticket).await
+}
+
+async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
+    if start.instance_id != worker.instance_id {
+        return Err(Ended::WrongInstance { asked_for: start.instance_id.clone() });
+    }
+    if worker.requests.is_draining() {
+        return Err(Ended::Draining);
+    }
+    let vocab_size = worker.engine.info().vocab_size;
+    if start.prompt.iter().any(|token| usize::try_from(*token).map_or(true, |token| token >= vocab_size)) {
+        return Err(Ended::UnknownToken);
+    }
+    let prefill = Prefill {
+        request_id: start.request_id.clone(),
+        namespace: Namespace::from_bytes(&start.cache_namespace),
+        prompt: start.prompt.clone(),
+    };
+    Ok(worker.engine.prefill(prefill).await?)
+}
+
+fn scheduled(cached_tokens: Option<u32>) -> Scheduled {
+    let cached_tokens_by_tier = cached_tokens.map(|tokens| ("device".to_owned(), tokens));
+    Scheduled { cached_tokens, cached_tokens_by_tier: HashMap::from_iter(cached_tokens_by_tier) }
+}
+
+async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<Ticket, Ended> {
+    let message = tokio::time::timeout(worker.settings.ticket_wait, messages.message()).await;
+    match message.map_err(|_| Ended::NoTicket)? {
+        Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Ticket(ticket)) })) => Ok(ticket),
+        Ok(Some(_)) => Err(Ended::Protocol(Protocol::NoTicket)),
+        // Closing the stream lets go of everything.
+        Ok(None) | Err(_) => Err(ClientGone.into()),
+    }
+}
+
+/// Blocks that hold the KV of all tokens but the last.
+fn blocks(prompt_tokens: u32, block_size: u32) -> u32 {
+    prompt_tokens.saturating_sub(1).div_ceil(block_size)
+}
+
+fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
+    let mut indices = ticket.missing_blocks.clone();
+    indices.sort_unstable();
+    let twice = indices.windows(2).any(|pair| pair[0] == pair[1]);
+    if twice || indices.last().is_some_and(|last| *last >= blocks) {
+        return Err(Ended::Protocol(Protocol::NoSuchBlock));
+    }
+    Ok(())
+}
+
+/// Pushes each missing block as soon as it is computed; returns when all is computed and all have landed.
+async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended> {
+    let Ticket { ticket, address, missing_blocks } = ticket;
+    let mut push = worker.transport.open(&address, ticket).map_err(|error| match error {
+        TransferError::Address(_) => Ended::Protocol(Protocol::NoAddress),
+        error @ (TransferError::Refused(_) | TransferError::Gone(_)) => error.into(),
+    })?;
+    let nothing_missing = missing_blocks.is_empty();
+    job.send_blocks(missing_blocks).await;
+    let (mut first_block, mut busy, mut bytes) = (None, Duration::ZERO, 0_u64);
+    loop {
+        match job.next().await {
+            Some(Event::Block { index, payload }) => {
+                let began = Instant::now();
+                first_block.get_or_insert(began);
+                bytes += payload.len() as u64;
+                worker.link.pass().await;
+                push.send(index, payload).await?;
+                busy += began.elapsed();
+            }
+            Some(Event::Computed) => break,
+            _ => return Err(Ended::Engine),
+        }
+    }
+    // The blocks have been read out: the job holds nothing any more.
+    drop(job);
+    if nothing_missing {
+        return Ok(());
+    }
+    let began = Instant::now();
+    worker.link.settle().await;
+    push.finish().await?;
+    busy += began.elapsed();
+    worker.sent.bytes.increment(bytes);
+    worker.metrics.observe_bandwidth(bytes, busy);
+    if let Some(first_block) = first_block {
+        worker.sent.duration.record(first_block.elapsed().as_secs_f64());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_adds_up_and_no_report_is_not_zero() {
+        let reported = scheduled(Some(0));
+        assert_eq!((reported.cached_tokens, reported.cached_tokens_by_tier["device"]), (Some(0), 0));
+        let reported = scheduled(Some(32));
+        assert_eq!(reported.cached_tokens_by_tier.values().sum::<u32>(), 32);
+        assert_eq!(scheduled(None), Scheduled::default());
+    }
+
+    #[test]
+    fn only_blocks_of_the_prompt_may_be_asked_for_and_each_once() {
+        let check = |missing: &[u32], prompt_tokens| {
+            check(&Ticket { missing_blocks: missing.to_vec(), ..Default::default() }, blocks(prompt_tokens, 16)).is_ok()
+        };
+        // The last token's KV is decode's to compute: a prompt of 33 tokens has two blocks to send.
+        assert!(check(&[], 1) && check(&[1, 0], 33) && check(&[0, 1, 2], 34));
+        assert!(!check(&[0], 1) && !check(&[2], 33) && !check(&[0, 1, 0], 33) && !check(&[u32::MAX], 33));
+    }
+}

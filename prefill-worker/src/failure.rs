@@ -1,0 +1,80 @@
+//! Why an attempt ends early, and what the other side hears: the one table from causes to reasons.
+
+use tandem_engine::Refusal;
+use tandem_node::worker::ClientGone;
+use tandem_proto::v1::{Failure, Reason};
+use tandem_transfer::TransferError;
+use tonic::Status;
+
+/// Why an attempt ended before its blocks had landed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Ended {
+    #[error(transparent)]
+    ClientGone(#[from] ClientGone),
+    #[error("the worker that was asked for is not running any more; ask for a new placement")]
+    WrongInstance { asked_for: String },
+    #[error("the worker is leaving; try another")]
+    Draining,
+    #[error("a token id of the prompt is not in the model's vocabulary")]
+    UnknownToken,
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error("no ticket came in time; the prompt's blocks stay cached, try again")]
+    NoTicket,
+    #[error("the decode worker does not take the blocks: {0}")]
+    Transfer(#[from] TransferError),
+    #[error("the engine failed; try another worker")]
+    Engine,
+    /// Not a failure of the attempt but of the peer.
+    #[error("{0}")]
+    Protocol(Protocol),
+}
+
+/// What a peer must not send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Protocol {
+    #[error("the first message must be a start, and come at once")]
+    NoStart,
+    #[error("after the start only one ticket may come")]
+    NoTicket,
+    #[error("the ticket names a block twice, or one that the prompt does not have")]
+    NoSuchBlock,
+    #[error("the ticket's address is not of the form host:port")]
+    NoAddress,
+}
+
+impl From<Protocol> for Status {
+    fn from(protocol: Protocol) -> Self {
+        Status::invalid_argument(protocol.to_string())
+    }
+}
+
+/// How an attempt's end is told.
+pub(crate) enum Told {
+    Nobody(ClientGone),
+    Failure(Failure),
+    Error(Status),
+}
+
+impl Ended {
+    pub(crate) fn tell(self, instance_id: &str) -> Told {
+        let message = self.to_string();
+        let (reason, culprit) = match self {
+            Self::ClientGone(gone) => return Told::Nobody(gone),
+            Self::Protocol(protocol) => return Told::Error(protocol.into()),
+            Self::WrongInstance { asked_for } => (Reason::WrongInstance, asked_for),
+            Self::Draining => (Reason::Draining, instance_id.to_owned()),
+            Self::NoTicket => (Reason::Timeout, instance_id.to_owned()),
+            Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
+            Self::UnknownToken
+            | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
+                (Reason::Invalid, instance_id.to_owned())
+            }
+            Self::Engine | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
+            Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
+                (Reason::PrefillLost, instance_id.to_owned())
+            }
+        };
+        Told::Failure(Failure { reason: reason.into(), message, instance_id: culprit })
+    }
+}

@@ -1,0 +1,71 @@
+//! The `Prefill` service: takes the first message, then leaves the stream to an [`crate::attempt`].
+
+use crate::{
+    PrefillWorkerSettings,
+    attempt::attempt,
+    failure::{Protocol, Told},
+    link::Link,
+};
+use std::sync::Arc;
+use tandem_engine::EngineHandle;
+use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerMetrics};
+use tandem_proto::v1::{
+    PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill,
+};
+use tandem_transfer::Transport;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
+
+/// What all attempts share.
+pub(crate) struct Worker {
+    pub(crate) instance_id: String,
+    pub(crate) engine: EngineHandle,
+    pub(crate) settings: PrefillWorkerSettings,
+    pub(crate) metrics: Arc<WorkerMetrics>,
+    pub(crate) sent: TransferMetrics,
+    pub(crate) transport: Box<dyn Transport>,
+    pub(crate) link: Link,
+    pub(crate) requests: Requests,
+}
+
+pub(crate) struct Service(pub(crate) Arc<Worker>);
+
+#[tonic::async_trait]
+impl Prefill for Service {
+    type PrefillStream = Replies<PrefillReply>;
+
+    async fn prefill(&self, request: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
+        let mut messages = request.into_inner();
+        let first = tokio::time::timeout(self.0.settings.ticket_wait, messages.message()).await;
+        let Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Start(start)) })) = first.unwrap_or(Ok(None)) else {
+            return Err(Protocol::NoStart.into());
+        };
+        let worker = self.0.clone();
+        let span = tracing::debug_span!("prefill", request_id = start.request_id, attempt = start.attempt);
+        let replies =
+            self.0.requests.start(|replies| async move { worker.serve(start, messages, replies).await }.instrument(span));
+        Ok(Response::new(replies))
+    }
+}
+
+impl Worker {
+    async fn serve(
+        &self,
+        start: PrefillStart,
+        messages: Streaming<PrefillRequest>,
+        replies: ReplySender<PrefillReply>,
+    ) -> Result<(), ClientGone> {
+        let last = match attempt(self, start, messages, &replies).await {
+            Ok(()) => prefill_reply::Message::Done(PrefillDone {}),
+            Err(ended) => {
+                tracing::debug!(%ended, "prefill ended early");
+                match ended.tell(&self.instance_id) {
+                    Told::Nobody(gone) => return Err(gone),
+                    Told::Error(status) => return replies.fail(status).await,
+                    Told::Failure(failure) => prefill_reply::Message::Failure(failure),
+                }
+            }
+        };
+        replies.send(PrefillReply { message: Some(last) }).await
+    }
+}
