@@ -59,6 +59,16 @@ impl Gguf {
         Ok(Tensor { kind: found.kind, shape: &found.shape, data: &self.bytes.as_slice()[found.range.clone()] })
     }
 
+    /// A tensor by its name, which must have this shape (innermost dimension first).
+    pub fn tensor_of(&self, name: &str, shape: &[u64]) -> Result<Tensor<'_>, ModelError> {
+        let tensor = self.tensor(name)?;
+        if tensor.shape == shape {
+            Ok(tensor)
+        } else {
+            Err(ModelError::TensorShape { name: name.to_owned(), found: tensor.shape.to_vec(), wanted: shape.to_vec() })
+        }
+    }
+
     /// Whether there is a tensor of this name.
     pub fn has_tensor(&self, name: &str) -> bool {
         self.contents.tensors.contains_key(name)

@@ -1,0 +1,149 @@
+//! Functions of single numbers and rows. Every operation is one that IEEE 754 defines exactly, in one order, so that no bit
+//! depends on the processor or its mathematics library.
+
+use super::isa::kernel;
+
+/// Partial sums of a reduction: lane `l` takes the numbers at `l`, `l + 16`, …, and the lanes are added from the first to the last.
+const LANES: usize = 16;
+/// Added to and taken from a small number, it leaves the nearest whole one (ties to even), which is also in the low bits of the sum.
+const ROUNDING: f32 = 12_582_912.0;
+
+/// The number of a half-precision bit pattern, exactly; infinities and NaN, which are kept out, would become finite.
+#[inline(always)]
+pub(super) fn widen(half: u16) -> f32 {
+    /// 2^112: the difference of the two formats' exponent biases.
+    const BIAS: f32 = f32::from_bits((127 + 112) << 23);
+    let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
+    f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
+}
+
+/// e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial of r, the exponent n. Clamped to finite, normal results.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let x = if x > 88.0 { 88.0 } else { x };
+    let x = if x > -87.0 { x } else { -87.0 };
+    let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUNDING);
+    let n = rounded - ROUNDING;
+    let r = n.mul_add(-LN_2_LOW, n.mul_add(-LN_2_HIGH, x));
+    let mut p = 1.987_569_1e-4f32;
+    p = p.mul_add(r, 1.398_199_9e-3);
+    p = p.mul_add(r, 8.333_452e-3);
+    p = p.mul_add(r, 4.166_579_6e-2);
+    p = p.mul_add(r, 0.166_666_66);
+    p = p.mul_add(r, 0.5);
+    let power = f32::from_bits((rounded.to_bits().wrapping_sub(ROUNDING.to_bits()).wrapping_add(127)) << 23);
+    (p.mul_add(r * r, r) + 1.0) * power
+}
+
+/// The nearest whole number (ties to even) of one below 2^22.
+#[inline(always)]
+pub(super) fn round(x: f32) -> i32 {
+    (x + ROUNDING).to_bits().wrapping_sub(ROUNDING.to_bits()) as i32
+}
+
+kernel! {
+    /// `out = x ÷ √(mean(x²) + eps) × weight`, for every row.
+    pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        let width = weight.len();
+        for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            let mut lanes = [0f32; LANES];
+            let (whole, rest) = x.as_chunks::<LANES>();
+            for x in whole {
+                for l in 0..LANES {
+                    lanes[l] = x[l].mul_add(x[l], lanes[l]);
+                }
+            }
+            for (l, x) in rest.iter().enumerate() {
+                lanes[l] = x.mul_add(*x, lanes[l]);
+            }
+            let mean = lanes.iter().fold(0f32, |sum, lane| sum + lane) / width as f32;
+            let factor = 1.0 / (mean + eps).sqrt();
+            for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
+                *out = x * factor * weight;
+            }
+        }
+    }
+}
+
+kernel! {
+    /// `gate = gate ÷ (1 + e^−gate) × up`.
+    pub(super) fn swiglu(gate: &mut [f32], up: &[f32]) {
+        for (gate, up) in gate.iter_mut().zip(up) {
+            *gate = *gate / (1.0 + exp(-*gate)) * up;
+        }
+    }
+}
+
+kernel! {
+    /// `x += y`.
+    pub(super) fn add(x: &mut [f32], y: &[f32]) {
+        for (x, y) in x.iter_mut().zip(y) {
+            *x += y;
+        }
+    }
+}
+
+kernel! {
+    /// Turns every head's pairs (2i, 2i + 1) by their angle and multiplies all by `factor`. `turns` has the angles' cosines and
+    /// sines, half a head of pairs for every row of `x`.
+    pub(super) fn rotate(x: &mut [f32], row_len: usize, turns: &[[f32; 2]], pairs: usize, factor: f32) {
+        for (row, turns) in x.chunks_exact_mut(row_len).zip(turns.chunks_exact(pairs)) {
+            for head in row.as_chunks_mut::<2>().0.chunks_exact_mut(pairs) {
+                for ([a, b], [cos, sin]) in head.iter_mut().zip(turns) {
+                    let (x, y) = (*a, *b);
+                    *a = (x * cos - y * sin) * factor;
+                    *b = (x * sin + y * cos) * factor;
+                }
+            }
+        }
+    }
+}
+
+/// Cosines and sines of the angles by which the pairs at one position are turned. `libm` is plain Rust: the same everywhere.
+pub(super) fn turns(position: u32, pairs: usize, base: f32, into: &mut Vec<[f32; 2]>) {
+    for pair in 0..pairs {
+        let angle = f64::from(position) * libm::pow(f64::from(base), -(pair as f64) / pairs as f64);
+        into.push([libm::cos(angle) as f32, libm::sin(angle) as f32]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::f16;
+
+    #[test]
+    fn widening_is_exact_for_every_finite_half() {
+        for bits in 0..=u16::MAX {
+            let half = f16::from_bits(bits);
+            if half.is_finite() {
+                assert_eq!(widen(bits).to_bits(), half.to_f32().to_bits(), "{bits:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn exp_is_within_two_ulp() {
+        for step in -860_000..=880_000 {
+            let x = step as f32 * 1e-4;
+            let (ours, exact) = (exp(x), f64::from(x).exp());
+            let ulp = f64::from(f32::from_bits((exact as f32).to_bits() + 1)) - f64::from(exact as f32);
+            assert!((f64::from(ours) - exact).abs() <= 2.0 * ulp, "e^{x}: {ours} is not {exact}");
+        }
+    }
+
+    #[test]
+    fn exp_stays_finite_beyond_its_range() {
+        assert!(exp(1e9).is_finite() && exp(f32::INFINITY).is_finite());
+        assert!(exp(-1e9) > 0.0 && exp(f32::NEG_INFINITY) < 1e-37);
+    }
+
+    #[test]
+    fn rounding_is_to_the_nearest_and_to_even() {
+        for (x, whole) in [(0.0, 0), (0.5, 0), (1.5, 2), (-0.5, 0), (-1.5, -2), (-2.4, -2), (126.6, 127), (-127.0, -127)] {
+            assert_eq!(round(x), whole, "{x}");
+        }
+    }
+}
