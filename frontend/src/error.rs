@@ -1,0 +1,188 @@
+//! Every error a client may see, and the one table from it to HTTP and OpenAI's error body.
+
+use crate::dispatch::DispatchError;
+use axum::{
+    Json,
+    http::{HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use tandem_proto::v1::Reason;
+
+/// Why a request is not answered with a result.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ApiError {
+    #[error("The body is not valid JSON: {0}.")]
+    Json(#[source] serde_json::Error),
+    #[error("The body is not valid UTF-8 (at byte {at}).")]
+    Utf8 { at: usize },
+    #[error("The body is nested too deeply: at most {max} levels are allowed.")]
+    Nesting { max: usize },
+    #[error("The body is larger than {max} bytes.")]
+    BodyTooLarge { max: usize },
+    #[error("The body did not arrive whole in time; send the request again.")]
+    BodyIncomplete,
+    #[error("Invalid type or value for '{param}': {source}.")]
+    Type { param: String, source: serde_json::Error },
+    #[error("'{param}' {problem}.")]
+    Invalid { param: String, problem: Problem },
+    #[error("The model '{model}' does not exist.")]
+    ModelNotFound { model: String },
+    #[error("The model has no chat template; use /v1/completions.")]
+    NoChatTemplate,
+    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
+    Template(#[source] minijinja::Error),
+    #[error(
+        "This model's context length is {context_length} tokens, but the request needs {}: {prompt_tokens} of the prompt and \
+         {new_tokens} to be generated. Shorten the prompt or lower {limit_param}.",
+        u64::from(*.prompt_tokens) + u64::from(*.new_tokens)
+    )]
+    ContextLength { context_length: u32, prompt_tokens: u32, new_tokens: u32, param: &'static str, limit_param: &'static str },
+    #[error("There is nothing at this path; see /openapi.json for what there is.")]
+    UnknownPath,
+    #[error("This path does not take this method; see /openapi.json.")]
+    Method,
+    #[error("Too many requests are running; try again shortly.")]
+    Overloaded,
+    #[error("This server is shutting down; send the request to another.")]
+    Draining,
+    #[error("The server failed to encode the prompt.")]
+    Encode,
+    #[error(transparent)]
+    Dispatch(#[from] DispatchError),
+}
+
+/// What is wrong with a field; reads on after its name.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub(crate) enum Problem {
+    #[error("is required")]
+    Missing,
+    #[error("must be {allowed}, but is {found}")]
+    Range { allowed: &'static str, found: f64 },
+    #[error("must not be empty")]
+    Empty,
+    #[error("must have at most {max} {unit}")]
+    TooMany { max: usize, unit: &'static str },
+    #[error("must be one of {allowed}")]
+    Choice { allowed: &'static str },
+    #[error("must hold token ids below {vocab_size}, the size of the vocabulary")]
+    Vocabulary { vocab_size: usize },
+    #[error("{rule}")]
+    Rule { rule: &'static str },
+    #[error("is not supported by this server; leave it out")]
+    Unsupported,
+}
+
+impl ApiError {
+    pub(crate) fn invalid(param: impl Into<String>, problem: Problem) -> Self {
+        Self::Invalid { param: param.into(), problem }
+    }
+
+    /// The table.
+    fn parts(&self) -> Parts<'_> {
+        const INVALID: &str = "invalid_request_error";
+        let client = |status, param, code| Parts { status, kind: INVALID, param, code, retry_after: None };
+        let bad = |param, code| client(StatusCode::BAD_REQUEST, param, code);
+        let server = |status, code| Parts { status, kind: "server_error", param: None, code: Some(code), retry_after: Some(1) };
+        let unavailable = |code| server(StatusCode::SERVICE_UNAVAILABLE, code);
+        match self {
+            Self::Json(_) => bad(None, Some("invalid_json")),
+            Self::Utf8 { .. } => bad(None, Some("invalid_utf8")),
+            Self::Nesting { .. } => bad(None, Some("nesting_too_deep")),
+            Self::BodyTooLarge { .. } => client(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
+            Self::BodyIncomplete => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_incomplete")),
+            Self::Type { param, .. } => bad(Some(param.as_str()).filter(|param| *param != "."), Some("invalid_type")),
+            Self::Invalid { param, problem } => bad(Some(param), Some(problem.code())),
+            Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
+            Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
+            Self::Template(_) => bad(Some("messages"), Some("invalid_value")),
+            Self::ContextLength { param, .. } => bad(Some(param), Some("context_length_exceeded")),
+            Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
+            Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
+            Self::Overloaded => unavailable("overloaded"),
+            Self::Draining => unavailable("draining"),
+            Self::Encode => Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") },
+            Self::Dispatch(error) => match error {
+                DispatchError::Refused { .. } => bad(None, Some("request_refused")),
+                DispatchError::NoWorker { .. } => unavailable("no_worker"),
+                DispatchError::Router(_) | DispatchError::RouterClosed => unavailable("router_unreachable"),
+                DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
+                DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
+                DispatchError::Lost { .. } => unavailable("worker_lost"),
+                DispatchError::Stopped => unavailable("draining"),
+            },
+        }
+    }
+
+    /// Its HTTP status.
+    pub(crate) fn status(&self) -> StatusCode {
+        self.parts().status
+    }
+
+    /// OpenAI's error body.
+    pub(crate) fn body(&self) -> ErrorBody<'_> {
+        let Parts { kind, param, code, .. } = self.parts();
+        ErrorBody { error: ErrorObject { message: self.to_string(), kind, param, code } }
+    }
+}
+
+struct Parts<'a> {
+    status: StatusCode,
+    kind: &'static str,
+    param: Option<&'a str>,
+    code: Option<&'static str>,
+    /// Seconds after which trying again makes sense.
+    retry_after: Option<u16>,
+}
+
+/// `{"error": {…}}`
+#[derive(Serialize)]
+pub(crate) struct ErrorBody<'a> {
+    error: ErrorObject<'a>,
+}
+
+#[derive(Serialize)]
+struct ErrorObject<'a> {
+    message: String,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    param: Option<&'a str>,
+    code: Option<&'static str>,
+}
+
+impl Problem {
+    fn code(&self) -> &'static str {
+        match self {
+            Self::Missing => "missing_required_parameter",
+            Self::Range { .. } | Self::Choice { .. } | Self::Vocabulary { .. } | Self::Rule { .. } => "invalid_value",
+            Self::Empty => "empty_value",
+            Self::TooMany { .. } => "too_many",
+            Self::Unsupported => "unsupported_parameter",
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let parts = self.parts();
+        let mut response = (parts.status, Json(self.body())).into_response();
+        if let Some(seconds) = parts.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+/// The reason as a metric's label and for people.
+pub(crate) fn reason_label(reason: Reason) -> &'static str {
+    match reason {
+        Reason::Unspecified => "unreachable",
+        Reason::Full => "full",
+        Reason::PrefillLost => "prefill_lost",
+        Reason::Timeout => "timeout",
+        Reason::WrongInstance => "wrong_instance",
+        Reason::Engine => "engine",
+        Reason::Invalid => "invalid",
+        Reason::Draining => "draining",
+    }
+}

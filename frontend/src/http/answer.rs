@@ -1,0 +1,185 @@
+//! Runs a request's prompts and writes the answer, whole or as server-sent events. Both read the same pieces.
+
+use super::{
+    App, Incoming,
+    events::events,
+    progress::Progress,
+    shape::{Choice, Envelope, Logprobs, Shape},
+    unix_seconds,
+};
+use crate::{
+    admission::Admitted,
+    dispatch::{DispatchError, Prompt},
+    error::ApiError,
+    request::Options,
+    stream::{Delta, Finish, Piece, TokenLogprobs, answers},
+    usage::Usage,
+};
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use futures::{Stream, StreamExt, stream};
+use std::{pin::Pin, sync::Arc};
+use tandem_proto::v1::Reason;
+use tokio::time::Instant;
+
+/// A request ready to run.
+pub(super) struct Job {
+    pub(super) shape: Shape,
+    /// Each with the text it is to be answered with first, if that is asked for.
+    pub(super) prompts: Vec<(Prompt, Option<String>)>,
+    pub(super) options: Options,
+}
+
+/// A running request.
+pub(super) struct Run {
+    app: Arc<App>,
+    pieces: Pin<Box<dyn Stream<Item = (usize, Result<Piece, DispatchError>)> + Send>>,
+    pub(super) progress: Progress,
+    echoes: Vec<Option<Echo>>,
+    /// Characters of each prompt's text that were given.
+    echoed_len: Vec<usize>,
+    logprobs: bool,
+    pub(super) shape: Shape,
+    id: String,
+    created: u64,
+    pub(super) details: bool,
+}
+
+/// A prompt's text that is still to be given.
+struct Echo {
+    text: String,
+    /// It is given with its logprobs, once they are there.
+    with_logprobs: bool,
+}
+
+/// Answers when the first token is there, or an error: status and headers wait for it.
+pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
+    let stream_usage = job.options.stream;
+    let mut run = Run::new(incoming, job);
+    let Some(usage) = stream_usage else { return run.whole().await };
+    let first = run.next().await.transpose()?;
+    let admitted = incoming.admitted.take().expect("a request is answered once, and holds its place until then");
+    Ok(events(run, usage, admitted, first))
+}
+
+impl Run {
+    fn new(incoming: &Incoming, job: Job) -> Self {
+        let Job { shape, prompts, options } = job;
+        let app = Arc::clone(&incoming.app);
+        let since = incoming.admitted.as_ref().map_or_else(Instant::now, Admitted::since);
+        let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
+        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics));
+        let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
+        for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
+            echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
+            let pieces = answers(Arc::clone(&app.dispatcher), Arc::clone(&app.model), prompt, options.stop.clone());
+            streams.push(pieces.map(move |piece| (index, piece)).boxed());
+        }
+        Self {
+            pieces: stream::select_all(streams).boxed(),
+            progress,
+            echoed_len: vec![0; echoes.len()],
+            echoes,
+            logprobs: options.sampling.logprobs.is_some(),
+            shape,
+            id: shape.id(&incoming.id),
+            created: unix_seconds(),
+            details: incoming.details,
+            app,
+        }
+    }
+
+    /// The next piece and the prompt it is of; `None` when all prompts have ended.
+    pub(super) async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
+        let (index, piece) = tokio::select! {
+            biased;
+            next = self.pieces.next() => next?,
+            () = self.app.admission.stopped() => return Some(Err(DispatchError::Stopped.into())),
+        };
+        let mut piece = match piece {
+            Ok(piece) => piece,
+            Err(error) => return Some(Err(error.into())),
+        };
+        if let Piece::Delta(delta) = &mut piece {
+            // Offsets count from the beginning of the text that is given, an echoed prompt included.
+            delta.logprobs.iter_mut().for_each(|entry| entry.text_offset += self.echoed_len[index]);
+        }
+        self.progress.note(index, &piece);
+        Some(Ok((index, piece)))
+    }
+
+    /// What opens the answer of a prompt: its own text, if that is asked for. Comes once, before anything else of it.
+    pub(super) fn echo(&mut self, index: usize, piece: &Piece) -> Result<Option<(String, Vec<TokenLogprobs>)>, ApiError> {
+        let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
+        let logprobs = match piece {
+            Piece::Started(_) if echo.with_logprobs => return Ok(None),
+            Piece::Started(_) => Vec::new(),
+            Piece::PromptLogprobs(logprobs) => logprobs.clone(),
+            // The worker was asked for the prompt's logprobs and goes on without.
+            Piece::Delta(_) | Piece::Finished => return Err(DispatchError::Lost { reason: Reason::Engine }.into()),
+        };
+        let text = std::mem::take(&mut echo.text);
+        self.echoes[index] = None;
+        self.echoed_len[index] = text.chars().count();
+        Ok(Some((text, logprobs)))
+    }
+
+    pub(super) fn envelope<'a>(
+        &'a self,
+        object: &'static str,
+        choices: Vec<Choice<'a>>,
+        usage: Option<Option<Usage>>,
+    ) -> Envelope<'a> {
+        Envelope { id: &self.id, object, created: self.created, model: &self.app.model.id, choices, usage, tandem: None }
+    }
+
+    pub(super) fn logprobs<'a>(&'a self, tokens: &'a [TokenLogprobs]) -> Option<Logprobs<'a>> {
+        self.logprobs.then_some(Logprobs { model: &self.app.model, tokens })
+    }
+
+    /// The whole answer at once.
+    async fn whole(mut self) -> Result<Response, ApiError> {
+        let samples = self.progress.samples();
+        let mut choices: Vec<WholeChoice> = Vec::new();
+        choices.resize_with(self.echoes.len() * samples, WholeChoice::default);
+        while let Some(next) = self.next().await {
+            let (index, piece) = next?;
+            if let Some((text, logprobs)) = self.echo(index, &piece)? {
+                for choice in &mut choices[index * samples..(index + 1) * samples] {
+                    choice.text.push_str(&text);
+                    choice.logprobs.extend_from_slice(&logprobs);
+                }
+            }
+            if let Piece::Delta(delta) = piece {
+                choices[index * samples + delta.sample as usize].push(delta);
+            }
+        }
+        self.progress.finish();
+        let written = choices
+            .iter()
+            .enumerate()
+            .map(|(index, choice)| self.shape.whole(index, &choice.text, self.logprobs(&choice.logprobs), choice.finish))
+            .collect();
+        let mut envelope = self.envelope(self.shape.object(), written, Some(Some(self.progress.usage())));
+        envelope.tandem = self.details.then(|| self.progress.details());
+        Ok(Json(envelope).into_response())
+    }
+}
+
+/// A choice of a whole answer as it grows.
+#[derive(Default)]
+struct WholeChoice {
+    text: String,
+    logprobs: Vec<TokenLogprobs>,
+    finish: Option<Finish>,
+}
+
+impl WholeChoice {
+    fn push(&mut self, delta: Delta) {
+        self.text.push_str(&delta.text);
+        self.logprobs.extend(delta.logprobs);
+        self.finish = self.finish.or(delta.finish);
+    }
+}

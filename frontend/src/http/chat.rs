@@ -1,0 +1,36 @@
+//! `POST /v1/chat/completions`.
+
+use super::{
+    App, Incoming,
+    answer::{Job, respond},
+    check_context, encode, handle,
+    shape::Shape,
+};
+use crate::{
+    error::ApiError,
+    metrics::Endpoint,
+    request::{self, chat::ChatRequest},
+};
+use axum::{
+    extract::{Request, State},
+    response::Response,
+};
+use bytes::Bytes;
+use std::sync::Arc;
+
+pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
+    handle(app, Endpoint::Chat, request, answer).await
+}
+
+async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
+    let request: ChatRequest = request::parse(&body)?;
+    drop(body);
+    incoming.check_model(request.model.as_deref())?;
+    let model = Arc::clone(&incoming.app.model);
+    let chat = request.check(&model)?;
+    let encoder = Arc::clone(&model);
+    let (chat, tokens) = encode(chat.text_bytes(), move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
+    check_context(&model, tokens.len(), chat.max_tokens.unwrap_or(1), "messages", chat.limit_param)?;
+    let prompt = incoming.prompt(0, tokens, &chat.options, None);
+    respond(incoming, Job { shape: Shape::Chat, prompts: vec![(prompt, None)], options: chat.options }).await
+}

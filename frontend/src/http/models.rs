@@ -1,0 +1,39 @@
+//! `GET /v1/models` and `GET /v1/models/{id}`.
+
+use super::App;
+use crate::error::ApiError;
+use axum::{
+    Json,
+    extract::{Path, State},
+};
+use serde::Serialize;
+use std::sync::Arc;
+
+#[derive(Serialize)]
+pub(super) struct Model {
+    id: String,
+    object: &'static str,
+    created: u64,
+    owned_by: &'static str,
+    /// As vLLM calls the context's length.
+    max_model_len: u32,
+}
+
+#[derive(Serialize)]
+pub(super) struct Models {
+    object: &'static str,
+    data: [Model; 1],
+}
+
+fn model(app: &App) -> Model {
+    let (id, max_model_len) = (app.model.id.clone(), app.model.context_length);
+    Model { id, object: "model", created: app.since, owned_by: "tandem", max_model_len }
+}
+
+pub(super) async fn list(State(app): State<Arc<App>>) -> Json<Models> {
+    Json(Models { object: "list", data: [model(&app)] })
+}
+
+pub(super) async fn one(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<Model>, ApiError> {
+    if id == app.model.id { Ok(Json(model(&app))) } else { Err(ApiError::ModelNotFound { model: id }) }
+}

@@ -1,0 +1,319 @@
+//! Text to token ids and token ids to bytes.
+//!
+//! A text is cut at *special* tokens (those of a model's control vocabulary, such as `<|im_start|>`) before anything else;
+//! what lies between goes through the model's own algorithm. Inside a *guarded* text some of the special tokens are marked as
+//! being plain text: see [`Tokenizer::guard`].
+
+use crate::model::ServedModelError;
+use aho_corasick::{AhoCorasick, MatchKind};
+use std::collections::HashMap;
+use tandem_kv::TokenId;
+use tandem_model::{TokenizerData, sim};
+use tokenizers::{
+    PreTokenizerWrapper,
+    models::bpe::BPE,
+    pre_tokenizers::{byte_level::ByteLevel, digits::Digits, sequence::Sequence},
+};
+
+/// GGUF's kinds of tokens that matter here.
+mod kind {
+    pub(super) const UNKNOWN: i32 = 2;
+    pub(super) const CONTROL: i32 = 3;
+    pub(super) const USER_DEFINED: i32 = 4;
+}
+
+/// A model's tokeniser. It never changes.
+pub struct Tokenizer {
+    algorithm: Algorithm,
+    tokens: Vec<Token>,
+    /// Finds special tokens in a text that may hold them.
+    special: Literals,
+    /// Finds those tokens which are cut out of every text (user-defined ones).
+    always: Literals,
+    /// Finds what [`Tokenizer::guard`] has to mark: control tokens.
+    control: AhoCorasick,
+}
+
+enum Algorithm {
+    /// Byte-level byte-pair encoding.
+    Bpe(Box<tokenizers::Tokenizer>),
+    /// A token is a byte.
+    Bytes,
+}
+
+struct Token {
+    /// Its text's bytes; for a special token its name.
+    bytes: Box<[u8]>,
+    special: bool,
+}
+
+struct Literals {
+    automaton: AhoCorasick,
+    ids: Vec<TokenId>,
+}
+
+/// Whether special tokens are recognised in a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Special {
+    /// Their names become their ids.
+    Parsed,
+    /// Their names are text as any other.
+    Text,
+}
+
+/// The text cannot be encoded.
+#[derive(Debug, thiserror::Error)]
+#[error("the tokeniser failed")]
+pub struct EncodeError(#[source] Box<dyn std::error::Error + Send + Sync>);
+
+/// Marks special tokens as plain text. Of these code points, which Unicode never assigns, one that a text does not hold is taken.
+const GUARDS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
+
+impl Tokenizer {
+    /// The tokeniser of `--engine sim`: bytes.
+    pub fn sim() -> Self {
+        let plain = (0..=u8::MAX).map(|byte| Token { bytes: [byte].into(), special: false });
+        let special = ["<|im_start|>", "<|im_end|>"].map(|name| Token { bytes: name.as_bytes().into(), special: true });
+        let tokens: Vec<Token> = plain.chain(special).collect();
+        debug_assert_eq!(tokens.len(), sim::VOCAB_SIZE);
+        let names = [("<|im_start|>".to_owned(), sim::IM_START), ("<|im_end|>".to_owned(), sim::IM_END)];
+        Self {
+            algorithm: Algorithm::Bytes,
+            tokens,
+            special: Literals::new(names.to_vec()).expect("two short names make an automaton"),
+            always: Literals::new(Vec::new()).expect("no names make an automaton"),
+            control: automaton(names.iter().map(|(name, _)| name)).expect("two short names make an automaton"),
+        }
+    }
+
+    /// The tokeniser a GGUF file describes: byte-level BPE, cut as GPT-2 or as SmolLM cut.
+    pub fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
+        if data.model != "gpt2" {
+            return Err(ServedModelError::TokenizerAlgorithm { found: data.model.clone() });
+        }
+        let byte_level = ByteLevel::new(false, true, true);
+        let cut: PreTokenizerWrapper = match data.pre.as_str() {
+            "gpt2" | "gpt-2" => byte_level.into(),
+            "smollm" => Sequence::new(vec![Digits::new(true).into(), byte_level.into()]).into(),
+            _ => return Err(ServedModelError::PreTokenizer { found: data.pre.clone() }),
+        };
+        let vocabulary: HashMap<String, u32> =
+            data.tokens.iter().enumerate().map(|(id, text)| (text.clone(), id as u32)).collect();
+        let merges = data.merges.iter().map(|merge| merge.split_once(' ').ok_or(ServedModelError::Merge));
+        let merges = merges.map(|pair| pair.map(|(left, right)| (left.to_owned(), right.to_owned())));
+        let merges = merges.collect::<Result<Vec<_>, _>>()?;
+        let bpe = BPE::builder()
+            .vocab_and_merges(vocabulary.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
+            .build()
+            .map_err(ServedModelError::Tokenizer)?;
+        let mut encoder = tokenizers::Tokenizer::new(bpe);
+        encoder.with_pre_tokenizer(Some(cut));
+        let named = |kinds: &[i32]| -> Vec<(String, TokenId)> {
+            let tokens = data.tokens.iter().zip(&data.token_types).enumerate();
+            tokens
+                .filter(|(_, (text, kind))| kinds.contains(kind) && !text.is_empty())
+                .map(|(id, (text, _))| (text.clone(), id as TokenId))
+                .collect()
+        };
+        let bytes_of = byte_of_char();
+        let tokens = data.tokens.iter().zip(&data.token_types).map(|(text, kind)| {
+            let special = [kind::UNKNOWN, kind::CONTROL].contains(kind);
+            let literal = special || *kind == kind::USER_DEFINED;
+            let bytes = text.chars().map(|char| bytes_of.get(&char).copied()).collect::<Option<Vec<u8>>>();
+            let bytes = bytes.filter(|_| !literal).unwrap_or_else(|| text.as_bytes().to_vec());
+            Token { bytes: bytes.into(), special }
+        });
+        let control = named(&[kind::UNKNOWN, kind::CONTROL]);
+        Ok(Self {
+            algorithm: Algorithm::Bpe(Box::new(encoder)),
+            tokens: tokens.collect(),
+            special: Literals::new(named(&[kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED]))?,
+            always: Literals::new(named(&[kind::USER_DEFINED]))?,
+            // A name of one character cannot be broken up.
+            control: automaton(control.iter().map(|(name, _)| name).filter(|name| name.chars().count() > 1))?,
+        })
+    }
+
+    /// How many tokens there are.
+    pub fn vocab_size(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// The ids of a text. Nothing is put before or after it.
+    pub fn encode(&self, text: &str, special: Special) -> Result<Vec<TokenId>, EncodeError> {
+        let literals = if special == Special::Parsed { &self.special } else { &self.always };
+        self.encode_cut(text, literals, None)
+    }
+
+    /// The ids of a text in which special tokens count, but not those that `guard` has marked.
+    pub(crate) fn encode_guarded(&self, text: &str, guard: Guard) -> Result<Vec<TokenId>, EncodeError> {
+        self.encode_cut(text, &self.special, Some(guard))
+    }
+
+    /// A character that none of `texts` holds; `None` if they hold all that can be taken.
+    pub(crate) fn guard<'a>(texts: impl Iterator<Item = &'a str>) -> Option<Guard> {
+        let mut free: Vec<char> = GUARDS.collect();
+        for text in texts {
+            // Most texts hold none: one look for their common first byte is enough.
+            if text.as_bytes().contains(&0xEF) {
+                free.retain(|guard| !text.contains(*guard));
+            }
+        }
+        free.first().map(|char| Guard(*char))
+    }
+
+    /// The text with every control token's name broken up by the guard.
+    pub(crate) fn mark(&self, text: &str, guard: Guard) -> String {
+        let mut text = text.to_owned();
+        // Names may overlap: until none is whole.
+        while self.control.is_match(&text) {
+            let mut marked = String::with_capacity(text.len() + 16);
+            let mut last = 0;
+            for found in self.control.find_iter(&text) {
+                let name = &text[found.range()];
+                let first = name.chars().next().map_or(0, char::len_utf8);
+                marked.push_str(&text[last..found.start() + first]);
+                marked.push(guard.0);
+                last = found.start() + first;
+            }
+            marked.push_str(&text[last..]);
+            text = marked;
+        }
+        text
+    }
+
+    /// A token's bytes, a special token's name.
+    pub fn bytes(&self, token: TokenId) -> &[u8] {
+        self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
+    }
+
+    /// Whether the token is not part of the text a reader sees.
+    pub fn is_special(&self, token: TokenId) -> bool {
+        self.tokens.get(token as usize).is_none_or(|token| token.special)
+    }
+
+    /// The id of a special token's name.
+    pub(crate) fn special_id(&self, name: &str) -> Option<TokenId> {
+        let id = self.tokens.iter().position(|token| token.special && &*token.bytes == name.as_bytes())?;
+        Some(id as TokenId)
+    }
+
+    /// The text of all the tokens, special ones by name.
+    pub fn decode(&self, tokens: &[TokenId]) -> String {
+        let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes(*token)).copied().collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    fn encode_cut(&self, text: &str, literals: &Literals, guard: Option<Guard>) -> Result<Vec<TokenId>, EncodeError> {
+        let mut ids = Vec::with_capacity(text.len() / 4);
+        let mut last = 0;
+        for found in literals.automaton.find_iter(text) {
+            self.encode_plain(&text[last..found.start()], guard, &mut ids)?;
+            ids.push(literals.ids[found.pattern()]);
+            last = found.end();
+        }
+        self.encode_plain(&text[last..], guard, &mut ids)?;
+        Ok(ids)
+    }
+
+    fn encode_plain(&self, text: &str, guard: Option<Guard>, ids: &mut Vec<TokenId>) -> Result<(), EncodeError> {
+        if text.is_empty() {
+            return Ok(());
+        }
+        let unmarked = guard.filter(|guard| text.contains(guard.0)).map(|guard| text.replace(guard.0, ""));
+        let text = unmarked.as_deref().unwrap_or(text);
+        match &self.algorithm {
+            Algorithm::Bytes => ids.extend(text.bytes().map(TokenId::from)),
+            Algorithm::Bpe(encoder) => {
+                ids.extend_from_slice(encoder.encode_fast(text, false).map_err(EncodeError)?.get_ids());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// See [`Tokenizer::guard`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Guard(char);
+
+impl Literals {
+    fn new(names: Vec<(String, TokenId)>) -> Result<Self, ServedModelError> {
+        let automaton = automaton(names.iter().map(|(name, _)| name))?;
+        Ok(Self { automaton, ids: names.into_iter().map(|(_, id)| id).collect() })
+    }
+}
+
+fn automaton<'a>(names: impl Iterator<Item = &'a String>) -> Result<AhoCorasick, ServedModelError> {
+    Ok(AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(names)?)
+}
+
+/// GPT-2 writes each byte as a character that can be seen; this is the way back.
+fn byte_of_char() -> HashMap<char, u8> {
+    let visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let mut hidden = (256..).filter_map(char::from_u32);
+    let mut char_of = |byte: u8| if visible(byte) { byte.into() } else { hidden.next().expect("256 is far from the end") };
+    (0..=u8::MAX).map(|byte| (char_of(byte), byte)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_tokens_and_names_are_special_only_where_parsed() {
+        let tokenizer = Tokenizer::sim();
+        let text = "a<|im_end|>é";
+        let parsed = tokenizer.encode(text, Special::Parsed).expect("bytes always encode");
+        assert_eq!(parsed, [97, sim::IM_END, 0xC3, 0xA9]);
+        let plain = tokenizer.encode(text, Special::Text).expect("bytes always encode");
+        assert_eq!(plain, text.bytes().map(u32::from).collect::<Vec<_>>());
+        assert_eq!(tokenizer.decode(&parsed), text);
+        assert!(tokenizer.is_special(sim::IM_END) && !tokenizer.is_special(97) && tokenizer.is_special(9999));
+    }
+
+    #[test]
+    fn marked_names_stay_text_and_leave_no_trace() {
+        let tokenizer = Tokenizer::sim();
+        for content in ["<|im_end|>", "<|im_<|im_start|>start|>", "<|im_end|><|im_end|>", "no names", "\u{FDD0}<|im_end|>", ""] {
+            let guard = Tokenizer::guard([content].into_iter()).expect("one is free");
+            let text = format!("<|im_start|>{}<|im_end|>", tokenizer.mark(content, guard));
+            let ids = tokenizer.encode_guarded(&text, guard).expect("bytes always encode");
+            let mut expected = vec![sim::IM_START];
+            expected.extend(content.bytes().map(u32::from));
+            expected.push(sim::IM_END);
+            assert_eq!(ids, expected, "{content:?}");
+        }
+        let all: String = GUARDS.collect();
+        assert_eq!(Tokenizer::guard([all.as_str()].into_iter()), None);
+    }
+
+    #[test]
+    fn a_file_with_another_algorithm_is_refused() {
+        let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
+        assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm { found }) if found == "llama"));
+        let data = TokenizerData { model: "gpt2".into(), pre: "qwen2".into(), ..TokenizerData::default() };
+        assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "qwen2"));
+    }
+
+    #[test]
+    fn byte_level_bpe_merges_and_gives_bytes_back() {
+        let mut chars: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
+        chars.sort_unstable();
+        let mut tokens: Vec<String> = chars.iter().map(|(_, char)| char.to_string()).collect();
+        tokens.extend(["he".into(), "<|end|>".into(), "<user>".into()]);
+        let mut token_types = vec![1; 257];
+        token_types.extend([kind::CONTROL, kind::USER_DEFINED]);
+        let merges = vec!["h e".to_owned()];
+        let data =
+            TokenizerData { tokens, token_types, merges, pre: "smollm".into(), model: "gpt2".into(), ..Default::default() };
+        let tokenizer = Tokenizer::from_data(&data).expect("a small vocabulary");
+        let text = "he 12<|end|><user>é";
+        let parsed = tokenizer.encode(text, Special::Parsed).expect("bytes always encode");
+        assert_eq!(parsed, [256, 32, 49, 50, 257, 258, 0xC3, 0xA9]);
+        let plain = tokenizer.encode(text, Special::Text).expect("bytes always encode");
+        assert!(!plain.contains(&257) && plain.contains(&258), "{plain:?}");
+        assert_eq!(tokenizer.decode(&plain), text);
+        assert_eq!(tokenizer.bytes(0xC3), [0xC3]);
+        assert!(!tokenizer.is_special(258));
+    }
+}

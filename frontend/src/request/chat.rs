@@ -1,0 +1,130 @@
+//! `/v1/chat/completions`: the request.
+
+use super::{Content, Options, request};
+use crate::{
+    error::{ApiError, Problem},
+    model::ServedModel,
+    prompt::{EncodeError, Tokenizer, Turn},
+};
+use serde::Deserialize;
+use serde_json::Value;
+use tandem_kv::TokenId;
+
+/// Alternatives of a token, as OpenAI's.
+const TOP_LOGPROBS_MAX: i64 = 20;
+/// Turns of a conversation; the body's size bounds their length.
+const MESSAGES_MAX: usize = 16_384;
+
+request! {
+    /// As parsed.
+    ChatRequest {
+        messages: Vec<Message>,
+        /// Wins over `max_tokens`, its older name, when both are there.
+        max_completion_tokens: i64,
+        logprobs: bool,
+        top_logprobs: i64,
+    } unbuilt {
+        tools, tool_choice, functions, function_call, response_format, modalities, audio, prediction, web_search_options,
+        reasoning_effort, store, suffix, best_of, use_beam_search, include_stop_str_in_output, prompt_logprobs,
+        guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs, continue_final_message, chat_template,
+        chat_template_kwargs, documents, echo, truncate_prompt_tokens,
+    }
+}
+
+/// A turn as sent.
+#[derive(Deserialize)]
+pub(crate) struct Message {
+    role: Option<String>,
+    #[serde(default)]
+    content: Content,
+    tool_calls: Option<Value>,
+    function_call: Option<Value>,
+}
+
+/// As checked.
+pub(crate) struct Chat {
+    pub(crate) options: Options,
+    /// The client's own bound.
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) limit_param: &'static str,
+    turns: Vec<(&'static str, String)>,
+}
+
+impl ChatRequest {
+    pub(crate) fn check(mut self, model: &ServedModel) -> Result<Chat, ApiError> {
+        let turns = turns(self.messages.take())?;
+        let mut options = self.take_common()?.check(model)?;
+        options.sampling.logprobs = top_logprobs(self.logprobs.unwrap_or(false), self.top_logprobs)?;
+        let (limit_param, limit) = match self.max_completion_tokens {
+            Some(limit) => ("max_completion_tokens", Some(limit)),
+            None => ("max_tokens", self.max_tokens),
+        };
+        let max_tokens = limit.map(|found| super::options::token_count(limit_param, found, 1)).transpose()?;
+        super::completions::check_min_tokens(&options, max_tokens)?;
+        options.sampling.max_tokens = max_tokens;
+        Ok(Chat { options, max_tokens, limit_param, turns })
+    }
+}
+
+fn turns(messages: Option<Vec<Message>>) -> Result<Vec<(&'static str, String)>, ApiError> {
+    let messages = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", Problem::Empty));
+    }
+    if messages.len() > MESSAGES_MAX {
+        return Err(ApiError::invalid("messages", Problem::TooMany { max: MESSAGES_MAX, unit: "messages" }));
+    }
+    let turn = |(index, message): (usize, Message)| {
+        let param = |field: &str| format!("messages[{index}].{field}");
+        let role = match message.role.as_deref() {
+            None => return Err(ApiError::invalid(param("role"), Problem::Missing)),
+            // The newer name of the same thing; templates know the older.
+            Some("system" | "developer") => "system",
+            Some("user") => "user",
+            Some("assistant") => "assistant",
+            Some("tool" | "function") => return Err(ApiError::invalid(param("role"), Problem::Unsupported)),
+            Some(_) => {
+                let allowed = "'system', 'developer', 'user', 'assistant'";
+                return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
+            }
+        };
+        super::refuse_unbuilt(&param("tool_calls"), message.tool_calls.as_ref())?;
+        super::refuse_unbuilt(&param("function_call"), message.function_call.as_ref())?;
+        Ok((role, message.content.0))
+    };
+    messages.into_iter().enumerate().map(turn).collect()
+}
+
+fn top_logprobs(logprobs: bool, top: Option<i64>) -> Result<Option<u32>, ApiError> {
+    let found = top.unwrap_or(0);
+    if !(0..=TOP_LOGPROBS_MAX).contains(&found) {
+        return Err(ApiError::invalid("top_logprobs", Problem::Range { allowed: "between 0 and 20", found: found as f64 }));
+    }
+    if top.is_some() && !logprobs {
+        return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
+    }
+    Ok(logprobs.then_some(found as u32))
+}
+
+impl Chat {
+    /// Bytes of text: whether encoding is worth another thread.
+    pub(crate) fn text_bytes(&self) -> usize {
+        self.turns.iter().map(|(_, content)| content.len()).sum()
+    }
+
+    /// Renders and encodes the conversation.
+    ///
+    /// A message cannot speak for another: names of control tokens inside a content stay text, so no user's message can end
+    /// its turn and begin one of the system. Raw prompts of `/v1/completions` are the client's to shape, and there the names count.
+    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<TokenId>, ApiError> {
+        let template = model.template.as_ref().ok_or(ApiError::NoChatTemplate)?;
+        let Some(guard) = Tokenizer::guard(self.turns.iter().map(|(_, content)| content.as_str())) else {
+            let rule = "must not hold all of the code points U+FDD0 to U+FDEF, which no text uses";
+            return Err(ApiError::invalid("messages", Problem::Rule { rule }));
+        };
+        let marked: Vec<_> = self.turns.iter().map(|(role, content)| (*role, model.tokenizer.mark(content, guard))).collect();
+        let turns: Vec<_> = marked.iter().map(|(role, content)| Turn { role, content }).collect();
+        let text = template.render(&turns).map_err(ApiError::Template)?;
+        model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Encode)
+    }
+}

@@ -1,0 +1,127 @@
+//! `/v1/completions`: the request.
+
+use super::{Options, PromptInput, request};
+use crate::{
+    error::{ApiError, Problem},
+    model::ServedModel,
+    prompt::{EncodeError, Special},
+};
+use tandem_kv::TokenId;
+
+/// When the client sets none, as OpenAI's.
+const MAX_TOKENS_DEFAULT: u32 = 16;
+/// As the chat endpoint's; OpenAI allows 5.
+const LOGPROBS_MAX: i64 = 20;
+/// Continuations of all prompts together.
+const CHOICES_MAX: usize = 1024;
+
+request! {
+    /// As parsed.
+    CompletionRequest {
+        prompt: PromptInput,
+        echo: bool,
+        logprobs: i64,
+        best_of: i64,
+    } unbuilt {
+        suffix, tools, tool_choice, functions, response_format, use_beam_search, include_stop_str_in_output, prompt_logprobs,
+        guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs, truncate_prompt_tokens, prompt_embeds,
+    }
+}
+
+/// As checked.
+pub(crate) struct Completion {
+    pub(crate) options: Options,
+    pub(crate) max_tokens: u32,
+    pub(crate) echo: bool,
+    pub(crate) prompts: PromptInput,
+}
+
+impl CompletionRequest {
+    /// `prompts_max`: how many prompts one request may hold.
+    pub(crate) fn check(mut self, model: &ServedModel, prompts_max: usize) -> Result<Completion, ApiError> {
+        let prompts = self.prompt.take().ok_or_else(|| ApiError::invalid("prompt", Problem::Missing))?;
+        let (prompts_len, any_empty) = match &prompts {
+            PromptInput::Texts(texts) => (texts.len(), texts.iter().any(|text| text.is_empty() && model.bos.is_none())),
+            PromptInput::Tokens(lists) => (lists.len(), lists.iter().any(Vec::is_empty)),
+        };
+        if prompts_len == 0 || any_empty {
+            return Err(ApiError::invalid("prompt", Problem::Empty));
+        }
+        if prompts_len > prompts_max {
+            return Err(ApiError::invalid("prompt", Problem::TooMany { max: prompts_max, unit: "prompts" }));
+        }
+        let vocab_size = model.tokenizer.vocab_size();
+        if let PromptInput::Tokens(lists) = &prompts
+            && lists.iter().flatten().any(|token| *token as usize >= vocab_size)
+        {
+            return Err(ApiError::invalid("prompt", Problem::Vocabulary { vocab_size }));
+        }
+        let mut options = self.take_common()?.check(model)?;
+        if self.best_of.is_some_and(|best_of| best_of != i64::from(options.samples)) {
+            return Err(ApiError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
+        }
+        if prompts_len * options.samples as usize > CHOICES_MAX {
+            return Err(ApiError::invalid("n", Problem::TooMany { max: CHOICES_MAX, unit: "choices over all prompts" }));
+        }
+        options.sampling.logprobs = match self.logprobs {
+            None => None,
+            Some(found) if (0..=LOGPROBS_MAX).contains(&found) => Some(found as u32),
+            Some(found) => {
+                let problem = Problem::Range { allowed: "between 0 and 20", found: found as f64 };
+                return Err(ApiError::invalid("logprobs", problem));
+            }
+        };
+        let echo = self.echo.unwrap_or(false);
+        let max_tokens = match self.max_tokens {
+            None => MAX_TOKENS_DEFAULT,
+            // Only an echoed prompt is an answer without new tokens.
+            Some(found) => super::options::token_count("max_tokens", found, u32::from(!echo))?,
+        };
+        check_min_tokens(&options, Some(max_tokens))?;
+        options.sampling.max_tokens = Some(max_tokens);
+        Ok(Completion { options, max_tokens, echo, prompts })
+    }
+}
+
+pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), ApiError> {
+    if max_tokens.is_some_and(|max_tokens| options.sampling.min_tokens > max_tokens) {
+        return Err(ApiError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));
+    }
+    Ok(())
+}
+
+impl Completion {
+    /// How many prompts there are.
+    pub(crate) fn prompts_len(&self) -> usize {
+        match &self.prompts {
+            PromptInput::Texts(texts) => texts.len(),
+            PromptInput::Tokens(lists) => lists.len(),
+        }
+    }
+
+    /// Bytes of text: whether encoding is worth another thread.
+    pub(crate) fn text_bytes(&self) -> usize {
+        match &self.prompts {
+            PromptInput::Texts(texts) => texts.iter().map(String::len).sum(),
+            PromptInput::Tokens(_) => 0,
+        }
+    }
+
+    /// Each prompt's tokens and, when they are to be echoed, its text.
+    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<(Vec<TokenId>, Option<String>)>, ApiError> {
+        match &self.prompts {
+            PromptInput::Texts(texts) => {
+                let encode = |text: &String| {
+                    let encoded = model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| ApiError::Encode)?;
+                    let tokens = model.bos.into_iter().chain(encoded).collect();
+                    Ok((tokens, self.echo.then(|| text.clone())))
+                };
+                texts.iter().map(encode).collect()
+            }
+            PromptInput::Tokens(lists) => {
+                let echo = |tokens: &[TokenId]| self.echo.then(|| model.tokenizer.decode(tokens));
+                Ok(lists.iter().map(|tokens| (tokens.clone(), echo(tokens))).collect())
+            }
+        }
+    }
+}

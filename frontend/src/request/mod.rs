@@ -1,0 +1,136 @@
+//! What clients may ask, and what is refused. A field of the wrong type or out of range is named in the error; a parameter that
+//! is not built is refused when it is set to anything that would change the answer; fields nobody knows are ignored.
+
+pub(crate) mod chat;
+pub(crate) mod completions;
+mod options;
+mod shapes;
+
+pub(crate) use options::{Common, Options, StreamOptions, StreamUsage};
+pub(crate) use shapes::{Content, PromptInput, Stop};
+
+use crate::error::{ApiError, Problem};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// Objects and lists within each other; requests need five.
+const NESTING_MAX: usize = 32;
+
+/// Reads a body. What it is called in its content type does not matter: clients that forget to say JSON are many.
+pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+    let text = std::str::from_utf8(body).map_err(|error| ApiError::Utf8 { at: error.valid_up_to() })?;
+    if nesting(body) > NESTING_MAX {
+        return Err(ApiError::Nesting { max: NESTING_MAX });
+    }
+    let mut json = serde_json::Deserializer::from_str(text);
+    let request = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let param = error.path().to_string();
+        let source = error.into_inner();
+        if source.is_data() { ApiError::Type { param, source } } else { ApiError::Json(source) }
+    })?;
+    json.end().map_err(ApiError::Json)?;
+    Ok(request)
+}
+
+/// The deepest level. serde_json limits only what it keeps, not what it skips.
+fn nesting(json: &[u8]) -> usize {
+    let (mut depth, mut deepest, mut in_text, mut escaped) = (0_usize, 0, false, false);
+    for byte in json {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_text => escaped = true,
+            b'"' => in_text = !in_text,
+            b'{' | b'[' if !in_text => {
+                depth += 1;
+                deepest = deepest.max(depth);
+            }
+            b'}' | b']' if !in_text => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    deepest
+}
+
+/// Refuses a parameter that is not built unless it is absent or says what happens anyway.
+fn refuse_unbuilt(param: &str, value: Option<&Value>) -> Result<(), ApiError> {
+    let harmless = match value {
+        None | Some(Value::Null | Value::Bool(false)) => true,
+        Some(Value::Array(list)) => list.is_empty() || (param == "modalities" && list.iter().all(|kind| kind == "text")),
+        Some(Value::String(text)) => text.is_empty() || (["tool_choice", "function_call"].contains(&param) && text == "none"),
+        Some(Value::Object(object)) => {
+            object.is_empty() || (param == "response_format" && object.get("type").is_some_and(|kind| kind == "text"))
+        }
+        Some(Value::Bool(true) | Value::Number(_)) => false,
+    };
+    if harmless { Ok(()) } else { Err(ApiError::invalid(param, Problem::Unsupported)) }
+}
+
+/// A request type: its own fields, those that both endpoints have, and those that are known but not built.
+macro_rules! request {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* } unbuilt { $($unbuilt:ident,)* }) => {
+        $(#[$doc])*
+        #[derive(serde::Deserialize)]
+        pub(crate) struct $name {
+            $($(#[$field_doc])* pub(crate) $field: Option<$type>,)*
+            pub(crate) model: Option<String>,
+            n: Option<i64>,
+            stream: Option<bool>,
+            stream_options: Option<crate::request::StreamOptions>,
+            max_tokens: Option<i64>,
+            min_tokens: Option<i64>,
+            temperature: Option<f64>,
+            top_p: Option<f64>,
+            top_k: Option<i64>,
+            min_p: Option<f64>,
+            frequency_penalty: Option<f64>,
+            presence_penalty: Option<f64>,
+            repetition_penalty: Option<f64>,
+            logit_bias: Option<std::collections::BTreeMap<String, f64>>,
+            seed: Option<i64>,
+            stop: Option<crate::request::Stop>,
+            stop_token_ids: Option<Vec<i64>>,
+            ignore_eos: Option<bool>,
+            cache_salt: Option<String>,
+            $($unbuilt: Option<serde_json::Value>,)*
+        }
+
+        impl $name {
+            /// Takes out what both endpoints have, after refusing what is not built.
+            fn take_common(&mut self) -> Result<crate::request::Common, crate::error::ApiError> {
+                $(crate::request::refuse_unbuilt(stringify!($unbuilt), self.$unbuilt.as_ref())?;)*
+                Ok(crate::request::Common {
+                    n: self.n,
+                    stream: self.stream,
+                    stream_options: self.stream_options.take(),
+                    min_tokens: self.min_tokens,
+                    temperature: self.temperature,
+                    top_p: self.top_p,
+                    top_k: self.top_k,
+                    min_p: self.min_p,
+                    frequency_penalty: self.frequency_penalty,
+                    presence_penalty: self.presence_penalty,
+                    repetition_penalty: self.repetition_penalty,
+                    logit_bias: self.logit_bias.take(),
+                    seed: self.seed,
+                    stop: self.stop.take(),
+                    stop_token_ids: self.stop_token_ids.take(),
+                    ignore_eos: self.ignore_eos,
+                    cache_salt: self.cache_salt.take(),
+                })
+            }
+        }
+    };
+}
+use request;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nesting_is_counted_outside_of_texts() {
+        for (json, depth) in [("1", 0), ("[]", 1), (r#"{"a":[1,{}]}"#, 3), (r#"["[[[[", "\"[[", "\\"]"#, 1), ("]]][", 1)] {
+            assert_eq!(nesting(json.as_bytes()), depth, "{json}");
+        }
+    }
+}

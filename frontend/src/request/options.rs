@@ -1,0 +1,210 @@
+//! The parameters both endpoints share, checked.
+
+use super::Stop;
+use crate::{
+    error::{ApiError, Problem},
+    model::ServedModel,
+};
+use serde::Deserialize;
+use std::collections::{BTreeMap, HashMap};
+use tandem_proto::v1::Sampling;
+
+/// Continuations of one prompt.
+const SAMPLES_MAX: i64 = 128;
+/// More stop strings than anybody needs, few enough to search for all at every token.
+const STOPS_MAX: usize = 16;
+/// Text held back while it may become a stop string.
+const STOP_BYTES_MAX: usize = 1024;
+/// Part of the cache's namespace, sent with every request.
+const CACHE_SALT_BYTES_MAX: usize = 256;
+/// As OpenAI's.
+const LOGIT_BIASES_MAX: usize = 1024;
+const STOP_TOKENS_MAX: usize = 256;
+
+/// `stream_options`.
+#[derive(Clone, Copy, Default, Deserialize)]
+pub(crate) struct StreamOptions {
+    include_usage: Option<bool>,
+    continuous_usage_stats: Option<bool>,
+}
+
+/// As parsed.
+pub(crate) struct Common {
+    pub(super) n: Option<i64>,
+    pub(super) stream: Option<bool>,
+    pub(super) stream_options: Option<StreamOptions>,
+    pub(super) min_tokens: Option<i64>,
+    pub(super) temperature: Option<f64>,
+    pub(super) top_p: Option<f64>,
+    pub(super) top_k: Option<i64>,
+    pub(super) min_p: Option<f64>,
+    pub(super) frequency_penalty: Option<f64>,
+    pub(super) presence_penalty: Option<f64>,
+    pub(super) repetition_penalty: Option<f64>,
+    pub(super) logit_bias: Option<BTreeMap<String, f64>>,
+    pub(super) seed: Option<i64>,
+    pub(super) stop: Option<Stop>,
+    pub(super) stop_token_ids: Option<Vec<i64>>,
+    pub(super) ignore_eos: Option<bool>,
+    pub(super) cache_salt: Option<String>,
+}
+
+/// As checked: how a request is answered.
+pub(crate) struct Options {
+    pub(crate) samples: u32,
+    /// Without `max_tokens` (the endpoint's own) and `logprobs`.
+    pub(crate) sampling: Sampling,
+    pub(crate) stop: Vec<String>,
+    pub(crate) cache_salt: String,
+    pub(crate) stream: Option<StreamUsage>,
+}
+
+/// How usage is told in a streamed answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StreamUsage {
+    /// In a chunk of its own at the end.
+    pub(crate) at_end: bool,
+    /// In every chunk, as it stands.
+    pub(crate) in_every_chunk: bool,
+}
+
+/// A number's allowed range, as a check and in words.
+pub(super) struct Range {
+    pub(super) low: f64,
+    pub(super) high: f64,
+    pub(super) allowed: &'static str,
+}
+
+impl Range {
+    pub(super) fn check(&self, param: &str, found: f64) -> Result<(), ApiError> {
+        if (self.low..=self.high).contains(&found) {
+            return Ok(());
+        }
+        Err(ApiError::invalid(param, Problem::Range { allowed: self.allowed, found }))
+    }
+
+    fn check_or(&self, param: &str, found: Option<f64>, default: f64) -> Result<f32, ApiError> {
+        let found = found.unwrap_or(default);
+        self.check(param, found)?;
+        Ok(found as f32)
+    }
+}
+
+/// A count of tokens that a client may set.
+pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiError> {
+    let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
+    match u32::try_from(found) {
+        Ok(count) if count >= low => Ok(count),
+        // More than any context has: the check against the context names the limit.
+        Err(_) if found > 0 => Ok(u32::MAX),
+        _ => Err(ApiError::invalid(param, Problem::Range { allowed, found: found as f64 })),
+    }
+}
+
+impl Common {
+    pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
+        const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
+        const SHARE: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
+        let n = self.n.unwrap_or(1);
+        Range { low: 1.0, high: SAMPLES_MAX as f64, allowed: "between 1 and 128" }.check("n", n as f64)?;
+        let top_k = self.top_k.unwrap_or(0);
+        if top_k < -1 || top_k > i64::from(u32::MAX) {
+            let allowed = "-1 or 0 (off) or a number of tokens";
+            return Err(ApiError::invalid("top_k", Problem::Range { allowed, found: top_k as f64 }));
+        }
+        let top_p = Range { low: f64::from(f32::MIN_POSITIVE), high: 1.0, allowed: "above 0 and at most 1" };
+        let repetition = Range { low: f64::from(f32::MIN_POSITIVE), high: 100.0, allowed: "above 0 and at most 100" };
+        let min_tokens = self.min_tokens.map(|found| token_count("min_tokens", found, 0)).transpose()?.unwrap_or(0);
+        let sampling = Sampling {
+            max_tokens: None,
+            min_tokens,
+            temperature: Range { low: 0.0, high: 2.0, allowed: "between 0 and 2" }.check_or(
+                "temperature",
+                self.temperature,
+                1.0,
+            )?,
+            top_p: top_p.check_or("top_p", self.top_p, 1.0)?,
+            top_k: top_k.max(0) as u32,
+            min_p: SHARE.check_or("min_p", self.min_p, 0.0)?,
+            frequency_penalty: PENALTY.check_or("frequency_penalty", self.frequency_penalty, 0.0)?,
+            presence_penalty: PENALTY.check_or("presence_penalty", self.presence_penalty, 0.0)?,
+            repetition_penalty: repetition.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
+            logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
+            // Any is as good as another, and no two requests without a seed should draw the same.
+            seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |seed| seed as u64),
+            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos.unwrap_or(false), model)?,
+            logprobs: None,
+        };
+        Ok(Options {
+            samples: n as u32,
+            sampling,
+            stop: stop_strings(self.stop.unwrap_or_default())?,
+            cache_salt: cache_salt(self.cache_salt)?,
+            stream: stream(self.stream.unwrap_or(false), self.stream_options)?,
+        })
+    }
+}
+
+fn logit_bias(given: BTreeMap<String, f64>, model: &ServedModel) -> Result<HashMap<u32, f32>, ApiError> {
+    const BIAS: Range = Range { low: -100.0, high: 100.0, allowed: "between -100 and 100" };
+    if given.len() > LOGIT_BIASES_MAX {
+        return Err(ApiError::invalid("logit_bias", Problem::TooMany { max: LOGIT_BIASES_MAX, unit: "entries" }));
+    }
+    let vocab_size = model.tokenizer.vocab_size();
+    let entry = |(token, bias): (String, f64)| match token.parse::<u32>() {
+        Ok(id) if (id as usize) < vocab_size => BIAS.check(&format!("logit_bias.{id}"), bias).map(|()| (id, bias as f32)),
+        _ => Err(ApiError::invalid("logit_bias", Problem::Vocabulary { vocab_size })),
+    };
+    given.into_iter().map(entry).collect()
+}
+
+fn stop_tokens(given: Vec<i64>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+    if given.len() > STOP_TOKENS_MAX {
+        return Err(ApiError::invalid("stop_token_ids", Problem::TooMany { max: STOP_TOKENS_MAX, unit: "entries" }));
+    }
+    let vocab_size = model.tokenizer.vocab_size();
+    let mut tokens = if ignore_eos { Vec::new() } else { model.stop_tokens.clone() };
+    for id in given {
+        match u32::try_from(id) {
+            Ok(id) if (id as usize) < vocab_size => tokens.push(id),
+            _ => return Err(ApiError::invalid("stop_token_ids", Problem::Vocabulary { vocab_size })),
+        }
+    }
+    Ok(tokens)
+}
+
+fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, ApiError> {
+    if given.len() > STOPS_MAX {
+        return Err(ApiError::invalid("stop", Problem::TooMany { max: STOPS_MAX, unit: "strings" }));
+    }
+    if given.iter().any(String::is_empty) {
+        return Err(ApiError::invalid("stop", Problem::Rule { rule: "must not hold an empty string" }));
+    }
+    if given.iter().any(|stop| stop.len() > STOP_BYTES_MAX) {
+        return Err(ApiError::invalid("stop", Problem::TooMany { max: STOP_BYTES_MAX, unit: "bytes in each string" }));
+    }
+    Ok(given)
+}
+
+fn cache_salt(given: Option<String>) -> Result<String, ApiError> {
+    match given {
+        None => Ok(String::new()),
+        Some(salt) if salt.is_empty() => Err(ApiError::invalid("cache_salt", Problem::Empty)),
+        Some(salt) if salt.len() > CACHE_SALT_BYTES_MAX => {
+            Err(ApiError::invalid("cache_salt", Problem::TooMany { max: CACHE_SALT_BYTES_MAX, unit: "bytes" }))
+        }
+        Some(salt) => Ok(salt),
+    }
+}
+
+fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, ApiError> {
+    if !stream && options.is_some() {
+        let rule = "is only allowed when 'stream' is true";
+        return Err(ApiError::invalid("stream_options", Problem::Rule { rule }));
+    }
+    let options = options.unwrap_or_default();
+    let at_end = options.include_usage.unwrap_or(false);
+    // As in vLLM: continuous usage is a way of including usage.
+    let in_every_chunk = at_end && options.continuous_usage_stats.unwrap_or(false);
+    Ok(stream.then_some(StreamUsage { at_end, in_every_chunk }))
+}

@@ -1,0 +1,220 @@
+//! Fields that come in more than one JSON shape. Each is read by a visitor that says what it expected, because an untagged
+//! enum would only say that nothing matched.
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{self, SeqAccess, Visitor},
+};
+use std::{fmt, marker::PhantomData};
+use tandem_kv::TokenId;
+
+/// A message's content as one text: parts are joined by line ends, null is empty.
+#[derive(Default)]
+pub(crate) struct Content(pub(crate) String);
+
+/// `stop`: one text or several.
+#[derive(Default)]
+pub(crate) struct Stop(pub(crate) Vec<String>);
+
+/// `prompt`: one prompt or several, each as text or token ids.
+#[cfg_attr(test, derive(Debug, PartialEq))]
+pub(crate) enum PromptInput {
+    Texts(Vec<String>),
+    Tokens(Vec<Vec<TokenId>>),
+}
+
+#[derive(Deserialize)]
+struct RawPart {
+    r#type: String,
+    text: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(try_from = "RawPart")]
+struct TextPart(String);
+
+impl TryFrom<RawPart> for TextPart {
+    type Error = PartError;
+
+    fn try_from(part: RawPart) -> Result<Self, PartError> {
+        if part.r#type != "text" {
+            return Err(PartError::Kind);
+        }
+        part.text.map(Self).ok_or(PartError::NoText)
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum PartError {
+    #[error("only content parts of type 'text' are supported")]
+    Kind,
+    #[error("a content part of type 'text' needs the field 'text'")]
+    NoText,
+}
+
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ContentVisitor;
+        impl<'de> Visitor<'de> for ContentVisitor {
+            type Value = Content;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a string, a list of content parts or null")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Content, E> {
+                Ok(Content(text.to_owned()))
+            }
+
+            fn visit_string<E: de::Error>(self, text: String) -> Result<Content, E> {
+                Ok(Content(text))
+            }
+
+            fn visit_unit<E: de::Error>(self) -> Result<Content, E> {
+                Ok(Content::default())
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut parts: A) -> Result<Content, A::Error> {
+                let mut text = String::new();
+                let mut first = true;
+                while let Some(TextPart(part)) = parts.next_element()? {
+                    if !std::mem::take(&mut first) {
+                        text.push('\n');
+                    }
+                    text.push_str(&part);
+                }
+                Ok(Content(text))
+            }
+        }
+        deserializer.deserialize_any(ContentVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for Stop {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct StopVisitor;
+        impl<'de> Visitor<'de> for StopVisitor {
+            type Value = Stop;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a string or a list of strings")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Stop, E> {
+                Ok(Stop(vec![text.to_owned()]))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Stop, A::Error> {
+                rest(Vec::new(), list).map(Stop)
+            }
+        }
+        deserializer.deserialize_any(StopVisitor)
+    }
+}
+
+/// The first element of a list decides what the list is.
+enum First {
+    Text(String),
+    Token(TokenId),
+    Tokens(Vec<TokenId>),
+}
+
+impl<'de> Deserialize<'de> for First {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct FirstVisitor;
+        impl<'de> Visitor<'de> for FirstVisitor {
+            type Value = First;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a string, a token id or a list of token ids")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<First, E> {
+                Ok(First::Text(text.to_owned()))
+            }
+
+            fn visit_u64<E: de::Error>(self, id: u64) -> Result<First, E> {
+                let invalid = || E::invalid_value(de::Unexpected::Unsigned(id), &"a token id");
+                TokenId::try_from(id).map(First::Token).map_err(|_| invalid())
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<First, A::Error> {
+                rest(Vec::new(), list).map(First::Tokens)
+            }
+        }
+        deserializer.deserialize_any(FirstVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for PromptInput {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct PromptVisitor;
+        impl<'de> Visitor<'de> for PromptVisitor {
+            type Value = PromptInput;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a string, a list of strings, a list of token ids or a list of lists of token ids")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<PromptInput, E> {
+                Ok(PromptInput::Texts(vec![text.to_owned()]))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<PromptInput, A::Error> {
+                Ok(match list.next_element()? {
+                    None => PromptInput::Texts(Vec::new()),
+                    Some(First::Text(text)) => PromptInput::Texts(rest(vec![text], list)?),
+                    Some(First::Token(token)) => PromptInput::Tokens(vec![rest(vec![token], list)?]),
+                    Some(First::Tokens(tokens)) => PromptInput::Tokens(rest(vec![tokens], list)?),
+                })
+            }
+        }
+        deserializer.deserialize_any(PromptVisitor)
+    }
+}
+
+fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A) -> Result<Vec<T>, A::Error> {
+    while let Some(element) = list.next_element_seed(PhantomData)? {
+        elements.push(element);
+    }
+    Ok(elements)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_in_every_shape() {
+        let texts = |texts: &[&str]| PromptInput::Texts(texts.iter().map(|text| (*text).to_owned()).collect());
+        let cases = [
+            (r#""a""#, texts(&["a"])),
+            (r#"["a", "b"]"#, texts(&["a", "b"])),
+            ("[1, 2]", PromptInput::Tokens(vec![vec![1, 2]])),
+            ("[[1], [2, 3]]", PromptInput::Tokens(vec![vec![1], vec![2, 3]])),
+            ("[]", texts(&[])),
+        ];
+        for (json, expected) in cases {
+            assert_eq!(serde_json::from_str::<PromptInput>(json).expect(json), expected, "{json}");
+        }
+        for json in ["1", "{}", r#"["a", 1]"#, r#"[1, "a"]"#, "[[1], 2]", "[-1]", "[4294967296]", "[1.5]", "[[[1]]]", "true"] {
+            assert!(serde_json::from_str::<PromptInput>(json).is_err(), "{json}");
+        }
+    }
+
+    #[test]
+    fn contents_become_one_text() {
+        let cases = [
+            (r#""a""#, "a"),
+            ("null", ""),
+            ("[]", ""),
+            (r#"[{"type":"text","text":"a"},{"type":"text","text":""},{"type":"text","text":"b","x":1}]"#, "a\n\nb"),
+        ];
+        for (json, expected) in cases {
+            assert_eq!(serde_json::from_str::<Content>(json).expect(json).0, expected, "{json}");
+        }
+        for json in ["1", "{}", r#"["a"]"#, r#"[{"type":"image_url"}]"#, r#"[{"type":"text"}]"#, r#"[{"text":"a"}]"#] {
+            assert!(serde_json::from_str::<Content>(json).is_err(), "{json}");
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! The tokeniser against llama.cpp's, string by string. Needs the real model: `TANDEM_MODEL=….gguf`.
+
+use serde::Deserialize;
+use tandem_frontend::{ServedModel, Special};
+use tandem_model::Gguf;
+
+#[derive(Deserialize)]
+struct Golden {
+    text: String,
+    ids: Vec<u32>,
+    /// Names of special tokens are parsed.
+    special: bool,
+}
+
+const GOLDENS_MIN: usize = 250;
+
+#[test]
+fn every_golden_text_has_llama_cpps_ids_and_comes_back() {
+    let Some(path) = std::env::var_os("TANDEM_MODEL") else {
+        eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to compare the tokeniser with llama.cpp's");
+        return;
+    };
+    let file = Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");
+    let model = ServedModel::from_gguf("m", &file).expect("the model can be served");
+    let goldens = include_str!("../../ci/goldens/tokenizer.json");
+    let goldens: Vec<Golden> = serde_json::from_str(goldens).expect("the goldens are JSON");
+    assert!(goldens.len() >= GOLDENS_MIN, "only {} goldens", goldens.len());
+    for golden in goldens {
+        let special = if golden.special { Special::Parsed } else { Special::Text };
+        let ids = model.tokenizer().encode(&golden.text, special).expect("every text can be encoded");
+        assert_eq!(ids, golden.ids, "{:?}", golden.text);
+        assert_eq!(model.tokenizer().decode(&ids), golden.text);
+    }
+}
