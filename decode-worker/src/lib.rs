@@ -1,1 +1,144 @@
-//! TBD.
+//! KV in, tokens out: serves `Decode`, which owns a request from its placement to its last token.
+//!
+//! - The stream of `Generate` is the request: closing it ends the request here and on the prefill worker.
+//! - `Scheduled` comes first and is the word of the worker that prefills: this one's for a local prefill, else the prefill
+//!   worker's, unchanged.
+//! - Nobody writes into this worker's memory without a ticket; the engine's own thread checks every block.
+
+mod convert;
+mod failure;
+mod forward;
+mod prefill;
+mod remote;
+mod service;
+
+use futures::FutureExt;
+use service::{Service, Worker};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+use tandem_engine::{EngineHandle, EngineInfo, WriteRefused};
+use tandem_node::{
+    Metrics, Shutdown,
+    worker::{ControlService, Direction, Requests, Watch, Watched, WorkerMetrics},
+};
+use tandem_proto::{
+    link::{Channels, MESSAGE_BYTES_MAX},
+    v1::{WorkerInfo, decode_server::DecodeServer, worker_info::Role},
+};
+use tandem_transfer::{Refused, Sink, TransferService};
+use tokio::{net::TcpListener, sync::Semaphore};
+use tonic::service::Routes;
+
+/// What a decode worker is told by its operator.
+#[derive(Clone, Debug)]
+pub struct DecodeWorkerSettings {
+    /// The worker's stable name, and the label of its metrics.
+    pub worker_id: String,
+    /// The served model's id.
+    pub model: String,
+    /// What its weights are.
+    pub revision: String,
+    /// host:port at which prefill workers reach this worker; absent: where it listens.
+    pub advertise: Option<String>,
+    /// Off: `Scheduled` of local prefills says nothing about cached tokens. Only to test what a cluster makes of such a worker.
+    pub report_cached_tokens: bool,
+    /// Requests that wait for a prefill elsewhere; more are refused. Each costs this worker a prompt and a stream, but no blocks.
+    pub remote_waiting_max: usize,
+    /// A prompt's KV must have landed this long after its prefill began.
+    pub landing_wait: Duration,
+}
+
+/// Why a decode worker ended.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeWorkerError {
+    /// The socket cannot be served.
+    #[error("the decode worker cannot serve its socket")]
+    Serve(#[from] tonic::transport::Error),
+    /// The socket has no address.
+    #[error("the decode worker's socket has no address")]
+    Socket(#[from] std::io::Error),
+    /// It listens on all addresses and none was said to be the one for others.
+    #[error("the decode worker listens on {0}, which nobody can connect to; say which address others reach it at")]
+    NoAdvertisedAddress(SocketAddr),
+    /// The engine's thread has ended.
+    #[error("the decode worker's engine is gone; the log says why")]
+    EngineGone,
+}
+
+/// Serves `Decode`, `Transfer` and `Control` until the process drains and every request has ended.
+pub async fn run(
+    listener: TcpListener,
+    engine: EngineHandle,
+    settings: DecodeWorkerSettings,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Result<(), DecodeWorkerError> {
+    let address = match settings.advertise.clone() {
+        Some(address) => address,
+        None => own_address(listener.local_addr()?)?,
+    };
+    let info = worker_info(&settings, engine.info());
+    tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "decode worker starts");
+    let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
+    let requests = Requests::new(shutdown.clone());
+    let watched = watch(&engine)().await.ok_or(DecodeWorkerError::EngineGone)?;
+    let worker = Worker {
+        instance_id: info.instance_id.clone(),
+        address,
+        engine: engine.clone(),
+        metrics: metrics.clone(),
+        received: metrics.transfer("tcp", Direction::Received),
+        requests: requests.clone(),
+        channels: Channels::default(),
+        remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
+        settings,
+    };
+    let control = ControlService::new(info, watch(&engine), metrics.clone(), requests.clone(), shutdown);
+    let decode = DecodeServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let routes = Routes::default()
+        .add_service(control.into_server())
+        .add_service(decode)
+        .add_service(TransferService::server(sink(engine)));
+    tokio::select! {
+        served = requests.serve(listener, routes) => Ok(served?),
+        () = metrics.follow(watched) => Err(DecodeWorkerError::EngineGone),
+    }
+}
+
+fn own_address(address: SocketAddr) -> Result<String, DecodeWorkerError> {
+    if address.ip().is_unspecified() { Err(DecodeWorkerError::NoAdvertisedAddress(address)) } else { Ok(address.to_string()) }
+}
+
+fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerInfo {
+    WorkerInfo {
+        role: Role::Decode.into(),
+        worker_id: settings.worker_id.clone(),
+        instance_id: tandem_node::new_instance_id(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: settings.model.clone(),
+        revision: settings.revision.clone(),
+        block_size: engine.block_size,
+        capacity_blocks: engine.capacity_blocks,
+        context_length: engine.context_length,
+        block_bytes: engine.block_bytes as u64,
+    }
+}
+
+fn watch(engine: &EngineHandle) -> Watch {
+    let engine = engine.clone();
+    Arc::new(move || {
+        let engine = engine.clone();
+        async move {
+            let (snapshot, batches) = engine.watch().await?;
+            Some(Watched { snapshot, load: engine.load(), batches })
+        }
+        .boxed()
+    })
+}
+
+/// The engine's thread decides about every block.
+fn sink(engine: EngineHandle) -> Sink {
+    Sink::new(move |ticket, block_index, payload| {
+        let engine = engine.clone();
+        async move { engine.write_block(ticket, block_index, payload).await.map_err(|WriteRefused| Refused) }
+    })
+}

@@ -1,0 +1,183 @@
+//! From the wire and back: requests are checked once, here.
+
+use tandem_engine::{FinishReason, Generate, KvSource, Sampling, TokenLogprobs};
+use tandem_kv::{Namespace, TokenId};
+use tandem_proto::v1::{self, GenerateRequest, WorkerRef, finished};
+
+/// Samples of one prompt.
+const SAMPLES_MAX: u32 = 128;
+/// Alternatives of one token.
+const LOGPROBS_MAX: u32 = 20;
+/// Of penalties and biases, either way: far beyond what makes a difference, far within what stays finite.
+const WEIGHT_MAX: f32 = 1_000.0;
+
+/// A request that can be given to the engine.
+#[derive(Debug)]
+pub(crate) struct Request {
+    pub(crate) attempt: u32,
+    pub(crate) traceparent: String,
+    pub(crate) generate: Generate,
+    pub(crate) output: Output,
+    pub(crate) prefill: Option<WorkerRef>,
+}
+
+/// What is needed to tell the client what the engine tells.
+#[derive(Debug)]
+pub(crate) struct Output {
+    pub(crate) samples: u32,
+    pub(crate) stop_tokens: Vec<TokenId>,
+    /// Only of requests that want its logprobs.
+    pub(crate) prompt: Vec<TokenId>,
+}
+
+/// The request cannot be run by any worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Invalid {
+    #[error("prompt must have at least one token")]
+    EmptyPrompt,
+    #[error("prompt must have only token ids of the model's vocabulary")]
+    UnknownToken,
+    #[error("sampling must be set")]
+    NoSampling,
+    #[error("samples must be between 1 and {SAMPLES_MAX}")]
+    Samples,
+    #[error("{field} must be {allowed}")]
+    OutOfRange { field: &'static str, allowed: &'static str },
+    #[error("the prefill worker must have an instance and an address")]
+    NoPrefillWorker,
+    #[error("a prompt whose logprobs are wanted is prefilled on the decode worker")]
+    PromptLogprobsElsewhere,
+}
+
+impl Request {
+    pub(crate) fn check(request: GenerateRequest, vocab_size: usize) -> Result<Self, Invalid> {
+        let known = |token: &TokenId| usize::try_from(*token).is_ok_and(|token| token < vocab_size);
+        if request.prompt.is_empty() {
+            return Err(Invalid::EmptyPrompt);
+        }
+        if !request.prompt.iter().all(known) {
+            return Err(Invalid::UnknownToken);
+        }
+        if !(1..=SAMPLES_MAX).contains(&request.samples) {
+            return Err(Invalid::Samples);
+        }
+        if request.prompt_logprobs.is_some_and(|top| top > LOGPROBS_MAX) {
+            return Err(Invalid::OutOfRange { field: "prompt_logprobs", allowed: "at most 20" });
+        }
+        if let Some(prefill) = &request.prefill {
+            if prefill.address.is_empty() || prefill.instance_id.is_empty() {
+                return Err(Invalid::NoPrefillWorker);
+            }
+            if request.prompt_logprobs.is_some() {
+                return Err(Invalid::PromptLogprobsElsewhere);
+            }
+        }
+        let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?)?;
+        Ok(Self {
+            attempt: request.attempt,
+            traceparent: request.traceparent,
+            output: Output {
+                samples: request.samples,
+                stop_tokens: sampling.stop_token_ids.clone(),
+                prompt: if request.prompt_logprobs.is_some() { request.prompt.clone() } else { Vec::new() },
+            },
+            generate: Generate {
+                request_id: request.request_id,
+                namespace: Namespace::from_bytes(&request.cache_namespace),
+                prompt: request.prompt,
+                sampling,
+                samples: request.samples,
+                kv: if request.prefill.is_some() { KvSource::Remote } else { KvSource::Local },
+                prompt_logprobs: request.prompt_logprobs,
+            },
+            prefill: request.prefill,
+        })
+    }
+}
+
+fn sampling(sampling: v1::Sampling) -> Result<Sampling, Invalid> {
+    let v1::Sampling {
+        max_tokens,
+        min_tokens,
+        temperature,
+        top_p,
+        top_k,
+        min_p,
+        frequency_penalty,
+        presence_penalty,
+        repetition_penalty,
+        logit_bias,
+        seed,
+        stop_token_ids,
+        logprobs,
+    } = sampling;
+    let weight = -WEIGHT_MAX..=WEIGHT_MAX;
+    // A NaN is in no range.
+    for (field, allowed, holds) in [
+        ("temperature", "between 0 and 100", (0.0..=100.0).contains(&temperature)),
+        ("top_p", "above 0 and at most 1", top_p > 0.0 && top_p <= 1.0),
+        ("min_p", "between 0 and 1", (0.0..=1.0).contains(&min_p)),
+        ("frequency_penalty", "between -1000 and 1000", weight.contains(&frequency_penalty)),
+        ("presence_penalty", "between -1000 and 1000", weight.contains(&presence_penalty)),
+        ("repetition_penalty", "above 0 and at most 1000", repetition_penalty > 0.0 && repetition_penalty <= WEIGHT_MAX),
+        ("logit_bias", "between -1000 and 1000", logit_bias.values().all(|bias| weight.contains(bias))),
+        ("min_tokens", "at most max_tokens", max_tokens.is_none_or(|max_tokens| min_tokens <= max_tokens)),
+        ("logprobs", "at most 20", logprobs.is_none_or(|top| top <= LOGPROBS_MAX)),
+    ] {
+        if !holds {
+            return Err(Invalid::OutOfRange { field, allowed });
+        }
+    }
+    Ok(Sampling {
+        max_tokens,
+        min_tokens,
+        temperature,
+        top_p,
+        top_k,
+        min_p,
+        frequency_penalty,
+        presence_penalty,
+        repetition_penalty,
+        logit_bias,
+        seed,
+        stop_token_ids,
+        logprobs,
+    })
+}
+
+/// The report of a prefill on this worker; `None` reports nothing, which is not 0.
+pub(crate) fn scheduled(cached_tokens: Option<u32>) -> v1::Scheduled {
+    let by_tier = cached_tokens.map(|tokens| ("device".to_owned(), tokens));
+    v1::Scheduled { cached_tokens, cached_tokens_by_tier: by_tier.into_iter().collect() }
+}
+
+pub(crate) fn started(started: tandem_engine::Started) -> v1::Started {
+    v1::Started {
+        queue_ms: started.queue.as_secs_f64() * 1e3,
+        kv_transfer_ms: started.kv_transfer.as_secs_f64() * 1e3,
+        kv_transfer_bytes: started.kv_transfer_bytes,
+    }
+}
+
+pub(crate) fn token(token: TokenId, logprobs: Option<TokenLogprobs>) -> v1::Token {
+    let Some(TokenLogprobs { logprob, top }) = logprobs else {
+        return v1::Token { token, ..Default::default() };
+    };
+    let top = top.into_iter().map(|alternative| v1::TokenLogprob { token: alternative.token, logprob: alternative.logprob });
+    v1::Token { token, logprob: Some(logprob), top: top.collect() }
+}
+
+pub(crate) fn prompt_logprobs(prompt: &[TokenId], logprobs: Vec<Option<TokenLogprobs>>) -> v1::PromptLogprobs {
+    v1::PromptLogprobs { tokens: prompt.iter().zip(logprobs).map(|(id, logprobs)| token(*id, logprobs)).collect() }
+}
+
+pub(crate) fn finished(sample: u32, reason: FinishReason) -> v1::Finished {
+    let (reason, stop_token) = match reason {
+        FinishReason::Stop(token) => (finished::FinishReason::Stop, Some(token)),
+        FinishReason::Length => (finished::FinishReason::Length, None),
+    };
+    v1::Finished { sample, reason: reason.into(), stop_token }
+}
+
+#[cfg(test)]
+mod tests;

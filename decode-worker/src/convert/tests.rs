@@ -1,0 +1,139 @@
+use super::*;
+use proptest::{collection::vec, prelude::*};
+use tandem_engine::TokenLogprob;
+
+const VOCAB_SIZE: usize = 100;
+
+fn request() -> GenerateRequest {
+    GenerateRequest {
+        request_id: "r".to_owned(),
+        prompt: vec![1, 2, 3],
+        cache_namespace: b"namespace".to_vec(),
+        sampling: Some(v1::Sampling { temperature: 1.0, top_p: 1.0, repetition_penalty: 1.0, ..Default::default() }),
+        samples: 1,
+        ..Default::default()
+    }
+}
+
+fn refused(change: impl FnOnce(&mut GenerateRequest)) -> Invalid {
+    let mut request = request();
+    change(&mut request);
+    Request::check(request, VOCAB_SIZE).expect_err("it is not valid")
+}
+
+fn refused_sampling(change: impl FnOnce(&mut v1::Sampling)) -> &'static str {
+    match refused(|request| change(request.sampling.as_mut().expect("set above"))) {
+        Invalid::OutOfRange { field, .. } => field,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_no_worker_can_run_is_refused() {
+    assert_eq!(refused(|request| request.prompt.clear()), Invalid::EmptyPrompt);
+    for token in [100, u32::MAX] {
+        assert_eq!(refused(|request| request.prompt.push(token)), Invalid::UnknownToken);
+    }
+    for samples in [0, 129, u32::MAX] {
+        assert_eq!(refused(|request| request.samples = samples), Invalid::Samples);
+    }
+    assert_eq!(refused(|request| request.sampling = None), Invalid::NoSampling);
+    let whole = WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned() };
+    for part in [WorkerRef { instance_id: String::new(), ..whole.clone() }, WorkerRef { address: String::new(), ..whole.clone() }]
+    {
+        assert_eq!(refused(|request| request.prefill = Some(part)), Invalid::NoPrefillWorker);
+    }
+    let elsewhere = |request: &mut GenerateRequest| {
+        request.prefill = Some(whole);
+        request.prompt_logprobs = Some(0);
+    };
+    assert_eq!(refused(elsewhere), Invalid::PromptLogprobsElsewhere);
+    assert!(matches!(
+        refused(|request| request.prompt_logprobs = Some(21)),
+        Invalid::OutOfRange { field: "prompt_logprobs", .. }
+    ));
+}
+
+#[test]
+fn sampling_out_of_range_is_refused_by_its_name() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -1e9] {
+        assert_eq!(refused_sampling(|sampling| sampling.temperature = bad), "temperature");
+        assert_eq!(refused_sampling(|sampling| sampling.top_p = bad), "top_p");
+        assert_eq!(refused_sampling(|sampling| sampling.min_p = bad), "min_p");
+        assert_eq!(refused_sampling(|sampling| sampling.frequency_penalty = bad), "frequency_penalty");
+        assert_eq!(refused_sampling(|sampling| sampling.presence_penalty = bad), "presence_penalty");
+        assert_eq!(refused_sampling(|sampling| sampling.repetition_penalty = bad), "repetition_penalty");
+        assert_eq!(refused_sampling(|sampling| sampling.logit_bias = [(1, bad)].into()), "logit_bias");
+    }
+    assert_eq!(refused_sampling(|sampling| sampling.top_p = 0.0), "top_p");
+    assert_eq!(refused_sampling(|sampling| sampling.top_p = 1.001), "top_p");
+    assert_eq!(refused_sampling(|sampling| sampling.repetition_penalty = 0.0), "repetition_penalty");
+    assert_eq!(refused_sampling(|sampling| sampling.logprobs = Some(21)), "logprobs");
+    let more_than_all = |sampling: &mut v1::Sampling| (sampling.min_tokens, sampling.max_tokens) = (5, Some(4));
+    assert_eq!(refused_sampling(more_than_all), "min_tokens");
+}
+
+proptest! {
+    #[test]
+    fn a_request_reaches_the_engine_as_it_was_sent(
+        (prompt, samples) in (vec(0..VOCAB_SIZE as u32, 1..50), 1..=128_u32),
+        (max_tokens, min_tokens, seed, top_k) in any::<(Option<u32>, u32, u64, u32)>(),
+        (temperature, top_p, min_p) in (0.0..2.0_f32, 0.01..1.0_f32, 0.0..1.0_f32),
+        (frequency, presence, repetition) in (-2.0..2.0_f32, -2.0..2.0_f32, 0.1..2.0_f32),
+        (bias, stop_token_ids, logprobs) in (any::<u32>(), vec(any::<u32>(), 0..4), proptest::option::of(0..20_u32)),
+        remote in any::<bool>(),
+    ) {
+        let min_tokens = max_tokens.map_or(min_tokens, |max_tokens| min_tokens.min(max_tokens));
+        let prefill = WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned() };
+        let wire = GenerateRequest {
+            prompt: prompt.clone(),
+            samples,
+            prefill: remote.then_some(prefill),
+            sampling: Some(v1::Sampling {
+                max_tokens, min_tokens, temperature, top_p, top_k, min_p,
+                frequency_penalty: frequency, presence_penalty: presence, repetition_penalty: repetition,
+                logit_bias: [(bias, -1.5)].into(), seed, stop_token_ids: stop_token_ids.clone(), logprobs,
+            }),
+            ..request()
+        };
+        let Request { generate, output, .. } = Request::check(wire, VOCAB_SIZE).expect("it is valid");
+        prop_assert_eq!((generate.prompt, generate.samples), (prompt, samples));
+        prop_assert_eq!(generate.kv == KvSource::Remote, remote);
+        prop_assert_eq!(generate.namespace.as_bytes(), b"namespace");
+        prop_assert_eq!((output.samples, &output.stop_tokens, output.prompt), (samples, &stop_token_ids, Vec::new()));
+        let s = generate.sampling;
+        prop_assert_eq!((s.max_tokens, s.min_tokens, s.seed, s.top_k), (max_tokens, min_tokens, seed, top_k));
+        prop_assert_eq!((s.temperature, s.top_p, s.min_p), (temperature, top_p, min_p));
+        prop_assert_eq!((s.frequency_penalty, s.presence_penalty, s.repetition_penalty), (frequency, presence, repetition));
+        prop_assert_eq!((s.logit_bias[&bias], s.stop_token_ids, s.logprobs), (-1.5, stop_token_ids, logprobs));
+    }
+}
+
+#[test]
+fn logprobs_keep_their_tokens_and_their_order() {
+    let logprobs = TokenLogprobs {
+        logprob: -0.5,
+        top: vec![TokenLogprob { token: 7, logprob: -0.1 }, TokenLogprob { token: 9, logprob: -0.5 }],
+    };
+    let told = token(9, Some(logprobs.clone()));
+    assert_eq!((told.token, told.logprob), (9, Some(-0.5)));
+    assert_eq!(told.top.iter().map(|top| top.token).collect::<Vec<_>>(), [7, 9]);
+    assert_eq!(token(9, None), v1::Token { token: 9, logprob: None, top: vec![] });
+    let prompt = prompt_logprobs(&[4, 9], vec![None, Some(logprobs)]);
+    assert_eq!(prompt.tokens.iter().map(|token| (token.token, token.logprob)).collect::<Vec<_>>(), [(4, None), (9, Some(-0.5))]);
+}
+
+#[test]
+fn a_report_adds_up_and_no_report_is_not_zero() {
+    assert_eq!(scheduled(Some(0)).cached_tokens, Some(0));
+    assert_eq!(scheduled(Some(48)).cached_tokens_by_tier.values().sum::<u32>(), 48);
+    assert_eq!(scheduled(None), v1::Scheduled::default());
+}
+
+#[test]
+fn the_end_says_why() {
+    let stop = finished(3, FinishReason::Stop(2));
+    assert_eq!((stop.sample, stop.reason(), stop.stop_token), (3, finished::FinishReason::Stop, Some(2)));
+    let length = finished(0, FinishReason::Length);
+    assert_eq!((length.reason(), length.stop_token), (finished::FinishReason::Length, None));
+}

@@ -1,0 +1,58 @@
+//! Why an attempt ends before its last token, and what the client hears: the one table from causes to reasons.
+
+use crate::convert::Invalid;
+use tandem_engine::Refusal;
+use tandem_node::worker::ClientGone;
+use tandem_proto::v1::{Failure, Reason};
+
+/// Why an attempt ended early.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Ended {
+    #[error(transparent)]
+    ClientGone(#[from] ClientGone),
+    #[error("the worker that was asked for is not running any more; ask for a new placement")]
+    WrongInstance { asked_for: String },
+    #[error("the worker is leaving; try another")]
+    Draining,
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+    #[error("too many requests wait for a prefill; try again later or elsewhere")]
+    RemoteWaitingFull,
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error("the blocks set aside for the prompt were needed for running requests; try again later or elsewhere")]
+    Revoked,
+    #[error("no blocks became free in time; try again later or elsewhere")]
+    NoBlocks,
+    #[error("the prompt's KV did not come in time; try another prefill worker")]
+    NotLanded { prefill: String },
+    #[error("the prefill worker is gone; try another")]
+    PrefillLost { prefill: String },
+    /// The prefill worker's own words.
+    #[error("the prefill worker gave up")]
+    Prefill(Failure),
+    #[error("the engine failed; try another worker")]
+    Engine,
+}
+
+impl Ended {
+    /// What the client hears, unless there is none.
+    pub(crate) fn tell(self, instance_id: &str) -> Result<Failure, ClientGone> {
+        let message = self.to_string();
+        let (reason, culprit) = match self {
+            Self::ClientGone(gone) => return Err(gone),
+            Self::Prefill(failure) => return Ok(failure),
+            Self::WrongInstance { asked_for } => (Reason::WrongInstance, asked_for),
+            Self::PrefillLost { prefill } => (Reason::PrefillLost, prefill),
+            Self::NotLanded { prefill } => (Reason::Timeout, prefill),
+            Self::Draining => (Reason::Draining, instance_id.to_owned()),
+            Self::NoBlocks => (Reason::Timeout, instance_id.to_owned()),
+            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
+            Self::Invalid(_) | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
+                (Reason::Invalid, instance_id.to_owned())
+            }
+            Self::Engine | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
+        };
+        Ok(Failure { reason: reason.into(), message, instance_id: culprit })
+    }
+}

@@ -1,0 +1,80 @@
+//! What a job tells, on its way to the client.
+
+use crate::{
+    convert::{self, Output},
+    failure::Ended,
+    service::Client,
+};
+use futures::FutureExt;
+use tandem_engine::{Event, Job};
+use tandem_node::worker::ClientGone;
+use tandem_proto::v1::{Token, Tokens, generate_reply::Message};
+
+/// Tokens in one message: what a slow client finds when it comes back.
+const TOKENS_MAX: usize = 256;
+
+/// Tells the client everything to the last sample's end. A client that is slow makes this wait, never the engine.
+pub(crate) async fn forward(job: &mut Job, output: Output, client: &Client) -> Result<(), Ended> {
+    let mut tokens = Pending::default();
+    let mut running = output.samples;
+    while running > 0 {
+        // Tokens that are already there travel together; none waits for another.
+        let event = match job.next().now_or_never() {
+            Some(event) => event,
+            None => {
+                tokens.flush(client).await?;
+                job.next().await
+            }
+        };
+        match event {
+            // A stop token is no output; `Finished` tells it.
+            Some(Event::Token { token, .. }) if output.stop_tokens.contains(&token) => {}
+            Some(Event::Token { sample, token, logprobs }) => {
+                tokens.push(sample, convert::token(token, logprobs));
+                if tokens.len >= TOKENS_MAX {
+                    tokens.flush(client).await?;
+                }
+            }
+            Some(Event::Finished { sample, reason }) => {
+                tokens.flush(client).await?;
+                client.send(Message::Finished(convert::finished(sample, reason))).await?;
+                running -= 1;
+            }
+            Some(Event::Started(started)) => client.send(Message::Started(convert::started(started))).await?,
+            Some(Event::PromptLogprobs(logprobs)) => {
+                client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
+            }
+            // Failed, or a thread that is gone; the others are not told to a generation that has started.
+            _ => {
+                tokens.flush(client).await?;
+                return Err(Ended::Engine);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Tokens not sent yet, by sample.
+#[derive(Default)]
+struct Pending {
+    samples: Vec<Tokens>,
+    len: usize,
+}
+
+impl Pending {
+    fn push(&mut self, sample: u32, token: Token) {
+        self.len += 1;
+        match self.samples.iter_mut().find(|tokens| tokens.sample == sample) {
+            Some(tokens) => tokens.tokens.push(token),
+            None => self.samples.push(Tokens { sample, tokens: vec![token] }),
+        }
+    }
+
+    async fn flush(&mut self, client: &Client) -> Result<(), ClientGone> {
+        self.len = 0;
+        for tokens in self.samples.drain(..) {
+            client.send(Message::Tokens(tokens)).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,91 @@
+//! The stream to the prefill worker. Dropping it lets go of everything there.
+
+use crate::failure::Ended;
+use tandem_proto::{
+    link::{Channels, MESSAGE_BYTES_MAX},
+    v1::{
+        Failure, PrefillReply, PrefillRequest, PrefillStart, Reason, Scheduled, Ticket, WorkerRef, prefill_client::PrefillClient,
+        prefill_reply, prefill_request::Message,
+    },
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+/// One prompt's prefill on another worker.
+pub(crate) struct Prefill {
+    instance_id: String,
+    requests: mpsc::Sender<PrefillRequest>,
+    replies: Streaming<PrefillReply>,
+}
+
+/// What the prefill worker says.
+pub(crate) enum Said {
+    Scheduled(Scheduled),
+    Done,
+    Failure(Failure),
+}
+
+impl Prefill {
+    /// Returns when the prefill worker has taken the stream.
+    pub(crate) async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, Ended> {
+        let WorkerRef { instance_id, address, .. } = prefill;
+        let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
+        let channel = channels.to(&address).map_err(|_| lost())?;
+        // Room for all that is ever sent: the start and the ticket.
+        let (requests, receiver) = mpsc::channel(2);
+        requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
+        let replies = PrefillClient::new(channel)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX)
+            .prefill(ReceiverStream::new(receiver))
+            .await
+            .map_err(|status| {
+                tracing::debug!(%status, "the prefill worker did not take the stream");
+                lost()
+            })?
+            .into_inner();
+        Ok(Self { instance_id, requests, replies })
+    }
+
+    /// The next thing said. A stream that breaks or says nothing of use is a lost worker. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> Result<Said, Ended> {
+        let message = match self.replies.message().await {
+            Ok(reply) => reply.and_then(|reply| reply.message),
+            Err(status) => {
+                tracing::debug!(%status, "the prefill stream broke");
+                None
+            }
+        };
+        match message {
+            Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
+            Some(prefill_reply::Message::Done(_)) => Ok(Said::Done),
+            Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
+            None => Err(self.lost()),
+        }
+    }
+
+    /// The right to write our blocks.
+    pub(crate) fn give(&self, ticket: Ticket) {
+        // A stream that has broken says so in `next`.
+        let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
+    }
+
+    pub(crate) fn lost(&self) -> Ended {
+        Ended::PrefillLost { prefill: self.instance_id.clone() }
+    }
+
+    pub(crate) fn instance_id(&self) -> &str {
+        &self.instance_id
+    }
+
+    /// A reason that we do not know cannot be acted upon.
+    fn failure(&self, mut failure: Failure) -> Result<Failure, Ended> {
+        if matches!(Reason::try_from(failure.reason), Err(_) | Ok(Reason::Unspecified)) {
+            return Err(self.lost());
+        }
+        if failure.instance_id.is_empty() {
+            failure.instance_id = self.instance_id.clone();
+        }
+        Ok(failure)
+    }
+}

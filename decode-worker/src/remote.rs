@@ -1,0 +1,95 @@
+//! A prompt that is prefilled on another worker: asked for, reserved, landed, then continued here.
+//!
+//! While the prompt waits on the prefill worker it holds nothing here but its place in the line. Blocks are taken when its
+//! prefill has begun, and given back with the job, whatever ends first.
+
+use crate::{
+    convert::{self, Request},
+    failure::Ended,
+    forward::forward,
+    prefill::{Prefill, Said},
+    service::{Client, Worker},
+};
+use tandem_engine::{Event, Job, Started};
+use tandem_proto::v1::{PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message};
+use tokio::time::Instant;
+
+/// Runs one attempt. Dropping the future ends it on both workers.
+pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
+    let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
+    let Request { attempt, traceparent, generate, output, .. } = request;
+    let start = PrefillStart {
+        request_id: generate.request_id.clone(),
+        traceparent,
+        attempt,
+        instance_id: prefill.instance_id.clone(),
+        prompt: generate.prompt.clone(),
+        cache_namespace: generate.namespace.as_bytes().to_vec(),
+    };
+    let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
+    let scheduled = match prefill.next().await? {
+        Said::Scheduled(scheduled) => scheduled,
+        Said::Failure(failure) => return Err(Ended::Prefill(failure)),
+        Said::Done => return Err(prefill.lost()),
+    };
+    client.send(Message::Scheduled(scheduled)).await?;
+    let deadline = Instant::now() + worker.settings.landing_wait;
+    let mut job = worker.engine.generate(generate).await?;
+    let landed = land(worker, &mut job, &mut prefill, deadline).await?;
+    drop(waiting);
+    if landed.started.kv_transfer_bytes > 0 {
+        worker.received.bytes.increment(landed.started.kv_transfer_bytes);
+        worker.received.duration.record(landed.started.kv_transfer.as_secs_f64());
+    }
+    client.send(Message::Started(convert::started(landed.started))).await?;
+    let goodbye = async {
+        // The prefill worker is about to hear that its last block has landed. If all was here before, it computes for nothing:
+        // closing the stream tells it.
+        if landed.prefill_to_end {
+            let _ = tokio::time::timeout_at(deadline, prefill.next()).await;
+        }
+        drop(prefill);
+        Ok(())
+    };
+    tokio::try_join!(forward(&mut job, output, client), goodbye).map(drop)
+}
+
+struct Landed {
+    started: Started,
+    /// The prefill worker has not said that it is done, and has something to be done with.
+    prefill_to_end: bool,
+}
+
+/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until all is here.
+async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: Instant) -> Result<Landed, Ended> {
+    let not_landed = |prefill: &Prefill| Ended::NotLanded { prefill: prefill.instance_id().to_owned() };
+    let mut missing = None;
+    let mut done = false;
+    loop {
+        tokio::select! {
+            // What the engine has told counts before what the prefill worker says of it.
+            biased;
+            event = job.next() => match event {
+                Some(Event::Reserved { ticket, missing_blocks }) => {
+                    missing = Some(missing_blocks.len());
+                    prefill.give(Ticket { ticket, address: worker.address.clone(), missing_blocks });
+                }
+                Some(Event::Started(started)) => {
+                    return Ok(Landed { started, prefill_to_end: !done && missing.is_some_and(|missing| missing > 0) });
+                }
+                Some(Event::Revoked) => return Err(Ended::Revoked),
+                _ => return Err(Ended::Engine),
+            },
+            said = prefill.next(), if !done => match said? {
+                Said::Done => done = true,
+                // It waited for our ticket, which waited for our blocks.
+                Said::Failure(failure) if missing.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),
+                Said::Failure(failure) => return Err(Ended::Prefill(failure)),
+                Said::Scheduled(_) => return Err(prefill.lost()),
+            },
+            () = tokio::time::sleep_until(deadline) => {
+                return Err(if missing.is_none() { Ended::NoBlocks } else { not_landed(prefill) });
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! The `Decode` service: checks a request, then runs it here or with a prefill worker.
+
+use crate::{
+    DecodeWorkerSettings,
+    convert::{Request, scheduled},
+    failure::Ended,
+    forward::forward,
+    remote,
+};
+use std::sync::Arc;
+use tandem_engine::{EngineHandle, Event};
+use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerMetrics};
+use tandem_proto::{
+    link::Channels,
+    v1::{GenerateReply, GenerateRequest, decode_server::Decode, generate_reply::Message},
+};
+use tokio::sync::Semaphore;
+use tonic::{Response, Status};
+use tracing::Instrument;
+
+/// What all requests share.
+pub(crate) struct Worker {
+    pub(crate) instance_id: String,
+    /// Where prefill workers send blocks.
+    pub(crate) address: String,
+    pub(crate) engine: EngineHandle,
+    pub(crate) settings: DecodeWorkerSettings,
+    pub(crate) metrics: Arc<WorkerMetrics>,
+    pub(crate) received: TransferMetrics,
+    pub(crate) requests: Requests,
+    pub(crate) channels: Channels,
+    pub(crate) remote_waiting: Semaphore,
+}
+
+pub(crate) struct Service(pub(crate) Arc<Worker>);
+
+/// The client of one request.
+pub(crate) struct Client(ReplySender<GenerateReply>);
+
+impl Client {
+    pub(crate) async fn send(&self, message: Message) -> Result<(), ClientGone> {
+        self.0.send(GenerateReply { message: Some(message) }).await
+    }
+}
+
+#[tonic::async_trait]
+impl Decode for Service {
+    type GenerateStream = Replies<GenerateReply>;
+
+    async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
+        let (worker, request) = (self.0.clone(), request.into_inner());
+        let span = tracing::debug_span!("generate", request_id = request.request_id, attempt = request.attempt);
+        let replies =
+            self.0.requests.start(|replies| async move { worker.serve(request, Client(replies)).await }.instrument(span));
+        Ok(Response::new(replies))
+    }
+}
+
+impl Worker {
+    async fn serve(&self, request: GenerateRequest, client: Client) -> Result<(), ClientGone> {
+        let Err(ended) = self.run(request, &client).await else { return Ok(()) };
+        tracing::debug!(%ended, "generation ended early");
+        client.send(Message::Failure(ended.tell(&self.instance_id)?)).await
+    }
+
+    async fn run(&self, request: GenerateRequest, client: &Client) -> Result<(), Ended> {
+        if request.instance_id != self.instance_id {
+            return Err(Ended::WrongInstance { asked_for: request.instance_id });
+        }
+        if self.requests.is_draining() {
+            return Err(Ended::Draining);
+        }
+        let request = Request::check(request, self.engine.info().vocab_size)?;
+        match request.prefill.clone() {
+            None => self.local(request, client).await,
+            Some(prefill) => remote::run(self, request, prefill, client).await,
+        }
+    }
+
+    async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
+        let Request { generate, output, .. } = request;
+        let prompt_tokens = u32::try_from(generate.prompt.len()).unwrap_or(u32::MAX);
+        let mut job = self.engine.generate(generate).await?;
+        let Some(Event::Scheduled { cached_tokens }) = job.next().await else { return Err(Ended::Engine) };
+        self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
+        let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
+        client.send(Message::Scheduled(scheduled(reported))).await?;
+        forward(&mut job, output, client).await
+    }
+}

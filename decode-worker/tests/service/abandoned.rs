@@ -1,0 +1,84 @@
+//! Clients that go away. Whatever was taken is given back, on both workers.
+
+use crate::harness::{Cluster, Setup, prompt};
+use tandem_proto::v1::generate_reply::Message;
+
+#[tokio::test]
+async fn while_the_prompt_waits_on_the_prefill_worker() {
+    let mut slow = Setup::slow();
+    slow.engine.batch_max = 1;
+    let cluster = Cluster::start(slow, Setup::default()).await;
+    let first = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
+    cluster.prefill.until(|load| load.running_sequences == 1).await;
+    let second = cluster.open(cluster.remote(prompt(2, 10_000), 10)).await;
+    cluster.prefill.until(|load| load.waiting_requests == 1).await;
+    drop(second);
+    cluster.prefill.until(|load| load.waiting_requests == 0).await;
+    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first goes on");
+    drop(first);
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn while_the_prompt_is_computed_and_sent() {
+    let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
+    replies.scheduled().await;
+    cluster.decode.until(|load| load.in_use_blocks == 625).await;
+    drop(replies);
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn while_decode_has_no_blocks_for_it() {
+    let mut full = Setup::default();
+    full.sim.capacity_blocks = 80;
+    full.sim.speedup = 1.0;
+    let cluster = Cluster::start(Setup::default(), full).await;
+    let mut running = cluster.open(cluster.local(prompt(1, 1_000), 200)).await;
+    running.scheduled().await;
+    let mut waiting = cluster.open(cluster.remote(prompt(2, 1_000), 10)).await;
+    waiting.scheduled().await;
+    cluster.decode.until(|load| load.waiting_requests == 1).await;
+    drop(waiting);
+    cluster.prefill.idle().await;
+    cluster.decode.until(|load| load.waiting_requests == 0).await;
+    drop(running);
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn while_tokens_are_generated() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    for request in [cluster.remote(prompt(1, 100), 30_000), cluster.local(prompt(2, 100), 30_000)] {
+        let mut replies = cluster.open(request).await;
+        replies.scheduled().await;
+        replies.started().await;
+        assert!(matches!(replies.next().await, Some(Message::Tokens(_))));
+        assert!(cluster.decode.engine.load().in_use_blocks > 0);
+        drop(replies);
+        cluster.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn at_any_moment() {
+    let setup = Setup { sim: tandem_engine::sim::SimSettings { speedup: 20.0, ..Default::default() }, ..Setup::default() };
+    let cluster = Cluster::start(setup.clone(), setup).await;
+    let requests = (0..60_u32).map(|number| {
+        let cluster = &cluster;
+        async move {
+            let prompt = prompt(number % 7, 50 + number * 11);
+            let request = if number % 3 == 0 { cluster.local(prompt, 40) } else { cluster.remote(prompt, 40) };
+            let mut replies = cluster.open(request).await;
+            // Every second client leaves after as many messages as its number says.
+            let patience = if number % 2 == 0 { number as usize / 2 } else { usize::MAX };
+            let mut heard = 0;
+            while heard < patience && replies.next().await.is_some() {
+                heard += 1;
+            }
+        }
+    });
+    futures::future::join_all(requests).await;
+    cluster.idle().await;
+}

@@ -1,0 +1,286 @@
+//! What breaks, and how it is told.
+
+use crate::harness::{Cluster, SOON, Setup, prompt};
+use std::time::Duration;
+use tandem_engine::sim::SimSettings;
+use tandem_proto::v1::{
+    PrefillReply, PrefillRequest, PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message, prefill_reply,
+    prefill_request,
+};
+use tandem_transfer::{Tcp, TransferError, Transport};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status, Streaming};
+
+/// A decode worker that the test plays.
+struct Played {
+    requests: mpsc::Sender<PrefillRequest>,
+    replies: Streaming<PrefillReply>,
+}
+
+impl Played {
+    async fn open(cluster: &Cluster, first: prefill_request::Message) -> Result<Self, Status> {
+        let (requests, receiver) = mpsc::channel(4);
+        requests.try_send(PrefillRequest { message: Some(first) }).expect("there is room");
+        let replies = cluster.to_prefill.clone().prefill(ReceiverStream::new(receiver)).await?.into_inner();
+        Ok(Self { requests, replies })
+    }
+
+    async fn start(cluster: &Cluster, prompt: Vec<u32>) -> Self {
+        let first = prefill_request::Message::Start(start(cluster, prompt));
+        Self::open(cluster, first).await.expect("a start comes first")
+    }
+
+    async fn next(&mut self) -> Result<Option<prefill_reply::Message>, Status> {
+        let reply = tokio::time::timeout(SOON, self.replies.message()).await.expect("an answer comes")?;
+        Ok(reply.and_then(|reply| reply.message))
+    }
+
+    async fn scheduled(&mut self) {
+        assert!(matches!(self.next().await, Ok(Some(prefill_reply::Message::Scheduled(_)))));
+    }
+
+    async fn failure(&mut self) -> (Reason, String) {
+        match self.next().await {
+            Ok(Some(prefill_reply::Message::Failure(failure))) => {
+                assert!(matches!(self.next().await, Ok(None)), "nothing follows a failure");
+                (failure.reason(), failure.instance_id)
+            }
+            other => panic!("{other:?} is no failure"),
+        }
+    }
+
+    async fn say(&self, message: prefill_request::Message) {
+        self.requests.send(PrefillRequest { message: Some(message) }).await.expect("the stream is open");
+    }
+}
+
+fn start(cluster: &Cluster, prompt: Vec<u32>) -> PrefillStart {
+    PrefillStart {
+        request_id: "request".to_owned(),
+        attempt: 1,
+        instance_id: cluster.prefill.info.instance_id.clone(),
+        prompt,
+        cache_namespace: b"sim".to_vec(),
+        ..Default::default()
+    }
+}
+
+fn ticket(address: &str, missing_blocks: Vec<u32>) -> prefill_request::Message {
+    prefill_request::Message::Ticket(Ticket { ticket: 1, address: address.to_owned(), missing_blocks })
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_is_not_there_is_lost() {
+    let mut cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let lost = (Reason::PrefillLost, cluster.prefill.info.instance_id.clone());
+    // Once connected to, once not.
+    cluster.answer(cluster.remote(prompt(1, 50), 1)).await;
+    cluster.prefill.kill();
+    assert_eq!(cluster.failure(cluster.remote(prompt(1, 50), 1)).await, lost);
+    let nowhere = WorkerRef { instance_id: "nobody".to_owned(), address: "no address".to_owned(), worker_id: String::new() };
+    let mut request = cluster.remote(prompt(1, 50), 1);
+    request.prefill = Some(nowhere);
+    assert_eq!(cluster.failure(request).await, (Reason::PrefillLost, "nobody".to_owned()));
+    cluster.decode.idle().await;
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_dies_before_it_has_begun_is_lost() {
+    let mut slow = Setup::slow();
+    slow.engine.batch_max = 1;
+    let mut cluster = Cluster::start(slow, Setup::default()).await;
+    let _running = Played::start(&cluster, prompt(1, 10_000)).await;
+    cluster.prefill.until(|load| load.running_sequences == 1).await;
+    let mut waiting = cluster.open(cluster.remote(prompt(2, 100), 1)).await;
+    cluster.prefill.until(|load| load.waiting_requests == 1).await;
+    cluster.prefill.kill();
+    let Some(Message::Failure(failure)) = waiting.next().await else { panic!("it was not scheduled") };
+    assert_eq!((failure.reason(), failure.instance_id), (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    cluster.decode.idle().await;
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_dies_in_the_middle_is_lost() {
+    let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
+    replies.scheduled().await;
+    cluster.decode.until(|load| load.in_use_blocks == 625).await;
+    cluster.prefill.kill();
+    let Some(Message::Failure(failure)) = replies.next().await else { panic!("it cannot go on") };
+    assert_eq!((failure.reason(), failure.instance_id), (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert!(replies.next().await.is_none());
+    cluster.decode.idle().await;
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_dies_sets_the_prefill_worker_free() {
+    let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
+    replies.scheduled().await;
+    cluster.decode.until(|load| load.in_use_blocks == 625).await;
+    cluster.decode.kill();
+    cluster.prefill.idle().await;
+}
+
+#[tokio::test]
+async fn no_ticket_in_time_lets_go_and_keeps_what_is_computed() {
+    let setup = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
+    let cluster = Cluster::start(setup, Setup::default()).await;
+    let mut played = Played::start(&cluster, prompt(1, 100)).await;
+    played.scheduled().await;
+    assert_eq!(played.failure().await, (Reason::Timeout, cluster.prefill.info.instance_id.clone()));
+    cluster.prefill.idle().await;
+    assert_eq!(cluster.answer(cluster.remote(prompt(1, 100), 1)).await.cached_tokens(), Some(96));
+}
+
+#[tokio::test]
+async fn a_decode_worker_without_blocks_is_the_one_to_leave_out() {
+    let quick = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
+    let mut full = Setup::default();
+    full.sim = SimSettings { capacity_blocks: 80, speedup: 1.0, ..full.sim };
+    let cluster = Cluster::start(quick, full).await;
+    let mut running = cluster.open(cluster.local(prompt(1, 1_000), 200)).await;
+    running.scheduled().await;
+    let failure = cluster.failure(cluster.remote(prompt(2, 1_000), 10)).await;
+    assert_eq!(failure, (Reason::Timeout, cluster.decode.info.instance_id.clone()));
+    drop(running);
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn kv_that_does_not_land_in_time_is_given_up() {
+    let impatient = Setup { landing_wait: Duration::from_millis(300), ..Setup::default() };
+    let cluster = Cluster::start(Setup::slow(), impatient).await;
+    let failure = cluster.failure(cluster.remote(prompt(1, 10_000), 10)).await;
+    assert_eq!(failure, (Reason::Timeout, cluster.prefill.info.instance_id.clone()));
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn another_instance_is_named_as_the_culprit() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let wrong = (Reason::WrongInstance, "before".to_owned());
+    let mut request = cluster.remote(prompt(1, 50), 1);
+    request.prefill.as_mut().expect("set").instance_id = "before".to_owned();
+    assert_eq!(cluster.failure(request).await, wrong);
+    let mut request = cluster.local(prompt(1, 50), 1);
+    request.instance_id = "before".to_owned();
+    assert_eq!(cluster.failure(request).await, wrong);
+}
+
+#[tokio::test]
+async fn full_queues_refuse() {
+    let mut slow = Setup::slow();
+    (slow.engine.batch_max, slow.engine.queue_max) = (1, 1);
+    let decode = Setup { remote_waiting_max: 2, ..slow.clone() };
+    let cluster = Cluster::start(slow, decode).await;
+    let (prefill, decode) = (cluster.prefill.info.instance_id.clone(), cluster.decode.info.instance_id.clone());
+    let running = Played::start(&cluster, prompt(1, 10_000)).await;
+    cluster.prefill.until(|load| load.running_sequences == 1).await;
+    let waiting = cluster.open(cluster.remote(prompt(2, 10_000), 1)).await;
+    cluster.prefill.until(|load| load.waiting_requests == 1).await;
+    assert_eq!(cluster.failure(cluster.remote(prompt(3, 100), 1)).await, (Reason::Full, prefill), "the prefill worker's queue");
+    drop(running);
+    cluster.prefill.until(|load| load.waiting_requests == 0).await;
+    let another = cluster.open(cluster.remote(prompt(4, 10_000), 1)).await;
+    cluster.prefill.until(|load| load.waiting_requests == 1).await;
+    let full = (Reason::Full, decode);
+    assert_eq!(cluster.failure(cluster.remote(prompt(5, 100), 1)).await, full, "those who wait for a prefill");
+    drop((waiting, another));
+    cluster.idle().await;
+
+    let local = [cluster.open(cluster.local(prompt(6, 10_000), 1)).await];
+    cluster.decode.until(|load| load.running_sequences == 1).await;
+    let queued = cluster.open(cluster.local(prompt(7, 10_000), 1)).await;
+    cluster.decode.until(|load| load.waiting_requests == 1).await;
+    assert_eq!(cluster.failure(cluster.local(prompt(8, 100), 1)).await, full, "the engine's queue");
+    drop((local, queued));
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn what_breaks_the_protocol_is_an_error() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let no_start = Played::open(&cluster, ticket("a:1", vec![])).await.err().expect("a ticket is no start");
+    assert_eq!(no_start.code(), Code::InvalidArgument);
+    let again = prefill_request::Message::Start(start(&cluster, prompt(1, 50)));
+    for second in [again, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {
+        let mut played = Played::start(&cluster, prompt(1, 50)).await;
+        played.scheduled().await;
+        played.say(second).await;
+        assert_eq!(played.next().await.expect_err("it breaks the protocol").code(), Code::InvalidArgument);
+    }
+    let mut played = Played::start(&cluster, vec![u32::MAX]).await;
+    assert_eq!(played.failure().await, (Reason::Invalid, cluster.prefill.info.instance_id.clone()));
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn a_decode_worker_that_refuses_or_is_gone_ends_the_prefill() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let gone = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").to_string();
+    for address in [cluster.decode.address.clone(), gone] {
+        let mut played = Played::start(&cluster, prompt(1, 50)).await;
+        played.scheduled().await;
+        played.say(ticket(&address, vec![0, 1, 2, 3])).await;
+        assert_eq!(played.failure().await, (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    }
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn nobody_writes_without_a_ticket() {
+    let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let mut replies = cluster.open(cluster.remote(prompt(1, 300), 4)).await;
+    replies.scheduled().await;
+    cluster.decode.until(|load| load.in_use_blocks > 0).await;
+    for guess in [0, 1, u64::MAX] {
+        let mut push = Tcp::default().open(&cluster.decode.address, guess).expect("an address");
+        let pushing = async {
+            push.send(0, vec![0; 128].into()).await?;
+            push.finish().await
+        };
+        assert!(matches!(pushing.await, Err(TransferError::Refused(_))));
+    }
+    let expected = Cluster::start(Setup::default(), Setup::default()).await;
+    let expected = expected.answer(expected.local(prompt(1, 300), 4)).await;
+    assert_eq!(replies.tokens().await, expected.tokens[&0]);
+}
+
+#[tokio::test]
+async fn draining_finishes_what_runs_and_refuses_the_rest() {
+    // Long enough to drain in the middle: 3 chunks of 320 ms.
+    let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let mut running = cluster.open(cluster.remote(prompt(1, 200), 10)).await;
+    running.scheduled().await;
+    cluster.decode.until(|load| load.in_use_blocks > 0).await;
+    let (prefill, decode) = (cluster.prefill.shutdown.clone(), cluster.decode.shutdown.clone());
+    let ending = async { tokio::join!(prefill.run(SOON), decode.run(SOON)) };
+    let serving = async {
+        cluster.decode.shutdown.draining().await;
+        let refused = cluster.failure(cluster.local(prompt(2, 50), 1)).await;
+        assert_eq!(refused, (Reason::Draining, cluster.decode.info.instance_id.clone()));
+        let mut played = Played::start(&cluster, prompt(3, 50)).await;
+        assert_eq!(played.failure().await, (Reason::Draining, cluster.prefill.info.instance_id.clone()));
+        running.tokens().await
+    };
+    let (_, tokens) = tokio::join!(ending, serving);
+    assert_eq!(tokens.len(), 10, "its blocks could still arrive");
+    for worker in [&mut cluster.prefill, &mut cluster.decode] {
+        let ok = tokio::time::timeout(SOON, &mut worker.ended).await.expect("it ends").expect("it says how");
+        assert!(ok);
+    }
+    assert!(tokio::time::timeout(SOON, cluster.to_prefill.prefill(tokio_stream::empty())).await.expect("at once").is_err());
+}
+
+#[tokio::test]
+async fn after_the_grace_period_what_runs_ends_with_an_error() {
+    let cluster = Cluster::start(Setup::default(), Setup::slow()).await;
+    let mut running = cluster.open(cluster.local(prompt(1, 10_000), 10)).await;
+    running.scheduled().await;
+    cluster.decode.shutdown.run(Duration::from_millis(50)).await;
+    let error = tokio::time::timeout(SOON, running.0.message()).await.expect("it ends").expect_err("not silently");
+    assert_eq!(error.code(), Code::Unavailable);
+    cluster.decode.idle().await;
+}

@@ -1,0 +1,344 @@
+//! Two workers with simulated engines, and a client.
+
+use std::{collections::BTreeMap, time::Duration};
+use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_engine::{
+    EngineHandle, EngineSettings,
+    sim::{SimEngine, SimSettings},
+};
+use tandem_node::{Metrics, Shutdown};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_proto::{
+    link::endpoint,
+    v1::{
+        DescribeRequest, Failure, Finished, GenerateReply, GenerateRequest, PromptLogprobs, Reason, Sampling, Scheduled, Started,
+        WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient, generate_reply::Message,
+        prefill_client::PrefillClient,
+    },
+};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tonic::{Streaming, transport::Channel};
+
+/// Time in which everything happens on the slowest machine.
+pub const SOON: Duration = Duration::from_secs(30);
+
+pub const BLOCK_BYTES: u64 = 128;
+
+/// What a test may want otherwise.
+#[derive(Clone)]
+pub struct Setup {
+    pub sim: SimSettings,
+    pub engine: EngineSettings,
+    pub report_cached_tokens: bool,
+    pub ticket_wait: Duration,
+    pub landing_wait: Duration,
+    pub remote_waiting_max: usize,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            sim: SimSettings { speedup: 100.0, ..Default::default() },
+            engine: EngineSettings { chunk_budget: 64, batch_max: 32, queue_max: 64, prefix_caching: true },
+            report_cached_tokens: true,
+            ticket_wait: SOON,
+            landing_wait: SOON,
+            remote_waiting_max: 64,
+        }
+    }
+}
+
+impl Setup {
+    /// So slow that nothing of length ends within a test.
+    pub fn slow() -> Self {
+        let sim = SimSettings { prefill_tokens_per_second: 200.0, ..SimSettings::default() };
+        Self { sim, ..Self::default() }
+    }
+
+    fn start(&self) -> EngineHandle {
+        EngineHandle::start(Box::new(SimEngine::new(self.sim)), self.engine)
+    }
+}
+
+/// A worker in a runtime of its own, which can die.
+pub struct Worker {
+    pub info: WorkerInfo,
+    pub address: String,
+    pub engine: EngineHandle,
+    pub metrics: Metrics,
+    pub shutdown: Shutdown,
+    /// Whether `run` returned without an error.
+    pub ended: oneshot::Receiver<bool>,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Worker {
+    pub async fn prefill(setup: &Setup) -> Self {
+        let settings = PrefillWorkerSettings {
+            worker_id: "prefill-0".to_owned(),
+            model: "sim".to_owned(),
+            revision: "1".to_owned(),
+            report_cached_tokens: setup.report_cached_tokens,
+            ticket_wait: setup.ticket_wait,
+        };
+        Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
+            tandem_prefill_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()
+        })
+        .await
+    }
+
+    pub async fn decode(setup: &Setup) -> Self {
+        let settings = DecodeWorkerSettings {
+            worker_id: "decode-0".to_owned(),
+            model: "sim".to_owned(),
+            revision: "1".to_owned(),
+            advertise: None,
+            report_cached_tokens: setup.report_cached_tokens,
+            remote_waiting_max: setup.remote_waiting_max,
+            landing_wait: setup.landing_wait,
+        };
+        Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
+            tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()
+        })
+        .await
+    }
+
+    async fn start<F>(
+        engine: EngineHandle,
+        run: impl FnOnce(TcpListener, EngineHandle, Metrics, Shutdown) -> F + Send + 'static,
+    ) -> Self
+    where
+        F: Future<Output = bool> + Send + 'static,
+    {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+        listener.set_nonblocking(true).expect("a socket");
+        let address = listener.local_addr().expect("bound").to_string();
+        let (metrics, shutdown, (end, ended)) = (Metrics::default(), Shutdown::default(), oneshot::channel());
+        let parts = (engine.clone(), metrics.clone(), shutdown.clone());
+        runtime.spawn(async move {
+            let listener = TcpListener::from_std(listener).expect("a runtime");
+            let ok = run(listener, parts.0, parts.1, parts.2).await;
+            // A test that does not ask has dropped the receiver.
+            let _ = end.send(ok);
+        });
+        let mut control = ControlClient::new(channel(&address).await);
+        let info = control.describe(DescribeRequest {}).await.expect("it serves").into_inner();
+        Self { info, address, engine, metrics, shutdown, ended, runtime: Some(runtime) }
+    }
+
+    pub fn reference(&self) -> WorkerRef {
+        WorkerRef {
+            worker_id: self.info.worker_id.clone(),
+            instance_id: self.info.instance_id.clone(),
+            address: self.address.clone(),
+        }
+    }
+
+    /// Closes every connection at once, as a process that is killed does.
+    pub fn kill(&mut self) {
+        self.runtime.take().expect("killed once").shutdown_background();
+    }
+
+    /// All blocks are given back and nothing waits.
+    pub async fn idle(&self) {
+        let idle = self.engine.wait_for_load(|load| {
+            load.in_use_blocks == 0
+                && load.running_sequences == 0
+                && load.waiting_requests == 0
+                && load.pending_prefill_tokens == 0
+        });
+        tokio::time::timeout(SOON, idle)
+            .await
+            .unwrap_or_else(|_| panic!("{} still holds: {:?}", self.address, self.engine.load()));
+        let load = self.engine.load();
+        assert_eq!(load.free_blocks + load.cached_blocks, self.info.capacity_blocks);
+    }
+
+    pub async fn until(&self, condition: impl FnMut(&tandem_kv::Load) -> bool) {
+        tokio::time::timeout(SOON, self.engine.wait_for_load(condition)).await.expect("it comes to that");
+    }
+
+    /// A metric's value; 0 when there is no such line.
+    pub fn metric(&self, series: &str) -> f64 {
+        let text = self.metrics.render();
+        let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        line.map_or(0.0, |value| value.parse().expect("a number"))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+pub async fn channel(address: &str) -> Channel {
+    let connecting = async {
+        let endpoint = endpoint(address).expect("host:port");
+        loop {
+            if let Ok(channel) = endpoint.connect().await {
+                return channel;
+            }
+        }
+    };
+    tokio::time::timeout(SOON, connecting).await.expect("it listens")
+}
+
+pub struct Cluster {
+    pub prefill: Worker,
+    pub decode: Worker,
+    pub client: DecodeClient<Channel>,
+    pub to_prefill: PrefillClient<Channel>,
+}
+
+impl Cluster {
+    pub async fn start(prefill: Setup, decode: Setup) -> Self {
+        let (prefill, decode) = (Worker::prefill(&prefill).await, Worker::decode(&decode).await);
+        let client = DecodeClient::new(channel(&decode.address).await);
+        let to_prefill = PrefillClient::new(channel(&prefill.address).await);
+        Self { prefill, decode, client, to_prefill }
+    }
+
+    pub async fn idle(&self) {
+        self.prefill.idle().await;
+        self.decode.idle().await;
+    }
+
+    /// Prefilled on the decode worker.
+    pub fn local(&self, prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
+        GenerateRequest {
+            request_id: "request".to_owned(),
+            attempt: 1,
+            instance_id: self.decode.info.instance_id.clone(),
+            prompt,
+            cache_namespace: b"sim".to_vec(),
+            sampling: Some(Sampling {
+                max_tokens: Some(max_tokens),
+                temperature: 1.0,
+                top_p: 1.0,
+                repetition_penalty: 1.0,
+                seed: 7,
+                ..Default::default()
+            }),
+            samples: 1,
+            ..Default::default()
+        }
+    }
+
+    /// Prefilled on the prefill worker.
+    pub fn remote(&self, prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
+        GenerateRequest { prefill: Some(self.prefill.reference()), ..self.local(prompt, max_tokens) }
+    }
+
+    pub async fn open(&self, request: GenerateRequest) -> Replies {
+        Replies(self.client.clone().generate(request).await.expect("it is taken").into_inner())
+    }
+
+    /// Runs a request to its end.
+    pub async fn answer(&self, request: GenerateRequest) -> Answer {
+        self.open(request).await.answer().await
+    }
+
+    /// Runs a request that fails.
+    pub async fn failure(&self, request: GenerateRequest) -> (Reason, String) {
+        let failure = self.answer(request).await.failure.expect("it fails");
+        (failure.reason(), failure.instance_id)
+    }
+}
+
+pub struct Replies(pub Streaming<GenerateReply>);
+
+impl Replies {
+    pub async fn next(&mut self) -> Option<Message> {
+        let reply = tokio::time::timeout(SOON, self.0.message()).await.expect("an answer comes").expect("no error");
+        reply.map(|reply| reply.message.expect("messages are not empty"))
+    }
+
+    pub async fn scheduled(&mut self) -> Scheduled {
+        match self.next().await {
+            Some(Message::Scheduled(scheduled)) => scheduled,
+            other => panic!("{other:?} comes before Scheduled"),
+        }
+    }
+
+    pub async fn started(&mut self) -> Started {
+        match self.next().await {
+            Some(Message::Started(started)) => started,
+            other => panic!("{other:?} comes before Started"),
+        }
+    }
+
+    /// The tokens of all that is still to come.
+    pub async fn tokens(&mut self) -> Vec<u32> {
+        let mut tokens = Vec::new();
+        while let Some(message) = self.next().await {
+            if let Message::Tokens(told) = message {
+                tokens.extend(told.tokens.into_iter().map(|token| token.token));
+            }
+        }
+        tokens
+    }
+
+    /// Takes all that comes, and holds the order of a stream.
+    pub async fn answer(mut self) -> Answer {
+        let mut answer = Answer::default();
+        while let Some(message) = self.next().await {
+            assert!(answer.failure.is_none(), "nothing follows a failure");
+            match message {
+                Message::Scheduled(scheduled) => {
+                    assert!(answer.scheduled.is_none() && answer.started.is_none(), "Scheduled comes once and first");
+                    answer.scheduled = Some(scheduled);
+                }
+                Message::Started(started) => {
+                    assert!(answer.scheduled.is_some() && answer.started.is_none(), "Started comes once, after Scheduled");
+                    answer.started = Some(started);
+                }
+                Message::PromptLogprobs(logprobs) => {
+                    assert!(answer.started.is_some() && answer.tokens.is_empty(), "before any token");
+                    answer.prompt_logprobs = Some(logprobs);
+                }
+                Message::Tokens(tokens) => {
+                    assert!(answer.started.is_some(), "tokens come after Started");
+                    assert!(!tokens.tokens.is_empty(), "no empty messages");
+                    assert!(!answer.finished.contains_key(&tokens.sample), "a sample that has finished is silent");
+                    answer.tokens.entry(tokens.sample).or_default().extend(tokens.tokens.iter().map(|token| token.token));
+                }
+                Message::Finished(finished) => {
+                    assert!(answer.finished.insert(finished.sample, finished).is_none(), "a sample finishes once");
+                }
+                Message::Failure(failure) => answer.failure = Some(failure),
+            }
+        }
+        answer
+    }
+}
+
+/// All that a stream said.
+#[derive(Debug, Default)]
+pub struct Answer {
+    pub scheduled: Option<Scheduled>,
+    pub started: Option<Started>,
+    pub prompt_logprobs: Option<PromptLogprobs>,
+    pub tokens: BTreeMap<u32, Vec<u32>>,
+    pub finished: BTreeMap<u32, Finished>,
+    pub failure: Option<Failure>,
+}
+
+impl Answer {
+    pub fn cached_tokens(&self) -> Option<u32> {
+        self.scheduled.as_ref().expect("Scheduled comes always").cached_tokens
+    }
+
+    pub fn kv_transfer_bytes(&self) -> u64 {
+        self.started.as_ref().expect("Started comes always").kv_transfer_bytes
+    }
+}
+
+/// A prompt that shares no block with those of other numbers.
+pub fn prompt(number: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|position| (number * 31 + position * 7) % 250).collect()
+}

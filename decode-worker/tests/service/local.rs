@@ -1,0 +1,177 @@
+//! Requests that are prefilled where they are decoded; what the worker tells about itself.
+
+use crate::harness::{Cluster, SOON, Setup, prompt};
+use tandem_kv::{KvBatch, Namespace, sequence_hashes};
+use tandem_proto::{
+    SnapshotAssembly,
+    v1::{Reason, WatchRequest, control_client::ControlClient, finished::FinishReason, watch_reply, worker_info::Role},
+};
+use tonic::Code;
+
+#[tokio::test]
+async fn a_prompt_is_counted_cold_then_warm() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let cold = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
+    assert_eq!((cold.cached_tokens(), cold.kv_transfer_bytes()), (Some(0), 0));
+    assert_eq!(cold.scheduled.as_ref().expect("always").cached_tokens_by_tier["device"], 0);
+    let warm = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
+    assert_eq!(warm.cached_tokens(), Some(96));
+    assert_eq!(warm.scheduled.as_ref().expect("always").cached_tokens_by_tier["device"], 96);
+    assert_eq!(warm.tokens, cold.tokens, "the cache never changes the answer");
+    assert_eq!(cold.finished[&0].reason(), FinishReason::Length);
+    assert_eq!(cold.tokens[&0].len(), 20);
+    cluster.idle().await;
+    for (series, value) in [
+        (r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="hit"}"#, 1.0),
+        (r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="miss"}"#, 1.0),
+        (r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#, 200.0),
+        (r#"tandem_worker_cached_tokens_total{worker="decode-0",tier="device"}"#, 96.0),
+    ] {
+        assert_eq!(cluster.decode.metric(series), value, "{series}");
+    }
+}
+
+#[tokio::test]
+async fn samples_draw_as_requests_of_their_own_and_are_counted_once() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let mut three = cluster.local(prompt(1, 50), 12);
+    three.samples = 3;
+    let three = cluster.answer(three).await;
+    assert_eq!(three.finished.len(), 3);
+    for sample in 0..3 {
+        let mut one = cluster.local(prompt(1, 50), 12);
+        one.sampling.as_mut().expect("set").seed += u64::from(sample);
+        assert_eq!(cluster.answer(one).await.tokens[&0], three.tokens[&sample]);
+    }
+    assert_eq!(cluster.decode.metric(r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#), 200.0);
+}
+
+#[tokio::test]
+async fn a_stop_token_ends_a_sample_and_is_told_but_not_as_output() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let whole = cluster.answer(cluster.local(prompt(1, 50), 12)).await.tokens.remove(&0).expect("a sample");
+    let stop = whole[5];
+    let first = whole.iter().position(|token| *token == stop).expect("it is there");
+    let mut request = cluster.local(prompt(1, 50), 12);
+    request.sampling.as_mut().expect("set").stop_token_ids = vec![stop];
+    let stopped = cluster.answer(request).await;
+    assert_eq!(stopped.tokens.get(&0).map_or(&[][..], Vec::as_slice), &whole[..first]);
+    assert_eq!((stopped.finished[&0].reason(), stopped.finished[&0].stop_token), (FinishReason::Stop, Some(stop)));
+}
+
+#[tokio::test]
+async fn logprobs_come_for_tokens_and_prompt_when_asked_for() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    cluster.answer(cluster.local(prompt(1, 50), 1)).await;
+    let mut request = cluster.local(prompt(1, 50), 0);
+    request.prompt_logprobs = Some(2);
+    let answer = cluster.answer(request).await;
+    assert_eq!(answer.cached_tokens(), Some(0), "computed without cache reads");
+    let told = answer.prompt_logprobs.expect("asked for").tokens;
+    assert_eq!(told.iter().map(|token| token.token).collect::<Vec<_>>(), prompt(1, 50));
+    assert!(told[0].logprob.is_none() && told[1..].iter().all(|token| token.logprob.is_some() && token.top.len() == 2));
+    assert!(answer.tokens.is_empty());
+    assert_eq!(answer.finished[&0].reason(), FinishReason::Length);
+}
+
+#[tokio::test]
+async fn a_worker_that_reports_nothing_says_so_by_silence() {
+    let silent = Setup { report_cached_tokens: false, ..Setup::default() };
+    let cluster = Cluster::start(silent.clone(), silent).await;
+    for request in [cluster.local(prompt(1, 100), 4), cluster.remote(prompt(2, 100), 4)] {
+        for _ in 0..2 {
+            let scheduled = cluster.answer(request.clone()).await.scheduled.expect("it comes all the same");
+            assert_eq!((scheduled.cached_tokens, scheduled.cached_tokens_by_tier.len()), (None, 0));
+        }
+    }
+    let series = r#"tandem_worker_cached_tokens_total{worker="prefill-0",tier="device"}"#;
+    assert_eq!(cluster.prefill.metric(series), 96.0, "its own counters know");
+}
+
+#[tokio::test]
+async fn with_caching_off_zero_is_reported() {
+    let mut setup = Setup::default();
+    setup.engine.prefix_caching = false;
+    let cluster = Cluster::start(setup.clone(), setup).await;
+    for request in [cluster.local(prompt(1, 100), 4), cluster.remote(prompt(2, 100), 4)] {
+        for _ in 0..2 {
+            assert_eq!(cluster.answer(request.clone()).await.cached_tokens(), Some(0));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_holds_up_nobody_else() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let mut unread = cluster.local(prompt(1, 100), 20_000);
+    unread.samples = 2;
+    let unread = cluster.open(unread).await;
+    for number in 2..6 {
+        assert_eq!(cluster.answer(cluster.local(prompt(number, 100), 10)).await.tokens[&0].len(), 10);
+    }
+    drop(unread);
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn what_can_never_run_is_refused_as_invalid() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let decode = cluster.decode.info.instance_id.clone();
+    let mut requests = vec![cluster.local(prompt(1, 50), u32::MAX), cluster.local(vec![], 1), cluster.local(vec![u32::MAX], 1)];
+    requests.extend([cluster.remote(vec![u32::MAX], 1), cluster.local(prompt(1, 70_000), 1)]);
+    let mut nan = cluster.local(prompt(1, 50), 1);
+    nan.sampling.as_mut().expect("set").temperature = f32::NAN;
+    requests.push(nan);
+    for request in requests {
+        assert_eq!(cluster.failure(request).await, (Reason::Invalid, decode.clone()));
+    }
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn workers_tell_what_they_are_and_what_they_hold() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let info = &cluster.decode.info;
+    assert_eq!((info.role(), info.worker_id.as_str(), info.block_size, info.block_bytes), (Role::Decode, "decode-0", 16, 128));
+    assert_eq!((cluster.prefill.info.role(), cluster.prefill.info.model.as_str()), (Role::Prefill, "sim"));
+
+    cluster.answer(cluster.local(prompt(1, 40), 1)).await;
+    let control = ControlClient::new(crate::harness::channel(&cluster.decode.address).await);
+    let watch = |instance_id: &str| {
+        let request = WatchRequest { instance_id: instance_id.to_owned() };
+        let mut control = control.clone();
+        async move { control.watch(request).await }
+    };
+    assert_eq!(watch("another").await.expect_err("another instance").code(), Code::FailedPrecondition);
+    let mut replies = watch(&info.instance_id).await.expect("this instance").into_inner();
+    let mut assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
+    let mut next = async || {
+        let reply = tokio::time::timeout(SOON, replies.message()).await.expect("it comes").expect("no error");
+        reply.expect("the stream is open").message.expect("messages are not empty")
+    };
+    let snapshot = loop {
+        let watch_reply::Message::Snapshot(chunk) = next().await else { panic!("the snapshot comes first") };
+        if let Some(snapshot) = assembly.push(chunk).expect("a snapshot") {
+            break snapshot;
+        }
+    };
+    let hashes = |number| sequence_hashes(&Namespace::from_bytes(b"sim"), 16, &prompt(number, 40));
+    let held: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
+    assert_eq!(held, hashes(1));
+
+    cluster.answer(cluster.local(prompt(2, 40), 1)).await;
+    let (mut stored, mut taken_in, mut last) = (Vec::new(), Vec::new(), snapshot.at_event_id);
+    while stored.len() < 2 || taken_in.is_empty() {
+        let watch_reply::Message::Batch(batch) = next().await else { panic!("one snapshot is enough") };
+        let batch = KvBatch::try_from(batch).expect("a batch");
+        for event in &batch.events {
+            assert_eq!(event.event_id, last + 1, "no gaps");
+            last = event.event_id;
+            let tandem_kv::Change::Stored(chain) = &event.change else { panic!("nothing is removed") };
+            stored.extend(chain.sequence_hashes.clone());
+        }
+        taken_in.extend(batch.taken_in);
+    }
+    assert_eq!(stored, hashes(2));
+    assert_eq!(taken_in, ["request"]);
+}

@@ -1,0 +1,81 @@
+//! Requests that are prefilled on another worker.
+
+use crate::harness::{BLOCK_BYTES, Cluster, Setup, prompt};
+
+#[tokio::test]
+async fn a_remote_prefill_gives_the_tokens_of_a_local_one() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let alone = Cluster::start(Setup::default(), Setup::default()).await;
+    for (number, len) in [(1, 1), (2, 2), (3, 16), (4, 17), (5, 33), (6, 100), (7, 1_000)] {
+        let (mut remote, mut local) = (cluster.remote(prompt(number, len), 24), alone.local(prompt(number, len), 24));
+        (remote.samples, local.samples) = (3, 3);
+        let (remote, local) = (cluster.answer(remote).await, alone.answer(local).await);
+        assert_eq!(remote.failure, None);
+        assert_eq!(remote.tokens, local.tokens, "a prompt of {len}");
+        let blocks = u64::from((len - 1).div_ceil(16));
+        assert_eq!(remote.kv_transfer_bytes(), blocks * BLOCK_BYTES, "a prompt of {len}");
+    }
+    cluster.idle().await;
+    let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
+    for (worker, name, direction) in [(&cluster.prefill, "prefill-0", "sent"), (&cluster.decode, "decode-0", "received")] {
+        let labels = format!(r#"{{worker="{name}",transport="tcp",direction="{direction}"}}"#);
+        assert_eq!(worker.metric(&format!("tandem_worker_kv_transfer_bytes_total{labels}")), sent as f64);
+        assert_eq!(worker.metric(&format!("tandem_worker_kv_transfer_duration_seconds_count{labels}")), 6.0);
+    }
+}
+
+#[tokio::test]
+async fn the_prefill_workers_count_is_the_answer_and_only_it_counts() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    // Decode comes to hold the whole prompt; the prefill worker has never seen it.
+    cluster.answer(cluster.local(prompt(1, 100), 4)).await;
+    let first = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
+    assert_eq!(first.cached_tokens(), Some(0), "never decode's own match");
+    let second = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
+    assert_eq!(second.cached_tokens(), Some(96));
+    cluster.idle().await;
+    let counted = |worker: &str| format!(r#"tandem_worker_prompt_tokens_total{{worker="{worker}"}}"#);
+    assert_eq!(cluster.decode.metric(&counted("decode-0")), 100.0);
+    assert_eq!(cluster.prefill.metric(&counted("prefill-0")), 200.0);
+    assert_eq!(cluster.prefill.metric(r#"tandem_worker_cached_tokens_total{worker="prefill-0",tier="device"}"#), 96.0);
+}
+
+#[tokio::test]
+async fn blocks_that_decode_holds_are_not_sent() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let cold = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
+    assert_eq!(cold.kv_transfer_bytes(), 7 * BLOCK_BYTES);
+    let warm = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
+    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the block that is not full");
+    assert_eq!(warm.tokens, cold.tokens);
+    let longer: Vec<u32> = prompt(1, 64).into_iter().chain(prompt(9, 65)).collect();
+    let longer = cluster.answer(cluster.remote(longer, 4)).await;
+    assert_eq!((longer.cached_tokens(), longer.kv_transfer_bytes()), (Some(64), 4 * BLOCK_BYTES));
+    // All 97 - 1 tokens are full blocks that decode holds: nothing is sent, and the prefill worker is not waited for.
+    let whole = cluster.answer(cluster.remote(prompt(1, 97), 4)).await;
+    assert_eq!((whole.cached_tokens(), whole.kv_transfer_bytes()), (Some(96), 0));
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn many_requests_at_once_are_all_answered_as_if_alone() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let alone = Cluster::start(Setup::default(), Setup::default()).await;
+    let requests = (0..24).map(|number| cluster.answer(cluster.remote(prompt(number, 40 + number * 13), 16)));
+    let answers = futures::future::join_all(requests).await;
+    for (number, answer) in (0..).zip(answers) {
+        let expected = alone.answer(alone.local(prompt(number, 40 + number * 13), 16)).await;
+        assert_eq!(answer.tokens, expected.tokens, "request {number}");
+    }
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn blocks_are_sent_while_later_chunks_compute() {
+    // A chunk of 64 tokens takes 320 ms: the first of 4 has long landed when the last is computed.
+    let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let answer = cluster.answer(cluster.remote(prompt(1, 257), 1)).await;
+    let started = answer.started.expect("it ran");
+    assert!(started.kv_transfer_ms > 600.0, "the first block landed {} ms before the last", started.kv_transfer_ms);
+    cluster.idle().await;
+}
