@@ -21,7 +21,7 @@ pub struct Question {
     pub prompt_tokens: u32,
     /// Tokens of a block.
     pub block_size: u32,
-    /// Where it may be prefilled; [`Question::allowed`] adds what the prompt itself demands.
+    /// Where it may be prefilled; the prompt itself may demand a place, too.
     pub prefill: PrefillPlace,
     /// Logits of prompt tokens are wanted.
     pub prompt_logits: bool,

@@ -126,7 +126,10 @@ impl Held {
                 self.booking = Some(booking);
                 route_reply::Message::Placement(placement)
             }
-            Err(not_placed) => route_reply::Message::Failure(failure(not_placed)),
+            Err(not_placed) => {
+                tracing::debug!(request_id = %self.asked.request_id, attempt = self.attempts, "not placed: {not_placed}");
+                route_reply::Message::Failure(failure(not_placed))
+            }
         };
         RouteReply { message: Some(message) }
     }

@@ -1,0 +1,307 @@
+//! Workers whose every word the test says, a router over real sockets, and a client of it.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot, StoredChain};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::{
+    event_batch, link, snapshot_chunks,
+    v1::{
+        AttemptFailed, Candidate, DescribeRequest, Failure, Placement, PrefillReleased, Reason, RoutePrompt, RouteReply,
+        RouteRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView, WorkersReply, WorkersRequest,
+        control_server::{Control, ControlServer},
+        route_reply, route_request,
+        router_client::RouterClient,
+        watch_reply,
+        worker_info::Role,
+    },
+};
+use tandem_router::{RouterError, RouterSettings};
+use tokio::{
+    net::TcpListener,
+    sync::{
+        mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+        oneshot,
+    },
+    time::{sleep, timeout},
+};
+use tokio_stream::{Stream, wrappers::UnboundedReceiverStream};
+use tonic::{Request, Response, Status, Streaming, transport::Channel};
+
+/// Longer than anything here takes on a busy machine; only a failure waits for it.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+pub const BLOCK: u32 = 16;
+
+/// Waits for what has to come.
+pub async fn soon<T>(what: impl Future<Output = T>) -> T {
+    timeout(PATIENCE, what).await.expect("it comes in time")
+}
+
+/// A worker's process, as far as the router sees it.
+pub struct FakeWorker {
+    pub address: String,
+    info: Arc<Mutex<WorkerInfo>>,
+    watches: UnboundedReceiver<FakeWatch>,
+}
+
+/// The worker's end of one `Watch` stream. Dropping it ends the stream.
+pub struct FakeWatch {
+    instance_id: String,
+    replies: UnboundedSender<Result<WatchReply, Status>>,
+}
+
+struct Service {
+    info: Arc<Mutex<WorkerInfo>>,
+    watches: UnboundedSender<FakeWatch>,
+}
+
+#[tonic::async_trait]
+impl Control for Service {
+    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+        Ok(Response::new(self.info.lock().expect("not poisoned").clone()))
+    }
+
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
+
+    async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let instance_id = request.into_inner().instance_id;
+        if instance_id != self.info.lock().expect("not poisoned").instance_id {
+            return Err(Status::failed_precondition("another instance"));
+        }
+        let (replies, stream) = unbounded_channel();
+        self.watches.send(FakeWatch { instance_id, replies }).map_err(|_| Status::unavailable("the test is over"))?;
+        Ok(Response::new(Box::pin(UnboundedReceiverStream::new(stream))))
+    }
+}
+
+impl FakeWorker {
+    pub async fn start(role: Role, worker_id: &str) -> Self {
+        let info = WorkerInfo {
+            role: role.into(),
+            worker_id: worker_id.to_owned(),
+            instance_id: format!("{worker_id}-1"),
+            model: "m".to_owned(),
+            revision: "r".to_owned(),
+            block_size: BLOCK,
+            capacity_blocks: 100_000,
+            block_bytes: 1_000,
+            ..Default::default()
+        };
+        let (info, (watches, received)) = (Arc::new(Mutex::new(info)), unbounded_channel());
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let service = ControlServer::new(Service { info: info.clone(), watches });
+        tokio::spawn(link::server().add_service(service).serve_with_incoming(link::incoming(listener)));
+        Self { address, info, watches: received }
+    }
+
+    pub fn describe_as(&self, change: impl FnOnce(&mut WorkerInfo)) {
+        change(&mut self.info.lock().expect("not poisoned"));
+    }
+
+    /// The router's next `Watch`.
+    pub async fn watched(&mut self) -> FakeWatch {
+        soon(self.watches.recv()).await.expect("the server runs")
+    }
+
+    /// Joins with an empty cache.
+    pub async fn join(&mut self) -> FakeWatch {
+        let watch = self.watched().await;
+        watch.snapshot(0, &[]);
+        watch
+    }
+}
+
+impl FakeWatch {
+    pub fn send(&self, message: watch_reply::Message) {
+        self.replies.send(Ok(WatchReply { message: Some(message) })).expect("the router listens");
+    }
+
+    pub fn fail(self, status: Status) {
+        self.replies.send(Err(status)).expect("the router listens");
+    }
+
+    /// One chain, from the root.
+    pub fn snapshot(&self, at_event_id: u64, hashes: &[u64]) {
+        let stored = if hashes.is_empty() { vec![] } else { vec![chain(None, hashes)] };
+        for chunk in snapshot_chunks(&self.instance_id, &Snapshot { at_event_id, stored }) {
+            self.send(watch_reply::Message::Snapshot(chunk));
+        }
+    }
+
+    pub fn events(&self, first: u64, changes: Vec<Change>) {
+        let events: Vec<KvEvent> = (first..).zip(changes).map(|(event_id, change)| KvEvent { event_id, change }).collect();
+        let last_event_id = first + events.len() as u64 - 1;
+        self.batch(KvBatch { last_event_id, events, ..Default::default() });
+    }
+
+    /// No events; `last_event_id` is what the worker says to have made.
+    pub fn heartbeat(&self, last_event_id: u64, load: Load, taken_in: &[&str]) {
+        let taken_in = taken_in.iter().map(|id| (*id).to_owned()).collect();
+        self.batch(KvBatch { last_event_id, load, taken_in, ..Default::default() });
+    }
+
+    fn batch(&self, batch: KvBatch) {
+        self.send(watch_reply::Message::Batch(event_batch(&self.instance_id, &batch, 0)));
+    }
+
+    /// The router has let go of this stream.
+    pub async fn abandoned(&self) {
+        soon(self.replies.closed()).await;
+    }
+}
+
+pub fn hashes(numbers: &[u64]) -> Vec<SequenceHash> {
+    numbers.iter().copied().map(SequenceHash).collect()
+}
+
+pub fn chain(parent: Option<u64>, numbers: &[u64]) -> StoredChain {
+    StoredChain { parent: parent.map(SequenceHash), sequence_hashes: hashes(numbers) }
+}
+
+pub fn stored(parent: Option<u64>, numbers: &[u64]) -> Change {
+    Change::Stored(chain(parent, numbers))
+}
+
+/// A router under test.
+pub struct TestRouter {
+    pub client: RouterClient<Channel>,
+    pub metrics: Metrics,
+    pub shutdown: Shutdown,
+    pub ended: oneshot::Receiver<Result<(), RouterError>>,
+    pub address: SocketAddr,
+}
+
+impl TestRouter {
+    pub async fn start(workers: &[&FakeWorker], settings: RouterSettings) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+        let workers = workers.iter().map(|worker| worker.address.clone()).collect();
+        let settings = RouterSettings { workers, seed: 4, ..settings };
+        let (tell, ended) = oneshot::channel();
+        let running = tandem_router::run(listener, settings, metrics.clone(), shutdown.clone());
+        shutdown.spawn(async move { drop(tell.send(running.await)) });
+        let client = RouterClient::new(Self::connect(address).await);
+        Self { client, metrics, shutdown, ended, address }
+    }
+
+    pub async fn connect(address: SocketAddr) -> Channel {
+        link::endpoint(&address.to_string()).expect("an address").connect().await.expect("the router listens")
+    }
+
+    pub async fn view(&self) -> WorkersReply {
+        self.client.clone().workers(WorkersRequest {}).await.expect("it always answers").into_inner()
+    }
+
+    /// Waits until the router's view is as it should become.
+    pub async fn until(&self, done: impl Fn(&WorkersReply) -> bool) -> WorkersReply {
+        let reached = timeout(PATIENCE, async {
+            loop {
+                let view = self.view().await;
+                if done(&view) {
+                    return view;
+                }
+                sleep(Duration::from_millis(1)).await;
+            }
+        });
+        match reached.await {
+            Ok(view) => view,
+            Err(_) => panic!("it does not become so; now it is {:?}", self.view().await),
+        }
+    }
+
+    /// Waits until the worker is a member with so many blocks.
+    pub async fn until_indexed(&self, worker_id: &str, blocks: u64) {
+        self.until(|view| worker(view, worker_id).is_some_and(|worker| worker.indexed_blocks == blocks)).await;
+    }
+
+    pub async fn until_gone(&self, worker_id: &str) {
+        self.until(|view| worker(view, worker_id).is_none()).await;
+    }
+
+    pub fn metric(&self, series: &str) -> Option<f64> {
+        let text = self.metrics.render();
+        text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
+    }
+
+    /// A `Route` stream without a word yet, and what it answers to these.
+    pub async fn open(&self, messages: Vec<route_request::Message>) -> Result<Route, Status> {
+        let (requests, stream) = unbounded_channel();
+        for message in messages {
+            requests.send(RouteRequest { message: Some(message) }).expect("the stream is open");
+        }
+        let replies = self.client.clone().route(UnboundedReceiverStream::new(stream)).await?.into_inner();
+        Ok(Route { requests, replies })
+    }
+
+    pub async fn route(&self, prompt: RoutePrompt) -> Route {
+        self.open(vec![route_request::Message::Prompt(prompt)]).await.expect("the prompt is well-formed")
+    }
+}
+
+pub fn worker<'a>(view: &'a WorkersReply, worker_id: &str) -> Option<&'a WorkerView> {
+    view.workers.iter().find(|worker| worker.info.as_ref().is_some_and(|info| info.worker_id == worker_id))
+}
+
+/// A frontend's held stream.
+pub struct Route {
+    pub requests: UnboundedSender<RouteRequest>,
+    replies: Streaming<RouteReply>,
+}
+
+impl Route {
+    pub async fn reply(&mut self) -> Result<Option<RouteReply>, Status> {
+        soon(self.replies.message()).await
+    }
+
+    pub async fn placement(&mut self) -> Placement {
+        match self.reply().await.expect("no error").expect("a reply").message {
+            Some(route_reply::Message::Placement(placement)) => placement,
+            other => panic!("expected a placement, got {other:?}"),
+        }
+    }
+
+    pub async fn failure(&mut self) -> Failure {
+        match self.reply().await.expect("no error").expect("a reply").message {
+            Some(route_reply::Message::Failure(failure)) => failure,
+            other => panic!("expected a failure, got {other:?}"),
+        }
+    }
+
+    pub fn say(&self, message: route_request::Message) {
+        self.requests.send(RouteRequest { message: Some(message) }).expect("the stream is open");
+    }
+
+    pub fn failed(&self, instance_id: &str) {
+        let failed = AttemptFailed { instance_id: instance_id.to_owned(), reason: Reason::PrefillLost.into() };
+        self.say(route_request::Message::Failed(failed));
+    }
+
+    pub fn prefill_released(&self, cached_tokens: Option<u32>) {
+        self.say(route_request::Message::PrefillReleased(PrefillReleased { cached_tokens }));
+    }
+}
+
+/// A prompt whose full blocks are these, and one token more.
+pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
+    RoutePrompt {
+        request_id: request_id.to_owned(),
+        model: "m".to_owned(),
+        sequence_hashes: numbers.to_vec(),
+        prompt_tokens: numbers.len() as u32 * BLOCK + 1,
+        samples: 1,
+        ..Default::default()
+    }
+}
+
+/// (instance, overlap, predicted)
+pub fn chosen(candidate: Option<Candidate>) -> Option<(String, u32, u32)> {
+    let candidate = candidate?;
+    Some((candidate.worker?.instance_id, candidate.overlap_blocks, candidate.predicted_blocks))
+}

@@ -1,0 +1,349 @@
+//! The router as a process: workers that come, talk, fall silent and go; frontends that ask, give up and vanish.
+
+mod fake;
+
+use fake::{BLOCK, FakeWorker, TestRouter, chain, chosen, hashes, prompt, soon, stored, worker};
+use std::time::Duration;
+use tandem_kv::{Change, Load, Snapshot};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::{
+    snapshot_chunks,
+    v1::{Reason, RoutePrompt, WorkerRef, route_request, watch_reply, worker_info::Role},
+};
+use tandem_router::{PrefillPlace, RouterError, RouterSettings};
+use tonic::{Code, Status};
+
+fn local() -> RouterSettings {
+    RouterSettings { prefill: PrefillPlace::Local, ..Default::default() }
+}
+
+fn remote() -> RouterSettings {
+    RouterSettings { prefill: PrefillPlace::Remote, ..Default::default() }
+}
+
+/// The overlap of a prompt with the one decode worker.
+async fn overlap(router: &TestRouter, numbers: &[u64]) -> u32 {
+    let placement = router.route(prompt("overlap", numbers)).await.placement().await;
+    chosen(placement.decode).expect("there is always a decode worker").1
+}
+
+#[tokio::test]
+async fn a_worker_joins_with_its_whole_snapshot_and_its_events_follow() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&decode], local()).await;
+    let watch = decode.watched().await;
+    let stored_chains = vec![chain(None, &[1, 2]), chain(Some(2), &[3]), chain(Some(2), &[8, 9])];
+    let mut chunks = snapshot_chunks("d-1", &Snapshot { at_event_id: 7, stored: stored_chains });
+    let mut second = chunks.remove(0);
+    let mut first = second.clone();
+    (first.last, first.stored) = (false, second.stored.drain(..1).collect());
+    watch.send(watch_reply::Message::Snapshot(first));
+    assert!(router.view().await.workers.is_empty(), "half a snapshot is none");
+    watch.send(watch_reply::Message::Snapshot(second));
+    router.until_indexed("d", 5).await;
+    assert_eq!(overlap(&router, &[1, 2, 3, 4]).await, 3);
+
+    // Up to 7 they are in the snapshot.
+    watch.events(6, vec![Change::Cleared, Change::Cleared, stored(Some(3), &[4]), Change::Removed(hashes(&[9, 77, 8]))]);
+    router.until_indexed("d", 4).await;
+    assert_eq!((overlap(&router, &[1, 2, 3, 4]).await, overlap(&router, &[1, 2, 8]).await), (4, 2));
+    assert_eq!(router.metric(r#"tandem_router_kv_blocks_skipped_total{worker="d",reason="absent"}"#), Some(1.0));
+    assert_eq!(router.metric(r#"tandem_router_kv_events_total{worker="d",kind="cleared"}"#), Some(0.0));
+    assert_eq!(router.metric(r#"tandem_router_index_blocks{worker="d",tier="device"}"#), Some(4.0));
+    watch.events(10, vec![Change::Cleared]);
+    router.until_indexed("d", 0).await;
+    assert_eq!(router.metric(r#"tandem_router_kv_event_gaps_total{worker="d"}"#), Some(0.0));
+}
+
+#[tokio::test]
+async fn lost_events_are_noticed_counted_and_repaired_from_a_new_snapshot() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&decode], local()).await;
+    let mut watch = decode.watched().await;
+    watch.snapshot(0, &[1, 2, 3]);
+    router.until_indexed("d", 3).await;
+    // Lost between two batches; lost with the last batch; noticed by the worker itself.
+    for (gaps, blocks) in [(1, 2), (2, 1), (3, 0)] {
+        match gaps {
+            1 => watch.events(2, vec![stored(Some(3), &[4])]),
+            2 => watch.heartbeat(9, Load::default(), &[]),
+            _ => watch.fail(Status::data_loss("too slow")),
+        }
+        watch = decode.watched().await;
+        assert!(worker(&router.view().await, "d").is_some(), "it is routed to in the meantime");
+        watch.snapshot(5, &[1, 2, 3][..blocks]);
+        router.until_indexed("d", blocks as u64).await;
+        let counted = router.metric(r#"tandem_router_kv_event_gaps_total{worker="d"}"#);
+        assert_eq!(counted, Some(f64::from(gaps)));
+    }
+    watch.events(6, vec![stored(None, &[1])]);
+    router.until_indexed("d", 1).await;
+}
+
+#[tokio::test]
+async fn a_restarted_worker_begins_with_nothing_under_its_new_name() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&decode], local()).await;
+    let watch = decode.watched().await;
+    watch.snapshot(3, &[1, 2, 3]);
+    router.until_indexed("d", 3).await;
+    let mut held = router.route(prompt("r", &[1, 2, 3])).await;
+    assert_eq!(chosen(held.placement().await.decode), Some(("d-1".to_owned(), 3, 0)));
+
+    decode.describe_as(|info| info.instance_id = "d-2".to_owned());
+    drop(watch);
+    router.until_gone("d").await;
+    let watch = decode.watched().await;
+    watch.snapshot(1, &[1]);
+    let view = router.until(|view| worker(view, "d").is_some()).await;
+    let fresh = worker(&view, "d").expect("it is there");
+    assert_eq!((fresh.indexed_blocks, fresh.bookings), (1, 0));
+    // The frontend learns that the old instance is gone, and is placed on the new one.
+    held.failed("d-1");
+    assert_eq!(chosen(held.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
+}
+
+#[tokio::test]
+async fn a_stream_that_speaks_for_another_instance_ends_the_membership() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&decode], local()).await;
+    let watch = decode.join().await;
+    router.until_indexed("d", 0).await;
+    let chunk = snapshot_chunks("d-0", &Snapshot { at_event_id: 0, stored: vec![chain(None, &[1])] }).remove(0);
+    watch.send(watch_reply::Message::Snapshot(chunk));
+    watch.abandoned().await;
+    router.until_gone("d").await;
+    decode.join().await;
+}
+
+#[tokio::test]
+async fn a_worker_whose_stream_ends_or_falls_silent_is_gone_and_may_return() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let settings = RouterSettings { silence_max: Duration::from_secs(1), ..local() };
+    let router = TestRouter::start(&[&decode], settings).await;
+    let refusal = |reply: tandem_proto::v1::Failure| (reply.reason(), reply.message.contains("start one"));
+    for end in ["ends", "silence"] {
+        let watch = decode.watched().await;
+        watch.snapshot(0, &[1, 2]);
+        router.until_indexed("d", 2).await;
+        match end {
+            "ends" => drop(watch),
+            _ => watch.abandoned().await,
+        }
+        router.until_gone("d").await;
+        let failure = router.route(prompt("r", &[1])).await.failure().await;
+        assert_eq!(refusal(failure), (Reason::Full, true));
+    }
+    let watch = decode.join().await;
+    router.until_indexed("d", 0).await;
+    drop(watch);
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_fit_is_not_routed_to_and_asked_again() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let mut prefill = FakeWorker::start(Role::Prefill, "p").await;
+    prefill.describe_as(|info| info.block_size = 2 * BLOCK);
+    let router = TestRouter::start(&[&decode, &prefill], remote()).await;
+    // Nobody has joined, so it may still become the first.
+    let early = prefill.watched().await;
+    let _decode = decode.join().await;
+    router.until_indexed("d", 0).await;
+    early.snapshot(0, &[]);
+    early.abandoned().await;
+    let failure = router.route(prompt("r", &[1])).await.failure().await;
+    assert!(failure.message.contains("no prefill worker"), "{failure:?}");
+    // The operator starts it anew with the cluster's block size.
+    prefill.describe_as(|info| info.block_size = BLOCK);
+    let _prefill = prefill.join().await;
+    router.until(|view| worker(view, "p").is_some()).await;
+    assert_eq!(router.route(prompt("r", &[1])).await.placement().await.block_size, BLOCK);
+}
+
+#[tokio::test]
+async fn a_booking_lives_as_long_as_its_stream() {
+    let mut prefill = FakeWorker::start(Role::Prefill, "p").await;
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&prefill, &decode], remote()).await;
+    let (at_prefill, at_decode) = (prefill.watched().await, decode.join().await);
+    at_prefill.snapshot(0, &[1, 2]);
+    router.until(|view| view.workers.len() == 2).await;
+    let bookings = |p: u32, d: u32, all: u32| {
+        move |view: &tandem_proto::v1::WorkersReply| {
+            let of = |name| worker(view, name).map(|worker| worker.bookings);
+            (of("p"), of("d"), view.bookings) == (Some(p), Some(d), all)
+        }
+    };
+
+    let mut routes = Vec::new();
+    for id in ["a", "b", "c"] {
+        let mut route = router.route(prompt(id, &[1, 2, 3])).await;
+        let placement = route.placement().await;
+        let predicted = u32::from(id != "a");
+        assert_eq!(chosen(placement.prefill), Some(("p-1".to_owned(), 2, predicted)));
+        assert_eq!(chosen(placement.decode), Some(("d-1".to_owned(), 0, 0)));
+        routes.push(route);
+    }
+    router.until(bookings(3, 3, 3)).await;
+    assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
+
+    // One has its first token; what was foreseen (two blocks) is compared with what was found.
+    routes[0].prefill_released(Some(16));
+    router.until(bookings(2, 3, 3)).await;
+    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
+    // One closes its side; one vanishes with its connection's stream.
+    let closing = routes.remove(1);
+    drop(closing.requests);
+    router.until(bookings(1, 2, 2)).await;
+    routes.pop();
+    router.until(bookings(0, 1, 1)).await;
+    routes.pop();
+    router.until(bookings(0, 0, 0)).await;
+    assert_eq!(router.metric("tandem_router_bookings"), Some(0.0));
+    assert_eq!(router.metric(r#"tandem_router_placements_total{worker="p",kind="prefill"}"#), Some(3.0));
+    at_decode.heartbeat(0, Load::default(), &["a", "b", "c"]);
+}
+
+#[tokio::test]
+async fn reported_requests_are_not_counted_twice() {
+    let mut prefills = [FakeWorker::start(Role::Prefill, "p0").await, FakeWorker::start(Role::Prefill, "p1").await];
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&prefills[0], &prefills[1], &decode], remote()).await;
+    let _decode = decode.join().await;
+    let [zero, one] = &mut prefills;
+    let watches = [zero.join().await, one.join().await];
+    router.until(|view| view.workers.len() == 3).await;
+    // 10 blocks booked on one side, 15 reported on the other: the first still has less to do.
+    let mut first = router.route(prompt("a", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).await;
+    let (taken, ..) = chosen(first.placement().await.prefill).expect("it is remote");
+    let (mine, other) = if taken == "p0-1" { (0, 1) } else { (1, 0) };
+    let load = |blocks: u32| Load { pending_prefill_tokens: u64::from(blocks * BLOCK), ..Default::default() };
+    let seen = |at: usize, blocks: u32| {
+        let name = format!("p{at}");
+        router.until(move |view| {
+            let load = worker(view, &name).and_then(|worker| worker.load.as_ref());
+            load.is_some_and(|load| load.pending_prefill_tokens == u64::from(blocks * BLOCK))
+        })
+    };
+    watches[other].heartbeat(0, load(15), &[]);
+    seen(other, 15).await;
+    // Reported and booked would be 20; reported instead of booked is 10.
+    watches[mine].heartbeat(0, load(10), &["a"]);
+    seen(mine, 10).await;
+    let mut second = router.route(prompt("b", &[99])).await;
+    assert_eq!(chosen(second.placement().await.prefill).map(|(instance, ..)| instance), Some(taken));
+}
+
+#[tokio::test]
+async fn a_failed_attempt_is_placed_elsewhere_until_nobody_is_left() {
+    let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
+    let router = TestRouter::start(&[&decodes[0], &decodes[1]], local()).await;
+    let [zero, one] = &mut decodes;
+    let _watches = [zero.join().await, one.join().await];
+    router.until(|view| view.workers.len() == 2).await;
+    let mut route = router.route(prompt("r", &[1])).await;
+    let (first, ..) = chosen(route.placement().await.decode).expect("placed");
+    route.failed(&first);
+    let (second, ..) = chosen(route.placement().await.decode).expect("placed");
+    assert_ne!(first, second);
+    let moved = |view: &tandem_proto::v1::WorkersReply| {
+        let of = |instance: &str| worker(view, &instance[..2]).map(|worker| worker.bookings);
+        (of(&first), of(&second), view.bookings)
+    };
+    assert_eq!(moved(&router.view().await), (Some(0), Some(1), 1), "the load has moved along");
+    route.failed(&second);
+    let failure = route.failure().await;
+    assert_eq!((failure.reason(), failure.message.contains("try again later")), (Reason::Full, true));
+    assert_eq!(router.view().await.bookings, 0, "a refused request holds nothing");
+    assert_eq!(router.metric("tandem_router_refused_total"), Some(1.0));
+}
+
+#[tokio::test]
+async fn the_view_shows_who_is_there_and_what_they_say() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&decode], local()).await;
+    let watch = decode.join().await;
+    watch.heartbeat(0, Load { running_sequences: 5, free_blocks: 7, decode_step_ms: 2.5, ..Default::default() }, &[]);
+    let view = router.until(|view| view.workers.iter().any(|worker| worker.load.as_ref().is_some_and(|l| l.free_blocks == 7)));
+    let view = view.await;
+    let shown = worker(&view, "d").expect("it is there");
+    let load = shown.load.as_ref().expect("always");
+    assert_eq!((load.running_sequences, load.decode_step_ms), (5, 2.5));
+    assert_eq!(shown.address, decode.address);
+    let mut route = router.route(prompt("r", &[])).await;
+    let reference = route.placement().await.decode.and_then(|candidate| candidate.worker);
+    let expected = WorkerRef { worker_id: "d".to_owned(), instance_id: "d-1".to_owned(), address: decode.address.clone() };
+    assert_eq!(reference, Some(expected));
+}
+
+#[tokio::test]
+async fn streams_that_break_the_rules_are_refused_and_hold_nothing() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let settings = RouterSettings { hashes_max: 2, prompt_wait: Duration::from_millis(50), ..local() };
+    let router = TestRouter::start(&[&decode], settings).await;
+    let _watch = decode.join().await;
+    router.until_indexed("d", 0).await;
+    let good = || route_request::Message::Prompt(prompt("r", &[1]));
+    let released = || route_request::Message::PrefillReleased(Default::default());
+    let bad = |bad: RoutePrompt| vec![route_request::Message::Prompt(bad)];
+    for (messages, code) in [
+        (vec![released(), good()], Code::InvalidArgument),
+        (vec![route_request::Message::Failed(Default::default())], Code::InvalidArgument),
+        (bad(prompt("", &[1])), Code::InvalidArgument),
+        (bad(prompt("r", &[1, 2, 3])), Code::InvalidArgument),
+        (bad(RoutePrompt { prompt_tokens: 0, ..prompt("r", &[]) }), Code::InvalidArgument),
+        (vec![], Code::DeadlineExceeded),
+    ] {
+        let Err(status) = router.open(messages).await else { panic!("it is refused") };
+        assert_eq!(status.code(), code, "{status:?}");
+    }
+    let mut twice = router.open(vec![good(), good()]).await.expect("the first is good");
+    twice.placement().await;
+    assert_eq!(twice.reply().await.expect_err("the second is not").code(), Code::InvalidArgument);
+    router.until(|view| view.bookings == 0).await;
+    // What names nobody excludes nobody, and a release without a booking releases nothing.
+    let mut odd = router.route(prompt("r", &[1])).await;
+    odd.placement().await;
+    odd.prefill_released(None);
+    odd.prefill_released(Some(u32::MAX));
+    odd.failed("");
+    odd.placement().await;
+    assert_eq!(router.view().await.bookings, 1);
+}
+
+#[tokio::test]
+async fn a_draining_router_lets_streams_end_and_a_stopped_one_ends_them() {
+    for patient in [true, false] {
+        let mut decode = FakeWorker::start(Role::Decode, "d").await;
+        let router = TestRouter::start(&[&decode], local()).await;
+        let watch = decode.join().await;
+        router.until_indexed("d", 0).await;
+        let mut route = router.route(prompt("r", &[1])).await;
+        route.placement().await;
+        // Longer than the test if the streams are to end by themselves.
+        let grace = if patient { Duration::from_secs(600) } else { Duration::ZERO };
+        let shutdown = router.shutdown.clone();
+        let stopping = tokio::spawn(async move { shutdown.run(grace).await });
+        router.shutdown.draining().await;
+        if patient {
+            // It can still be placed anew.
+            route.failed("");
+            route.placement().await;
+            drop(route);
+            soon(router.ended).await.expect("it was not stopped").expect("an orderly end");
+        } else {
+            assert_eq!(route.reply().await.expect_err("the router stops").code(), Code::Unavailable);
+        }
+        watch.abandoned().await;
+        soon(stopping).await.expect("no panic");
+        assert!(tokio::net::TcpStream::connect(router.address).await.is_err(), "nobody listens any more");
+    }
+}
+
+#[tokio::test]
+async fn an_address_that_is_none_is_told_at_once() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let settings = RouterSettings { workers: vec!["not an address".to_owned()], ..Default::default() };
+    let error = tandem_router::run(listener, settings, Metrics::default(), Shutdown::default()).await.expect_err("it cannot run");
+    assert!(matches!(&error, RouterError::WorkerAddress { address, .. } if address == "not an address"), "{error:?}");
+}
