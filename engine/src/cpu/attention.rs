@@ -76,17 +76,16 @@ kernel! {
         let group = layout.heads / layout.kv_heads;
         for kv_head in 0..layout.kv_heads {
             gather(layout, kv, &chunk, kv_head, positions, scratch);
-            let at = |row: usize| row / group * row_len + (kv_head * group + row % group) * layout.head_dim;
             let rows = tokens * group;
             let mut row = 0;
             while row < rows {
                 let taken = ROWS.min(rows - row);
-                let place = Place { layout, first_row: row, group, start: chunk.start, positions };
+                let place = Place { layout, kv_head, first_row: row, group, start: chunk.start, positions };
                 match taken {
-                    1 => attend_rows::<1>(place, chunk.queries, at, scratch, out),
-                    2 => attend_rows::<2>(place, chunk.queries, at, scratch, out),
-                    3 => attend_rows::<3>(place, chunk.queries, at, scratch, out),
-                    _ => attend_rows::<ROWS>(place, chunk.queries, at, scratch, out),
+                    1 => attend_rows::<1>(place, chunk.queries, scratch, out),
+                    2 => attend_rows::<2>(place, chunk.queries, scratch, out),
+                    3 => attend_rows::<3>(place, chunk.queries, scratch, out),
+                    _ => attend_rows::<ROWS>(place, chunk.queries, scratch, out),
                 }
                 row += taken;
             }
@@ -101,7 +100,9 @@ fn gather(layout: &KvLayout, kv: &[u16], chunk: &Queries<'_>, kv_head: usize, po
     let tiles = positions.div_ceil(LANES);
     scratch.keys.resize(tiles * dim, [0.0; LANES]);
     scratch.values.resize(dim.div_ceil(LANES) * positions, [0.0; LANES]);
-    scratch.scores.iter_mut().for_each(|scores| scores.resize(tiles, [0.0; LANES]));
+    for scores in &mut scratch.scores {
+        scores.resize(tiles, [0.0; LANES]);
+    }
     for position in 0..positions {
         let (keys, values) = layout.keys_and_values(chunk.blocks, chunk.layer, position);
         let keys = &kv[keys + kv_head * dim..][..dim];
@@ -123,26 +124,34 @@ fn gather(layout: &KvLayout, kv: &[u16], chunk: &Queries<'_>, kv_head: usize, po
 #[derive(Clone, Copy)]
 struct Place<'a> {
     layout: &'a KvLayout,
+    kv_head: usize,
     first_row: usize,
     group: usize,
     start: usize,
     positions: usize,
 }
 
+impl Place<'_> {
+    /// Where a row's numbers begin in the queries and in the result.
+    #[inline(always)]
+    fn row_start(&self, r: usize) -> usize {
+        let row = self.first_row + r;
+        (row / self.group * self.layout.heads + self.kv_head * self.group + row % self.group) * self.layout.head_dim
+    }
+}
+
 #[inline(always)]
-fn attend_rows<const R: usize>(
-    place: Place<'_>,
-    queries: &[f32],
-    at: impl Fn(usize) -> usize,
-    scratch: &mut Scratch,
-    out: &mut [f32],
-) {
+fn attend_rows<const R: usize>(place: Place<'_>, queries: &[f32], scratch: &mut Scratch, out: &mut [f32]) {
     let dim = place.layout.head_dim;
     let Scratch { keys, values, scores } = scratch;
     // How many positions each row sees, its own included. Rows are in the order of their positions.
-    let seen: [usize; R] = std::array::from_fn(|r| place.start + (place.first_row + r) / place.group + 1);
+    let mut seen = [0; R];
+    let mut rows = [&queries[..0]; R];
+    for r in 0..R {
+        seen[r] = place.start + (place.first_row + r) / place.group + 1;
+        rows[r] = &queries[place.row_start(r)..][..dim];
+    }
     let (fewest, most) = (seen[0], seen[R - 1]);
-    let rows: [&[f32]; R] = std::array::from_fn(|r| &queries[at(place.first_row + r)..][..dim]);
     for (tile, keys) in keys.chunks_exact(dim).take(most.div_ceil(LANES)).enumerate() {
         let mut sums = [[0f32; LANES]; R];
         multiply(&mut sums, &rows, keys);
@@ -150,17 +159,21 @@ fn attend_rows<const R: usize>(
             scores[r][tile] = sums[r];
         }
     }
-    let totals: [f32; R] = std::array::from_fn(|r| soften(&mut scores[r][..seen[r].div_ceil(LANES)], seen[r]));
-    let shares: [&[f32]; R] = std::array::from_fn(|r| {
-        // The borrow of each row's scores ends with this call of the function.
-        scores[r].as_flattened()
-    });
+    let mut totals = [0f32; R];
+    for r in 0..R {
+        totals[r] = soften(&mut scores[r][..seen[r].div_ceil(LANES)], seen[r]);
+    }
+    let mut shared = [&queries[..0]; R];
+    for r in 0..R {
+        shared[r] = &scores[r].as_flattened()[..fewest];
+    }
     for (tile, values) in values.chunks_exact(place.positions).enumerate() {
         let mut sums = [[0f32; LANES]; R];
-        multiply(&mut sums, &shares.map(|shares| &shares[..fewest]), &values[..fewest]);
+        multiply(&mut sums, &shared, &values[..fewest]);
         for r in 0..R {
-            multiply(std::array::from_mut(&mut sums[r]), &[&shares[r][fewest..seen[r]]], &values[fewest..seen[r]]);
-            let out = &mut out[at(place.first_row + r)..][..dim];
+            let own = &scores[r].as_flattened()[fewest..seen[r]];
+            multiply(std::array::from_mut(&mut sums[r]), &[own], &values[fewest..seen[r]]);
+            let out = &mut out[place.row_start(r)..][..dim];
             for (out, sum) in out[tile * LANES..].iter_mut().zip(&sums[r]) {
                 *out = sum / totals[r];
             }
@@ -171,7 +184,10 @@ fn attend_rows<const R: usize>(
 /// `sums += factors × panel`, one factor after the other.
 #[inline(always)]
 fn multiply<const R: usize>(sums: &mut [[f32; LANES]; R], factors: &[&[f32]; R], panel: &[[f32; LANES]]) {
-    let factors: [&[f32]; R] = std::array::from_fn(|r| &factors[r][..panel.len()]);
+    let mut factors = *factors;
+    for factors in &mut factors {
+        *factors = &factors[..panel.len()];
+    }
     let mut local = *sums;
     for (k, numbers) in panel.iter().enumerate() {
         for r in 0..R {
@@ -194,10 +210,13 @@ fn soften(scores: &mut [[f32; LANES]], seen: usize) -> f32 {
             largest[l] = if scores[l] > largest[l] { scores[l] } else { largest[l] };
         }
     }
-    let largest = largest.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+    let mut overall = f32::NEG_INFINITY;
+    for lane in largest {
+        overall = if lane > overall { lane } else { overall };
+    }
     for scores in scores.iter_mut() {
         for l in 0..LANES {
-            scores[l] = exp(scores[l] - largest);
+            scores[l] = exp(scores[l] - overall);
         }
     }
     scores.as_flattened_mut()[seen..].fill(0.0);
@@ -207,5 +226,9 @@ fn soften(scores: &mut [[f32; LANES]], seen: usize) -> f32 {
             sums[l] += scores[l];
         }
     }
-    sums.into_iter().fold(0.0, |sum, lane| sum + lane)
+    let mut sum = 0.0;
+    for lane in sums {
+        sum += lane;
+    }
+    sum
 }

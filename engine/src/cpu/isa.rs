@@ -31,6 +31,7 @@ impl Isa {
 }
 
 /// Compiles one plain function twice, for the build's target and for AVX2 with FMA, and chooses by the [`Isa`] it is given.
+/// Kernels have no closures: a closure is compiled for the build's target alone when it is not inlined.
 /// Rust neither fuses nor reorders floating-point operations by itself, so the two give the same bits.
 macro_rules! kernel {
     ($(#[$meta:meta])* $visibility:vis fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block) => {

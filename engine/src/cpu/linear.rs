@@ -50,7 +50,10 @@ kernel! {
             for (group, x) in x.chunks(GROUP).enumerate() {
                 let mut padded = [0f32; GROUP];
                 padded[..x.len()].copy_from_slice(x);
-                let largest = padded.iter().fold(0f32, |largest, x| if x.abs() > largest { x.abs() } else { largest });
+                let mut largest = 0f32;
+                for x in &padded {
+                    largest = if x.abs() > largest { x.abs() } else { largest };
+                }
                 let step = largest / 127.0;
                 let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
                 let quants = &mut into.quants[group * rows + row];
@@ -190,7 +193,13 @@ fn integer<T: IntegerTile>(tiles: &[T], x: &Quantised, outputs: usize, out: &mut
         for (panel, tiles) in tiles.chunks_exact(groups).enumerate() {
             sums[..rows].fill([0.0; PANEL]);
             for (group, tile) in tiles.iter().enumerate() {
-                let (scales, mins) = (tile.scales().map(widen), tile.mins().map(widen));
+                let (mut scales, mut mins) = ([0f32; PANEL], [0f32; PANEL]);
+                for c in 0..PANEL {
+                    scales[c] = widen(tile.scales()[c]);
+                    if T::HAS_MINS {
+                        mins[c] = widen(tile.mins()[c]);
+                    }
+                }
                 let at = group * x.rows + first;
                 let (fours, rest) = x.quants[at..at + rows].as_chunks::<ROWS>();
                 let row_scales = &x.scales[at..at + rows];

@@ -58,8 +58,11 @@ kernel! {
             for (l, x) in rest.iter().enumerate() {
                 lanes[l] = x.mul_add(*x, lanes[l]);
             }
-            let mean = lanes.iter().fold(0f32, |sum, lane| sum + lane) / width as f32;
-            let factor = 1.0 / (mean + eps).sqrt();
+            let mut sum = 0f32;
+            for lane in lanes {
+                sum += lane;
+            }
+            let factor = 1.0 / (sum / width as f32 + eps).sqrt();
             for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
                 *out = x * factor * weight;
             }
