@@ -65,19 +65,21 @@ pub(crate) struct Machine {
     ticket_state: u64,
 }
 
-/// Moving averages over the latest steps.
+/// Of the latest steps: ratios of sums that fade, so that a step of few tokens weighs little.
 #[derive(Debug, Default)]
 struct Rates {
-    prefill_tokens_per_second: f64,
-    decode_step_ms: f64,
+    prefill_tokens: f64,
+    prefill_seconds: f64,
+    decode_steps: f64,
+    decode_seconds: f64,
 }
 
 /// Prefill goes on beside a full decode batch, however small the budget.
 const PREFILL_TOKENS_MIN: usize = 16;
 /// Rows of logits are large: a prompt that wants them all is cut into chunks of this many tokens.
 const LOGIT_ROWS_MAX: usize = 64;
-/// Weight of the newest measurement in a moving average.
-const NEWEST: f64 = 0.2;
+/// What is left of a sum after another step of its kind.
+const FADE: f64 = 0.9;
 
 impl Machine {
     pub fn new(info: EngineInfo, settings: EngineSettings, seed: u64) -> Self {
@@ -404,8 +406,8 @@ impl Machine {
             free_blocks: counts.free,
             cached_blocks: counts.cached,
             in_use_blocks: counts.in_use,
-            prefill_tokens_per_second: self.rates.prefill_tokens_per_second,
-            decode_step_ms: self.rates.decode_step_ms,
+            prefill_tokens_per_second: self.rates.prefill_tokens_per_second(),
+            decode_step_ms: self.rates.decode_step_ms(),
             preemptions: self.preemptions,
         }
     }
@@ -434,15 +436,23 @@ impl Rates {
     /// Only steps of one kind tell that kind's rate.
     fn measure(&mut self, stats: &StepStats) {
         let seconds = stats.duration.as_secs_f64();
-        if seconds == 0.0 {
-            return;
-        }
-        let (average, newest) = match (stats.prefill_tokens, stats.decode_tokens) {
-            (0, _) => (&mut self.decode_step_ms, seconds * 1e3),
-            (tokens, 0) => (&mut self.prefill_tokens_per_second, f64::from(tokens) / seconds),
+        let (amount, time, newest) = match (stats.prefill_tokens, stats.decode_tokens) {
+            (0, _) => (&mut self.decode_steps, &mut self.decode_seconds, 1.0),
+            (tokens, 0) => (&mut self.prefill_tokens, &mut self.prefill_seconds, f64::from(tokens)),
             _ => return,
         };
-        *average = if *average == 0.0 { newest } else { *average + NEWEST * (newest - *average) };
+        *amount = *amount * FADE + newest;
+        *time = *time * FADE + seconds;
+    }
+
+    /// 0 before the first measurement.
+    fn prefill_tokens_per_second(&self) -> f64 {
+        if self.prefill_seconds > 0.0 { self.prefill_tokens / self.prefill_seconds } else { 0.0 }
+    }
+
+    /// 0 before the first measurement.
+    fn decode_step_ms(&self) -> f64 {
+        if self.decode_steps > 0.0 { self.decode_seconds / self.decode_steps * 1e3 } else { 0.0 }
     }
 }
 

@@ -409,6 +409,21 @@ fn a_failed_engine_ends_every_job_and_forgets_the_cache() {
     assert_eq!(world.machine.load().free_blocks, 16);
 }
 
+#[test]
+fn rates_are_ratios_of_sums_and_of_steps_of_one_kind() {
+    let mut rates = Rates::default();
+    assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
+    let mut step = |prefill_tokens, decode_tokens, ms| {
+        rates.measure(&StepStats { prefill_tokens, decode_tokens, duration: Duration::from_millis(ms) });
+        (rates.prefill_tokens_per_second(), rates.decode_step_ms())
+    };
+    assert_eq!(step(500, 0, 1_000).0, 500.0);
+    assert!(step(1, 0, 30).0 > 450.0, "a step of one token is mostly overhead");
+    let before = step(0, 8, 20);
+    assert_eq!(before.1, 20.0);
+    assert_eq!(step(500, 8, 9_000), before, "a mixed step tells neither rate");
+}
+
 #[derive(Clone, Debug)]
 enum Deed {
     Generate { family: usize, len: usize, max_tokens: u32, samples: u32, seed: u64 },
