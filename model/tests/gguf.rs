@@ -1,0 +1,259 @@
+//! What a GGUF file may say, and what is refused.
+
+mod writer;
+
+use proptest::prelude::*;
+use tandem_model::{Gguf, ModelConfig, ModelError, TensorType};
+use writer::{Writer, kind};
+
+/// A file with all that the reader knows, of a Llama without layers' weights.
+fn small() -> Writer {
+    Writer::default()
+        .str("general.architecture", "llama")
+        .u32("llama.block_count", 2)
+        .u32("llama.embedding_length", 8)
+        .u32("llama.feed_forward_length", 16)
+        .u32("llama.attention.head_count", 4)
+        .u32("llama.attention.head_count_kv", 2)
+        .u32("llama.context_length", 64)
+        .f32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        .f32("llama.rope.freq_base", 500.0)
+        .str("tokenizer.ggml.model", "gpt2")
+        .str("tokenizer.ggml.pre", "smollm")
+        .strs("tokenizer.ggml.tokens", &["<s>", "a", "b", "ab", "é"])
+        .i32s("tokenizer.ggml.token_type", &[3, 1, 1, 1, 1])
+        .strs("tokenizer.ggml.merges", &["a b"])
+        .u32("tokenizer.ggml.eos_token_id", 0)
+        .bool("tokenizer.ggml.add_bos_token", true)
+        .str("tokenizer.chat_template", "{{ messages }}")
+        .tensor("token_embd.weight", &[8, 5], kind::F32, vec![1; 160])
+        .tensor("q", &[32, 2], kind::Q4_1, vec![2; 40])
+}
+
+fn read(writer: Writer) -> Result<Gguf, ModelError> {
+    Gguf::from_bytes(writer.finish())
+}
+
+fn error(writer: Writer) -> ModelError {
+    read(writer).err().expect("the file is refused")
+}
+
+fn config_error(writer: Writer) -> ModelError {
+    ModelConfig::read(&read(writer).expect("the file is well-formed")).expect_err("the configuration is refused")
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let file = read(small()).unwrap();
+    let config = ModelConfig::read(&file).unwrap();
+    let expected = ModelConfig {
+        layers: 2,
+        width: 8,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 2,
+        ffn: 16,
+        eps: 1e-5,
+        rope_base: 500.0,
+        context_length: 64,
+        vocab_size: 5,
+        tied: true,
+    };
+    assert_eq!(config, expected);
+    assert_eq!(file.context_length().unwrap(), 64);
+    let tensor = file.tensor("q").unwrap();
+    assert_eq!((tensor.kind, tensor.shape, tensor.data), (TensorType::Q4_1, &[32u64, 2][..], &[2u8; 40][..]));
+    let tokenizer = file.tokenizer().unwrap();
+    assert_eq!(tokenizer.tokens, ["<s>", "a", "b", "ab", "é"]);
+    assert_eq!(tokenizer.token_types, [3, 1, 1, 1, 1]);
+    assert_eq!(tokenizer.merges, ["a b"]);
+    assert_eq!((tokenizer.pre.as_str(), tokenizer.model.as_str()), ("smollm", "gpt2"));
+    assert_eq!((tokenizer.bos, tokenizer.eos, tokenizer.add_bos), (None, Some(0), true));
+    assert_eq!(tokenizer.chat_template.as_deref(), Some("{{ messages }}"));
+}
+
+#[test]
+fn a_mapped_file_is_the_same_as_its_bytes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model.gguf");
+    std::fs::write(&path, small().finish()).unwrap();
+    let (mapped, owned) = (Gguf::open(&path).unwrap(), read(small()).unwrap());
+    assert_eq!(mapped.revision(), owned.revision());
+    assert_eq!(mapped.tensor("q").unwrap().data, owned.tensor("q").unwrap().data);
+    let absent = Gguf::open(&directory.path().join("absent.gguf")).err().unwrap();
+    assert!(matches!(absent, ModelError::Open { .. }) && absent.to_string().contains("absent.gguf"), "{absent}");
+    assert!(Gguf::open(directory.path()).is_err(), "a directory is no file");
+}
+
+#[test]
+fn what_may_be_absent_has_defaults() {
+    let writer = small()
+        .without("tokenizer.ggml.pre")
+        .without("tokenizer.ggml.token_type")
+        .without("tokenizer.ggml.merges")
+        .without("tokenizer.ggml.eos_token_id")
+        .without("tokenizer.ggml.add_bos_token")
+        .without("tokenizer.chat_template");
+    let tokenizer = read(writer).unwrap().tokenizer().unwrap();
+    assert_eq!(tokenizer.token_types, [1; 5]);
+    assert_eq!(
+        (tokenizer.pre.as_str(), tokenizer.eos, tokenizer.add_bos, tokenizer.chat_template),
+        ("default", None, false, None)
+    );
+    let writer = small().without("llama.attention.head_count_kv").without("llama.rope.freq_base");
+    let config = ModelConfig::read(&read(writer).unwrap()).unwrap();
+    assert_eq!((config.kv_heads, config.rope_base), (4, 10_000.0));
+}
+
+#[test]
+fn every_shorter_file_is_refused() {
+    let whole = small().finish();
+    for len in 0..whole.len() {
+        match Gguf::from_bytes(whole[..len].to_vec()) {
+            Err(ModelError::Truncated { .. }) => {}
+            Err(ModelError::NotGguf) if len < 4 => {}
+            Err(other) => panic!("{len} bytes: {other}"),
+            Ok(_) => panic!("{len} of {} bytes were taken for a whole file", whole.len()),
+        }
+    }
+}
+
+#[test]
+fn other_formats_and_versions_are_refused() {
+    let mut file = small().finish();
+    file[4..8].copy_from_slice(&2u32.to_le_bytes());
+    assert!(matches!(Gguf::from_bytes(file.clone()), Err(ModelError::Version { found: 2 })));
+    file[4..8].copy_from_slice(&3u32.to_be_bytes());
+    assert!(matches!(Gguf::from_bytes(file.clone()), Err(ModelError::Version { .. })), "big-endian");
+    file[..4].copy_from_slice(b"PK\x03\x04");
+    assert!(matches!(Gguf::from_bytes(file), Err(ModelError::NotGguf)));
+}
+
+#[test]
+fn lengths_beyond_the_file_are_refused_without_allocating_for_them() {
+    for at in [8, 16] {
+        let mut file = small().finish();
+        file[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert!(Gguf::from_bytes(file).is_err(), "count at {at}");
+    }
+    let endless = |kind: u32| small().raw("list", 9, &[&kind.to_le_bytes()[..], &u64::MAX.to_le_bytes()].concat());
+    for kind in [0, 5, 8, 12] {
+        assert!(matches!(error(endless(kind)), ModelError::Truncated { .. }), "a list of type {kind}");
+    }
+    assert!(matches!(error(small().raw("text", 8, &u64::MAX.to_le_bytes())), ModelError::Truncated { .. }));
+    assert!(matches!(error(small().tensor("large", &[1 << 40, 1 << 40], kind::F32, vec![])), ModelError::Malformed { .. }));
+    assert!(matches!(error(small().tensor("large", &[1 << 40], kind::F32, vec![])), ModelError::Truncated { .. }));
+}
+
+#[test]
+fn what_breaks_the_format_is_refused() {
+    assert!(matches!(error(small().raw("x", 77, &[])), ModelError::Malformed { .. }), "type of value");
+    assert!(
+        matches!(error(small().raw("x", 9, &[9, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])), ModelError::Malformed { .. }),
+        "list of lists"
+    );
+    assert!(matches!(error(small().raw("x", 8, &[1, 0, 0, 0, 0, 0, 0, 0, 0xff])), ModelError::Malformed { .. }), "not UTF-8");
+    assert!(matches!(error(small().u32("general.alignment", 24)), ModelError::Malformed { .. }), "alignment");
+    assert!(matches!(error(small().u32("general.alignment", 0)), ModelError::Malformed { .. }), "alignment 0");
+    assert!(
+        matches!(error(small().tensor("q", &[33], kind::Q4_1, vec![0; 40])), ModelError::Malformed { .. }),
+        "part of a block"
+    );
+    assert!(matches!(error(small().tensor("q", &[1; 5], kind::F32, vec![0; 4])), ModelError::Malformed { .. }), "dimensions");
+    assert!(matches!(error(small().tensor("q", &[32], 99, vec![0; 40])), ModelError::UnknownTensorType { found: 99, .. }));
+    let twice = small().tensor("same", &[1], kind::F32, vec![0; 4]).tensor("s\0me", &[1], kind::F32, vec![0; 4]).finish();
+    let at = twice.windows(4).position(|window| window == b"s\0me").unwrap();
+    let mut twice = twice;
+    twice[at + 1] = b'a';
+    assert!(matches!(Gguf::from_bytes(twice), Err(ModelError::Malformed { .. })), "two tensors of one name");
+}
+
+#[test]
+fn values_of_another_type_and_absent_keys_are_named() {
+    let file = read(small()).unwrap();
+    let wrong = |error: ModelError| {
+        assert!(matches!(&error, ModelError::WrongValue { key, .. } if error.to_string().contains(key)), "{error}")
+    };
+    wrong(file.u32("general.architecture").unwrap_err());
+    wrong(file.str("llama.block_count").unwrap_err());
+    wrong(file.f32("llama.block_count").unwrap_err());
+    wrong(file.bool("llama.block_count").unwrap_err());
+    wrong(file.strings("tokenizer.ggml.token_type").unwrap_err());
+    wrong(file.i32s("tokenizer.ggml.tokens").unwrap_err());
+    wrong(read(small().raw("x", 5, &(-1i32).to_le_bytes())).unwrap().u32("x").unwrap_err());
+    wrong(read(small().raw("x", 10, &(1u64 << 32).to_le_bytes())).unwrap().u32("x").unwrap_err());
+    assert!(matches!(file.u32("absent"), Err(ModelError::MissingKey { key }) if key == "absent"));
+    assert!(matches!(file.tensor("absent"), Err(ModelError::MissingTensor { name }) if name == "absent"));
+    assert!(matches!(file.tensor_of("q", &[2, 32]), Err(ModelError::TensorShape { .. })));
+    assert_eq!(read(small().raw("x", 0, &[200])).unwrap().u32("x").unwrap(), 200);
+}
+
+#[test]
+fn tokenisers_that_contradict_themselves_are_refused() {
+    let tokenizer = |writer| read(writer).unwrap().tokenizer().unwrap_err();
+    let short = tokenizer(small().i32s("tokenizer.ggml.token_type", &[1]));
+    assert!(matches!(short, ModelError::WrongValue { key, .. } if key == "tokenizer.ggml.token_type"));
+    let beyond = tokenizer(small().u32("tokenizer.ggml.bos_token_id", 5));
+    assert!(matches!(beyond, ModelError::WrongValue { key, .. } if key == "tokenizer.ggml.bos_token_id"));
+    assert!(matches!(tokenizer(small().without("tokenizer.ggml.tokens")), ModelError::MissingKey { .. }));
+}
+
+#[test]
+fn models_that_would_be_run_wrongly_are_refused() {
+    assert!(
+        matches!(config_error(small().str("general.architecture", "gemma3")), ModelError::Architecture { found } if found == "gemma3")
+    );
+    let key_of = |writer| match config_error(writer) {
+        ModelError::WrongValue { key, .. } => key,
+        other => panic!("{other}"),
+    };
+    assert_eq!(key_of(small().u32("llama.attention.head_count_kv", 3)), "llama.attention.head_count_kv");
+    assert_eq!(key_of(small().u32("llama.attention.head_count_kv", 0)), "llama.attention.head_count_kv");
+    assert_eq!(key_of(small().u32("llama.block_count", 0)), "llama.block_count");
+    assert_eq!(
+        key_of(small().u32("llama.attention.head_count", 3).u32("llama.attention.head_count_kv", 3)),
+        "llama.attention.head_count"
+    );
+    assert_eq!(key_of(small().u32("llama.attention.key_length", 3)), "llama.attention.key_length");
+    assert_eq!(key_of(small().u32("llama.attention.value_length", 4)), "llama.attention.value_length");
+    assert_eq!(key_of(small().u32("llama.rope.dimension_count", 4)), "llama.rope.dimension_count");
+    assert_eq!(key_of(small().str("llama.rope.scaling.type", "yarn")), "llama.rope.scaling.type");
+    assert_eq!(key_of(small().tensor("rope_freqs.weight", &[1], kind::F32, vec![0; 4])), "llama.rope.scaling.type");
+    assert_eq!(key_of(small().u32("llama.expert_count", 8)), "llama.expert_count");
+    assert_eq!(key_of(small().f32("llama.attention.layer_norm_rms_epsilon", f32::NAN)), "llama.attention.layer_norm_rms_epsilon");
+    assert_eq!(key_of(small().f32("llama.rope.freq_base", 0.0)), "llama.rope.freq_base");
+    let wide = small().tensor("token_embd.weight", &[4, 5], kind::F32, vec![0; 80]);
+    assert!(matches!(config_error(wide), ModelError::TensorShape { .. }));
+    assert!(matches!(config_error(small().without_tensor("token_embd.weight")), ModelError::MissingTensor { .. }));
+}
+
+#[test]
+fn revisions_tell_files_apart() {
+    let revision = |writer| read(writer).unwrap().revision();
+    let original = revision(small());
+    assert_eq!(original.len(), 16);
+    assert_eq!(original, revision(small()));
+    assert_ne!(original, revision(small().str("tokenizer.chat_template", "other")), "metadata");
+    let mut weights = vec![2; 40];
+    weights[39] = 3;
+    assert_ne!(original, revision(small().tensor("q", &[32, 2], kind::Q4_1, weights)), "weights");
+    assert_ne!(original, Gguf::from_bytes([small().finish(), vec![0; 64]].concat()).unwrap().revision(), "length");
+}
+
+proptest! {
+    /// Whatever bytes a file has, it is taken or refused, and what is taken can be asked for everything.
+    #[test]
+    fn damaged_files_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
+        let mut file = small().finish();
+        let len = file.len();
+        for (at, byte) in changes {
+            file[at.index(len)] = byte;
+        }
+        if let Ok(file) = Gguf::from_bytes(file) {
+            let _ = (file.tokenizer(), ModelConfig::read(&file), file.revision(), file.context_length());
+            for (name, _) in file.tensor_types() {
+                prop_assert!(file.tensor(name).is_ok());
+            }
+        }
+    }
+}
