@@ -1,1 +1,191 @@
+//! Small random models, written as GGUF files: every promise of the engine, without the real model.
 
+mod kernels;
+mod promises;
+mod reference;
+mod refusals;
+
+#[path = "../../../model/tests/writer/mod.rs"]
+mod writer;
+
+use super::*;
+use tandem_model::Gguf;
+use writer::{Writer, kind};
+
+/// Small numbers of a seeded generator (xorshift).
+#[derive(Clone)]
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 11
+    }
+
+    fn below(&mut self, end: u32) -> u32 {
+        (self.bits() % u64::from(end)) as u32
+    }
+
+    /// From −1 to 1.
+    fn number(&mut self) -> f32 {
+        self.bits() as f32 / (1u64 << 52) as f32 - 1.0
+    }
+
+    fn numbers(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.number()).collect()
+    }
+
+    /// A weight tensor as the file stores it.
+    fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
+        let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
+        match kind {
+            kind::F32 => (0..len).flat_map(|_| (self.number() * 0.1).to_le_bytes()).collect(),
+            kind::F16 => (0..len).flat_map(|_| f16::from_f32(self.number() * 0.1).to_le_bytes()).collect(),
+            kind::Q4_1 => (0..len / 32)
+                .flat_map(|_| {
+                    let scales = [scale(self), scale(self)].concat();
+                    [scales, (0..16).map(|_| self.bits() as u8).collect()].concat()
+                })
+                .collect(),
+            kind::Q8_0 => (0..len / 32)
+                .flat_map(|_| [scale(self).map(|byte| byte).to_vec(), (0..32).map(|_| self.bits() as u8).collect()].concat())
+                .collect(),
+            other => unreachable!("no weights of type {other} are made here"),
+        }
+    }
+}
+
+/// What the file's bytes mean, independently of the packing.
+fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
+    let half = |bytes: &[u8]| f64::from(f16::from_le_bytes([bytes[0], bytes[1]]).to_f32());
+    match kind {
+        kind::F32 => data.as_chunks::<4>().0.iter().map(|number| f64::from(f32::from_le_bytes(*number))).collect(),
+        kind::F16 => data.chunks(2).map(half).collect(),
+        kind::Q4_1 => data
+            .chunks(20)
+            .flat_map(|block| {
+                let (scale, min) = (half(block), half(&block[2..]));
+                let low = block[4..].iter().map(|byte| byte & 15);
+                let quants: Vec<u8> = low.chain(block[4..].iter().map(|byte| byte >> 4)).collect();
+                quants.into_iter().map(move |quant| scale * f64::from(quant) + min)
+            })
+            .collect(),
+        kind::Q8_0 => {
+            data.chunks(34).flat_map(|block| block[2..].iter().map(move |byte| half(block) * f64::from(*byte as i8))).collect()
+        }
+        other => unreachable!("{other}"),
+    }
+}
+
+/// The sizes of a test's model.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    layers: u32,
+    width: u32,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    ffn: u32,
+    vocab: u32,
+    kind: u32,
+    tied: bool,
+}
+
+/// Groups of three heads as in the default model, and sizes that fill no panel.
+const QUANTISED: Sizes =
+    Sizes { layers: 2, width: 96, heads: 6, kv_heads: 2, head_dim: 16, ffn: 64, vocab: 101, kind: kind::Q4_1, tied: true };
+/// Nothing is a multiple of anything.
+const ODD: Sizes =
+    Sizes { layers: 2, width: 40, heads: 5, kv_heads: 5, head_dim: 6, ffn: 37, vocab: 45, kind: kind::F32, tied: false };
+
+const CONTEXT: u32 = 96;
+
+/// A whole model with random weights; a tied head is stored in 8 bits where the layers have 4.
+fn file(sizes: Sizes, seed: u64) -> Writer {
+    let Sizes { layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
+    let mut random = Random::new(seed);
+    let mut writer = Writer::default()
+        .str("general.architecture", "llama")
+        .u32("llama.block_count", layers)
+        .u32("llama.embedding_length", width)
+        .u32("llama.feed_forward_length", ffn)
+        .u32("llama.attention.head_count", heads)
+        .u32("llama.attention.head_count_kv", kv_heads)
+        .u32("llama.attention.key_length", head_dim)
+        .u32("llama.context_length", CONTEXT)
+        .f32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        .f32("llama.rope.freq_base", 10_000.0);
+    let embedding_kind = if kind == kind::Q4_1 { kind::Q8_0 } else { kind };
+    let mut tensor = |writer: Writer, name: &str, kind, inputs: u32, outputs: u32| {
+        let data = random.weights(kind, (inputs * outputs) as usize);
+        writer.tensor(name, &[inputs.into(), outputs.into()], kind, data)
+    };
+    writer = tensor(writer, "token_embd.weight", embedding_kind, width, vocab);
+    if !tied {
+        writer = tensor(writer, "output.weight", kind, width, vocab);
+    }
+    for layer in 0..layers {
+        let name = |part: &str| format!("blk.{layer}.{part}.weight");
+        writer = tensor(writer, &name("attn_q"), kind, width, heads * head_dim);
+        writer = tensor(writer, &name("attn_k"), kind, width, kv_heads * head_dim);
+        writer = tensor(writer, &name("attn_v"), kind, width, kv_heads * head_dim);
+        writer = tensor(writer, &name("attn_output"), kind, heads * head_dim, width);
+        writer = tensor(writer, &name("ffn_gate"), kind, width, ffn);
+        writer = tensor(writer, &name("ffn_up"), kind, width, ffn);
+        writer = tensor(writer, &name("ffn_down"), kind, ffn, width);
+    }
+    let norms = (0..layers).flat_map(|layer| ["attn_norm", "ffn_norm"].map(|norm| format!("blk.{layer}.{norm}.weight")));
+    for name in norms.chain(["output_norm.weight".to_owned()]) {
+        let data = (0..width).flat_map(|_| (1.0 + random.number() * 0.2).to_le_bytes()).collect();
+        writer = writer.tensor(&name, &[width.into()], kind::F32, data);
+    }
+    writer
+}
+
+fn gguf(writer: Writer) -> Gguf {
+    Gguf::from_bytes(writer.finish()).expect("the writer writes well-formed files")
+}
+
+fn model(sizes: Sizes) -> Arc<CpuModel> {
+    CpuModel::load(&gguf(file(sizes, 1))).expect("the model loads")
+}
+
+const SETTINGS: CpuSettings = CpuSettings { block_size: 4, capacity_blocks: 64 };
+
+fn engine(model: &Arc<CpuModel>) -> CpuEngine {
+    CpuEngine::new(model.clone(), SETTINGS).expect("the settings are possible")
+}
+
+/// Room for a whole context, in blocks that are not in order.
+fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
+    let each = SETTINGS.capacity_blocks / sequences;
+    (0..each.min(CONTEXT / SETTINGS.block_size)).rev().map(|i| BlockId(i * sequences + sequence)).collect()
+}
+
+fn tokens(seed: u64, len: usize, vocab: u32) -> Vec<TokenId> {
+    let mut random = Random::new(seed);
+    (0..len).map(|_| random.below(vocab)).collect()
+}
+
+/// Steps through the tokens in chunks of these lengths (the last again and again); all logits.
+fn run(engine: &mut CpuEngine, tokens: &[TokenId], blocks: &[BlockId], chunk_lens: &[usize]) -> Vec<f32> {
+    let (mut logits, mut start, mut lens) = (Vec::new(), 0, chunk_lens.iter());
+    let mut len = tokens.len();
+    while start < tokens.len() {
+        len = lens.next().copied().unwrap_or(len).clamp(1, tokens.len() - start);
+        let chunk = Chunk { tokens: &tokens[start..start + len], start: start as u32, blocks, logits: Logits::All };
+        logits.extend(engine.step(&[chunk]).expect("the step runs").logits);
+        start += len;
+    }
+    logits
+}
+
+fn bits(numbers: &[f32]) -> Vec<u32> {
+    numbers.iter().map(|number| number.to_bits()).collect()
+}

@@ -1,0 +1,127 @@
+//! The bits of a result depend on tokens, positions and the KV before them only.
+
+use super::*;
+use proptest::prelude::*;
+
+fn all_sizes() -> [Sizes; 4] {
+    [QUANTISED, ODD, Sizes { kind: kind::Q8_0, ..QUANTISED }, Sizes { kind: kind::F16, tied: false, ..ODD }]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn chunks_begin_anywhere(seed in any::<u64>(), len in 1usize..90, lens in prop::collection::vec(1usize..24, 1..12)) {
+        for sizes in all_sizes() {
+            let model = model(sizes);
+            let tokens = tokens(seed, len, sizes.vocab);
+            let (mut whole, mut chunked) = (engine(&model), engine(&model));
+            let expected = run(&mut whole, &tokens, &scattered(0, 2), &[]);
+            let logits = run(&mut chunked, &tokens, &scattered(0, 2), &lens);
+            prop_assert_eq!(bits(&logits), bits(&expected));
+            prop_assert!(whole.kv == chunked.kv, "the KV depends on the chunks");
+        }
+    }
+
+    #[test]
+    fn batches_have_any_composition(seed in any::<u64>(), shapes in prop::collection::vec((0usize..30, 1usize..12), 1..6)) {
+        for sizes in all_sizes() {
+            let model = model(sizes);
+            let sequences: Vec<_> = shapes.iter().enumerate().map(|(i, (before, new))| (tokens(seed ^ i as u64, before + new, sizes.vocab), *before)).collect();
+            let all_blocks: Vec<_> = (0..sequences.len()).map(|i| scattered(i as u32, 6)).collect();
+            // Blocks of a sixth of the memory hold 40 tokens.
+            let sequences: Vec<_> = sequences.into_iter().map(|(mut tokens, before)| { tokens.truncate(40); (tokens, before.min(29)) }).collect();
+            let mut together = engine(&model);
+            let mut expected = Vec::new();
+            for ((tokens, before), blocks) in sequences.iter().zip(&all_blocks) {
+                run(&mut together, &tokens[..*before], blocks, &[]);
+                let alone = run(&mut engine(&model), tokens, blocks, &[*before]);
+                expected.extend_from_slice(&alone[before * sizes.vocab as usize..]);
+            }
+            let chunks: Vec<_> = sequences.iter().zip(&all_blocks)
+                .map(|((tokens, before), blocks)| Chunk { tokens: &tokens[*before..], start: *before as u32, blocks, logits: Logits::All })
+                .collect();
+            let logits = together.step(&chunks).unwrap().logits;
+            prop_assert_eq!(bits(&logits), bits(&expected));
+        }
+    }
+}
+
+#[test]
+fn logits_come_for_the_tokens_that_ask() {
+    let model = model(QUANTISED);
+    let vocab = QUANTISED.vocab as usize;
+    let tokens = tokens(5, 9, QUANTISED.vocab);
+    let (first, second, third) = (scattered(0, 3), scattered(1, 3), scattered(2, 3));
+    let all = run(&mut engine(&model), &tokens, &first, &[]);
+    let chunk = |blocks, logits| Chunk { tokens: &tokens, start: 0, blocks, logits };
+    let chunks = [chunk(&first, Logits::Last), chunk(&second, Logits::None), chunk(&third, Logits::All)];
+    let output = engine(&model).step(&chunks).unwrap().logits;
+    assert_eq!(bits(&output), bits(&[&all[8 * vocab..], &all].concat()));
+    assert!(engine(&model).step(&[chunk(&first, Logits::None)]).unwrap().logits.is_empty());
+    assert!(engine(&model).step(&[]).unwrap().logits.is_empty());
+}
+
+#[test]
+fn copied_blocks_continue_with_the_same_bits() {
+    let model = model(QUANTISED);
+    let tokens = tokens(9, 61, QUANTISED.vocab);
+    let (from, to) = (scattered(0, 2), scattered(1, 2));
+    let mut prefill = engine(&model);
+    let expected = run(&mut prefill, &tokens, &from, &[60]);
+    let mut decode = engine(&model);
+    let mut payload = vec![0xaa; prefill.describe().block_bytes];
+    for (from, to) in from.iter().zip(&to).take(60 / SETTINGS.block_size as usize) {
+        prefill.read_block(*from, &mut payload);
+        decode.write_block(*to, &payload);
+        let mut again = vec![0; payload.len()];
+        decode.read_block(*to, &mut again);
+        assert!(again == payload, "a block that was written reads as it was");
+    }
+    let last = Chunk { tokens: &tokens[60..], start: 60, blocks: &to, logits: Logits::Last };
+    let logits = decode.step(&[last]).unwrap().logits;
+    assert_eq!(bits(&logits), bits(&expected[60 * QUANTISED.vocab as usize..]));
+
+    // And the KV does matter: one number changed changes the answer.
+    let mut block = vec![0; payload.len()];
+    decode.read_block(to[3], &mut block);
+    block[1] ^= 0x40;
+    decode.write_block(to[3], &block);
+    assert_ne!(bits(&decode.step(&[last]).unwrap().logits), bits(&logits));
+}
+
+#[test]
+fn a_block_is_one_extent_of_layers_keys_and_values() {
+    let model = model(ODD);
+    let engine = engine(&model);
+    let info = engine.describe();
+    let expected = ODD.layers * 2 * SETTINGS.block_size * ODD.kv_heads * ODD.head_dim * 2;
+    assert_eq!(info.block_bytes, expected as usize);
+    assert_eq!((info.block_size, info.capacity_blocks), (SETTINGS.block_size, SETTINGS.capacity_blocks));
+    assert_eq!((info.vocab_size, info.context_length), (ODD.vocab as usize, CONTEXT));
+}
+
+#[test]
+fn weights_are_as_small_as_in_the_file() {
+    // Multiples of 32 throughout, so that no panel is padded.
+    let sizes = Sizes { vocab: 128, heads: 4, kv_heads: 2, head_dim: 32, width: 128, ..QUANTISED };
+    let file = file(sizes, 1).finish();
+    let model = CpuModel::load(&Gguf::from_bytes(file.clone()).unwrap()).unwrap();
+    assert!(model.weight_bytes() < file.len() * 105 / 100, "{} bytes for a file of {}", model.weight_bytes(), file.len());
+}
+
+#[test]
+fn the_processor_does_not_matter() {
+    if Isa::detect() == Isa::BASELINE {
+        return;
+    }
+    for sizes in all_sizes() {
+        let model = model(sizes);
+        let tokens = tokens(11, 40, sizes.vocab);
+        let mut baseline = CpuEngine::with_isa(model.clone(), SETTINGS, Isa::BASELINE).unwrap();
+        let mut best = engine(&model);
+        let expected = run(&mut baseline, &tokens, &scattered(0, 2), &[23, 1]);
+        assert_eq!(bits(&run(&mut best, &tokens, &scattered(0, 2), &[23, 1])), bits(&expected), "{sizes:?}");
+        assert!(best.kv == baseline.kv, "KV of {sizes:?}");
+    }
+}

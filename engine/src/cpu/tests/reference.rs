@@ -1,0 +1,121 @@
+//! Against plain arithmetic in double precision on the file's own bytes.
+
+use super::*;
+use crate::cpu::weights::Matrix;
+
+/// Rows of a matrix product within the error that 8-bit activations may bring.
+#[test]
+fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
+    for kind in [kind::Q4_1, kind::Q8_0, kind::F16, kind::F32] {
+        let quantised = matches!(kind, kind::Q4_1 | kind::Q8_0);
+        let (inputs, outputs) = if quantised { (96, 75) } else { (83, 75) };
+        let mut random = Random::new(kind.into());
+        let data = random.weights(kind, inputs * outputs);
+        let weights = dequantised(kind, &data);
+        let file = gguf(Writer::default().tensor("w", &[inputs as u64, outputs as u64], kind, data));
+        let matrix = Matrix::load(&file, "w", outputs, inputs).unwrap();
+        for rows in [1, 3, 4, 7, 70] {
+            let x = random.numbers(rows * inputs);
+            let (mut quants, mut out) = (Quantised::default(), vec![f32::NAN; rows * outputs]);
+            quantise(Isa::detect(), &x, inputs, &mut quants);
+            linear(Isa::detect(), &matrix, &x, &quants, &mut out);
+            for (out, x) in out.chunks(outputs).zip(x.chunks(inputs)) {
+                // Half a step of the largest number (here at most 1) for each product.
+                let step = if quantised { 0.5 / 127.0 } else { 1e-6 };
+                for (out, weights) in out.iter().zip(weights.chunks(inputs)) {
+                    let expected: f64 = x.iter().zip(weights).map(|(x, weight)| f64::from(*x) * weight).sum();
+                    let bound = weights.iter().map(|weight| weight.abs() * step).sum::<f64>() + 1e-5;
+                    assert!((f64::from(*out) - expected).abs() <= bound, "type {kind}: {out} is not {expected} within {bound}");
+                }
+            }
+        }
+        let mut row = vec![0.0; inputs];
+        matrix.row(outputs - 1, &mut row);
+        for (number, weight) in row.iter().zip(&weights[(outputs - 1) * inputs..]) {
+            assert!((f64::from(*number) - weight).abs() < 1e-6, "type {kind}: an embedding has {number} for {weight}");
+        }
+    }
+}
+
+/// A whole model in double precision, as plain as it can be written. All logits of one sequence.
+fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
+    let weights = |name: &str| {
+        let tensor = file.tensor(name).unwrap();
+        let kind = [(tandem_model::TensorType::F32, kind::F32), (tandem_model::TensorType::F16, kind::F16)];
+        let (_, kind) = *kind.iter().find(|(known, _)| *known == tensor.kind).unwrap();
+        (dequantised(kind, tensor.data), tensor.shape[0] as usize)
+    };
+    let multiply = |name: &str, x: &[f64]| -> Vec<f64> {
+        let (weights, inputs) = weights(name);
+        weights.chunks(inputs).map(|row| row.iter().zip(x).map(|(weight, x)| weight * x).sum()).collect()
+    };
+    let norm = |name: &str, x: &[f64]| -> Vec<f64> {
+        let root = (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + 1e-5).sqrt();
+        x.iter().zip(weights(name).0).map(|(x, weight)| x / root * weight).collect()
+    };
+    let (dim, group) = (sizes.head_dim as usize, (sizes.heads / sizes.kv_heads) as usize);
+    let rotate = |x: &mut [f64], position: usize| {
+        for head in x.chunks_mut(dim) {
+            for (i, pair) in head.chunks_mut(2).enumerate() {
+                let (sin, cos) = (position as f64 * 10_000f64.powf(-2.0 * i as f64 / dim as f64)).sin_cos();
+                (pair[0], pair[1]) = (pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos);
+            }
+        }
+    };
+    let embedding = weights("token_embd.weight").0;
+    let width = sizes.width as usize;
+    let mut stream: Vec<Vec<f64>> = tokens.iter().map(|token| embedding[*token as usize * width..][..width].to_vec()).collect();
+    for layer in 0..sizes.layers {
+        let name = |part: &str| format!("blk.{layer}.{part}.weight");
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for (position, x) in stream.iter_mut().enumerate() {
+            let normed = norm(&name("attn_norm"), x);
+            let (mut query, mut key) = (multiply(&name("attn_q"), &normed), multiply(&name("attn_k"), &normed));
+            rotate(&mut query, position);
+            rotate(&mut key, position);
+            keys.push(key);
+            values.push(multiply(&name("attn_v"), &normed));
+            let mut attended = Vec::new();
+            for (head, query) in query.chunks(dim).enumerate() {
+                let at = head / group * dim;
+                let score = |key: &Vec<f64>| query.iter().zip(&key[at..]).map(|(q, k)| q * k).sum::<f64>() / (dim as f64).sqrt();
+                let shares: Vec<f64> = keys.iter().map(|key| score(key).exp()).collect();
+                let total: f64 = shares.iter().sum();
+                attended.extend(
+                    (at..at + dim)
+                        .map(|i| shares.iter().zip(&values).map(|(share, value)| share * value[i]).sum::<f64>() / total),
+                );
+            }
+            for (x, change) in x.iter_mut().zip(multiply(&name("attn_output"), &attended)) {
+                *x += change;
+            }
+            let normed = norm(&name("ffn_norm"), x);
+            let gate = multiply(&name("ffn_gate"), &normed);
+            let inner: Vec<f64> =
+                gate.iter().zip(multiply(&name("ffn_up"), &normed)).map(|(g, up)| g / (1.0 + (-g).exp()) * up).collect();
+            for (x, change) in x.iter_mut().zip(multiply(&name("ffn_down"), &inner)) {
+                *x += change;
+            }
+        }
+    }
+    let head = if sizes.tied { "token_embd.weight" } else { "output.weight" };
+    stream.iter().flat_map(|x| multiply(head, &norm("output_norm.weight", x))).collect()
+}
+
+#[test]
+fn whole_models_give_the_logits_of_double_precision() {
+    let tied = Sizes { kind: kind::F16, tied: true, ..QUANTISED };
+    for sizes in [ODD, tied] {
+        let file = gguf(file(sizes, 7));
+        let tokens = tokens(3, 50, sizes.vocab);
+        let expected = forward(&file, sizes, &tokens);
+        let mut engine = engine(&CpuModel::load(&file).unwrap());
+        let logits = run(&mut engine, &tokens, &scattered(0, 2), &[17, 1, 30]);
+        assert_eq!(logits.len(), expected.len());
+        let largest = expected.iter().fold(0f64, |largest, logit| largest.max(logit.abs()));
+        for (i, (logit, expected)) in logits.iter().zip(&expected).enumerate() {
+            // Keys and values are rounded to half precision.
+            assert!((f64::from(*logit) - expected).abs() < 2e-3 * largest, "logit {i} of {sizes:?}: {logit} is not {expected}");
+        }
+    }
+}

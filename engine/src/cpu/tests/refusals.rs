@@ -1,0 +1,84 @@
+//! Models that cannot be run and steps that cannot be computed.
+
+use super::*;
+
+fn refused(writer: Writer) -> CpuError {
+    CpuModel::load(&gguf(writer)).err().expect("the model is refused")
+}
+
+#[test]
+fn models_are_refused_by_what_is_wrong_with_them() {
+    let original = || file(QUANTISED, 1);
+    assert!(matches!(refused(original().str("general.architecture", "qwen3")), CpuError::Model(ModelError::Architecture { .. })));
+    let absent = refused(original().without_tensor("blk.1.ffn_up.weight"));
+    assert!(matches!(absent, CpuError::Model(ModelError::MissingTensor { name }) if name == "blk.1.ffn_up.weight"));
+    let shape = refused(original().tensor("blk.0.attn_k.weight", &[96, 96], kind::Q4_1, vec![0; 96 * 60]));
+    assert!(matches!(shape, CpuError::Model(ModelError::TensorShape { .. })));
+    let format = refused(original().tensor("blk.0.attn_k.weight", &[96, 32], kind::Q4_0, vec![0; 32 * 54]));
+    assert!(matches!(format, CpuError::WeightType { kind: TensorType::Q4_0, .. }));
+    let norm = refused(original().tensor("output_norm.weight", &[96], kind::Q4_1, vec![0; 60]));
+    assert!(matches!(norm, CpuError::WeightType { .. }));
+    let bias = refused(original().tensor("blk.1.attn_q.bias", &[96], kind::F32, vec![0; 384]));
+    assert!(matches!(bias, CpuError::Bias { name } if name == "blk.1.attn_q.bias"));
+}
+
+#[test]
+fn weights_that_are_not_finite_are_refused() {
+    let damaged = |name: &str, kind: u32, inputs: u64, outputs: u64, mut data: Vec<u8>, at: usize, bytes: &[u8]| {
+        data[at..at + bytes.len()].copy_from_slice(bytes);
+        let error = refused(file(Sizes { kind, ..QUANTISED }, 1).tensor(name, &[inputs, outputs], kind, data));
+        assert!(matches!(&error, CpuError::NotFinite { name: found } if found == name), "{error}");
+    };
+    let infinite = f16::INFINITY.to_le_bytes();
+    damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 40, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 42, &f16::NAN.to_le_bytes());
+    damaged("blk.0.attn_k.weight", kind::Q8_0, 96, 32, vec![0; 96 * 34], 34, &infinite);
+    damaged("blk.0.attn_k.weight", kind::F16, 96, 32, vec![0; 96 * 64], 100, &infinite);
+    damaged("blk.0.attn_k.weight", kind::F32, 96, 32, vec![0; 96 * 128], 100, &f32::NAN.to_le_bytes());
+    let norm: Vec<u8> = [f32::INFINITY; 96].iter().flat_map(|number| number.to_le_bytes()).collect();
+    let error = refused(file(QUANTISED, 1).tensor("output_norm.weight", &[96], kind::F32, norm));
+    assert!(matches!(error, CpuError::NotFinite { .. }));
+}
+
+#[test]
+fn impossible_kv_memories_are_refused() {
+    let model = model(QUANTISED);
+    for (block_size, capacity_blocks) in [(0, 1), (1, 0), (u32::MAX, u32::MAX)] {
+        let error = CpuEngine::new(model.clone(), CpuSettings { block_size, capacity_blocks }).err().expect("refused");
+        assert!(matches!(error, CpuError::Settings { .. }), "{error}");
+    }
+}
+
+#[test]
+fn impossible_steps_are_refused_whole_and_change_nothing() {
+    let model = model(QUANTISED);
+    let mut engine = engine(&model);
+    let good = tokens(2, 8, QUANTISED.vocab);
+    let blocks = scattered(0, 2);
+    let expected = run(&mut engine, &good, &blocks, &[]);
+    let kv = engine.kv.clone();
+    let chunk = |tokens, start, blocks| Chunk { tokens, start, blocks, logits: Logits::Last };
+    let beyond_vocabulary = [QUANTISED.vocab];
+    let beyond_memory = [BlockId(SETTINGS.capacity_blocks)];
+    let other = tokens(77, 8, QUANTISED.vocab);
+    for (bad, what) in [
+        (chunk(&[], 8, &blocks), "empty"),
+        (chunk(&beyond_vocabulary, 8, &blocks), "vocabulary"),
+        (chunk(&good, CONTEXT - 7, &blocks), "context"),
+        (chunk(&good, u32::MAX, &blocks), "context"),
+        (chunk(&good, 0, &blocks[..1]), "blocks"),
+        (chunk(&good[..4], 0, &beyond_memory), "blocks"),
+    ] {
+        // A good chunk before the bad one is not computed either.
+        let error = engine.step(&[chunk(&other, 0, &blocks), bad]).expect_err(what);
+        assert!(error.0.to_string().contains(what), "{error} does not say {what}");
+        assert!(engine.kv == kv, "a refused step has written");
+    }
+    assert_eq!(bits(&run(&mut engine, &good, &blocks, &[])), bits(&expected));
+}
+
+#[test]
+#[should_panic(expected = "as many bytes as it has")]
+fn a_block_of_another_size_is_a_broken_invariant() {
+    engine(&model(QUANTISED)).write_block(BlockId(0), &[0; 3]);
+}
