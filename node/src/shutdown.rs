@@ -29,6 +29,11 @@ impl Shutdown {
         });
     }
 
+    /// Starts a task that ends by itself soon after [`Shutdown::stopped`]: it has last words to say.
+    pub fn track(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(task);
+    }
+
     /// Resolves when no new work is to be accepted.
     pub async fn draining(&self) {
         self.draining.cancelled().await;
@@ -42,6 +47,13 @@ impl Shutdown {
     /// Resolves when what still runs is to be given up.
     pub async fn stopped(&self) {
         self.stopped.cancelled().await;
+    }
+
+    /// Stops everything now and does not wait for it: for a `Drop`.
+    pub fn stop(&self) {
+        self.draining.cancel();
+        self.tasks.close();
+        self.stopped.cancel();
     }
 
     /// Refuses new work, lets running work finish for `grace`, then stops it. Returns when all tasks have ended.

@@ -1,4 +1,8 @@
 //! The binary's parts: its command line, where models come from, and the whole cluster in one process.
 
+mod cluster;
 pub mod model;
 pub mod settings;
+pub mod up;
+
+pub use cluster::{Cluster, Role, StartError, Worker};

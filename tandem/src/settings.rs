@@ -149,6 +149,11 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES", default_value_t = 32 << 20)]
     pub max_body_bytes: usize,
 
+    /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
+    #[arg(skip = true)]
+    #[serde(skip)]
+    pub report_cached_tokens: bool,
+
     /// What the simulated device costs.
     #[command(flatten)]
     #[serde(flatten)]

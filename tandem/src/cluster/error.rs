@@ -1,0 +1,60 @@
+//! Why a cluster does not start, or does not go on.
+
+use crate::model::ModelError;
+use std::{net::SocketAddr, path::PathBuf};
+
+/// Each message says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The port is taken, or not ours to take.
+    #[error("cannot listen on {address} ({cause}); stop what listens there, or choose another address with --listen")]
+    Listen {
+        /// As it was set.
+        address: SocketAddr,
+        /// Why not.
+        #[source]
+        cause: std::io::Error,
+    },
+    /// The system does not tell which port it chose.
+    #[error("the address of a socket cannot be read ({0})")]
+    LocalAddress(#[source] std::io::Error),
+    /// Named in the command line's help, because scripts may expect it.
+    #[error("--engine cuda is not built yet; use --engine cpu, or --engine sim to try a cluster's behaviour")]
+    Cuda,
+    /// The simulator has a vocabulary of its own.
+    #[error("--engine sim has its own tokeniser and takes no model; leave out --model (and unset TANDEM_MODEL)")]
+    ModelForSim,
+    /// Nobody could do it.
+    #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
+    NoPrefillWorker,
+    /// There is no model file.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The model's file is not what it should be.
+    #[error("{} cannot be served: {cause}", .path.display())]
+    Unservable {
+        /// The model's file.
+        path: PathBuf,
+        /// What is missing or wrong.
+        #[source]
+        cause: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// There is no device of this size.
+    #[error("the engine cannot be made ({0}); change --kv-capacity-tokens or --block-size")]
+    Engine(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A part gave up.
+    #[error("the {part} failed: {cause}; start anew, and see the log (--log debug) if it fails again")]
+    Part {
+        /// Such as `router`.
+        part: String,
+        /// Its error.
+        #[source]
+        cause: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A part ended without saying why.
+    #[error("the {0} ended unexpectedly; start anew, and see the log (--log debug) if it happens again")]
+    PartEnded(String),
+    /// All parts run, but no request could be served.
+    #[error("the cluster did not get ready in time; see the log (--log debug)")]
+    NotReady,
+}

@@ -1,0 +1,242 @@
+//! A whole cluster in one process: the parts of production, wired by the same gRPC, on loopback sockets.
+
+mod error;
+mod parts;
+mod weights;
+
+pub use error::StartError;
+
+use crate::{
+    model::Store,
+    settings::{EngineKind, PrefillPlace, UpSettings},
+};
+use parts::Parts;
+use std::{net::SocketAddr, time::Duration};
+use tandem_engine::{EngineHandle, EngineSettings};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::{
+    link,
+    v1::{WorkersRequest, router_client::RouterClient},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    time::Instant,
+};
+use tonic::transport::Channel;
+use weights::Loaded;
+
+/// Serving starts within this time once the model is loaded, or something is broken. Connecting takes milliseconds.
+const READY_WAIT: Duration = Duration::from_secs(30);
+/// How often the frontend is asked whether it is ready.
+const READY_POLL: Duration = Duration::from_millis(10);
+
+/// A running cluster. Dropping it stops everything at once; [`Cluster::drain`] lets running requests finish first.
+pub struct Cluster {
+    model_id: String,
+    frontend: SocketAddr,
+    router: SocketAddr,
+    workers: Vec<Worker>,
+    metrics: Metrics,
+    /// The frontend has a shutdown of its own: what it has accepted still needs router and workers while it drains.
+    front: Shutdown,
+    back: Shutdown,
+    parts: Parts,
+}
+
+/// One worker of a cluster.
+pub struct Worker {
+    /// Its name, and the label of its metrics.
+    pub id: String,
+    /// What it does.
+    pub role: Role,
+    /// Of its gRPC.
+    pub address: SocketAddr,
+    /// The device it works on.
+    pub engine: EngineHandle,
+}
+
+/// What a worker does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Computes prompts.
+    Prefill,
+    /// Generates.
+    Decode,
+}
+
+impl Cluster {
+    /// Binds all sockets, loads the model (fetching it first if need be), starts every part, and waits until requests can be served.
+    pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
+        check(&settings)?;
+        let frontend = TcpListener::bind(settings.listen)
+            .await
+            .map_err(|cause| StartError::Listen { address: settings.listen, cause })?;
+        let loaded = load(&settings).await?;
+        let mut cluster = Self::run(settings, loaded, frontend).await?;
+        cluster.wait_until_ready().await?;
+        Ok(cluster)
+    }
+
+    /// Where the OpenAI API is.
+    pub fn frontend(&self) -> SocketAddr {
+        self.frontend
+    }
+
+    /// Where the router's gRPC is.
+    pub fn router(&self) -> SocketAddr {
+        self.router
+    }
+
+    /// First those that prefill, then those that decode.
+    pub fn workers(&self) -> &[Worker] {
+        &self.workers
+    }
+
+    /// What clients write as `model`.
+    pub fn model_id(&self) -> &str {
+        &self.model_id
+    }
+
+    /// Of all parts.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// Resolves when a part has ended though nobody asked it to: the cluster cannot go on then. Cancel-safe.
+    pub async fn failed(&mut self) -> StartError {
+        self.parts.ended().await
+    }
+
+    /// Refuses new requests, lets running ones finish for `grace`, then stops everything.
+    pub async fn drain(&self, grace: Duration) {
+        let until = Instant::now() + grace;
+        self.front.run(grace).await;
+        self.back.run(until.saturating_duration_since(Instant::now())).await;
+    }
+
+    /// Stops at once: running requests are cancelled.
+    pub async fn stop(self) {
+        self.drain(Duration::ZERO).await;
+    }
+
+    async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
+        let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
+        let parts = Parts::default();
+        let mut workers = Vec::new();
+        let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
+        for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
+            let listener = loopback().await?;
+            let name = match role {
+                Role::Prefill => "prefill",
+                Role::Decode => "decode",
+            };
+            let worker = Worker {
+                id: format!("{name}-{index}"),
+                role,
+                address: local_address(&listener)?,
+                engine: EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings)),
+            };
+            parts.worker(&worker, listener, &settings, &loaded, &metrics, &back);
+            workers.push(worker);
+        }
+        let router_listener = loopback().await?;
+        let router = local_address(&router_listener)?;
+        parts.router(router_listener, &workers, &settings, &metrics, &back);
+        let (model_id, address) = (loaded.served.id().to_owned(), local_address(&frontend)?);
+        parts.frontend(frontend, router, &settings, loaded, &metrics, &front);
+        Ok(Self { model_id, frontend: address, router, workers, metrics, front, back, parts })
+    }
+
+    async fn wait_until_ready(&mut self) -> Result<(), StartError> {
+        let channel = link::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint").connect_lazy();
+        let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
+        let ready = async {
+            // Readiness asks for one decode worker; here all are about to join, and the first request is to find them.
+            while !(joined(router.clone()).await == workers && is_ready(frontend).await.unwrap_or(false)) {
+                tokio::time::sleep(READY_POLL).await;
+            }
+        };
+        tokio::select! {
+            ready = tokio::time::timeout(READY_WAIT, ready) => ready.map_err(|_| StartError::NotReady),
+            error = self.failed() => Err(error),
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.front.stop();
+        self.back.stop();
+    }
+}
+
+/// What no part could make sense of.
+fn check(settings: &UpSettings) -> Result<(), StartError> {
+    match settings.engine {
+        EngineKind::Cuda => return Err(StartError::Cuda),
+        EngineKind::Sim if settings.model.is_some() => return Err(StartError::ModelForSim),
+        EngineKind::Sim | EngineKind::Cpu => {}
+    }
+    if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
+        return Err(StartError::NoPrefillWorker);
+    }
+    Ok(())
+}
+
+/// Reads files and perhaps the network, for long: off the async threads.
+async fn load(settings: &UpSettings) -> Result<Loaded, StartError> {
+    let settings = settings.clone();
+    let loading = tokio::task::spawn_blocking(move || match settings.engine {
+        EngineKind::Cpu | EngineKind::Cuda => {
+            let model = Store::new(settings.store.clone())?.get(&settings.model.clone().unwrap_or_default())?;
+            Loaded::gguf(model, settings.served_model_name)
+        }
+        EngineKind::Sim => Ok(Loaded::sim(settings.served_model_name)),
+    });
+    loading.await.expect("loading returns its errors")
+}
+
+fn engine_settings(settings: &UpSettings) -> EngineSettings {
+    EngineSettings {
+        chunk_budget: settings.prefill_chunk_budget,
+        batch_max: settings.batch_max,
+        // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
+        queue_max: settings.max_concurrent_requests,
+        prefix_caching: !settings.no_prefix_caching,
+    }
+}
+
+async fn loopback() -> Result<TcpListener, StartError> {
+    let address = SocketAddr::from(([127, 0, 0, 1], 0));
+    TcpListener::bind(address).await.map_err(|cause| StartError::Listen { address, cause })
+}
+
+fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {
+    listener.local_addr().map_err(StartError::LocalAddress)
+}
+
+/// How many workers the router knows.
+async fn joined(mut router: RouterClient<Channel>) -> usize {
+    router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
+}
+
+/// Asks as a load balancer would.
+async fn is_ready(frontend: SocketAddr) -> std::io::Result<bool> {
+    let mut stream = TcpStream::connect(reachable(frontend)).await?;
+    stream.write_all(format!("GET /ready HTTP/1.1\r\nhost: {frontend}\r\nconnection: close\r\n\r\n").as_bytes()).await?;
+    let mut status = [0; 12];
+    stream.read_exact(&mut status).await?;
+    Ok(&status == b"HTTP/1.1 200")
+}
+
+/// From this machine: a socket on all addresses is reached on the loopback one.
+pub(crate) fn reachable(mut address: SocketAddr) -> SocketAddr {
+    if address.ip().is_unspecified() {
+        address.set_ip(match address {
+            SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
+            SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+        });
+    }
+    address
+}

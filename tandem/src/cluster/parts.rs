@@ -1,0 +1,156 @@
+//! The parts of a cluster as tasks, and the news that one has ended.
+
+use super::{Loaded, Role, StartError, Worker};
+use crate::settings::{PolicyName, PrefillPlace, UpSettings};
+use std::{future::Future, net::SocketAddr, time::Duration};
+use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_frontend::FrontendSettings;
+use tandem_node::{Metrics, Shutdown};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_router::{PolicyKind, RouterSettings};
+use tokio::{net::TcpListener, sync::mpsc};
+
+/// A decode worker that has heard `Scheduled` answers at once; what it waits for is blocks that others give back.
+const TICKET_WAIT: Duration = Duration::from_secs(10);
+/// A client that has seen nothing for so long has given up, or its proxy has.
+const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
+
+/// Starts parts and hears of their ends.
+pub(super) struct Parts {
+    ends: mpsc::UnboundedReceiver<StartError>,
+    reports: mpsc::UnboundedSender<StartError>,
+}
+
+/// Tells the end of a part however it comes: its task returns, panics or is dropped.
+struct Report {
+    part: String,
+    cause: Option<Box<dyn std::error::Error + Send + Sync>>,
+    reports: mpsc::UnboundedSender<StartError>,
+}
+
+impl Default for Parts {
+    fn default() -> Self {
+        let (reports, ends) = mpsc::unbounded_channel();
+        Self { ends, reports }
+    }
+}
+
+impl Parts {
+    /// The end of the first part that has ended.
+    pub(super) async fn ended(&mut self) -> StartError {
+        self.ends.recv().await.expect("this value holds a sender")
+    }
+
+    pub(super) fn worker(
+        &self,
+        worker: &Worker,
+        listener: TcpListener,
+        settings: &UpSettings,
+        loaded: &Loaded,
+        metrics: &Metrics,
+        shutdown: &Shutdown,
+    ) {
+        let (worker_id, engine) = (worker.id.clone(), worker.engine.clone());
+        let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
+        let report_cached_tokens = settings.report_cached_tokens;
+        let (metrics, stop) = (metrics.clone(), shutdown.clone());
+        match worker.role {
+            Role::Prefill => {
+                let settings =
+                    PrefillWorkerSettings { worker_id, model, revision, report_cached_tokens, ticket_wait: TICKET_WAIT };
+                self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
+            }
+            Role::Decode => {
+                let settings = DecodeWorkerSettings {
+                    worker_id,
+                    model,
+                    revision,
+                    advertise: None,
+                    report_cached_tokens,
+                    // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
+                    remote_waiting_max: settings.max_concurrent_requests as usize,
+                    landing_wait: FIRST_TOKEN_WAIT,
+                };
+                self.spawn(&worker.id, shutdown, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
+            }
+        }
+    }
+
+    pub(super) fn router(
+        &self,
+        listener: TcpListener,
+        workers: &[Worker],
+        settings: &UpSettings,
+        metrics: &Metrics,
+        shutdown: &Shutdown,
+    ) {
+        let settings = RouterSettings {
+            workers: workers.iter().map(|worker| worker.address.to_string()).collect(),
+            policy: match settings.policy {
+                PolicyName::KvAware => PolicyKind::KvAware,
+                PolicyName::LeastLoaded => PolicyKind::LeastLoaded,
+                PolicyName::RoundRobin => PolicyKind::RoundRobin,
+                PolicyName::Random => PolicyKind::Random,
+            },
+            prefill: match settings.prefill {
+                PrefillPlace::Auto => tandem_router::PrefillPlace::Auto,
+                PrefillPlace::Remote => tandem_router::PrefillPlace::Remote,
+                PrefillPlace::Local => tandem_router::PrefillPlace::Local,
+            },
+            ..Default::default()
+        };
+        self.spawn("router", shutdown, tandem_router::run(listener, settings, metrics.clone(), shutdown.clone()));
+    }
+
+    pub(super) fn frontend(
+        &self,
+        listener: TcpListener,
+        router: SocketAddr,
+        settings: &UpSettings,
+        loaded: Loaded,
+        metrics: &Metrics,
+        shutdown: &Shutdown,
+    ) {
+        let capacity_tokens = settings.capacity_blocks().saturating_mul(settings.block_size);
+        // A prompt that no worker can hold is told so at the door.
+        let model = loaded.served.with_context_length(capacity_tokens);
+        let settings = FrontendSettings {
+            block_size: settings.block_size,
+            concurrent_requests: settings.max_concurrent_requests as usize,
+            body_max_bytes: settings.max_body_bytes,
+            first_token_timeout: FIRST_TOKEN_WAIT,
+            ..FrontendSettings::new(router.to_string(), model)
+        };
+        self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
+    }
+
+    fn spawn<E>(&self, part: &str, shutdown: &Shutdown, run: impl Future<Output = Result<(), E>> + Send + 'static)
+    where
+        E: std::error::Error + Send + Sync + 'static,
+    {
+        let report = Report { part: part.to_owned(), cause: None, reports: self.reports.clone() };
+        // Parts end by themselves at the stop, when they have told their clients.
+        shutdown.track(report.at_the_end_of(run));
+    }
+}
+
+impl Report {
+    async fn at_the_end_of<E>(mut self, run: impl Future<Output = Result<(), E>>)
+    where
+        E: std::error::Error + Send + Sync + 'static,
+    {
+        self.cause = run.await.err().map(Into::into);
+    }
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        let part = std::mem::take(&mut self.part);
+        let end = match self.cause.take() {
+            Some(cause) => StartError::Part { part, cause },
+            None => StartError::PartEnded(part),
+        };
+        // Nobody listens when the cluster is gone: then all parts end.
+        let _ = self.reports.send(end);
+    }
+}

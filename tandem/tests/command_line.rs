@@ -1,0 +1,206 @@
+//! The binary as its users meet it: what it prints, what it answers, how it ends.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+/// The binary, in an environment without our variables.
+fn tandem(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TANDEM_")) {
+        command.env_remove(name);
+    }
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn ended(args: &[&str]) -> Output {
+    tandem(args).output().expect("the binary runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("the binary writes text")
+}
+
+/// A cluster in a process of its own.
+struct Up {
+    process: Child,
+    stdout: BufReader<ChildStdout>,
+    stderr: ChildStderr,
+    introduction: String,
+}
+
+impl Up {
+    /// Returns when the last line of the introduction is there.
+    fn start(args: &[&str]) -> Self {
+        let args: Vec<&str> = ["up", "--engine", "sim", "--listen", "127.0.0.1:0"].iter().chain(args).copied().collect();
+        let mut process = tandem(&args).spawn().expect("the binary runs");
+        let mut stdout = BufReader::new(process.stdout.take().expect("piped"));
+        let stderr = process.stderr.take().expect("piped");
+        let mut introduction = String::new();
+        while !introduction.contains("Ctrl-C") {
+            let read = stdout.read_line(&mut introduction).expect("the binary writes text");
+            assert_ne!(read, 0, "it ended: {introduction}");
+        }
+        Self { process, stdout, stderr, introduction }
+    }
+
+    fn address(&self) -> &str {
+        let line = self.introduction.lines().find(|line| line.contains("frontend")).expect("the frontend is named");
+        line.split("http://").nth(1).expect("its URL is told")
+    }
+
+    fn signal(&self, signal: &str) {
+        let id = self.process.id().to_string();
+        assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
+    }
+
+    fn wait(mut self) -> (ExitStatus, String) {
+        let status = self.process.wait().expect("it is our child");
+        let mut rest = String::new();
+        self.stdout.read_to_string(&mut rest).expect("text");
+        let mut errors = String::new();
+        self.stderr.read_to_string(&mut errors).expect("text");
+        (status, errors)
+    }
+}
+
+/// Sends a request and gives the stream, to be read while the answer comes.
+fn ask(address: &str, body: &str) -> BufReader<TcpStream> {
+    let mut stream = TcpStream::connect(address).expect("the frontend listens");
+    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n");
+    write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
+    BufReader::new(stream)
+}
+
+const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":100000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"on and on"}]}"#;
+
+#[test]
+fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
+    let up = Up::start(&["--sim-speedup", "50"]);
+    for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0"] {
+        assert!(up.introduction.contains(part), "{part}: {}", up.introduction);
+    }
+    let body = up.introduction.split("-d '").nth(1).and_then(|rest| rest.split("'\n").next()).expect("a curl line");
+    let mut answer = String::new();
+    ask(up.address(), body).read_to_string(&mut answer).expect("text");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("\"cached_tokens\":") && answer.contains("data: [DONE]"), "{answer}");
+    up.signal("-INT");
+    let (status, errors) = up.wait();
+    assert_eq!(status.code(), Some(0), "{errors}");
+}
+
+#[test]
+fn a_running_answer_is_finished_before_the_end() {
+    let up = Up::start(&["--sim-speedup", "20"]);
+    let body = LONG.replace("100000", "2000");
+    let mut answer = ask(up.address(), &body);
+    let mut line = String::new();
+    while !line.contains("data:") {
+        answer.read_line(&mut line).expect("text");
+    }
+    up.signal("-TERM");
+    let mut rest = String::new();
+    answer.read_to_string(&mut rest).expect("text");
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer was cut off");
+    assert_eq!(up.wait().0.code(), Some(0));
+}
+
+#[test]
+fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
+    for (grace, second) in [("1", false), ("60", true)] {
+        let up = Up::start(&["--grace-period", grace]);
+        let mut answer = ask(up.address(), LONG);
+        let mut line = String::new();
+        while !line.contains("data:") {
+            answer.read_line(&mut line).expect("text");
+        }
+        let started = Instant::now();
+        up.signal("-INT");
+        if second {
+            // The first is heard when new requests are refused.
+            let refused = || {
+                let mut answer = String::new();
+                TcpStream::connect(up.address()).is_err()
+                    || ask(up.address(), LONG).read_line(&mut answer).is_err()
+                    || answer.contains("503")
+                    || answer.is_empty()
+            };
+            while !refused() {
+                std::thread::yield_now();
+            }
+            up.signal("-INT");
+        }
+        let (status, errors) = up.wait();
+        assert!(started.elapsed() < Duration::from_secs(20));
+        assert_eq!(status.code(), Some(i32::from(second)), "{errors}");
+        if second {
+            assert_eq!(errors.lines().filter(|line| line.starts_with("tandem: ")).count(), 1, "{errors}");
+        }
+    }
+}
+
+#[test]
+fn a_taken_port_is_told_in_one_line() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = taken.local_addr().expect("bound").to_string();
+    let output = ended(&["up", "--engine", "sim", "--log", "error", "--listen", &address]);
+    assert_eq!(output.status.code(), Some(1));
+    let errors = text(&output.stderr);
+    assert!(errors.contains(&format!("cannot listen on {address}")) && errors.contains("--listen"), "{errors}");
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+}
+
+#[test]
+fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
+    for (args, code, told) in [
+        (&["up", "--engine", "cuda"][..], 1, "not built yet"),
+        (&["up", "--engine", "sim", "--model", "x.gguf"], 1, "leave out --model"),
+        (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
+        (&["up", "--model", "/nonexistent.gguf"], 1, "there is no model at /nonexistent.gguf"),
+        (&["up", "--log", "tandem=loud"], 1, "log filter"),
+        (&["up", "--engine", "tpu"], 2, "possible values: cpu"),
+        (&["up", "--config", "/nonexistent.toml"], 2, "/nonexistent.toml"),
+        (&["down"], 2, "unrecognized subcommand"),
+        (&["model", "fetch", "hf:x"], 2, "hf:ORG/NAME"),
+        (&["model", "fetch", "/nonexistent.gguf"], 1, "there is no model"),
+    ] {
+        let args: Vec<&str> = if args[0] == "up" { [args, &["--listen", "127.0.0.1:0"]].concat() } else { args.to_vec() };
+        let output = ended(&args);
+        let errors = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {errors}");
+        assert!(errors.contains(told), "{args:?}: {errors}");
+        if code == 1 {
+            assert_eq!(errors.lines().filter(|line| line.starts_with("tandem: ")).count(), 1, "{args:?}: {errors}");
+        }
+    }
+}
+
+#[test]
+fn the_settings_that_result_are_printed() {
+    let output = tandem(&["up", "--engine", "sim", "--print-config"]).env("TANDEM_BLOCK_SIZE", "32").output().expect("runs");
+    let printed = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(printed.contains("block-size = 32") && printed.contains("engine = \"sim\""), "{printed}");
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let file = dir.path().join("tandem.toml");
+    std::fs::write(&file, &printed).expect("ours");
+    let again = ended(&["up", "--config", file.to_str().expect("text"), "--print-config"]);
+    assert_eq!(text(&again.stdout), printed);
+}
+
+#[test]
+fn a_model_is_told_by_its_path_on_the_last_line() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let file = dir.path().join("Tiny.Q4_0.gguf");
+    std::fs::write(&file, b"GGUF").expect("ours");
+    let output = ended(&["model", "fetch", file.to_str().expect("text")]);
+    assert_eq!(text(&output.stdout).lines().last(), file.to_str());
+    let models = dir.path().to_str().expect("text");
+    let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);
+    assert_eq!(listed, format!("Tiny\t0.0 MB\t{}\n", file.display()));
+}
