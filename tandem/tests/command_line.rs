@@ -76,7 +76,17 @@ fn ask(address: &str, body: &str) -> BufReader<TcpStream> {
     BufReader::new(stream)
 }
 
-const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":100000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"on and on"}]}"#;
+/// The same, when its first event has come.
+fn running(address: &str, body: &str) -> BufReader<TcpStream> {
+    let mut answer = ask(address, body);
+    let mut head = String::new();
+    while !head.contains("data:") {
+        assert_ne!(answer.read_line(&mut head).expect("text"), 0, "no event came: {head}");
+    }
+    answer
+}
+
+const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"on and on"}]}"#;
 
 #[test]
 fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
@@ -97,12 +107,8 @@ fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
 #[test]
 fn a_running_answer_is_finished_before_the_end() {
     let up = Up::start(&["--sim-speedup", "20"]);
-    let body = LONG.replace("100000", "2000");
-    let mut answer = ask(up.address(), &body);
-    let mut line = String::new();
-    while !line.contains("data:") {
-        answer.read_line(&mut line).expect("text");
-    }
+    let body = LONG.replace("60000", "2000");
+    let mut answer = running(up.address(), &body);
     up.signal("-TERM");
     let mut rest = String::new();
     answer.read_to_string(&mut rest).expect("text");
@@ -114,11 +120,7 @@ fn a_running_answer_is_finished_before_the_end() {
 fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
     for (grace, second) in [("1", false), ("60", true)] {
         let up = Up::start(&["--grace-period", grace]);
-        let mut answer = ask(up.address(), LONG);
-        let mut line = String::new();
-        while !line.contains("data:") {
-            answer.read_line(&mut line).expect("text");
-        }
+        let _answer = running(up.address(), LONG);
         let started = Instant::now();
         up.signal("-INT");
         if second {
