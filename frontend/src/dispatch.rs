@@ -15,6 +15,8 @@ use tokio::{sync::mpsc, time::Instant};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming, transport::Channel};
 
+/// How long the end of an answer may wait for the router to have heard all of it.
+const ROUTE_CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a question about the cluster's state may take.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -71,7 +73,7 @@ pub(crate) struct Attempt {
     pub(crate) facts: Facts,
     first: Option<generate_reply::Message>,
     replies: Streaming<GenerateReply>,
-    _route: Route,
+    route: Route,
 }
 
 /// The held `Route` stream.
@@ -135,7 +137,7 @@ impl Dispatcher {
                 Ok((facts, first, replies)) => {
                     let cached_tokens = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     route.tell(route_request::Message::PrefillReleased(PrefillReleased { cached_tokens })).await;
-                    return Ok(Attempt { facts, first: Some(first), replies, _route: route });
+                    return Ok(Attempt { facts, first: Some(first), replies, route });
                 }
                 Err(failed) => failed,
             };
@@ -250,6 +252,16 @@ impl Attempt {
         }
         let reply = self.replies.message().await.map_err(|status| DispatchError::Lost { reason: reason_of(&status) })?;
         Ok(reply.and_then(|reply| reply.message))
+    }
+}
+
+impl Attempt {
+    /// The answer is whole: lets go of the generation, whatever decode computes ahead, and then of the booking in order.
+    /// Merely dropped, the route's last message (what was reported cached) could be lost with its stream.
+    pub(crate) async fn close(self) {
+        let Self { replies, route: Route { requests, replies: mut told }, .. } = self;
+        drop((replies, requests));
+        tokio::time::timeout(ROUTE_CLOSE_TIMEOUT, async { while let Ok(Some(_)) = told.message().await {} }).await.ok();
     }
 }
 

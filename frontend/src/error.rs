@@ -16,6 +16,8 @@ pub(crate) enum ApiError {
     Json(#[source] serde_json::Error),
     #[error("The body is not valid UTF-8 (at byte {at}).")]
     Utf8 { at: usize },
+    #[error("The body must be a JSON object.")]
+    NoObject,
     #[error("The body is nested too deeply: at most {max} levels are allowed.")]
     Nesting { max: usize },
     #[error("The body is larger than {max} bytes.")]
@@ -88,6 +90,7 @@ impl ApiError {
         match self {
             Self::Json(_) => bad(None, Some("invalid_json")),
             Self::Utf8 { .. } => bad(None, Some("invalid_utf8")),
+            Self::NoObject => bad(None, Some("invalid_type")),
             Self::Nesting { .. } => bad(None, Some("nesting_too_deep")),
             Self::BodyTooLarge { .. } => client(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
             Self::BodyIncomplete => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_incomplete")),

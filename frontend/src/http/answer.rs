@@ -32,10 +32,13 @@ pub(super) struct Job {
     pub(super) options: Options,
 }
 
+/// Pieces with the numbers of their prompts.
+type Pieces = Pin<Box<dyn Stream<Item = (usize, Result<Piece, DispatchError>)> + Send>>;
+
 /// A running request.
 pub(super) struct Run {
     app: Arc<App>,
-    pieces: Pin<Box<dyn Stream<Item = (usize, Result<Piece, DispatchError>)> + Send>>,
+    pieces: Pieces,
     pub(super) progress: Progress,
     echoes: Vec<Option<Echo>>,
     /// Characters of each prompt's text that were given.

@@ -36,6 +36,9 @@ pub(crate) struct Completion {
     pub(crate) prompts: PromptInput,
 }
 
+/// A prompt's tokens and, when it is to be echoed, its text.
+pub(crate) type Encoded = (Vec<TokenId>, Option<String>);
+
 impl CompletionRequest {
     /// `prompts_max`: how many prompts one request may hold.
     pub(crate) fn check(mut self, model: &ServedModel, prompts_max: usize) -> Result<Completion, ApiError> {
@@ -107,8 +110,8 @@ impl Completion {
         }
     }
 
-    /// Each prompt's tokens and, when they are to be echoed, its text.
-    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<(Vec<TokenId>, Option<String>)>, ApiError> {
+    /// All prompts, in order.
+    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<Encoded>, ApiError> {
         match &self.prompts {
             PromptInput::Texts(texts) => {
                 let encode = |text: &String| {

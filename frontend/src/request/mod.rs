@@ -22,6 +22,10 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     if nesting(body) > NESTING_MAX {
         return Err(ApiError::Nesting { max: NESTING_MAX });
     }
+    if text.trim_start().starts_with('[') {
+        // serde would take a list for an object's values in order.
+        return Err(ApiError::NoObject);
+    }
     let mut json = serde_json::Deserializer::from_str(text);
     let request = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let param = error.path().to_string();

@@ -22,11 +22,11 @@ pub(crate) fn answers(
     stop: Vec<String>,
 ) -> impl Stream<Item = Result<Piece, DispatchError>> + Send {
     let samples = Samples::new(model, prompt.samples, &stop, &prompt);
-    stream::unfold(Answer::Waiting { dispatcher, prompt, samples }, |answer| answer.next()).boxed()
+    stream::unfold(Answer::Waiting { dispatcher, prompt: Box::new(prompt), samples }, |answer| answer.next()).boxed()
 }
 
 enum Answer {
-    Waiting { dispatcher: Arc<Dispatcher>, prompt: Prompt, samples: Samples },
+    Waiting { dispatcher: Arc<Dispatcher>, prompt: Box<Prompt>, samples: Samples },
     Running { attempt: Box<Attempt>, samples: Samples },
     Ended,
 }
@@ -58,8 +58,15 @@ impl Answer {
                         break Err(error);
                     }
                 };
-                let ended = matches!(result, Ok(Piece::Finished) | Err(_));
-                Some((result, if ended { Self::Ended } else { Self::Running { attempt, samples } }))
+                let rest = match &result {
+                    Ok(Piece::Finished) => {
+                        attempt.close().await;
+                        Self::Ended
+                    }
+                    Ok(_) => Self::Running { attempt, samples },
+                    Err(_) => Self::Ended,
+                };
+                Some((result, rest))
             }
             Self::Ended => None,
         }

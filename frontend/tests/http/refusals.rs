@@ -1,0 +1,205 @@
+//! Bad input, one row each: status, param, code, and words the message must have.
+
+use crate::support::*;
+use hyper::{Method, StatusCode};
+use serde_json::{Value, json};
+
+/// What is sent, and the status, `param`, `code` and words expected.
+type Row = (Value, u16, Option<&'static str>, &'static str, &'static [&'static str]);
+
+async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
+    for (body, status, param, code, words) in rows {
+        let sent = body.to_string();
+        expect(cluster, path, sent.into_bytes(), (status, param, code, words)).await;
+    }
+    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+}
+
+async fn expect(cluster: &Cluster, path: &str, body: Vec<u8>, expected: (u16, Option<&str>, &str, &[&str])) {
+    let shown = String::from_utf8_lossy(&body[..body.len().min(200)]).into_owned();
+    let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
+    let error = &answer["error"];
+    let case = format!("{path} {shown} → {answer}");
+    let (expected_status, param, code, words) = expected;
+    assert_eq!(status.as_u16(), expected_status, "{case}");
+    assert_eq!(error["type"], "invalid_request_error", "{case}");
+    assert_eq!(error["param"].as_str(), param, "{case}");
+    assert!(error.get("param").is_some(), "{case}");
+    assert_eq!(error["code"], code, "{case}");
+    let message = error["message"].as_str().unwrap_or_else(|| panic!("{case}"));
+    for word in words {
+        assert!(message.contains(word), "{word:?} in {case}");
+    }
+}
+
+/// What both endpoints refuse.
+fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
+    let row = |options: Value, param: &'static str, code: &'static str, words: &'static [&'static str]| -> Row {
+        (request(options), 400, Some(param), code, words)
+    };
+    vec![
+        (request(json!({ "model": "gpt-4" })), 404, Some("model"), "model_not_found", &["'gpt-4'", "does not exist"]),
+        row(json!({ "model": null }), "model", "missing_required_parameter", &["'model'", "required"]),
+        row(json!({ "model": 7 }), "model", "invalid_type", &["'model'", "integer `7`", "expected a string"]),
+        row(json!({ "temperature": "hot" }), "temperature", "invalid_type", &["'temperature'", "string \"hot\"", "expected f64"]),
+        row(json!({ "temperature": 2.1 }), "temperature", "invalid_value", &["between 0 and 2", "2.1"]),
+        row(json!({ "temperature": -0.1 }), "temperature", "invalid_value", &["between 0 and 2"]),
+        row(json!({ "top_p": 0 }), "top_p", "invalid_value", &["above 0 and at most 1", "is 0"]),
+        row(json!({ "top_p": 1.5 }), "top_p", "invalid_value", &["above 0 and at most 1"]),
+        row(json!({ "top_k": -2 }), "top_k", "invalid_value", &["-1 or 0"]),
+        row(json!({ "min_p": 1.1 }), "min_p", "invalid_value", &["between 0 and 1"]),
+        row(json!({ "repetition_penalty": 0 }), "repetition_penalty", "invalid_value", &["above 0"]),
+        row(json!({ "repetition_penalty": 1e300 }), "repetition_penalty", "invalid_value", &["at most 100"]),
+        row(json!({ "frequency_penalty": 3 }), "frequency_penalty", "invalid_value", &["between -2 and 2"]),
+        row(json!({ "presence_penalty": -3 }), "presence_penalty", "invalid_value", &["between -2 and 2"]),
+        row(json!({ "n": 0 }), "n", "invalid_value", &["between 1 and 128", "is 0"]),
+        row(json!({ "n": 129 }), "n", "invalid_value", &["between 1 and 128"]),
+        row(json!({ "n": 1.5 }), "n", "invalid_type", &["'n'", "1.5"]),
+        row(json!({ "max_tokens": -1 }), "max_tokens", "invalid_value", &["whole number", "-1"]),
+        row(json!({ "max_tokens": 0 }), "max_tokens", "invalid_value", &["from 1 on"]),
+        row(json!({ "max_tokens": 600 }), "max_tokens", "context_length_exceeded", &["512", "600"]),
+        row(json!({ "max_tokens": 1_u64 << 40 }), "max_tokens", "context_length_exceeded", &["512"]),
+        row(json!({ "min_tokens": -1 }), "min_tokens", "invalid_value", &["from 0 on"]),
+        row(json!({ "min_tokens": 9, "max_tokens": 8 }), "min_tokens", "invalid_value", &["'max_tokens'"]),
+        row(json!({ "seed": "x" }), "seed", "invalid_type", &["'seed'"]),
+        row(json!({ "stop": 7 }), "stop", "invalid_type", &["a string or a list of strings"]),
+        row(json!({ "stop": ["a", 7] }), "stop[1]", "invalid_type", &["'stop[1]'"]),
+        row(json!({ "stop": ["a", ""] }), "stop", "invalid_value", &["empty string"]),
+        row(json!({ "stop": vec!["a"; 17] }), "stop", "too_many", &["at most 16"]),
+        row(json!({ "stop": "x".repeat(1025) }), "stop", "too_many", &["1024 bytes"]),
+        row(json!({ "stop_token_ids": [258] }), "stop_token_ids", "invalid_value", &["below 258"]),
+        row(json!({ "stop_token_ids": [-1] }), "stop_token_ids", "invalid_value", &["below 258"]),
+        row(json!({ "logit_bias": { "7": 101 } }), "logit_bias.7", "invalid_value", &["between -100 and 100"]),
+        row(json!({ "logit_bias": { "258": 1 } }), "logit_bias", "invalid_value", &["below 258"]),
+        row(json!({ "logit_bias": { "seven": 1 } }), "logit_bias", "invalid_value", &["token ids"]),
+        row(json!({ "logit_bias": [1] }), "logit_bias", "invalid_type", &["'logit_bias'", "expected a map"]),
+        row(json!({ "stream": "yes" }), "stream", "invalid_type", &["expected a boolean"]),
+        row(json!({ "stream_options": { "include_usage": true } }), "stream_options", "invalid_value", &["'stream' is true"]),
+        row(
+            json!({ "stream": true, "stream_options": { "include_usage": 1 } }),
+            "stream_options.include_usage",
+            "invalid_type",
+            &["expected a boolean"],
+        ),
+        row(json!({ "cache_salt": "" }), "cache_salt", "empty_value", &["'cache_salt'", "empty"]),
+        row(json!({ "cache_salt": "x".repeat(257) }), "cache_salt", "too_many", &["256 bytes"]),
+        row(json!({ "cache_salt": 7 }), "cache_salt", "invalid_type", &["'cache_salt'"]),
+        row(json!({ "tools": [{ "type": "function" }] }), "tools", "unsupported_parameter", &["'tools'", "leave it out"]),
+        row(json!({ "tool_choice": "auto" }), "tool_choice", "unsupported_parameter", &["'tool_choice'"]),
+        row(json!({ "functions": [{}] }), "functions", "unsupported_parameter", &["'functions'"]),
+        row(json!({ "response_format": { "type": "json_object" } }), "response_format", "unsupported_parameter", &[]),
+        row(json!({ "suffix": "x" }), "suffix", "unsupported_parameter", &[]),
+        row(json!({ "guided_regex": "x" }), "guided_regex", "unsupported_parameter", &[]),
+    ]
+}
+
+#[tokio::test]
+async fn bad_conversations() {
+    let mut cluster = Cluster::start().await;
+    let mut rows = both(chat);
+    let row = |options: Value, param: &'static str, code: &'static str, words: &'static [&'static str]| -> Row {
+        (chat(options), 400, Some(param), code, words)
+    };
+    let message = |message: Value| json!({ "messages": [message] });
+    rows.extend([
+        row(json!({ "messages": null }), "messages", "missing_required_parameter", &["'messages'", "required"]),
+        row(json!({ "messages": [] }), "messages", "empty_value", &["'messages'", "must not be empty"]),
+        row(json!({ "messages": "hi" }), "messages", "invalid_type", &["expected a sequence"]),
+        row(json!({ "messages": ["hi"] }), "messages[0]", "invalid_type", &["'messages[0]'"]),
+        row(message(json!({ "content": "x" })), "messages[0].role", "missing_required_parameter", &["required"]),
+        row(message(json!({ "role": "king", "content": "x" })), "messages[0].role", "invalid_value", &["'user'"]),
+        row(message(json!({ "role": "tool", "content": "x" })), "messages[0].role", "unsupported_parameter", &[]),
+        row(message(json!({ "role": "user", "content": 7 })), "messages[0].content", "invalid_type", &["a string"]),
+        row(
+            message(json!({ "role": "user", "content": [{ "type": "text", "text": "x" }, { "type": "image_url" }] })),
+            "messages[0].content[1]",
+            "invalid_type",
+            &["type 'text'"],
+        ),
+        row(
+            message(json!({ "role": "assistant", "tool_calls": [{ "id": "x" }] })),
+            "messages[0].tool_calls",
+            "unsupported_parameter",
+            &[],
+        ),
+        row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
+        row(json!({ "max_completion_tokens": 0 }), "max_completion_tokens", "invalid_value", &["from 1 on"]),
+        row(json!({ "max_completion_tokens": 511 }), "max_completion_tokens", "context_length_exceeded", &["512", "511"]),
+        row(json!({ "logprobs": 3 }), "logprobs", "invalid_type", &["expected a boolean"]),
+        row(json!({ "logprobs": true, "top_logprobs": 21 }), "top_logprobs", "invalid_value", &["between 0 and 20"]),
+        row(json!({ "top_logprobs": 2 }), "top_logprobs", "invalid_value", &["'logprobs' is true"]),
+        row(json!({ "modalities": ["text", "audio"] }), "modalities", "unsupported_parameter", &[]),
+        row(json!({ "audio": { "voice": "x" } }), "audio", "unsupported_parameter", &[]),
+        row(json!({ "function_call": "auto" }), "function_call", "unsupported_parameter", &[]),
+    ]);
+    check(&mut cluster, CHAT, rows).await;
+}
+
+#[tokio::test]
+async fn bad_completions() {
+    let mut cluster = Cluster::with(|settings| settings.concurrent_requests = 3).await;
+    let mut rows = both(|options| completion("x".into(), options));
+    let row = |options: Value, param: &'static str, code: &'static str, words: &'static [&'static str]| -> Row {
+        (completion("x".into(), options), 400, Some(param), code, words)
+    };
+    rows.extend([
+        row(json!({ "prompt": null }), "prompt", "missing_required_parameter", &["'prompt'", "required"]),
+        row(json!({ "prompt": "" }), "prompt", "empty_value", &["'prompt'"]),
+        row(json!({ "prompt": [] }), "prompt", "empty_value", &["'prompt'"]),
+        row(json!({ "prompt": ["x", ""] }), "prompt", "empty_value", &["'prompt'"]),
+        row(json!({ "prompt": [[1], []] }), "prompt", "empty_value", &["'prompt'"]),
+        row(json!({ "prompt": 7 }), "prompt", "invalid_type", &["a list of token ids"]),
+        row(json!({ "prompt": ["x", 7] }), "prompt[1]", "invalid_type", &["'prompt[1]'"]),
+        row(json!({ "prompt": [258] }), "prompt", "invalid_value", &["below 258"]),
+        row(json!({ "prompt": [-1] }), "prompt[0]", "invalid_type", &["token id"]),
+        row(json!({ "prompt": ["x", "x", "x", "x"] }), "prompt", "too_many", &["at most 3 prompts"]),
+        row(json!({ "prompt": "x".repeat(512) }), "prompt", "context_length_exceeded", &["512", "528"]),
+        row(json!({ "prompt": "x".repeat(500), "max_tokens": 13 }), "max_tokens", "context_length_exceeded", &["513", "500"]),
+        row(json!({ "logprobs": 21 }), "logprobs", "invalid_value", &["between 0 and 20"]),
+        row(json!({ "logprobs": true }), "logprobs", "invalid_type", &["'logprobs'"]),
+        row(json!({ "best_of": 2 }), "best_of", "invalid_value", &["'n'"]),
+        row(json!({ "echo": "x" }), "echo", "invalid_type", &["expected a boolean"]),
+    ]);
+    check(&mut cluster, COMPLETIONS, rows).await;
+}
+
+#[tokio::test]
+async fn bad_bodies() {
+    const MAX: usize = 100_000;
+    let cluster = Cluster::with(|settings| settings.body_max_bytes = MAX).await;
+    for path in [CHAT, COMPLETIONS] {
+        fn json_error(words: &'static [&'static str]) -> (u16, Option<&'static str>, &'static str, &'static [&'static str]) {
+            (400, None, "invalid_json", words)
+        }
+        expect(&cluster, path, Vec::new(), json_error(&["JSON", "EOF"])).await;
+        expect(&cluster, path, b"{\"model\": \"m\",}".to_vec(), json_error(&["JSON", "line 1"])).await;
+        expect(&cluster, path, b"{} {}".to_vec(), json_error(&["trailing"])).await;
+        expect(&cluster, path, b"[1]".to_vec(), (400, None, "invalid_type", &["JSON object"])).await;
+        expect(&cluster, path, b"{\"model\": \"\xFF\"}".to_vec(), (400, None, "invalid_utf8", &["UTF-8", "byte 11"])).await;
+        let deep = |levels: usize| format!("{{\"x\": {}{}}}", "[".repeat(levels), "]".repeat(levels)).into_bytes();
+        for levels in [40, 20_000] {
+            expect(&cluster, path, deep(levels), (400, None, "nesting_too_deep", &["32 levels"])).await;
+        }
+        let huge = format!("{{\"x\": \"{}\"}}", "x".repeat(2 * MAX)).into_bytes();
+        expect(&cluster, path, huge, (413, None, "body_too_large", &["100000 bytes"])).await;
+    }
+    for (method, path, status, code) in [
+        (Method::GET, "/v1/embeddings", 404, "unknown_path"),
+        (Method::POST, "/", 404, "unknown_path"),
+        (Method::GET, CHAT, 405, "method_not_allowed"),
+        (Method::DELETE, "/v1/models", 405, "method_not_allowed"),
+    ] {
+        let (found, answer) = cluster.send(method, path, &[], "").await.json().await;
+        assert_eq!((found.as_u16(), &answer["error"]["code"]), (status, &json!(code)), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_content_type_is_not_needed() {
+    let mut cluster = Cluster::start().await;
+    let body = chat(json!({})).to_string();
+    const FORM: [(&str, &str); 1] = [("content-type", "application/x-www-form-urlencoded")];
+    let reply = tokio::spawn(send(cluster.frontend, Method::POST, CHAT, &FORM, body.into()));
+    cluster.call().await.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+}

@@ -1,0 +1,395 @@
+//! A frontend between a client and a cluster that the test plays: it says where prompts go and holds every generation.
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::{Method, Request, Response, StatusCode, body::Incoming, client::conn::http1};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use std::{
+    collections::VecDeque,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::v1::{
+    Candidate, Failure, Finished, GenerateReply, GenerateRequest, Placement, PromptLogprobs, Reason, RouteReply, RouteRequest,
+    Scheduled, Started, Token, Tokens, WorkerInfo, WorkerRef, WorkerView, WorkersReply, WorkersRequest,
+    decode_server::{Decode, DecodeServer},
+    finished::FinishReason,
+    generate_reply, route_reply, route_request,
+    router_server::{Router, RouterServer},
+    worker_info::Role,
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    task::JoinHandle,
+};
+use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tonic::{Status, Streaming};
+
+/// Nothing in these tests takes long; what does is stuck.
+const STUCK: Duration = Duration::from_secs(20);
+
+pub async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(STUCK, future).await.expect("it happens soon")
+}
+
+/// What the test plays, and where the frontend listens.
+pub struct Cluster {
+    pub frontend: SocketAddr,
+    pub metrics: Metrics,
+    pub shutdown: Shutdown,
+    /// What the router answers, in order; without any, [`Cluster::local`].
+    pub placements: Arc<Mutex<VecDeque<route_reply::Message>>>,
+    pub decode_workers: Arc<Mutex<u32>>,
+    pub decode: SocketAddr,
+    calls: mpsc::UnboundedReceiver<Call>,
+    routes: mpsc::UnboundedReceiver<Told>,
+    pub server: JoinHandle<Result<(), tandem_frontend::FrontendError>>,
+}
+
+/// A generation the frontend has opened.
+pub struct Call {
+    pub request: GenerateRequest,
+    replies: mpsc::Sender<Result<GenerateReply, Status>>,
+}
+
+/// What the router hears.
+#[derive(Debug, PartialEq)]
+pub enum Told {
+    Message(route_request::Message),
+    /// The stream has closed: the booking ends.
+    Closed,
+}
+
+struct FakeRouter {
+    placements: Arc<Mutex<VecDeque<route_reply::Message>>>,
+    decode_workers: Arc<Mutex<u32>>,
+    decode: SocketAddr,
+    told: mpsc::UnboundedSender<Told>,
+}
+
+struct FakeDecode(mpsc::UnboundedSender<Call>);
+
+#[tonic::async_trait]
+impl Router for FakeRouter {
+    type RouteStream = ReceiverStream<Result<RouteReply, Status>>;
+
+    async fn route(
+        &self,
+        request: tonic::Request<Streaming<RouteRequest>>,
+    ) -> Result<tonic::Response<Self::RouteStream>, Status> {
+        let (replies, stream) = mpsc::channel(8);
+        let (placements, decode, told) = (Arc::clone(&self.placements), self.decode, self.told.clone());
+        let mut requests = request.into_inner();
+        tokio::spawn(async move {
+            while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
+                let asks = !matches!(message, route_request::Message::PrefillReleased(_));
+                told.send(Told::Message(message)).ok();
+                if asks {
+                    let scripted = placements.lock().expect("no test panics with it").pop_front();
+                    let reply = scripted.unwrap_or_else(|| route_reply::Message::Placement(local(decode)));
+                    replies.send(Ok(RouteReply { message: Some(reply) })).await.ok();
+                }
+            }
+            told.send(Told::Closed).ok();
+        });
+        Ok(tonic::Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
+        let info = |role: Role| WorkerInfo { role: role.into(), ..WorkerInfo::default() };
+        let view = |role| WorkerView { info: Some(info(role)), ..WorkerView::default() };
+        let decode = *self.decode_workers.lock().expect("no test panics with it");
+        let workers = std::iter::once(view(Role::Prefill)).chain((0..decode).map(|_| view(Role::Decode))).collect();
+        Ok(tonic::Response::new(WorkersReply { workers, bookings: 0 }))
+    }
+}
+
+#[tonic::async_trait]
+impl Decode for FakeDecode {
+    type GenerateStream = Pin<Box<dyn Stream<Item = Result<GenerateReply, Status>> + Send>>;
+
+    async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<tonic::Response<Self::GenerateStream>, Status> {
+        let (replies, stream) = mpsc::channel(64);
+        let request = request.into_inner();
+        self.0.send(Call { request, replies }).map_err(|_| Status::unavailable("the test is over"))?;
+        Ok(tonic::Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+}
+
+fn worker(name: &str, address: &str) -> WorkerRef {
+    WorkerRef { worker_id: name.to_owned(), instance_id: format!("{name}-instance"), address: address.to_owned() }
+}
+
+/// Everything on the decode worker, which holds one block.
+fn local(decode: SocketAddr) -> Placement {
+    let decode = Candidate { worker: Some(worker("d0", &decode.to_string())), overlap_blocks: 1, predicted_blocks: 9 };
+    Placement { decode: Some(decode), prefill: None, block_size: 16 }
+}
+
+impl Cluster {
+    pub async fn start() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    /// The model is the simulator's, with a context of 512 tokens.
+    pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
+        let (told, routes) = mpsc::unbounded_channel();
+        let (call, calls) = mpsc::unbounded_channel();
+        let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a port is free") };
+        let (router_listener, decode_listener, listener) = (bind().await, bind().await, bind().await);
+        let address = |listener: &TcpListener| listener.local_addr().expect("it is bound");
+        let (router, decode, frontend) = (address(&router_listener), address(&decode_listener), address(&listener));
+        let (placements, decode_workers) = (Arc::default(), Arc::new(Mutex::new(1)));
+        let fake = FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, told };
+        let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
+        tokio::spawn(serve.serve_with_incoming(tandem_proto::link::incoming(router_listener)));
+        let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode(call)));
+        tokio::spawn(serve.serve_with_incoming(tandem_proto::link::incoming(decode_listener)));
+        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+        let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));
+        change(&mut settings);
+        let server = tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
+        Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, routes, server }
+    }
+
+    /// The next answer of the router.
+    pub fn place(&self, reply: route_reply::Message) {
+        self.placements.lock().expect("no test panics with it").push_back(reply);
+    }
+
+    /// A placement with a prefill worker that holds so many blocks (the decode worker holds others).
+    pub fn remote(&self, overlap_blocks: u32, block_size: u32) -> route_reply::Message {
+        let prefill = Candidate { worker: Some(worker("p0", "127.0.0.1:1")), overlap_blocks, predicted_blocks: 50 };
+        route_reply::Message::Placement(Placement { prefill: Some(prefill), block_size, ..local(self.decode) })
+    }
+
+    /// A placement on a decode worker that is not there.
+    pub fn nowhere(&self) -> route_reply::Message {
+        let decode = Candidate { worker: Some(worker("gone", "127.0.0.1:1")), ..Candidate::default() };
+        route_reply::Message::Placement(Placement { decode: Some(decode), prefill: None, block_size: 16 })
+    }
+
+    /// The next generation the frontend opens.
+    pub async fn call(&mut self) -> Call {
+        soon(self.calls.recv()).await.expect("the worker is there")
+    }
+
+    pub fn no_call(&mut self) -> bool {
+        self.calls.try_recv().is_err()
+    }
+
+    /// The next thing the router hears.
+    pub async fn told(&mut self) -> Told {
+        soon(self.routes.recv()).await.expect("the router is there")
+    }
+
+    /// Waits until the router has heard of so many ends.
+    pub async fn routes_closed(&mut self, count: usize) {
+        let mut closed = 0;
+        while closed < count {
+            closed += usize::from(self.told().await == Told::Closed);
+        }
+    }
+
+    pub async fn send(&self, method: Method, path: &str, headers: &[(&str, &str)], body: impl Into<Bytes>) -> Reply {
+        send(self.frontend, method, path, headers, body.into()).await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Reply {
+        self.send(Method::POST, path, &DETAILS, body.to_string()).await
+    }
+
+    pub async fn get(&self, path: &str) -> (StatusCode, Value) {
+        self.send(Method::GET, path, &[], "").await.json().await
+    }
+
+    /// Sends in the background, while the test plays the cluster.
+    pub fn ask(&self, path: &'static str, body: Value) -> JoinHandle<Reply> {
+        let frontend = self.frontend;
+        tokio::spawn(async move { send(frontend, Method::POST, path, &DETAILS, body.to_string().into()).await })
+    }
+
+    pub async fn metric(&self, line: &str) -> bool {
+        self.metrics.render().lines().any(|found| found == line)
+    }
+
+    /// Waits for a line of the metrics.
+    pub async fn counted(&self, line: &str) {
+        for _ in 0..2000 {
+            if self.metric(line).await {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        panic!("{line} does not come in\n{}", self.metrics.render());
+    }
+}
+
+const DETAILS: [(&str, &str); 1] = [("x-tandem-details", "true")];
+
+pub async fn send(frontend: SocketAddr, method: Method, path: &str, headers: &[(&str, &str)], body: Bytes) -> Reply {
+    let stream = TcpStream::connect(frontend).await.expect("the frontend listens");
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("it speaks HTTP");
+    let connection = Connection(tokio::spawn(async move {
+        connection.await.ok();
+    }));
+    let mut request = Request::builder().method(method).uri(path).header("host", "frontend");
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let request = request.body(Full::new(body)).expect("the request is well-formed");
+    let response = soon(sender.send_request(request)).await.expect("every request ends with a reply");
+    Reply { response, _connection: connection }
+}
+
+/// A client's connection: without it, the client is gone.
+struct Connection(JoinHandle<()>);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// A response whose body is still to be read. Dropped: the client has gone away.
+pub struct Reply {
+    pub response: Response<Incoming>,
+    _connection: Connection,
+}
+
+impl Reply {
+    pub fn status(&self) -> StatusCode {
+        self.response.status()
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.response.headers().get(name).and_then(|value| value.to_str().ok())
+    }
+
+    pub async fn text(mut self) -> (StatusCode, String) {
+        let body = soon(self.response.body_mut().collect()).await.expect("the body comes whole").to_bytes();
+        (self.response.status(), String::from_utf8(body.to_vec()).expect("bodies are text"))
+    }
+
+    pub async fn json(self) -> (StatusCode, Value) {
+        let (status, text) = self.text().await;
+        let json = serde_json::from_str(&text).unwrap_or_else(|_| panic!("{status}, not JSON: {text}"));
+        (status, json)
+    }
+
+    /// The next bytes of a stream.
+    pub async fn more(&mut self) -> String {
+        let frame = soon(self.response.body_mut().frame()).await.expect("the stream goes on").expect("it is whole");
+        String::from_utf8(frame.into_data().expect("it has no trailers").to_vec()).expect("events are text")
+    }
+
+    /// All events of a stream, and whether `[DONE]` ended it.
+    pub async fn events(self) -> (Vec<Value>, bool) {
+        assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));
+        let (_, text) = self.text().await;
+        events(&text)
+    }
+}
+
+/// Every frame is one line of data, none is empty, and nothing comes after `[DONE]`.
+pub fn events(text: &str) -> (Vec<Value>, bool) {
+    let (mut events, mut done) = (Vec::new(), false);
+    for frame in text.split_terminator("\n\n") {
+        assert!(!done, "a frame after [DONE]: {frame}");
+        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("no data: {frame:?}"));
+        match data {
+            "[DONE]" => done = true,
+            _ => events.push(serde_json::from_str(data).unwrap_or_else(|_| panic!("not JSON: {data:?}"))),
+        }
+    }
+    (events, done)
+}
+
+impl Call {
+    pub async fn say(&self, message: generate_reply::Message) {
+        self.replies.send(Ok(GenerateReply { message: Some(message) })).await.ok();
+    }
+
+    pub async fn break_off(self, status: Status) {
+        self.replies.send(Err(status)).await.ok();
+    }
+
+    /// Resolves when the frontend has closed the stream.
+    pub async fn closed(&self) {
+        soon(self.replies.closed()).await;
+    }
+
+    /// The blocks are taken and the KV is there.
+    pub async fn begin(&self, cached_tokens: Option<u32>) {
+        self.say(scheduled(cached_tokens)).await;
+        let started = Started { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
+        self.say(generate_reply::Message::Started(started)).await;
+    }
+
+    /// A whole generation: every sample says `text` and ends at its limit.
+    pub async fn answer(self, cached_tokens: Option<u32>, text: &str) {
+        self.begin(cached_tokens).await;
+        for sample in 0..self.request.samples {
+            self.say(tokens(sample, text.as_bytes())).await;
+            self.say(finished(sample, FinishReason::Length, None)).await;
+        }
+    }
+}
+
+pub fn scheduled(cached_tokens: Option<u32>) -> generate_reply::Message {
+    let cached_tokens_by_tier = cached_tokens.map(|tokens| ("device".to_owned(), tokens)).into_iter().collect();
+    generate_reply::Message::Scheduled(Scheduled { cached_tokens, cached_tokens_by_tier })
+}
+
+/// Tokens of the simulator's vocabulary are bytes.
+pub fn tokens(sample: u32, bytes: &[u8]) -> generate_reply::Message {
+    let token = |byte: &u8| Token { token: (*byte).into(), logprob: None, top: Vec::new() };
+    generate_reply::Message::Tokens(Tokens { sample, tokens: bytes.iter().map(token).collect() })
+}
+
+/// The same with a logprob of -0.5, and -1.5 for `z` beside each.
+pub fn likely(bytes: &[u8]) -> Vec<Token> {
+    use tandem_proto::v1::TokenLogprob;
+    let token = |byte: &u8| Token {
+        token: (*byte).into(),
+        logprob: Some(-0.5),
+        top: vec![TokenLogprob { token: (*byte).into(), logprob: -0.5 }, TokenLogprob { token: b'z'.into(), logprob: -1.5 }],
+    };
+    bytes.iter().map(token).collect()
+}
+
+pub fn prompt_logprobs(tokens: Vec<Token>) -> generate_reply::Message {
+    generate_reply::Message::PromptLogprobs(PromptLogprobs { tokens })
+}
+
+pub fn finished(sample: u32, reason: FinishReason, stop_token: Option<u32>) -> generate_reply::Message {
+    generate_reply::Message::Finished(Finished { sample, reason: reason.into(), stop_token })
+}
+
+pub fn failure(reason: Reason, instance_id: &str) -> Failure {
+    Failure { reason: reason.into(), message: "because of the test".to_owned(), instance_id: instance_id.to_owned() }
+}
+
+pub fn chat(options: Value) -> Value {
+    merged(json!({ "model": "m", "messages": [{ "role": "user", "content": "Hi" }] }), options)
+}
+
+pub fn completion(prompt: Value, options: Value) -> Value {
+    merged(json!({ "model": "m", "prompt": prompt }), options)
+}
+
+fn merged(mut request: Value, options: Value) -> Value {
+    if let (Value::Object(request), Value::Object(options)) = (&mut request, options) {
+        request.extend(options);
+    }
+    request
+}
+
+pub const CHAT: &str = "/v1/chat/completions";
+pub const COMPLETIONS: &str = "/v1/completions";
