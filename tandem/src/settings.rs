@@ -276,9 +276,8 @@ impl Cli {
         let cli = Self::try_parse_from(&args)?;
         let Command::Up(up) = &cli.command else { return Ok(cli) };
         let Some(file) = &up.config else { return Ok(cli) };
-        let refuse = |problem: String| {
-            Self::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()))
-        };
+        let refuse =
+            |problem: String| Self::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()));
         let flags = flags_of(file, &env).map_err(refuse)?;
         // Alone first, so that a mistake in the file is told as one.
         let alone = ["tandem", "up"].map(OsString::from).into_iter().chain(flags.iter().cloned());
@@ -346,7 +345,8 @@ mod tests {
 
     #[test]
     fn flags_go_before_the_file_and_the_file_before_defaults() {
-        let config = "decode-workers = 3\nprefill-workers = 5\nlisten = \"127.0.0.1:9\"\nno-prefix-caching = true\nsim-speedup = 2.5\n";
+        let config =
+            "decode-workers = 3\nprefill-workers = 5\nlisten = \"127.0.0.1:9\"\nno-prefix-caching = true\nsim-speedup = 2.5\n";
         let settings = read(&["--prefill-workers", "4"], config).expect("all is valid");
         assert_eq!((settings.prefill_workers, settings.decode_workers), (4, 3));
         assert_eq!(settings.listen.port(), 9);

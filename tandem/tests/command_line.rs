@@ -71,7 +71,9 @@ impl Up {
 /// Sends a request and gives the stream, to be read while the answer comes.
 fn ask(address: &str, body: &str) -> BufReader<TcpStream> {
     let mut stream = TcpStream::connect(address).expect("the frontend listens");
-    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n");
+    let head = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    );
     write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
     BufReader::new(stream)
 }

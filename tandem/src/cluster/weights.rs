@@ -1,10 +1,7 @@
 //! What all workers of a cluster share: one copy of the weights, and what the frontend reads from the same file.
 
 use super::StartError;
-use crate::{
-    model::StoredModel,
-    settings::UpSettings,
-};
+use crate::{model::StoredModel, settings::UpSettings};
 use std::{sync::Arc, time::Duration};
 use tandem_engine::{
     Engine,

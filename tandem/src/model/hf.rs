@@ -46,7 +46,7 @@ pub(super) fn download(
 fn api(settings: &StoreSettings, partial: &Path) -> Result<Api, ApiError> {
     ApiBuilder::from_cache(Cache::new(partial.join("hub")))
         .with_endpoint(settings.hf_endpoint.trim_end_matches('/').to_owned())
-        .with_token(settings.hf_token.as_ref().map(|token| token.expose().to_owned()))
+        .with_token(settings.hf_token.as_ref().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty()))
         .with_retries(RETRIES)
         .build()
 }

@@ -79,10 +79,9 @@ impl Store {
     pub fn new(settings: StoreSettings) -> Result<Self, ModelError> {
         let dir = match &settings.models_dir {
             Some(dir) => dir.clone(),
-            None => directories::ProjectDirs::from("", "", "tandem")
-                .ok_or(ModelError::NoCacheDirectory)?
-                .cache_dir()
-                .join("models"),
+            None => {
+                directories::ProjectDirs::from("", "", "tandem").ok_or(ModelError::NoCacheDirectory)?.cache_dir().join("models")
+            }
         };
         Ok(Self { dir, pip: Pip::of_this_machine(), settings })
     }

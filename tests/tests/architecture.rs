@@ -1,0 +1,176 @@
+//! The arrows between crates and the habits of the code base, held by a test.
+
+use cargo_metadata::{Dependency, DependencyKind};
+use std::path::{Path, PathBuf};
+
+/// Who may use whom, by folder; nothing else is allowed. `tandem` and `tests` may use everything but each other.
+const ARROWS: [(&str, &[&str]); 10] = [
+    ("kv", &[]),
+    ("model", &[]),
+    ("proto", &["kv"]),
+    ("node", &["proto", "kv"]),
+    ("engine", &["kv", "model"]),
+    ("transfer", &["kv", "proto"]),
+    ("router", &["node", "proto", "kv"]),
+    ("frontend", &["node", "proto", "kv", "model"]),
+    ("prefill-worker", &["node", "proto", "kv", "engine", "transfer"]),
+    ("decode-worker", &["node", "proto", "kv", "engine", "transfer"]),
+];
+
+/// Past this a file holds more than one idea.
+const LINES_MAX: usize = 600;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate lies in the workspace").to_owned()
+}
+
+/// Every crate of the workspace with all it depends on, by package name.
+fn dependencies() -> Vec<(String, Vec<String>)> {
+    let metadata = cargo_metadata::MetadataCommand::new()
+        .manifest_path(root().join("Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo reads the workspace");
+    let crates = metadata.packages.iter().map(|package| {
+        // Tests may use anyhow.
+        let counts = |dependency: &&Dependency| dependency.name != "anyhow" || dependency.kind != DependencyKind::Development;
+        let names = package.dependencies.iter().filter(counts).map(|dependency| dependency.name.clone()).collect();
+        (package.name.to_string(), names)
+    });
+    crates.collect()
+}
+
+fn folder(package: &str) -> &str {
+    package.strip_prefix("tandem-").unwrap_or(package)
+}
+
+/// A sentence for each arrow that is not allowed.
+fn wrong_arrows(crates: &[(String, Vec<String>)]) -> Vec<String> {
+    let ours = |name: &str| crates.iter().any(|(package, _)| package == name);
+    let mut wrong = Vec::new();
+    for (package, uses) in crates {
+        let from = folder(package);
+        let allowed = ARROWS.iter().find(|(folder, _)| *folder == from);
+        if allowed.is_none() && !matches!(from, "tandem" | "tests") {
+            wrong.push(format!("{from} is a crate without arrows: add it to ARROWS and to ARCHITECTURE.md"));
+        }
+        for to in uses.iter().filter(|name| ours(name)).map(|name| folder(name)) {
+            let fine = match allowed {
+                Some((_, targets)) => targets.contains(&to),
+                None => from == "tests" || to != "tests",
+            };
+            if !fine {
+                wrong.push(format!("{from} must not use {to}"));
+            }
+        }
+        if uses.iter().any(|name| name == "anyhow") && !matches!(from, "tandem" | "tests") {
+            wrong.push(format!("{from} uses anyhow: libraries have error enums"));
+        }
+    }
+    wrong
+}
+
+fn rust_files(dir: &Path, into: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(dir).expect("the workspace is readable").flatten() {
+        let path = entry.path();
+        let name = entry.file_name();
+        if path.is_dir() {
+            if name != "target" && !name.to_string_lossy().starts_with('.') {
+                rust_files(&path, into);
+            }
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            into.push(path);
+        }
+    }
+}
+
+/// What a file does that it should not; `name` is its path in the workspace.
+fn bad_habits(name: &str, text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let lines = text.lines().count();
+    if lines > LINES_MAX {
+        found.push(format!("{name} has {lines} lines: split it by idea"));
+    }
+    let library = name.contains("/src/") && !name.starts_with("tandem/") && !name.starts_with("tests/");
+    for (number, line) in text.lines().enumerate() {
+        let code = line.trim_start();
+        if code.starts_with("//") {
+            if code.contains("TODO") && !code.contains("when") {
+                found.push(format!("{name}:{}: a TODO names the condition that makes it worth doing (`when …`)", number + 1));
+            }
+            continue;
+        }
+        let banned = ["println!(", "dbg!("].iter().find(|word| code.contains(*word));
+        if let Some(word) = banned.filter(|_| library) {
+            found.push(format!("{name}:{}: {word}…) is for the binary; use tracing", number + 1));
+        }
+    }
+    found
+}
+
+#[test]
+fn crates_use_only_what_they_may() {
+    let crates = dependencies();
+    assert!(crates.len() > ARROWS.len(), "the workspace was not read");
+    assert_eq!(wrong_arrows(&crates), [] as [String; 0]);
+}
+
+#[test]
+fn every_crate_of_the_list_exists() {
+    let crates = dependencies();
+    for (name, _) in ARROWS {
+        assert!(crates.iter().any(|(package, _)| folder(package) == name), "{name} is in ARROWS, but no crate");
+    }
+}
+
+#[test]
+fn a_wrong_arrow_is_found() {
+    let mut crates = dependencies();
+    let mut add = |from: &str, to: &str| {
+        let (_, uses) = crates.iter_mut().find(|(package, _)| package == from).expect("a crate");
+        uses.push(to.to_owned());
+    };
+    add("tandem-router", "tandem-engine");
+    add("tandem-kv", "anyhow");
+    add("tandem", "tandem-tests");
+    crates.push(("tandem-utils".to_owned(), vec!["tandem-kv".to_owned()]));
+    let mut wrong = wrong_arrows(&crates);
+    wrong.sort();
+    let starts = ["kv uses anyhow", "router must not use engine", "tandem must not use tests", "utils is a crate without arrows"];
+    for (wrong, start) in wrong.iter().zip(starts) {
+        assert!(wrong.starts_with(start), "{wrong}");
+    }
+    // `utils` may use nothing of ours either.
+    assert!(wrong.len() >= starts.len());
+}
+
+#[test]
+fn files_are_short_and_quiet() {
+    let root = root();
+    let mut files = Vec::new();
+    rust_files(&root, &mut files);
+    assert!(files.len() > 50, "the workspace was not read");
+    let mut found = Vec::new();
+    for file in files {
+        let name = file.strip_prefix(&root).expect("it was found there").to_string_lossy().replace('\\', "/");
+        let text = std::fs::read_to_string(&file).expect("source files are UTF-8");
+        found.extend(bad_habits(&name, &text));
+    }
+    assert_eq!(found, [] as [String; 0]);
+}
+
+#[test]
+fn bad_habits_are_found() {
+    let long = "x\n".repeat(LINES_MAX + 1);
+    for (name, text, expected) in [
+        ("kv/src/a.rs", "fn a() { println!(\"x\") }", 1),
+        ("tandem/src/a.rs", "fn a() { println!(\"x\") }", 0),
+        ("kv/benches/a.rs", "fn a() { println!(\"x\") }", 0),
+        ("kv/src/a.rs", "/// Not `println!(`.", 0),
+        ("kv/src/a.rs", "// TODO faster", 1),
+        ("kv/src/a.rs", "// TODO faster when there are 512 workers", 0),
+        ("kv/src/a.rs", long.as_str(), 1),
+    ] {
+        assert_eq!(bad_habits(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
+    }
+}
