@@ -215,8 +215,8 @@ fn soften(scores: &mut [[f32; LANES]], seen: usize) -> f32 {
         overall = if lane > overall { lane } else { overall };
     }
     for scores in scores.iter_mut() {
-        for l in 0..LANES {
-            scores[l] = exp(scores[l] - overall);
+        for score in scores {
+            *score = exp(*score - overall);
         }
     }
     scores.as_flattened_mut()[seen..].fill(0.0);
