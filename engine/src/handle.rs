@@ -123,6 +123,8 @@ impl EngineHandle {
     }
 
     async fn submit(&self, command: impl FnOnce(oneshot::Sender<Result<Accepted, Refusal>>) -> Command) -> Result<Job, Refusal> {
+        // Whoever stops waiting for the answer drops a job that it never held: the thread must look then too.
+        let _wake = WakeOnDrop(&self.wake);
         let (id, events) = self.ask(command).await.ok_or(Refusal::Gone)??;
         Ok(Job { id, events, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })
     }
@@ -175,6 +177,14 @@ impl Drop for Job {
     fn drop(&mut self) {
         self.events.close();
         self.wake.notify_one();
+    }
+}
+
+struct WakeOnDrop<'a>(&'a Notify);
+
+impl Drop for WakeOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.notify_one();
     }
 }
 
@@ -362,6 +372,18 @@ mod tests {
         assert!(engine.load().in_use_blocks > 0);
         drop(job);
         engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_job_that_is_never_held_gives_its_blocks_back() {
+        let engine = start();
+        let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
+        // Asks, and leaves when the engine has answered.
+        std::future::poll_fn(|context| std::task::Poll::Ready(submitting.as_mut().poll(context).is_pending())).await;
+        engine.wait_for_load(|load| load.in_use_blocks > 0).await;
+        drop(submitting);
+        let idle = engine.wait_for_load(|load| load.in_use_blocks == 0 && load.waiting_requests == 0);
+        tokio::time::timeout(Duration::from_secs(60), idle).await.expect("the blocks are given back");
     }
 
     #[tokio::test(start_paused = true)]
