@@ -42,6 +42,17 @@ pub struct Acquired {
     pub cached_blocks: u32,
 }
 
+/// What a prompt asks of the cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// Leading blocks that may be taken from the cache.
+    pub reuse_max_blocks: u32,
+    /// Blocks in all, found or fresh.
+    pub len_blocks: u32,
+    /// Blocks that must still be there for others afterwards, free or evictable.
+    pub spare_blocks: u32,
+}
+
 /// free + cached + in_use is the capacity, always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
@@ -136,20 +147,15 @@ impl PrefixCache {
         self.settings
     }
 
-    /// In one step: finds the longest cached prefix of `tokens` (full blocks, at most `reuse_max_blocks`), pins it, and
-    /// takes fresh blocks until there are `len_blocks`. All or nothing.
-    pub fn acquire(
-        &mut self,
-        namespace: &Namespace,
-        tokens: &[TokenId],
-        reuse_max_blocks: u32,
-        len_blocks: u32,
-    ) -> Result<Acquired, Full> {
+    /// In one step: finds the longest cached prefix of `tokens` (full blocks only), pins it, and takes fresh blocks until
+    /// there are as many as wanted. All or nothing.
+    pub fn acquire(&mut self, namespace: &Namespace, tokens: &[TokenId], wanted: Wanted) -> Result<Acquired, Full> {
+        let Wanted { reuse_max_blocks, len_blocks, spare_blocks } = wanted;
         let mut blocks = self.find(namespace, tokens, reuse_max_blocks.min(len_blocks));
         let found = blocks.len();
         let missing = len_blocks as usize - found;
         let found_unused = blocks.iter().filter(|id| self.block(**id).pins == 0).count();
-        if missing > self.free.len() + self.unused.len() - found_unused {
+        if missing + spare_blocks as usize > self.free.len() + self.unused.len() - found_unused {
             return Err(Full);
         }
         for id in &blocks {

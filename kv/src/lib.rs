@@ -7,7 +7,7 @@ mod event;
 mod hash;
 mod report;
 
-pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache};
+pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{Namespace, SequenceHash, sequence_hashes};
 pub use report::{KvBatch, Load, StepStats};

@@ -59,6 +59,15 @@ pub(crate) struct Asked {
     pub(crate) prompt_logits: bool,
 }
 
+/// Instances that have failed a request.
+#[derive(Debug, Default)]
+pub(crate) struct Excluded {
+    /// All of them: they are left out while others can take the request.
+    pub(crate) failed: BTreeSet<String>,
+    /// Those that may be broken: they are left out in any case. The others were merely full or late.
+    pub(crate) lost: BTreeSet<String>,
+}
+
 /// The state, shared.
 pub(crate) struct Cluster(Mutex<State>);
 
@@ -214,7 +223,7 @@ impl State {
     pub(crate) fn place(
         &mut self,
         asked: &Asked,
-        excluded: &BTreeSet<String>,
+        excluded: &Excluded,
         attempt: u32,
     ) -> Result<(BookingId, v1::Placement), NotPlaced> {
         let started = Instant::now();
@@ -269,7 +278,7 @@ impl State {
     fn choose_and_book(
         &mut self,
         asked: &Asked,
-        excluded: &BTreeSet<String>,
+        excluded: &Excluded,
         attempt: u32,
     ) -> Result<(BookingId, v1::Placement), NotPlaced> {
         if attempt > self.settings.attempts_max {
@@ -288,13 +297,13 @@ impl State {
         let hashes = &asked.hashes[..asked.hashes.len().min(reusable as usize)];
         let leading = self.index.overlap(hashes);
         let members: Vec<(MemberId, &Member)> = self.members.iter().map(|(id, member)| (*id, member)).collect();
-        let candidates: Vec<Candidate> = members
-            .iter()
-            .map(|(_, member)| {
+        let candidates = |excluded: &BTreeSet<String>| -> Vec<Candidate> {
+            let candidate = |(_, member): &(MemberId, &Member)| {
                 let overlap_blocks = leading.get(member.slot.0 as usize).copied().unwrap_or(0);
                 member.candidate(hashes, overlap_blocks, excluded)
-            })
-            .collect();
+            };
+            members.iter().map(candidate).collect()
+        };
 
         let prefill = match self.settings.prefill {
             PrefillPlace::Auto if attempt > 1 && attempt == self.settings.attempts_max => PrefillPlace::Local,
@@ -303,7 +312,14 @@ impl State {
         let question = Question { prompt_tokens: asked.prompt_tokens, block_size, prefill, prompt_logits: asked.prompt_logits };
         let turn = Turn { seed: self.settings.seed, number: self.turns };
         self.turns += 1;
-        let choice = route::place(&*self.policy, &self.settings.costs, &question, &candidates, turn)?;
+        let place = |candidates: &[Candidate]| route::place(&*self.policy, &self.settings.costs, &question, candidates, turn);
+        let mut candidates_now = candidates(&excluded.failed);
+        let mut choice = place(&candidates_now);
+        if choice == Err(Unplaced::AllFailed) {
+            candidates_now = candidates(&excluded.lost);
+            choice = place(&candidates_now);
+        }
+        let (choice, candidates) = (choice?, candidates_now);
 
         let describe = |at: usize| v1::Candidate {
             worker: Some(members[at].1.reference()),

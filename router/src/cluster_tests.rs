@@ -74,7 +74,7 @@ impl Story {
     }
 
     fn place(&mut self, asked: &Asked) -> (BookingId, v1::Placement) {
-        self.state.place(asked, &BTreeSet::new(), 1).expect("it can be placed")
+        self.state.place(asked, &Excluded::default(), 1).expect("it can be placed")
     }
 
     fn place_hashes(&mut self, prompt_tokens: u32, hashes: Arc<[SequenceHash]>) -> (BookingId, v1::Placement) {
@@ -178,7 +178,7 @@ fn a_worker_that_leaves_takes_its_entries_and_its_bookings_along() {
     story.state.leave(gone);
     assert!(story.recorder.render().contains(r#"tandem_router_index_blocks{worker="p0",tier="device"} 0"#));
     let asked = story.ask(100, hashes(1, 0, 6));
-    let refused = story.state.place(&asked, &BTreeSet::new(), 1).expect_err("nobody prefills");
+    let refused = story.state.place(&asked, &Excluded::default(), 1).expect_err("nobody prefills");
     assert_eq!(refused, NotPlaced::Unplaced(Unplaced::NoPrefill));
 
     // The same worker again, as a new instance: it gets the slot, and nothing of what was in it.
@@ -282,22 +282,26 @@ fn failed_attempts_avoid_the_culprit_and_end_on_decode_alone() {
     // Decode is busy: left alone, the prompt goes remote.
     story.says("d0", vec![], Load { running_sequences: 50, decode_step_ms: 1.0, ..Default::default() }, &[]);
     let asked = story.ask(2_001, hashes(1, 0, 125));
-    let mut excluded = BTreeSet::new();
+    let mut excluded = Excluded::default();
     let mut used = Vec::new();
     for attempt in 1..=2 {
         let (booking, placement) = story.state.place(&asked, &excluded, attempt).expect("somebody prefills");
         let culprit = name(&placement.prefill);
         used.push(culprit.clone());
-        excluded.insert(format!("{culprit}-1"));
+        excluded.failed.insert(format!("{culprit}-1"));
         story.state.release(booking);
     }
     used.sort();
     assert_eq!(used, ["p0", "p1"]);
-    let (booking, placement) = story.state.place(&asked, &BTreeSet::new(), 3).expect("decode prefills");
+    let (booking, placement) = story.state.place(&asked, &Excluded::default(), 3).expect("decode prefills");
     assert_eq!((name(&placement.decode), placement.prefill), ("d0".to_owned(), None));
     story.state.release(booking);
-    assert_eq!(story.state.place(&asked, &BTreeSet::new(), 4), Err(NotPlaced::TooManyAttempts));
-    excluded.insert("d0-1".to_owned());
+    assert_eq!(story.state.place(&asked, &Excluded::default(), 4), Err(NotPlaced::TooManyAttempts));
+    excluded.failed.insert("d0-1".to_owned());
+    let (booking, placement) = story.state.place(&asked, &excluded, 3).expect("who was merely full is asked again");
+    assert_eq!(name(&placement.decode), "d0");
+    story.state.release(booking);
+    excluded.lost.insert("d0-1".to_owned());
     assert_eq!(story.state.place(&asked, &excluded, 3), Err(NotPlaced::Unplaced(Unplaced::AllFailed)));
     story.assert_idle();
     assert!(story.recorder.render().contains("tandem_router_refused_total 2"));
@@ -306,7 +310,7 @@ fn failed_attempts_avoid_the_culprit_and_end_on_decode_alone() {
 #[test]
 fn what_cannot_be_placed_is_refused() {
     let mut story = Story::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Auto) }, 1, 1);
-    let refused = |story: &mut Story, asked: &Asked| story.state.place(asked, &BTreeSet::new(), 1).map(|(id, _)| id);
+    let refused = |story: &mut Story, asked: &Asked| story.state.place(asked, &Excluded::default(), 1).map(|(id, _)| id);
     let other = Asked { model: "other".to_owned(), ..story.ask(10, hashes(1, 0, 0)) };
     assert_eq!(refused(&mut story, &other), Err(NotPlaced::OtherModel));
     let long = story.ask(1_000_001, hashes(1, 0, 0));
@@ -317,7 +321,7 @@ fn what_cannot_be_placed_is_refused() {
     assert_eq!(refused(&mut story, &one_more), Err(NotPlaced::TooManyBookings));
     story.state.release(booking);
     story.assert_idle();
-    let nobody = Story::new(settings(PrefillPlace::Auto)).state.place(&one_more, &BTreeSet::new(), 1);
+    let nobody = Story::new(settings(PrefillPlace::Auto)).state.place(&one_more, &Excluded::default(), 1);
     assert_eq!(nobody, Err(NotPlaced::Unplaced(Unplaced::NoDecode)));
 }
 

@@ -2,12 +2,12 @@
 
 use crate::{
     booked::BookingId,
-    cluster::{Asked, Cluster, NotPlaced},
+    cluster::{Asked, Cluster, Excluded, NotPlaced},
     route::Unplaced,
     settings::RouterSettings,
 };
 use futures::{Stream, StreamExt, stream};
-use std::{collections::BTreeSet, pin::Pin, sync::Arc};
+use std::{pin::Pin, sync::Arc};
 use tandem_kv::SequenceHash;
 use tandem_node::Shutdown;
 use tandem_proto::v1::{
@@ -37,7 +37,7 @@ impl Router for RouterService {
             return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
         };
         let asked = self.check(prompt)?;
-        let held = Held { cluster: self.cluster.clone(), asked, excluded: BTreeSet::new(), attempts: 0, booking: None };
+        let held = Held { cluster: self.cluster.clone(), asked, excluded: Excluded::default(), attempts: 0, booking: None };
         let replies = stream::try_unfold(Route { held, requests, shutdown: self.shutdown.clone() }, Route::next);
         Ok(Response::new(replies.boxed()))
     }
@@ -91,8 +91,8 @@ impl Route {
             };
             let Some(request) = request else { return Ok(None) };
             match request.message {
-                Some(Message::Failed(AttemptFailed { instance_id, .. })) => {
-                    self.held.exclude(instance_id);
+                Some(Message::Failed(failed)) => {
+                    self.held.exclude(failed);
                     let reply = self.held.place();
                     return Ok(Some((reply, self)));
                 }
@@ -109,7 +109,7 @@ struct Held {
     cluster: Arc<Cluster>,
     asked: Asked,
     /// At most one an attempt.
-    excluded: BTreeSet<String>,
+    excluded: Excluded,
     attempts: u32,
     booking: Option<BookingId>,
 }
@@ -134,10 +134,14 @@ impl Held {
         RouteReply { message: Some(message) }
     }
 
-    fn exclude(&mut self, instance_id: String) {
-        if !instance_id.is_empty() && self.booking.is_some() {
-            self.excluded.insert(instance_id);
+    fn exclude(&mut self, failed: AttemptFailed) {
+        if failed.instance_id.is_empty() || self.booking.is_none() {
+            return;
         }
+        if !matches!(failed.reason(), Reason::Full | Reason::Timeout) {
+            self.excluded.lost.insert(failed.instance_id.clone());
+        }
+        self.excluded.failed.insert(failed.instance_id);
     }
 
     fn release_prefill(&self, cached_tokens: Option<u32>) {

@@ -2,7 +2,9 @@
 
 use proptest::{collection::vec, prelude::*};
 use std::collections::BTreeSet;
-use tandem_kv::{BlockId, CacheSettings, Change, Namespace, PrefixCache, SequenceHash, StoredChain, TokenId, sequence_hashes};
+use tandem_kv::{
+    BlockId, CacheSettings, Change, Namespace, PrefixCache, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes,
+};
 use tandem_router::{PrefixIndex, Skipped, WorkerSlot};
 
 const BLOCK: usize = 2;
@@ -42,7 +44,11 @@ impl Worker {
     fn compute(&mut self, namespace: &Namespace, prompt: &[TokenId]) {
         let len_blocks = prompt.len().div_ceil(BLOCK) as u32;
         let reuse_max = prompt.len().saturating_sub(1) / BLOCK;
-        let Ok(acquired) = self.cache.acquire(namespace, prompt, reuse_max as u32, len_blocks) else { return };
+        let Ok(acquired) =
+            self.cache.acquire(namespace, prompt, Wanted { reuse_max_blocks: reuse_max as u32, len_blocks, spare_blocks: 0 })
+        else {
+            return;
+        };
         let mut blocks = acquired.blocks;
         for (at, tokens) in prompt.chunks_exact(BLOCK).enumerate().skip(acquired.cached_blocks as usize) {
             let parent = at.checked_sub(1).map(|before| blocks[before]);

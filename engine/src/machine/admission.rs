@@ -4,6 +4,7 @@ use super::sequence::{JobId, Prompt, PromptLogprobs, Remote, Role, Sending, Sequ
 use super::{Action, Machine, Sampler, release};
 use crate::{Event, Generate, KvSource, Prefill, Refusal};
 use std::time::Duration;
+use tandem_kv::Wanted;
 
 impl Machine {
     /// Queues a prefill. Jobs' numbers grow with their arrival.
@@ -110,7 +111,13 @@ impl Machine {
             let size = self.info.block_size as usize;
             let reuse_max = if sequence.cache_reads { (sequence.tokens.len() - 1) / size } else { 0 };
             let len_blocks = sequence.target().div_ceil(size);
-            let acquired = self.cache.acquire(&sequence.namespace, &sequence.tokens, reuse_max as u32, len_blocks as u32);
+            let wanted = Wanted {
+                reuse_max_blocks: reuse_max as u32,
+                len_blocks: len_blocks as u32,
+                // A block for each sequence that grows, so that who comes does not push out who runs, or itself, at once.
+                spare_blocks: self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count() as u32,
+            };
+            let acquired = self.cache.acquire(&sequence.namespace, &sequence.tokens, wanted);
             let Ok(acquired) = acquired else {
                 self.waiting.push_front(sequence);
                 break;

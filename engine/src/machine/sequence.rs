@@ -99,6 +99,11 @@ impl Sequence {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
     }
 
+    /// Needs more blocks than it took when it was admitted.
+    pub fn grows(&self) -> bool {
+        !matches!(self.role, Role::Prefill(_))
+    }
+
     /// Waits for KV, here or not yet.
     pub fn is_remote(&self) -> bool {
         matches!(&self.role, Role::Prompt(prompt) if prompt.remote.is_some())

@@ -294,7 +294,7 @@ fn a_late_write_is_refused_and_harms_nobody() {
 
 #[test]
 fn reservations_are_revoked_before_a_running_sequence_is_preempted() {
-    let mut world = World::new(6, SETTINGS);
+    let mut world = World::new(7, SETTINGS);
     let job = generate(prompt("runs", 47), 40);
     world.machine.generate(0, job.clone(), world.now).expect("the job fits");
     world.step();

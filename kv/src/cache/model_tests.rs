@@ -1,5 +1,6 @@
 //! The cache against a naive model: a list of cached prefixes, searched from end to end for everything.
 
+use super::tests::wanted;
 use super::{CacheSettings, Counts, Full, PrefixCache};
 use crate::{BlockId, Change, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId, sequence_hashes};
 use proptest::collection::vec;
@@ -259,7 +260,7 @@ impl Run {
         let reuse_max = if reuse { (prompt.len() - 1) / BLOCK_SIZE } else { 0 };
         let len_blocks = prompt.len().div_ceil(BLOCK_SIZE);
         let overlap = model.overlap(&Prefix { namespace: number, tokens: prompt.clone() }, reuse_max);
-        let acquired = self.cache.acquire(&namespace(number), &prompt, reuse_max as u32, len_blocks as u32);
+        let acquired = self.cache.acquire(&namespace(number), &prompt, wanted(reuse_max as u32, len_blocks as u32));
 
         let mut sequence = Sequence { namespace: number, tokens: prompt, blocks: vec![], committed: overlap };
         sequence.blocks = (1..=overlap).map(|n| model.entry(&sequence.prefix(n)).expect("it overlaps").block).collect();

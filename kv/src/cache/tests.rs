@@ -1,9 +1,13 @@
 //! One behaviour a test. Blocks have two tokens.
 
 use super::{CacheSettings, Counts, Full, PrefixCache};
-use crate::{BlockId, Change, Namespace, SequenceHash, StoredChain, TokenId, sequence_hashes};
+use crate::{BlockId, Change, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
 
 const SETTINGS: CacheSettings = CacheSettings { capacity_blocks: 6, block_size: 2, prefix_caching: true };
+
+pub(super) fn wanted(reuse_max_blocks: u32, len_blocks: u32) -> Wanted {
+    Wanted { reuse_max_blocks, len_blocks, spare_blocks: 0 }
+}
 
 fn namespace() -> Namespace {
     Namespace::new("model", "", "", "")
@@ -15,7 +19,7 @@ fn other_namespace() -> Namespace {
 
 /// Acquires blocks for `prompt`, commits all full ones and releases nothing.
 fn run(cache: &mut PrefixCache, namespace: &Namespace, prompt: &[TokenId]) -> Vec<BlockId> {
-    let acquired = cache.acquire(namespace, prompt, u32::MAX, prompt.len().div_ceil(2) as u32).expect("there is room");
+    let acquired = cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("there is room");
     let mut blocks = acquired.blocks;
     for (i, tokens) in prompt.chunks_exact(2).enumerate() {
         let parent = i.checked_sub(1).map(|before| blocks[before]);
@@ -57,7 +61,7 @@ fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Cha
 fn a_prompt_reuses_the_blocks_of_an_earlier_one() {
     let mut cache = PrefixCache::new(SETTINGS);
     let first = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3]);
-    let second = cache.acquire(&namespace(), &[1, 1, 2, 2, 4, 4, 5], 3, 4).unwrap();
+    let second = cache.acquire(&namespace(), &[1, 1, 2, 2, 4, 4, 5], wanted(3, 4)).unwrap();
     assert_eq!(second.cached_blocks, 2);
     assert_eq!(second.blocks[..2], first[..2]);
     assert!(!first.contains(&second.blocks[2]) && !first.contains(&second.blocks[3]));
@@ -83,7 +87,7 @@ fn reuse_is_bounded_by_the_caller_and_by_full_blocks() {
         (&[1, 1, 9, 9, 3, 3], 9, 3, 1),
         (&[2, 2, 3, 3], 9, 2, 0),
     ] {
-        let acquired = cache.acquire(&namespace(), tokens, reuse_max_blocks, len_blocks).unwrap();
+        let acquired = cache.acquire(&namespace(), tokens, wanted(reuse_max_blocks, len_blocks)).unwrap();
         assert_eq!(acquired.cached_blocks, expected, "{tokens:?}, at most {reuse_max_blocks} of {len_blocks}");
         assert_eq!(acquired.blocks.len(), len_blocks as usize);
         release(&mut cache, &acquired.blocks);
@@ -94,7 +98,7 @@ fn reuse_is_bounded_by_the_caller_and_by_full_blocks() {
 fn namespaces_share_nothing() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
-    let other = cache.acquire(&other_namespace(), &[1, 1, 2, 2], 2, 2).unwrap();
+    let other = cache.acquire(&other_namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap();
     assert_eq!(other.cached_blocks, 0);
 }
 
@@ -171,13 +175,17 @@ fn acquire_takes_all_or_nothing() {
 
     // The two found blocks cannot be evicted for the prompt that wants them: two free ones are all there is.
     let prompt = [1, 1, 2, 2, 3, 3, 4, 4, 5];
-    assert_eq!(cache.acquire(&namespace(), &prompt, 4, 5), Err(Full));
-    assert_eq!(cache.acquire(&namespace(), &prompt, 4, u32::MAX), Err(Full));
-    assert_eq!(cache.acquire(&namespace(), &prompt, 0, 5), Err(Full));
+    assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, 5)), Err(Full));
+    assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, u32::MAX)), Err(Full));
+    assert_eq!(cache.acquire(&namespace(), &prompt, wanted(0, 5)), Err(Full));
     cache.check_invariants();
     assert_eq!((cache.last_event_id(), cache.counts()), (events, counts));
 
-    let fits = cache.acquire(&namespace(), &prompt[..7], 3, 4).unwrap();
+    let sparing = Wanted { spare_blocks: 1, ..wanted(3, 4) };
+    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "it would leave none for others");
+    cache.check_invariants();
+
+    let fits = cache.acquire(&namespace(), &prompt[..7], wanted(3, 4)).unwrap();
     assert_eq!(fits.cached_blocks, 2);
     assert_eq!(cache.counts(), Counts { free: 0, cached: 0, in_use: 6 });
     assert_eq!(cache.allocate(), Err(Full));
@@ -190,7 +198,7 @@ fn a_refused_prompt_does_not_refresh_what_it_found() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);
-    assert_eq!(cache.acquire(&namespace(), &[1, 1], 1, 7), Err(Full));
+    assert_eq!(cache.acquire(&namespace(), &[1, 1], wanted(1, 7)), Err(Full));
     let taken: Vec<_> = (0..5).map(|_| cache.allocate().unwrap()).collect();
     assert_eq!((overlap(&cache, &[1, 1]), overlap(&cache, &[2, 2])), (0, 1));
     release(&mut cache, &taken);
@@ -200,7 +208,7 @@ fn a_refused_prompt_does_not_refresh_what_it_found() {
 fn nothing_is_evicted_while_there_are_free_blocks() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
-    let acquired = cache.acquire(&other_namespace(), &[7; 8], 0, 4).unwrap();
+    let acquired = cache.acquire(&other_namespace(), &[7; 8], wanted(0, 4)).unwrap();
     assert_eq!(overlap(&cache, &[1, 1, 2, 2]), 2);
     release(&mut cache, &acquired.blocks);
     assert_eq!(cache.counts(), Counts { free: 4, cached: 2, in_use: 0 });
@@ -210,8 +218,8 @@ fn nothing_is_evicted_while_there_are_free_blocks() {
 fn equal_blocks_are_merged_and_told_once() {
     let mut cache = PrefixCache::new(SETTINGS);
     // Both begin before either has committed, as two requests in one step do.
-    let first = cache.acquire(&namespace(), &[1, 1, 2, 2], 1, 2).unwrap().blocks;
-    let second = cache.acquire(&namespace(), &[1, 1, 2, 2], 1, 2).unwrap().blocks;
+    let first = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
+    let second = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
     let root = cache.commit(&namespace(), None, first[0], &[1, 1]);
     assert_eq!(root, first[0]);
     assert_eq!(cache.commit(&namespace(), None, second[0], &[1, 1]), root);
@@ -232,7 +240,7 @@ fn equal_blocks_are_merged_and_told_once() {
 fn merging_pins_a_block_that_was_out_of_use() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
-    let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], 0, 2).unwrap().blocks;
+    let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     let root = cache.commit(&namespace(), None, fresh[0], &[1, 1]);
     let leaf = cache.commit(&namespace(), Some(root), fresh[1], &[2, 2]);
     cache.check_invariants();
@@ -268,7 +276,7 @@ fn a_collision_is_never_a_hit() {
         (&namespace(), [1, 1, 1, 1], 1),
         (&tenant, [1, 1, 2, 2], 0),
     ] {
-        let acquired = cache.acquire(namespace, &prompt, 2, 2).unwrap();
+        let acquired = cache.acquire(namespace, &prompt, wanted(2, 2)).unwrap();
         assert_eq!(acquired.cached_blocks, expected, "{prompt:?}");
         assert_eq!(cache.commit(namespace, None, acquired.blocks[1], &[7, 7]), acquired.blocks[1]);
         release(&mut cache, &acquired.blocks);
@@ -286,7 +294,7 @@ fn a_collision_is_never_a_hit() {
 #[test]
 fn a_child_of_a_private_block_is_private() {
     let mut cache = PrefixCache::new(SETTINGS);
-    let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], 0, 2).unwrap().blocks;
+    let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     assert_eq!(cache.commit(&namespace(), Some(blocks[0]), blocks[1], &[2, 2]), blocks[1]);
     cache.check_invariants();
     assert_eq!(cache.take_events(), []);
@@ -298,7 +306,7 @@ fn a_child_of_a_private_block_is_private() {
 fn with_caching_off_nothing_is_found_kept_or_told() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
-    assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], 2, 2).unwrap().cached_blocks, 0);
+    assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);
     release(&mut cache, &blocks);
     assert_eq!(cache.counts(), Counts { free: 4, cached: 0, in_use: 2 });
     cache.clear();
@@ -311,7 +319,7 @@ fn with_caching_off_nothing_is_found_kept_or_told() {
 fn what_is_in_use_when_cleared_is_private_from_then_on() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[5, 5]);
-    let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2, 3, 3], 0, 3).unwrap().blocks;
+    let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2, 3, 3], wanted(0, 3)).unwrap().blocks;
     cache.commit(&namespace(), None, blocks[0], &[1, 1]);
     cache.commit(&namespace(), Some(blocks[0]), blocks[1], &[2, 2]);
     cache.take_events();
@@ -383,7 +391,7 @@ fn only_a_continuation_shares_an_event() {
 #[test]
 fn an_event_does_not_grow_after_its_id_was_told() {
     let mut cache = PrefixCache::new(SETTINGS);
-    let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], 0, 2).unwrap().blocks;
+    let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     cache.commit(&namespace(), None, blocks[0], &[1, 1]);
     let snapshot = cache.snapshot();
     cache.commit(&namespace(), Some(blocks[0]), blocks[1], &[2, 2]);
@@ -453,7 +461,7 @@ fn a_free_block_is_not_pinned() {
 fn a_cache_without_blocks_refuses_everything() {
     let mut cache = PrefixCache::new(CacheSettings { capacity_blocks: 0, ..SETTINGS });
     assert_eq!(cache.allocate(), Err(Full));
-    assert_eq!(cache.acquire(&namespace(), &[1], 0, 1), Err(Full));
+    assert_eq!(cache.acquire(&namespace(), &[1], wanted(0, 1)), Err(Full));
     cache.clear();
     cache.check_invariants();
 }
