@@ -30,7 +30,8 @@ fn main() {
     let settings = CpuSettings { block_size: BLOCK, capacity_blocks: 8 * BLOCKS_EACH };
     let mut engine = CpuEngine::new(model, settings).expect("the settings are possible");
     let tokens: Vec<u32> = (0..PROMPT + DECODED).map(|i| (i * 7919 + 13) % vocabulary).collect();
-    let blocks: Vec<Vec<BlockId>> = (0..8).map(|sequence| (0..BLOCKS_EACH).map(|i| BlockId(sequence * BLOCKS_EACH + i)).collect()).collect();
+    let blocks: Vec<Vec<BlockId>> =
+        (0..8).map(|sequence| (0..BLOCKS_EACH).map(|i| BlockId(sequence * BLOCKS_EACH + i)).collect()).collect();
     let chunk = |sequence: usize, start: u32, len: u32, logits| Chunk {
         tokens: &tokens[start as usize..(start + len) as usize],
         start,

@@ -36,7 +36,8 @@ fn model() -> Option<Arc<CpuModel>> {
 
 fn goldens<T: DeserializeOwned>(name: &str) -> Vec<T> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ci/goldens").join(name);
-    serde_json::from_slice(&std::fs::read(path).expect("the goldens are in the tree")).expect("the goldens are as their script writes them")
+    serde_json::from_slice(&std::fs::read(path).expect("the goldens are in the tree"))
+        .expect("the goldens are as their script writes them")
 }
 
 #[derive(Deserialize)]
@@ -135,7 +136,11 @@ fn greedy_continuations_are_the_references_where_it_is_clear() {
 }
 
 fn document() -> Vec<TokenId> {
-    goldens::<TeacherForced>("logprobs.json").into_iter().map(|golden| golden.tokens).max_by_key(Vec::len).expect("there are documents")
+    goldens::<TeacherForced>("logprobs.json")
+        .into_iter()
+        .map(|golden| golden.tokens)
+        .max_by_key(Vec::len)
+        .expect("there are documents")
 }
 
 fn kv_of(engine: &CpuEngine, blocks: &[BlockId]) -> Vec<u8> {
@@ -184,7 +189,8 @@ fn a_batch_of_eight_gives_the_bits_of_each_alone() {
     let document = document();
     // Prompts of other lengths, and then steps in which all decode together.
     let prompts: Vec<&[TokenId]> = (0..8).map(|i| &document[i * 90..i * 90 + 20 + 13 * i]).collect();
-    let alone: Vec<Vec<Vec<f32>>> = prompts.iter().map(|prompt| decode(&mut engine(&model, 1), &[prompt], vocabulary).remove(0)).collect();
+    let alone: Vec<Vec<Vec<f32>>> =
+        prompts.iter().map(|prompt| decode(&mut engine(&model, 1), &[prompt], vocabulary).remove(0)).collect();
     let together = decode(&mut engine(&model, 8), &prompts, vocabulary);
     assert!(alone == together, "the logits of a batch are not those of its sequences alone");
 }
@@ -198,7 +204,12 @@ fn decode(engine: &mut CpuEngine, prompts: &[&[TokenId]], vocabulary: usize) -> 
     let mut logits = vec![Vec::new(); prompts.len()];
     for _ in 0..STEPS {
         let chunks: Vec<_> = (0..prompts.len())
-            .map(|i| Chunk { tokens: &sequences[i][computed[i]..], start: computed[i] as u32, blocks: &all_blocks[i], logits: Logits::Last })
+            .map(|i| Chunk {
+                tokens: &sequences[i][computed[i]..],
+                start: computed[i] as u32,
+                blocks: &all_blocks[i],
+                logits: Logits::Last,
+            })
             .collect();
         let output = engine.step(&chunks).expect("the step runs").logits;
         for (i, row) in output.chunks_exact(vocabulary).enumerate() {
