@@ -67,7 +67,7 @@ async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Re
     let message = tokio::time::timeout(worker.settings.ticket_wait, messages.message()).await;
     match message.map_err(|_| Ended::NoTicket)? {
         Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Ticket(ticket)) })) => Ok(ticket),
-        Ok(Some(_)) => Err(Ended::Protocol(Protocol::NoTicket)),
+        Ok(Some(_)) => Err(Ended::Protocol(Protocol::UnexpectedMessage)),
         // Closing the stream lets go of everything.
         Ok(None) | Err(_) => Err(ClientGone.into()),
     }
@@ -83,7 +83,7 @@ fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
     indices.sort_unstable();
     let twice = indices.windows(2).any(|pair| pair[0] == pair[1]);
     if twice || indices.last().is_some_and(|last| *last >= blocks) {
-        return Err(Ended::Protocol(Protocol::NoSuchBlock));
+        return Err(Ended::Protocol(Protocol::UnknownBlock));
     }
     Ok(())
 }
@@ -92,7 +92,7 @@ fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
 async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended> {
     let Ticket { ticket, address, missing_blocks } = ticket;
     let mut push = worker.transport.open(&address, ticket).map_err(|error| match error {
-        TransferError::Address(_) => Ended::Protocol(Protocol::NoAddress),
+        TransferError::Address(_) => Ended::Protocol(Protocol::InvalidAddress),
         error @ (TransferError::Refused(_) | TransferError::Gone(_)) => error.into(),
     })?;
     let nothing_missing = missing_blocks.is_empty();

@@ -34,13 +34,13 @@ pub(crate) enum Ended {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Protocol {
     #[error("the first message must be a start, and come at once")]
-    NoStart,
+    MissingStart,
     #[error("after the start only one ticket may come")]
-    NoTicket,
+    UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
-    NoSuchBlock,
+    UnknownBlock,
     #[error("the ticket's address is not of the form host:port")]
-    NoAddress,
+    InvalidAddress,
 }
 
 impl From<Protocol> for Status {

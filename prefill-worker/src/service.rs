@@ -38,7 +38,7 @@ impl Prefill for Service {
         let mut messages = request.into_inner();
         let first = tokio::time::timeout(self.0.settings.ticket_wait, messages.message()).await;
         let Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Start(start)) })) = first.unwrap_or(Ok(None)) else {
-            return Err(Protocol::NoStart.into());
+            return Err(Protocol::MissingStart.into());
         };
         let worker = self.0.clone();
         let span = tracing::debug_span!("prefill", request_id = start.request_id, attempt = start.attempt);
