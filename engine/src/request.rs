@@ -38,7 +38,7 @@ pub struct Generate {
 pub enum KvSource {
     /// Computed here.
     Local,
-    /// Written block by block under a ticket ([`Event::Reserved`]).
+    /// Written block by block under a ticket ([`crate::Event::Reserved`]).
     Remote,
 }
 

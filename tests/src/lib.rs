@@ -1,1 +1,277 @@
-//! TBD.
+//! The whole cluster as its users see it: helpers for the stories in `tests/`.
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tandem::Cluster;
+use tandem::settings::{EngineKind, UpSettings};
+use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
+
+/// A cluster in this process, on ports of its own.
+pub struct TestCluster(Cluster);
+
+/// What ought to happen happens within this time, or never.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How often something that cannot be awaited is looked at.
+const GLANCE: Duration = Duration::from_millis(5);
+
+/// The whole cluster as `tandem up` starts it.
+pub async fn start(settings: UpSettings) -> Result<TestCluster> {
+    Ok(TestCluster(Cluster::start(settings).await?))
+}
+
+/// Simulated devices, a hundred times as fast as the cost model says.
+pub fn sim_settings() -> UpSettings {
+    let mut settings = UpSettings { engine: EngineKind::Sim, listen: ([127, 0, 0, 1], 0).into(), ..UpSettings::defaults() };
+    settings.sim.sim_speedup = 100.0;
+    settings
+}
+
+/// The real model on the CPU; without `TANDEM_MODEL` the test says loudly that it is skipped.
+pub fn cpu_settings() -> Option<UpSettings> {
+    let Ok(model) = std::env::var("TANDEM_MODEL") else {
+        #[expect(clippy::print_stderr, reason = "who runs the tests must see it")]
+        {
+            eprintln!("SKIPPED: needs the default model; set TANDEM_MODEL to what `tandem model fetch` prints");
+        }
+        return None;
+    };
+    let model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
+    Some(UpSettings { model, engine: EngineKind::Cpu, ..sim_settings() })
+}
+
+impl TestCluster {
+    /// The cluster itself.
+    pub fn inner(&self) -> &Cluster {
+        &self.0
+    }
+
+    /// Where the OpenAI API is.
+    pub fn frontend(&self) -> SocketAddr {
+        self.0.frontend()
+    }
+
+    /// What clients write as `model`.
+    pub fn model_id(&self) -> String {
+        self.0.model_id().to_owned()
+    }
+
+    /// The router's view.
+    pub async fn view(&self) -> Result<WorkersReply> {
+        let mut router = RouterClient::connect(format!("http://{}", self.0.router())).await?;
+        Ok(router.workers(WorkersRequest {}).await?.into_inner())
+    }
+
+    /// Resolves when the router's index holds as many blocks of every worker as the idle worker does.
+    pub async fn settle_events(&self) -> Result<()> {
+        within("the index follows the workers", async || {
+            let view = self.view().await?;
+            Ok(self.0.workers().iter().all(|worker| {
+                let known = view.workers.iter().find(|known| known.info.as_ref().is_some_and(|info| info.worker_id == worker.id));
+                let load = worker.engine.load();
+                known.is_some_and(|known| known.indexed_blocks == u64::from(load.cached_blocks) && load.in_use_blocks == 0)
+            }))
+        })
+        .await
+    }
+
+    /// Promise 5: nothing runs, and nothing is held anywhere.
+    pub async fn assert_idle(&self) -> Result<()> {
+        for worker in self.0.workers() {
+            let idle = worker.engine.wait_for_load(|load| {
+                load.in_use_blocks == 0
+                    && load.running_sequences == 0
+                    && load.waiting_requests == 0
+                    && load.pending_prefill_tokens == 0
+            });
+            let held = || format!("{} does not get idle: {:?}", worker.id, worker.engine.load());
+            tokio::time::timeout(PATIENCE, idle).await.with_context(held)?;
+            let load = worker.engine.load();
+            anyhow::ensure!(
+                load.free_blocks + load.cached_blocks == worker.engine.info().capacity_blocks,
+                "blocks are lost: {load:?}"
+            );
+        }
+        within("the router gives up its bookings", async || {
+            let view = self.view().await?;
+            Ok(view.bookings == 0 && view.workers.iter().all(|worker| worker.bookings == 0))
+        })
+        .await?;
+        let client = Client::new(self.frontend());
+        within("the frontend forgets its requests", async || {
+            Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)
+        })
+        .await
+    }
+
+    /// Ends it.
+    pub async fn stop(self) {
+        self.0.stop().await;
+    }
+}
+
+/// Looks until `holds` does.
+async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
+    let looking = async {
+        while !holds().await? {
+            tokio::time::sleep(GLANCE).await;
+        }
+        Ok(())
+    };
+    tokio::time::timeout(PATIENCE, looking).await.with_context(|| format!("in vain: {what}"))?
+}
+
+/// An OpenAI client of one frontend.
+#[derive(Clone)]
+pub struct Client {
+    http: reqwest::Client,
+    base: String,
+}
+
+/// A whole answer: one JSON body, or the frames of a stream.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The HTTP status.
+    pub status: u16,
+    /// The body, or of a stream each frame but `[DONE]`.
+    pub frames: Vec<Value>,
+    /// The stream ended with `[DONE]`; true for one body.
+    pub done: bool,
+}
+
+/// Which of the two endpoints, so that one test serves both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+}
+
+impl Endpoint {
+    /// Where it is.
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Chat => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+        }
+    }
+
+    /// A request with this text as its only content; `options` are merged in.
+    pub fn request(self, model: &str, text: &str, options: Value) -> Value {
+        let mut request = match self {
+            Self::Chat => serde_json::json!({ "model": model, "messages": [{ "role": "user", "content": text }] }),
+            Self::Completions => serde_json::json!({ "model": model, "prompt": text }),
+        };
+        if let (Value::Object(request), Value::Object(options)) = (&mut request, options) {
+            request.extend(options);
+        }
+        request
+    }
+}
+
+impl Client {
+    /// A client of the frontend at this address.
+    pub fn new(frontend: SocketAddr) -> Self {
+        let http = reqwest::Client::builder().no_proxy().build().expect("a plain client needs nothing from the system");
+        Self { http, base: format!("http://{frontend}") }
+    }
+
+    /// Sends a request; the body of the response is not read yet.
+    pub async fn send(&self, path: &str, body: &Value) -> Result<reqwest::Response> {
+        let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-details", "true");
+        Ok(request.json(body).send().await?)
+    }
+
+    /// Sends a request and reads the whole answer, streamed if `body` says so. Checks what every stream must keep.
+    pub async fn ask(&self, path: &str, body: &Value) -> Result<Answer> {
+        let response = self.send(path, body).await?;
+        let status = response.status().as_u16();
+        let streamed =
+            response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+        let text = response.text().await?;
+        if !streamed {
+            let body = serde_json::from_str(&text).with_context(|| format!("status {status}, not JSON: {text}"))?;
+            return Ok(Answer { status, frames: vec![body], done: true });
+        }
+        let mut answer = Answer { status, frames: Vec::new(), done: false };
+        for frame in text.split_terminator("\n\n") {
+            let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
+            anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
+            match data {
+                "[DONE]" => answer.done = true,
+                data => answer.frames.push(serde_json::from_str(data).with_context(|| format!("not JSON: {data:?}"))?),
+            }
+        }
+        Ok(answer)
+    }
+
+    /// The text behind a GET.
+    pub async fn get(&self, path: &str) -> Result<(u16, String)> {
+        let response = self.http.get(format!("{}{path}", self.base)).send().await?;
+        Ok((response.status().as_u16(), response.text().await?))
+    }
+
+    /// The sum over all series of a metric whose labels contain `labels`.
+    pub async fn metric(&self, name: &str, labels: &str) -> Result<f64> {
+        let (_, text) = self.get("/metrics").await?;
+        let series = text.lines().filter_map(|line| {
+            let (series, value) = line.rsplit_once(' ')?;
+            let rest = series.strip_prefix(name)?;
+            ((rest.is_empty() || rest.starts_with('{')) && rest.contains(labels)).then(|| value.parse::<f64>().ok()).flatten()
+        });
+        Ok(series.sum())
+    }
+}
+
+impl Answer {
+    /// The object that holds the usage: the body, or the last frame of a stream.
+    pub fn last(&self) -> &Value {
+        self.frames.last().expect("an answer has a body")
+    }
+
+    /// A number of the usage, such as `prompt_tokens`.
+    pub fn usage(&self, pointer: &str) -> u64 {
+        let usage = &self.last()["usage"];
+        usage.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no usage{pointer} in {self:?}"))
+    }
+
+    /// `usage.prompt_tokens_details.cached_tokens`
+    pub fn cached_tokens(&self) -> u64 {
+        self.usage("/prompt_tokens_details/cached_tokens")
+    }
+
+    /// The text of choice `index`, streamed or not, of either endpoint.
+    pub fn text(&self, index: u64) -> String {
+        let choices = self.frames.iter().flat_map(|frame| frame["choices"].as_array().into_iter().flatten());
+        let texts = choices.filter(|choice| choice["index"] == index).filter_map(|choice| {
+            [&choice["text"], &choice["message"]["content"], &choice["delta"]["content"]].into_iter().find_map(Value::as_str)
+        });
+        texts.collect()
+    }
+
+    /// The extension object.
+    pub fn details(&self) -> &Value {
+        let of_frame = |frame: &'_ &Value| !frame["tandem"].is_null();
+        self.frames.iter().rev().find(of_frame).map(|frame| &frame["tandem"]).unwrap_or(&Value::Null)
+    }
+}
+
+/// Text of about `tokens` tokens that shares no block with that of another `salt`.
+pub fn prose(salt: &str, tokens: usize) -> String {
+    const WORDS: [&str; 16] = [
+        "river", "stone", "lamp", "garden", "letter", "window", "harbour", "orange", "music", "winter", "bridge", "paper",
+        "cloud", "market", "silver", "evening",
+    ];
+    let mut state =
+        salt.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    let mut text = format!("{state:016x} {salt}:");
+    for _ in 0..tokens {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        text.push(' ');
+        text.push_str(WORDS[(state >> 60) as usize]);
+    }
+    text
+}

@@ -1,0 +1,174 @@
+//! The cached-token count, as clients see it: ACCOUNTING.md A, B, C on the whole cluster.
+
+use anyhow::Result;
+use serde_json::json;
+use tandem::settings::{PrefillPlace, UpSettings};
+use tandem_tests::{Answer, Client, Endpoint, prose, sim_settings, start};
+
+const BLOCK_SIZE: u64 = 16;
+
+fn reusable(prompt_tokens: u64) -> u64 {
+    (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
+}
+
+/// A fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block
+/// but the last token's is found, the first time no more than what all chats begin with.
+async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
+    let place = settings.prefill;
+    let cluster = start(settings).await?;
+    let client = Client::new(cluster.frontend());
+    for endpoint in [Endpoint::Chat, Endpoint::Completions] {
+        for stream in [false, true] {
+            let name = format!("{endpoint:?} stream={stream} prefill={place:?}");
+            let mut options = json!({ "max_tokens": 4, "temperature": 0, "stream": stream });
+            if stream {
+                options["stream_options"] = json!({ "include_usage": true });
+            }
+            let request = endpoint.request(&cluster.model_id(), &prose(&name, 1_450), options);
+            let first = client.ask(endpoint.path(), &request).await?;
+            let second = client.ask(endpoint.path(), &request).await?;
+            let prompt_tokens = first.usage("/prompt_tokens");
+            assert!((1_400..12_000).contains(&prompt_tokens), "{name}: {prompt_tokens}");
+            let shared = if endpoint == Endpoint::Chat { shared_by_all_chats } else { 0 };
+            assert!(first.cached_tokens() <= shared, "{name}: {} of a fresh prompt", first.cached_tokens());
+            assert_eq!(second.cached_tokens(), reusable(prompt_tokens), "{name}");
+            assert_eq!(first.text(0), second.text(0), "{name}: the cache never changes the answer");
+            for answer in [&first, &second] {
+                assert_eq!(answer.usage("/total_tokens"), prompt_tokens + answer.usage("/completion_tokens"), "{name}");
+                assert_eq!(answer.usage("/prompt_tokens_details/audio_tokens"), 0, "{name}");
+                assert_eq!(answer.details()["cached_tokens_source"], "worker", "{name}");
+                let remote = !answer.details()["prefill_worker"].is_null();
+                assert_eq!(remote, place == PrefillPlace::Remote, "{name}: {}", answer.details());
+                assert_eq!(answer.details()["cached_tokens_by_tier"]["device"], answer.cached_tokens(), "{name}");
+                assert!(answer.done);
+            }
+            if stream {
+                assert_stream_shape(&second);
+            }
+        }
+    }
+    cluster.assert_idle().await?;
+    cluster.stop().await;
+    Ok(())
+}
+
+/// Usage is in the last frame alone, with no choices; every frame before it says `usage: null`.
+fn assert_stream_shape(answer: &Answer) {
+    let (last, before) = answer.frames.split_last().expect("there are frames");
+    assert_eq!(last["choices"], json!([]));
+    assert!(before.iter().all(|frame| frame.as_object().is_some_and(|frame| frame.get("usage") == Some(&json!(null)))));
+    assert!(before.iter().rev().find_map(|frame| frame["choices"][0]["finish_reason"].as_str()).is_some());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sim_remote() -> Result<()> {
+    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, ..sim_settings() }, 64).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sim_local() -> Result<()> {
+    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..sim_settings() }, 64).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cpu_remote() -> Result<()> {
+    let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
+    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, ..settings }, 32).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cpu_local() -> Result<()> {
+    let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
+    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..settings }, 32).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Result<()> {
+    for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
+        let cluster = start(UpSettings { prefill, report_cached_tokens: false, prefill_workers: 1, ..sim_settings() }).await?;
+        let client = Client::new(cluster.frontend());
+        let request = Endpoint::Completions.request(&cluster.model_id(), &prose("estimate", 300), json!({ "max_tokens": 2 }));
+        for warm in [false, true] {
+            let answer = client.ask(Endpoint::Completions.path(), &request).await?;
+            let expected = if warm { reusable(answer.usage("/prompt_tokens")) } else { 0 };
+            assert_eq!(answer.cached_tokens(), expected, "{prefill:?} warm={warm}");
+            assert_eq!(answer.details()["cached_tokens_source"], "router_estimate");
+            assert_eq!(answer.details()["overlap_blocks"], expected / BLOCK_SIZE);
+            cluster.settle_events().await?;
+        }
+        let estimated = client.metric("tandem_frontend_cached_tokens_total", "source=\"router_estimate\"").await?;
+        assert!(estimated > 0.0);
+        assert_eq!(client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?, 0.0);
+        cluster.stop().await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_without_prefix_caching_reports_zero_and_is_believed() -> Result<()> {
+    for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
+        let cluster = start(UpSettings { prefill, no_prefix_caching: true, ..sim_settings() }).await?;
+        let client = Client::new(cluster.frontend());
+        let request = Endpoint::Chat.request(&cluster.model_id(), &prose("off", 300), json!({ "max_tokens": 2 }));
+        for _ in 0..2 {
+            let answer = client.ask(Endpoint::Chat.path(), &request).await?;
+            assert_eq!(answer.cached_tokens(), 0);
+            assert_eq!(answer.details()["cached_tokens_source"], "worker");
+        }
+        cluster.stop().await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()> {
+    let cluster = start(sim_settings()).await?;
+    let client = Client::new(cluster.frontend());
+    let text = prose("counted", 200);
+    let options = json!({ "max_tokens": 3, "n": 3, "ignore_eos": true });
+    let request = Endpoint::Completions.request(&cluster.model_id(), &text, options);
+    let first = client.ask(Endpoint::Completions.path(), &request).await?;
+    assert_eq!(first.usage("/completion_tokens"), 9);
+    let prompt_tokens = first.usage("/prompt_tokens");
+    let again = client.ask(Endpoint::Completions.path(), &request).await?;
+    assert_eq!((again.usage("/prompt_tokens"), again.cached_tokens()), (prompt_tokens, reusable(prompt_tokens)));
+    let batch = json!({ "model": cluster.model_id(), "prompt": [text, text], "max_tokens": 1 });
+    let batch = client.ask(Endpoint::Completions.path(), &batch).await?;
+    assert_eq!(batch.usage("/prompt_tokens"), 2 * prompt_tokens);
+    assert_eq!(batch.cached_tokens(), 2 * reusable(prompt_tokens));
+    // The histogram's unit is a finished prompt: one, one, and two.
+    assert_eq!(client.metric("tandem_frontend_request_cached_tokens_count", "").await?, 4.0);
+    assert_eq!(client.metric("tandem_frontend_prompt_tokens_total", "").await?, 4.0 * prompt_tokens as f64);
+    let cached = client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?;
+    assert_eq!(cached, 3.0 * reusable(prompt_tokens) as f64);
+    cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cache_salt_separates_and_a_continuing_chat_is_found() -> Result<()> {
+    let cluster = start(sim_settings()).await?;
+    let client = Client::new(cluster.frontend());
+    let ask = async |salt: &str| {
+        let mut request = Endpoint::Completions.request(&cluster.model_id(), &prose("salted", 300), json!({ "max_tokens": 2 }));
+        request["cache_salt"] = json!(salt);
+        client.ask(Endpoint::Completions.path(), &request).await
+    };
+    assert_eq!(ask("tenant one").await?.cached_tokens(), 0);
+    assert_eq!(ask("tenant two").await?.cached_tokens(), 0);
+    assert!(ask("tenant one").await?.cached_tokens() > 0);
+    let question = prose("chat", 400);
+    let mut messages = json!([{ "role": "user", "content": question }]);
+    let request =
+        |messages: &serde_json::Value| json!({ "model": cluster.model_id(), "messages": messages, "max_tokens": 200, "seed": 1 });
+    let first = client.ask(Endpoint::Chat.path(), &request(&messages)).await?;
+    let turns = messages.as_array_mut().expect("it is a list");
+    turns.push(json!({ "role": "assistant", "content": first.text(0) }));
+    turns.push(json!({ "role": "user", "content": "And then?" }));
+    cluster.settle_events().await?;
+    let second = client.ask(Endpoint::Chat.path(), &request(&messages)).await?;
+    let (held, prompt_before) = (second.cached_tokens(), first.usage("/prompt_tokens"));
+    assert!(held >= reusable(prompt_before) - BLOCK_SIZE, "{held} of {prompt_before} tokens of the first turn are found");
+    cluster.stop().await;
+    Ok(())
+}

@@ -1,0 +1,66 @@
+//! Promise 5: when clients go away, everything taken for them is given back.
+
+use anyhow::Result;
+use serde_json::json;
+use std::time::Duration;
+use tandem::settings::{PrefillPlace, UpSettings};
+use tandem_tests::{Client, Endpoint, prose, sim_settings, start};
+
+/// 200 requests, half of whose clients vanish: before the first token (queued, prefilling, transferring) or while it streams.
+#[tokio::test(flavor = "multi_thread")]
+async fn half_the_clients_vanish_at_random_phases() -> Result<()> {
+    for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
+        let mut settings = UpSettings { prefill, ..sim_settings() };
+        // Slow enough for all phases to be met, small enough for preemption and revoked reservations.
+        settings.sim.sim_speedup = 10.0;
+        settings.kv_capacity_tokens = Some(16_384);
+        let cluster = start(settings).await?;
+        let client = Client::new(cluster.frontend());
+        let mut clients = tokio::task::JoinSet::new();
+        for number in 0..200u64 {
+            let (client, model) = (client.clone(), cluster.model_id());
+            clients.spawn(async move {
+                let endpoint = if number % 3 == 0 { Endpoint::Chat } else { Endpoint::Completions };
+                let text = prose(&format!("{}", number % 40), 100 + (number as usize * 37) % 900);
+                let stays = number % 2 == 0;
+                let options = match stays {
+                    true => json!({ "max_tokens": 5 + number % 60, "stream": number % 4 == 0, "n": 1 + number % 4 / 2 }),
+                    // Long enough to be still running when its client goes.
+                    false => json!({ "max_tokens": 2_000, "stream": true, "ignore_eos": true }),
+                };
+                let request = endpoint.request(&model, &text, options);
+                if stays {
+                    let answer = client.ask(endpoint.path(), &request).await?;
+                    anyhow::ensure!(answer.status == 200, "request {number}: {answer:?}");
+                    return anyhow::Ok(());
+                }
+                // Whatever has come until then is dropped with the connection.
+                match number % 6 {
+                    // Before the first token: queued, prefilling or transferring.
+                    1 => {
+                        let patience = Duration::from_micros(number * 7_919 % 400_000);
+                        let _ = tokio::time::timeout(patience, client.send(endpoint.path(), &request)).await;
+                    }
+                    // With the first token.
+                    3 => drop(client.send(endpoint.path(), &request).await?),
+                    // While it streams.
+                    _ => {
+                        let mut response = client.send(endpoint.path(), &request).await?;
+                        for _ in 0..number % 20 {
+                            response.chunk().await?;
+                        }
+                    }
+                }
+                Ok(())
+            });
+        }
+        while let Some(ended) = clients.join_next().await {
+            ended??;
+        }
+        cluster.assert_idle().await?;
+        let cancelled = client.metric("tandem_frontend_cancelled_total", "").await?;
+        assert!((60.0..=100.0).contains(&cancelled), "{prefill:?}: {cancelled} of about 100 were seen to go");
+        cluster.stop().await;
+    }
+    Ok(())
+}

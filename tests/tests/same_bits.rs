@@ -1,0 +1,66 @@
+//! Promise 4 on the real model: however a prompt was computed, the tokens and their logprobs are the same bits.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+use tandem::settings::{PrefillPlace, UpSettings};
+use tandem_tests::{Client, Endpoint, cpu_settings, prose, start};
+
+const PATH: &str = "/v1/completions";
+const TOKENS: u64 = 20;
+
+fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
+    let options = json!({
+        "max_tokens": TOKENS, "temperature": 0.9, "top_p": 0.95, "seed": seed, "n": n, "logprobs": 5, "ignore_eos": true,
+    });
+    Endpoint::Completions.request(model, &prose(salt, 330), options)
+}
+
+/// What must not change: the texts with their logprobs, of each choice.
+async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
+    let answer = client.ask(PATH, request).await?;
+    anyhow::ensure!(answer.status == 200, "{answer:?}");
+    let mut choices = answer.frames[0]["choices"].as_array().cloned().expect("an answer has choices");
+    choices.iter_mut().for_each(|choice| choice["index"] = Value::Null);
+    assert!(
+        choices
+            .iter()
+            .all(|choice| choice["logprobs"]["token_logprobs"].as_array().is_some_and(|all| all.len() as u64 == TOKENS))
+    );
+    Ok((choices, answer.cached_tokens()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cold_cached_local_remote_batched_chunked_and_sampled() -> Result<()> {
+    let Some(settings) = cpu_settings() else { return Ok(()) };
+    let mut reference = None;
+    for (prefill, prefill_chunk_budget) in
+        [(PrefillPlace::Local, 100_000), (PrefillPlace::Local, 64), (PrefillPlace::Remote, 512), (PrefillPlace::Remote, 64)]
+    {
+        let name = format!("prefill {prefill:?}, budget {prefill_chunk_budget}");
+        let cluster = start(UpSettings { prefill, prefill_chunk_budget, ..settings.clone() }).await?;
+        let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
+        // Three samples and seven others beside them, all cold.
+        let asked = request(&model, "asked", 41, 3);
+        let others: Vec<_> = (0..7).map(|other| request(&model, &format!("other {other}"), other, 1)).collect();
+        let others = futures::future::try_join_all(others.iter().map(|other| choices(&client, other)));
+        let (batched, others) = tokio::join!(choices(&client, &asked), others);
+        let ((batched, cached), others) = (batched?, others?);
+        assert_eq!(cached, 0, "{name}");
+        // The same alone and cached.
+        let (warm, cached) = choices(&client, &asked).await?;
+        assert!(cached > 300, "{name}: {cached}");
+        assert_eq!(warm, batched, "{name}: cached and alone against cold in a batch");
+        for sample in 0..3 {
+            let (single, _) = choices(&client, &request(&model, "asked", 41 + sample, 1)).await?;
+            assert_eq!(single[0], batched[sample as usize], "{name}: a single request with the seed of sample {sample}");
+        }
+        let all = (batched, others);
+        match &reference {
+            None => reference = Some(all),
+            Some(reference) => assert_eq!(*reference, all, "{name}"),
+        }
+        cluster.assert_idle().await?;
+        cluster.stop().await;
+    }
+    Ok(())
+}
