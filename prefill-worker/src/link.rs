@@ -6,7 +6,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Timers are no finer than this; shorter times are saved up.
+/// Timers are no finer than this.
 const TICK: Duration = Duration::from_millis(1);
 
 /// Shared by all transfers of a worker. Takes no time when `block` is zero.
@@ -33,8 +33,9 @@ impl Link {
             *free_at = Some(passed);
             passed
         };
-        if passed - now >= TICK {
-            tokio::time::sleep_until(passed).await;
+        // A timer may be late by a tick: early by one, it never leaves the link idle between two blocks.
+        if passed - now > TICK {
+            tokio::time::sleep_until(passed - TICK).await;
         }
     }
 
@@ -73,6 +74,7 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let started = Instant::now();
         link.pass().await;
+        link.settle().await;
         assert_eq!(started.elapsed(), Duration::from_millis(5));
         let started = Instant::now();
         let real = Link::new(Duration::ZERO);
