@@ -57,7 +57,7 @@ fn introduction(cluster: &Cluster, settings: &UpSettings) -> String {
         line(&worker.id, &format!("{}, KV of {tokens} tokens", worker.address));
     }
     let body = format!(
-        r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
+        r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
     );
     format!(
         "{model} is ready ({engine}):\n{text}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n\
