@@ -157,7 +157,12 @@ impl Sampler {
     /// Temperature, then top-k, top-p (over what top-k kept) and min-p.
     fn candidates(&self, logits: &[f32]) -> Vec<Candidate> {
         let s = &self.sampling;
-        let max = logits[argmax(logits) as usize];
+        let likeliest = argmax(logits);
+        let max = logits[likeliest as usize];
+        if !max.is_finite() {
+            // A penalty beyond what a float holds, or all tokens are stop tokens that may not come yet: nothing to weigh.
+            return vec![(likeliest, 1.0)];
+        }
         let weight = |logit: f32| libm::exp(f64::from(logit - max) / f64::from(s.temperature));
         let mut candidates: Vec<Candidate> = (0..).zip(logits.iter().map(|logit| weight(*logit))).collect();
         // The likeliest has weight 1, so min-p bounds the weights themselves.
@@ -318,6 +323,16 @@ mod tests {
         let min_tokens = Sampling { min_tokens: 1, stop_token_ids: vec![0], ..greedy };
         let mut sampler = Sampler::new(min_tokens, &[]);
         assert_eq!([sampler.draw(&logits, 0).0, sampler.draw(&logits, 1).0], [1, 0]);
+    }
+
+    #[test]
+    fn what_leaves_nothing_to_weigh_still_draws_a_token() {
+        let logits = [5.0f32, 1.0, -1.0];
+        let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
+        assert_eq!(Sampler::new(penalty, &[0]).draw(&logits, 0).0, 0, "5 divided by it is infinite");
+        let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
+        assert_eq!(drawn(no_token, &logits, 1), [0]);
+        assert_eq!(drawn(Sampling::default(), &[f32::NAN; 3], 1), [0]);
     }
 
     #[test]
