@@ -141,7 +141,7 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_GRACE_PERIOD", value_name = "SECONDS", default_value_t = 30)]
     pub grace_period: u64,
 
-    /// Requests served at once; more are refused with 429, because a queue without an end only hides the overload
+    /// Requests served at once; more are refused with 503, because a queue without an end only hides the overload
     #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub max_concurrent_requests: u32,
 
@@ -399,9 +399,11 @@ mod tests {
     }
 
     #[test]
-    fn the_store_belongs_to_the_same_settings() {
-        let settings = read(&[], "models-dir = \"/x\"").expect("valid");
+    fn the_store_belongs_to_the_same_settings_and_its_token_is_never_shown() {
+        let settings = read(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("valid");
         assert_eq!(settings.store.models_dir, Some(PathBuf::from("/x")));
-        assert!(!format!("{settings:?}").contains("secret"));
+        for shown in [format!("{settings:?}"), settings.to_toml()] {
+            assert!(!shown.contains("secret"), "{shown}");
+        }
     }
 }
