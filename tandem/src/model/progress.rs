@@ -33,8 +33,9 @@ impl Progress {
         }
     }
 
+    /// At most the total: what is copied to its place lies there twice for a moment.
     pub(super) fn set_position(&self, bytes: u64) {
-        self.0.set_position(bytes);
+        self.0.set_position(bytes.min(self.0.length().unwrap_or(u64::MAX)));
     }
 
     pub(super) fn advance(&self, bytes: u64) {
