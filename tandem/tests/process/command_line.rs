@@ -1,21 +1,14 @@
 //! The binary as its users meet it: what it prints, what it answers, how it ends.
 
+use crate::up::{Up, tandem};
 use std::{
-    io::{BufRead, BufReader, Read, Write},
+    io::{BufRead, BufReader, Read},
     net::{TcpListener, TcpStream},
-    process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Output, Stdio},
+    process::{Output, Stdio},
     time::{Duration, Instant},
 };
 
-/// The binary, in an environment without our variables.
-fn tandem(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TANDEM_")) {
-        command.env_remove(name);
-    }
-    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
+const CHAT: &str = "/v1/chat/completions";
 
 fn ended(args: &[&str]) -> Output {
     tandem(args).output().expect("the binary runs")
@@ -25,62 +18,13 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("the binary writes text")
 }
 
-/// A cluster in a process of its own.
-struct Up {
-    process: Child,
-    stdout: BufReader<ChildStdout>,
-    stderr: ChildStderr,
-    introduction: String,
+fn sim(args: &[&str]) -> Up {
+    Up::start(&[&["--engine", "sim"], args].concat(), Stdio::piped())
 }
 
-impl Up {
-    /// Returns when the last line of the introduction is there.
-    fn start(args: &[&str]) -> Self {
-        let args: Vec<&str> = ["up", "--engine", "sim", "--listen", "127.0.0.1:0"].iter().chain(args).copied().collect();
-        let mut process = tandem(&args).spawn().expect("the binary runs");
-        let mut stdout = BufReader::new(process.stdout.take().expect("piped"));
-        let stderr = process.stderr.take().expect("piped");
-        let mut introduction = String::new();
-        while !introduction.contains("Ctrl-C") {
-            let read = stdout.read_line(&mut introduction).expect("the binary writes text");
-            assert_ne!(read, 0, "it ended: {introduction}");
-        }
-        Self { process, stdout, stderr, introduction }
-    }
-
-    fn address(&self) -> &str {
-        let line = self.introduction.lines().find(|line| line.contains("frontend")).expect("the frontend is named");
-        line.split("http://").nth(1).expect("its URL is told")
-    }
-
-    fn signal(&self, signal: &str) {
-        let id = self.process.id().to_string();
-        assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
-    }
-
-    fn wait(mut self) -> (ExitStatus, String) {
-        let status = self.process.wait().expect("it is our child");
-        let mut rest = String::new();
-        self.stdout.read_to_string(&mut rest).expect("text");
-        let mut errors = String::new();
-        self.stderr.read_to_string(&mut errors).expect("text");
-        (status, errors)
-    }
-}
-
-/// Sends a request and gives the stream, to be read while the answer comes.
-fn ask(address: &str, body: &str) -> BufReader<TcpStream> {
-    let mut stream = TcpStream::connect(address).expect("the frontend listens");
-    let head = format!(
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    );
-    write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
-    BufReader::new(stream)
-}
-
-/// The same, when its first event has come.
-fn running(address: &str, body: &str) -> BufReader<TcpStream> {
-    let mut answer = ask(address, body);
+/// An answer of which the first event has come.
+fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
+    let mut answer = up.ask(CHAT, body).expect("the frontend listens");
     let mut head = String::new();
     while !head.contains("data:") {
         assert_ne!(answer.read_line(&mut head).expect("text"), 0, "no event came: {head}");
@@ -92,13 +36,12 @@ const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bia
 
 #[test]
 fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
-    let up = Up::start(&["--sim-speedup", "50"]);
+    let up = sim(&["--sim-speedup", "50"]);
     for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0"] {
         assert!(up.introduction.contains(part), "{part}: {}", up.introduction);
     }
     let body = up.introduction.split("-d '").nth(1).and_then(|rest| rest.split("'\n").next()).expect("a curl line");
-    let mut answer = String::new();
-    ask(up.address(), body).read_to_string(&mut answer).expect("text");
+    let answer = up.answer(CHAT, body);
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert!(answer.contains("\"cached_tokens\":") && answer.contains("data: [DONE]"), "{answer}");
     up.signal("-INT");
@@ -108,9 +51,9 @@ fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
 
 #[test]
 fn a_running_answer_is_finished_before_the_end() {
-    let up = Up::start(&["--sim-speedup", "20"]);
+    let up = sim(&["--sim-speedup", "20"]);
     let body = LONG.replace("60000", "2000");
-    let mut answer = running(up.address(), &body);
+    let mut answer = running(&up, &body);
     up.signal("-TERM");
     let mut rest = String::new();
     answer.read_to_string(&mut rest).expect("text");
@@ -121,18 +64,16 @@ fn a_running_answer_is_finished_before_the_end() {
 #[test]
 fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
     for (grace, second) in [("1", false), ("60", true)] {
-        let up = Up::start(&["--grace-period", grace]);
-        let _answer = running(up.address(), LONG);
+        let up = sim(&["--grace-period", grace]);
+        let _answer = running(&up, LONG);
         let started = Instant::now();
         up.signal("-INT");
         if second {
             // The first is heard when new requests are refused.
             let refused = || {
                 let mut answer = String::new();
-                TcpStream::connect(up.address()).is_err()
-                    || ask(up.address(), LONG).read_line(&mut answer).is_err()
-                    || answer.contains("503")
-                    || answer.is_empty()
+                let read = up.ask(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
+                read.is_err() || answer.is_empty() || answer.contains("503")
             };
             while !refused() {
                 std::thread::yield_now();

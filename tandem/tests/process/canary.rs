@@ -1,60 +1,16 @@
-//! Promise 8: what users write and what models answer is in no log line, at any level, of any part or library.
+//! What users write and what models answer is in no log line, at any level, of any part or library.
 
-use std::{
-    fs::File,
-    io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
-    path::Path,
-    process::{Child, Command, Stdio},
-};
+use crate::up::Up;
+use std::{fs::File, path::Path};
 
 /// In no word list, and no word of any log line.
 const CANARY: &str = "Xylquophant";
 /// Token ids of a prompt that is given as such.
 const IDS: [u32; 6] = [201, 202, 203, 251, 252, 253];
 
-struct Up {
-    process: Child,
-    address: String,
-}
-
-impl Up {
-    /// `tandem up`, with everything that any part has to say in the file.
-    fn start(args: &[&str], log: &Path) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
-        command
-            .args(["up", "--listen", "127.0.0.1:0", "--log", "trace"])
-            .args(args)
-            .stdin(Stdio::null())
-            .env_remove("TANDEM_MODEL");
-        let log = File::create(log).expect("a temporary file");
-        let mut process = command.stdout(Stdio::piped()).stderr(log).spawn().expect("the binary runs");
-        let mut address = None;
-        for line in BufReader::new(process.stdout.take().expect("piped")).lines().map_while(Result::ok) {
-            if let Some((_, found)) = line.split_once("frontend").and_then(|(_, rest)| rest.split_once("http://")) {
-                address = Some(found.trim().to_owned());
-            }
-            if line.contains("Ctrl-C") {
-                break;
-            }
-        }
-        Self { process, address: address.expect("the frontend's address is told") }
-    }
-
-    fn ask(&self, path: &str, body: &str) -> String {
-        let mut stream = TcpStream::connect(&self.address).expect("the frontend listens");
-        let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address);
-        write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("text");
-        answer
-    }
-
-    fn end(mut self) {
-        let id = self.process.id().to_string();
-        assert!(Command::new("kill").args(["-INT", &id]).status().expect("kill runs").success());
-        assert!(self.process.wait().expect("it is our child").success());
-    }
+/// `tandem up`, with everything that any part has to say in the file.
+fn talkative(args: &[&str], log: &Path) -> Up {
+    Up::start(&[&["--log", "trace"], args].concat(), File::create(log).expect("a temporary file"))
 }
 
 /// The answers' texts, as they stand in JSON.
@@ -86,14 +42,15 @@ fn no_line_tells(up: Up, model: &str, log: &Path) {
         ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{CANARY}","#)),
         ("/v1/chat/completions", format!(r#"{{"model":"{model}","messages":[{{"role":"{CANARY}","content":"{CANARY}"}}]}}"#)),
     ];
-    let answers: Vec<String> = requests.iter().map(|(path, body)| up.ask(path, body)).collect();
+    let answers: Vec<String> = requests.iter().map(|(path, body)| up.answer(path, body)).collect();
     for answer in &answers[..4] {
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
     for answer in &answers[4..] {
         assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
     }
-    up.end();
+    up.signal("-INT");
+    assert!(up.wait().0.success());
     let log = std::fs::read_to_string(log).expect("the log is text");
     assert!(log.contains("TRACE") && log.contains("DEBUG") && log.lines().count() > 1_000, "the log is at its most talkative");
     let ids = |separator: &str| IDS.map(|id| id.to_string()).join(separator);
@@ -116,7 +73,7 @@ fn on_the_simulator() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let log = dir.path().join("log");
     for prefill in ["remote", "local"] {
-        no_line_tells(Up::start(&["--engine", "sim", "--prefill", prefill], &log), "sim", &log);
+        no_line_tells(talkative(&["--engine", "sim", "--prefill", prefill], &log), "sim", &log);
     }
 }
 
@@ -131,6 +88,6 @@ fn on_the_real_model() {
     };
     let dir = tempfile::tempdir().expect("a temporary directory");
     let log = dir.path().join("log");
-    let up = Up::start(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], &log);
+    let up = talkative(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], &log);
     no_line_tells(up, "m", &log);
 }

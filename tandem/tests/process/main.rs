@@ -1,0 +1,5 @@
+//! The binary as a process of its own.
+
+mod canary;
+mod command_line;
+mod up;

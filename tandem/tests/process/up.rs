@@ -1,0 +1,76 @@
+//! `tandem up`, running.
+
+use std::{
+    io::{self, BufRead, BufReader, Read, Write},
+    net::TcpStream,
+    process::{Child, ChildStdout, Command, ExitStatus, Stdio},
+};
+
+/// The binary, in an environment without our variables.
+pub fn tandem(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TANDEM_")) {
+        command.env_remove(name);
+    }
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// A cluster in a process of its own.
+pub struct Up {
+    process: Child,
+    stdout: BufReader<ChildStdout>,
+    pub introduction: String,
+}
+
+impl Up {
+    /// Returns when the last line of the introduction is there.
+    pub fn start(args: &[&str], stderr: impl Into<Stdio>) -> Self {
+        let args = [&["up", "--listen", "127.0.0.1:0"], args].concat();
+        let mut process = tandem(&args).stderr(stderr).spawn().expect("the binary runs");
+        let mut stdout = BufReader::new(process.stdout.take().expect("piped"));
+        let mut introduction = String::new();
+        while !introduction.contains("Ctrl-C") {
+            let read = stdout.read_line(&mut introduction).expect("the binary writes text");
+            assert_ne!(read, 0, "it ended: {introduction}");
+        }
+        Self { process, stdout, introduction }
+    }
+
+    fn address(&self) -> &str {
+        let line = self.introduction.lines().find(|line| line.contains("frontend")).expect("the frontend is named");
+        line.split("http://").nth(1).expect("its URL is told")
+    }
+
+    /// Sends a request; what is given is read while the answer comes.
+    pub fn ask(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
+        let mut stream = TcpStream::connect(self.address())?;
+        let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address());
+        write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len())?;
+        Ok(BufReader::new(stream))
+    }
+
+    /// The whole answer, its head included.
+    pub fn answer(&self, path: &str, body: &str) -> String {
+        let mut answer = String::new();
+        self.ask(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("text");
+        answer
+    }
+
+    pub fn signal(&self, signal: &str) {
+        let id = self.process.id().to_string();
+        assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
+    }
+
+    /// How it ended, and what it wrote to stderr if that is a pipe.
+    pub fn wait(mut self) -> (ExitStatus, String) {
+        let status = self.process.wait().expect("it is our child");
+        let mut rest = String::new();
+        self.stdout.read_to_string(&mut rest).expect("text");
+        let mut errors = String::new();
+        if let Some(mut stderr) = self.process.stderr.take() {
+            stderr.read_to_string(&mut errors).expect("text");
+        }
+        (status, errors)
+    }
+}
