@@ -1,4 +1,4 @@
-//! The cached-token count, as clients see it: ACCOUNTING.md A, B, C on the whole cluster.
+//! The cached-token count as clients see it, on the whole cluster.
 
 use anyhow::Result;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! Promise 5: when clients go away, everything taken for them is given back.
+//! When clients go away, everything taken for them is given back.
 
 use anyhow::Result;
 use serde_json::json;

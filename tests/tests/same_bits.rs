@@ -1,4 +1,4 @@
-//! Promise 4 on the real model: however a prompt was computed, the tokens and their logprobs are the same bits.
+//! On the real model: however a prompt was computed, the tokens and their logprobs are the same bits.
 
 use anyhow::Result;
 use serde_json::{Value, json};
