@@ -7,13 +7,14 @@ use std::net::SocketAddr;
 use std::time::Duration;
 use tandem::Cluster;
 use tandem::settings::{EngineKind, UpSettings};
+use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
 
 /// A cluster in this process, on ports of its own.
 pub struct TestCluster(Cluster);
 
 /// What ought to happen happens within this time, or never.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(30);
 /// How often something that cannot be awaited is looked at.
 const GLANCE: Duration = Duration::from_millis(5);
 
@@ -77,22 +78,10 @@ impl TestCluster {
         .await
     }
 
-    /// Promise 5: nothing runs, and nothing is held anywhere.
+    /// When nothing runs, nothing is held anywhere.
     pub async fn assert_idle(&self) -> Result<()> {
         for worker in self.0.workers() {
-            let idle = worker.engine.wait_for_load(|load| {
-                load.in_use_blocks == 0
-                    && load.running_sequences == 0
-                    && load.waiting_requests == 0
-                    && load.pending_prefill_tokens == 0
-            });
-            let held = || format!("{} does not get idle: {:?}", worker.id, worker.engine.load());
-            tokio::time::timeout(PATIENCE, idle).await.with_context(held)?;
-            let load = worker.engine.load();
-            anyhow::ensure!(
-                load.free_blocks + load.cached_blocks == worker.engine.info().capacity_blocks,
-                "blocks are lost: {load:?}"
-            );
+            engine_idle(&worker.engine).await.with_context(|| worker.id.clone())?;
         }
         within("the router gives up its bookings", async || {
             let view = self.view().await?;
@@ -110,6 +99,18 @@ impl TestCluster {
     pub async fn stop(self) {
         self.0.stop().await;
     }
+}
+
+/// Resolves when the engine has nothing to do and has all its blocks back.
+pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
+    let idle = engine.wait_for_load(|load| {
+        load.in_use_blocks == 0 && load.running_sequences == 0 && load.waiting_requests == 0 && load.pending_prefill_tokens == 0
+    });
+    let held = || format!("the engine does not get idle: {:?}", engine.load());
+    tokio::time::timeout(PATIENCE, idle).await.with_context(held)?;
+    let load = engine.load();
+    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "blocks are lost: {load:?}");
+    Ok(())
 }
 
 /// Looks until `holds` does.

@@ -143,17 +143,7 @@ impl Worker {
 
     /// All blocks are given back and nothing waits.
     pub async fn idle(&self) {
-        let idle = self.engine.wait_for_load(|load| {
-            load.in_use_blocks == 0
-                && load.running_sequences == 0
-                && load.waiting_requests == 0
-                && load.pending_prefill_tokens == 0
-        });
-        tokio::time::timeout(SOON, idle)
-            .await
-            .unwrap_or_else(|_| panic!("{} still holds: {:?}", self.address, self.engine.load()));
-        let load = self.engine.load();
-        assert_eq!(load.free_blocks + load.cached_blocks, self.info.capacity_blocks);
+        tandem_tests::engine_idle(&self.engine).await.unwrap_or_else(|held| panic!("{}: {held:#}", self.info.worker_id));
     }
 
     pub async fn until(&self, condition: impl FnMut(&tandem_kv::Load) -> bool) {
