@@ -24,7 +24,7 @@ const WORKERS_TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DispatchError {
     /// The request can never run here.
-    #[error("The request cannot run here: {message}.")]
+    #[error("The request cannot run here: {message}. Lower n or max_tokens, or shorten the prompt.")]
     Refused { message: String },
     #[error("No worker can take the request now ({}); try again shortly.", reason_label(*.reason))]
     NoWorker { reason: Reason },

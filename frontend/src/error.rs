@@ -7,6 +7,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
+use std::borrow::Cow;
 use tandem_proto::v1::Reason;
 
 /// Why a request is not answered with a result.
@@ -24,7 +25,7 @@ pub(crate) enum ApiError {
     BodyTooLarge { max: usize },
     #[error("The body did not arrive whole in time; send the request again.")]
     BodyIncomplete,
-    #[error("Invalid type or value for '{param}': {source}.")]
+    #[error("Invalid type or value for '{param}': {}.", in_json_words(.source))]
     Type { param: String, source: serde_json::Error },
     #[error("'{param}' {problem}.")]
     Invalid { param: String, problem: Problem },
@@ -94,7 +95,7 @@ impl ApiError {
             Self::Nesting { .. } => bad(None, Some("nesting_too_deep")),
             Self::BodyTooLarge { .. } => client(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
             Self::BodyIncomplete => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_incomplete")),
-            Self::Type { param, .. } => bad(Some(param.as_str()).filter(|param| *param != "."), Some("invalid_type")),
+            Self::Type { param, .. } => bad(Some(param), Some("invalid_type")),
             Self::Invalid { param, problem } => bad(Some(param), Some(problem.code())),
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
             Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
@@ -125,7 +126,7 @@ impl ApiError {
     /// OpenAI's error body.
     pub(crate) fn body(&self) -> ErrorBody<'_> {
         let Parts { kind, param, code, .. } = self.parts();
-        ErrorBody { error: ErrorObject { message: self.to_string(), kind, param, code } }
+        ErrorBody { error: ErrorObject { message: shortened(&self.to_string()).into_owned(), kind, param, code } }
     }
 }
 
@@ -174,6 +175,32 @@ impl IntoResponse for ApiError {
         }
         response
     }
+}
+
+/// What clients wrote comes back to them in errors, but not all of it.
+pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
+    const BYTES_MAX: usize = 1000;
+    if text.len() <= BYTES_MAX { text.into() } else { format!("{}…", &text[..text.floor_char_boundary(BYTES_MAX)]).into() }
+}
+
+/// serde's text with JSON's names of types instead of Rust's.
+fn in_json_words(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let Some((found, (expected, place))) =
+        text.rsplit_once("expected ").and_then(|(found, rest)| Some((found, rest.split_once(" at line ")?)))
+    else {
+        return text;
+    };
+    let expected = match expected {
+        "i64" => "a whole number",
+        "u32" => "a token id",
+        "f64" => "a number",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        rust if rust.starts_with("struct ") => "an object",
+        other => other,
+    };
+    format!("{found}expected {expected} at line {place}")
 }
 
 /// The reason as a metric's label and for people.

@@ -30,7 +30,12 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
     let chat = request.check(&model)?;
     let encoder = Arc::clone(&model);
     let (chat, tokens) = encode(chat.text_bytes(), move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
-    check_context(&model, tokens.len(), chat.max_tokens.unwrap_or(1), "messages", chat.limit_param)?;
+    let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
+        (Some(max_tokens), _) => (max_tokens, chat.limit_param),
+        (None, 0) => (1, chat.limit_param),
+        (None, min_tokens) => (min_tokens, "min_tokens"),
+    };
+    check_context(&model, tokens.len(), new_tokens, "messages", limit_param)?;
     let prompt = incoming.prompt(0, tokens, &chat.options, None);
     respond(incoming, Job { shape: Shape::Chat, prompts: vec![(prompt, None)], options: chat.options }).await
 }

@@ -4,7 +4,7 @@ use super::App;
 use crate::error::ApiError;
 use axum::{
     Json,
-    extract::{Path, State},
+    extract::{Path, State, rejection::PathRejection},
 };
 use serde::Serialize;
 use std::sync::Arc;
@@ -34,6 +34,7 @@ pub(super) async fn list(State(app): State<Arc<App>>) -> Json<Models> {
     Json(Models { object: "list", data: [model(&app)] })
 }
 
-pub(super) async fn one(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Json<Model>, ApiError> {
+pub(super) async fn one(State(app): State<Arc<App>>, id: Result<Path<String>, PathRejection>) -> Result<Json<Model>, ApiError> {
+    let Ok(Path(id)) = id else { return Err(ApiError::UnknownPath) };
     if id == app.model.id { Ok(Json(model(&app))) } else { Err(ApiError::ModelNotFound { model: id }) }
 }

@@ -9,7 +9,7 @@ mod shapes;
 pub(crate) use options::{Common, Options, StreamOptions, StreamUsage};
 pub(crate) use shapes::{Content, PromptInput, Stop};
 
-use crate::error::{ApiError, Problem};
+use crate::error::{ApiError, Problem, shortened};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -28,12 +28,28 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     }
     let mut json = serde_json::Deserializer::from_str(text);
     let request = serde_path_to_error::deserialize(&mut json).map_err(|error| {
-        let param = error.path().to_string();
-        let source = error.into_inner();
-        if source.is_data() { ApiError::Type { param, source } } else { ApiError::Json(source) }
+        let path = error.path().to_string();
+        unreadable(path, error.into_inner())
     })?;
     json.end().map_err(ApiError::Json)?;
     Ok(request)
+}
+
+/// What serde found wrong at this path.
+fn unreadable(path: String, source: serde_json::Error) -> ApiError {
+    let text = source.to_string();
+    // A number that no f64 holds is valid JSON all the same.
+    if !source.is_data() && !text.starts_with("number out of range") {
+        return ApiError::Json(source);
+    }
+    let duplicate = text.strip_prefix("duplicate field `").and_then(|rest| rest.split('`').next());
+    let param = match (path.as_str(), duplicate) {
+        (".", None) => return ApiError::NoObject,
+        (".", Some(field)) => field.to_owned(),
+        (_, Some(field)) => format!("{path}.{field}"),
+        (_, None) => shortened(&path).into_owned(),
+    };
+    ApiError::Type { param, source }
 }
 
 /// The deepest level. serde_json limits only what it keeps, not what it skips.

@@ -152,7 +152,9 @@ fn logit_bias(given: BTreeMap<String, f64>, model: &ServedModel) -> Result<HashM
     }
     let vocab_size = model.tokenizer.vocab_size();
     let entry = |(token, bias): (String, f64)| match token.parse::<u32>() {
-        Ok(id) if (id as usize) < vocab_size => BIAS.check(&format!("logit_bias.{id}"), bias).map(|()| (id, bias as f32)),
+        Ok(id) if (id as usize) < vocab_size && !token.starts_with('+') => {
+            BIAS.check(&format!("logit_bias.{id}"), bias).map(|()| (id, bias as f32))
+        }
         _ => Err(ApiError::invalid("logit_bias", Problem::Vocabulary { vocab_size })),
     };
     given.into_iter().map(entry).collect()

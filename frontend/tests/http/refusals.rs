@@ -41,7 +41,12 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
         (request(json!({ "model": "gpt-4" })), 404, Some("model"), "model_not_found", &["'gpt-4'", "does not exist"]),
         row(json!({ "model": null }), "model", "missing_required_parameter", &["'model'", "required"]),
         row(json!({ "model": 7 }), "model", "invalid_type", &["'model'", "integer `7`", "expected a string"]),
-        row(json!({ "temperature": "hot" }), "temperature", "invalid_type", &["'temperature'", "string \"hot\"", "expected f64"]),
+        row(
+            json!({ "temperature": "hot" }),
+            "temperature",
+            "invalid_type",
+            &["'temperature'", "string \"hot\"", "expected a number"],
+        ),
         row(json!({ "temperature": 2.1 }), "temperature", "invalid_value", &["between 0 and 2", "2.1"]),
         row(json!({ "temperature": -0.1 }), "temperature", "invalid_value", &["between 0 and 2"]),
         row(json!({ "top_p": 0 }), "top_p", "invalid_value", &["above 0 and at most 1", "is 0"]),
@@ -54,13 +59,14 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
         row(json!({ "presence_penalty": -3 }), "presence_penalty", "invalid_value", &["between -2 and 2"]),
         row(json!({ "n": 0 }), "n", "invalid_value", &["between 1 and 128", "is 0"]),
         row(json!({ "n": 129 }), "n", "invalid_value", &["between 1 and 128"]),
-        row(json!({ "n": 1.5 }), "n", "invalid_type", &["'n'", "1.5"]),
+        row(json!({ "n": 1.5 }), "n", "invalid_type", &["'n'", "1.5", "expected a whole number"]),
         row(json!({ "max_tokens": -1 }), "max_tokens", "invalid_value", &["whole number", "-1"]),
         row(json!({ "max_tokens": 0 }), "max_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_tokens": 600 }), "max_tokens", "context_length_exceeded", &["512", "600"]),
         row(json!({ "max_tokens": 1_u64 << 40 }), "max_tokens", "context_length_exceeded", &["512"]),
         row(json!({ "min_tokens": -1 }), "min_tokens", "invalid_value", &["from 0 on"]),
         row(json!({ "min_tokens": 9, "max_tokens": 8 }), "min_tokens", "invalid_value", &["'max_tokens'"]),
+        row(json!({ "max_tokens": 1e30 }), "max_tokens", "invalid_type", &["'max_tokens'", "expected a whole number"]),
         row(json!({ "seed": "x" }), "seed", "invalid_type", &["'seed'"]),
         row(json!({ "stop": 7 }), "stop", "invalid_type", &["a string or a list of strings"]),
         row(json!({ "stop": ["a", 7] }), "stop[1]", "invalid_type", &["'stop[1]'"]),
@@ -72,7 +78,9 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
         row(json!({ "logit_bias": { "7": 101 } }), "logit_bias.7", "invalid_value", &["between -100 and 100"]),
         row(json!({ "logit_bias": { "258": 1 } }), "logit_bias", "invalid_value", &["below 258"]),
         row(json!({ "logit_bias": { "seven": 1 } }), "logit_bias", "invalid_value", &["token ids"]),
-        row(json!({ "logit_bias": [1] }), "logit_bias", "invalid_type", &["'logit_bias'", "expected a map"]),
+        row(json!({ "logit_bias": [1] }), "logit_bias", "invalid_type", &["'logit_bias'", "expected an object"]),
+        row(json!({ "logit_bias": { "+7": 1 } }), "logit_bias", "invalid_value", &["token ids"]),
+        row(json!({ "logit_bias": { "7": null } }), "logit_bias.7", "invalid_type", &["expected a number"]),
         row(json!({ "stream": "yes" }), "stream", "invalid_type", &["expected a boolean"]),
         row(json!({ "stream_options": { "include_usage": true } }), "stream_options", "invalid_value", &["'stream' is true"]),
         row(
@@ -104,8 +112,8 @@ async fn bad_conversations() {
     rows.extend([
         row(json!({ "messages": null }), "messages", "missing_required_parameter", &["'messages'", "required"]),
         row(json!({ "messages": [] }), "messages", "empty_value", &["'messages'", "must not be empty"]),
-        row(json!({ "messages": "hi" }), "messages", "invalid_type", &["expected a sequence"]),
-        row(json!({ "messages": ["hi"] }), "messages[0]", "invalid_type", &["'messages[0]'"]),
+        row(json!({ "messages": "hi" }), "messages", "invalid_type", &["expected a list"]),
+        row(json!({ "messages": ["hi"] }), "messages[0]", "invalid_type", &["'messages[0]'", "expected an object"]),
         row(message(json!({ "content": "x" })), "messages[0].role", "missing_required_parameter", &["required"]),
         row(message(json!({ "role": "king", "content": "x" })), "messages[0].role", "invalid_value", &["'user'"]),
         row(message(json!({ "role": "tool", "content": "x" })), "messages[0].role", "unsupported_parameter", &[]),
@@ -123,6 +131,7 @@ async fn bad_conversations() {
             &[],
         ),
         row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
+        row(json!({ "max_tokens": null, "min_tokens": 513 }), "min_tokens", "context_length_exceeded", &["512", "min_tokens"]),
         row(json!({ "max_completion_tokens": 0 }), "max_completion_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_completion_tokens": 511 }), "max_completion_tokens", "context_length_exceeded", &["512", "511"]),
         row(json!({ "logprobs": 3 }), "logprobs", "invalid_type", &["expected a boolean"]),
@@ -156,7 +165,7 @@ async fn bad_completions() {
         row(json!({ "prompt": "x".repeat(512) }), "prompt", "context_length_exceeded", &["512", "528"]),
         row(json!({ "prompt": "x".repeat(500), "max_tokens": 13 }), "max_tokens", "context_length_exceeded", &["513", "500"]),
         row(json!({ "logprobs": 21 }), "logprobs", "invalid_value", &["between 0 and 20"]),
-        row(json!({ "logprobs": true }), "logprobs", "invalid_type", &["'logprobs'"]),
+        row(json!({ "logprobs": true }), "logprobs", "invalid_type", &["'logprobs'", "expected a whole number"]),
         row(json!({ "best_of": 2 }), "best_of", "invalid_value", &["'n'"]),
         row(json!({ "echo": "x" }), "echo", "invalid_type", &["expected a boolean"]),
     ]);
@@ -174,7 +183,26 @@ async fn bad_bodies() {
         expect(&cluster, path, Vec::new(), json_error(&["JSON", "EOF"])).await;
         expect(&cluster, path, b"{\"model\": \"m\",}".to_vec(), json_error(&["JSON", "line 1"])).await;
         expect(&cluster, path, b"{} {}".to_vec(), json_error(&["trailing"])).await;
-        expect(&cluster, path, b"[1]".to_vec(), (400, None, "invalid_type", &["JSON object"])).await;
+        for body in ["[1]", "null", "7", "\"x\""] {
+            expect(&cluster, path, body.into(), (400, None, "invalid_type", &["must be a JSON object"])).await;
+        }
+        // What a client wrote is named as it wrote it, and only so much of it as helps.
+        for (body, param, words) in [
+            (r#"{"n": 1, "n": 2}"#, "n", "duplicate"),
+            (
+                r#"{"stream_options": {"include_usage": true, "include_usage": true}}"#,
+                "stream_options.include_usage",
+                "duplicate",
+            ),
+            (r#"{"temperature": 1e400}"#, "temperature", "number out of range"),
+        ] {
+            expect(&cluster, path, body.into(), (400, Some(param), "invalid_type", &[&format!("'{param}'"), words])).await;
+        }
+        let (_, answer) = cluster.post(path, &json!({ "model": "x".repeat(9000) })).await.json().await;
+        let message = answer["error"]["message"].as_str().expect("a text");
+        assert!(message.len() < 2000 && message.starts_with("The model 'xx"), "{message}");
+        let (_, answer) = cluster.post(path, &json!({ "logit_bias": { "é".repeat(9000): "x" } })).await.json().await;
+        assert!(answer.to_string().len() < 4000, "{answer}");
         expect(&cluster, path, b"{\"model\": \"\xFF\"}".to_vec(), (400, None, "invalid_utf8", &["UTF-8", "byte 11"])).await;
         let deep = |levels: usize| format!("{{\"x\": {}{}}}", "[".repeat(levels), "]".repeat(levels)).into_bytes();
         for levels in [40, 20_000] {
@@ -188,6 +216,7 @@ async fn bad_bodies() {
         (Method::POST, "/", 404, "unknown_path"),
         (Method::GET, CHAT, 405, "method_not_allowed"),
         (Method::DELETE, "/v1/models", 405, "method_not_allowed"),
+        (Method::GET, "/v1/models/%ff", 404, "unknown_path"),
     ] {
         let (found, answer) = cluster.send(method, path, &[], "").await.json().await;
         assert_eq!((found.as_u16(), &answer["error"]["code"]), (status, &json!(code)), "{path}");
