@@ -145,12 +145,6 @@ fn sampling(sampling: v1::Sampling) -> Result<Sampling, Invalid> {
     })
 }
 
-/// The report of a prefill on this worker; `None` reports nothing, which is not 0.
-pub(crate) fn scheduled(cached_tokens: Option<u32>) -> v1::Scheduled {
-    let by_tier = cached_tokens.map(|tokens| ("device".to_owned(), tokens));
-    v1::Scheduled { cached_tokens, cached_tokens_by_tier: by_tier.into_iter().collect() }
-}
-
 pub(crate) fn started(started: tandem_engine::Started) -> v1::Started {
     v1::Started {
         queue_ms: started.queue.as_secs_f64() * 1e3,

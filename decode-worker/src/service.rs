@@ -1,18 +1,12 @@
 //! The `Decode` service: checks a request, then runs it here or with a prefill worker.
 
-use crate::{
-    DecodeWorkerSettings,
-    convert::{Request, scheduled},
-    failure::Ended,
-    forward::forward,
-    remote,
-};
+use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote};
 use std::sync::Arc;
 use tandem_engine::{EngineHandle, Event};
 use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerMetrics};
 use tandem_proto::{
     link::Channels,
-    v1::{GenerateReply, GenerateRequest, decode_server::Decode, generate_reply::Message},
+    v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message},
 };
 use tokio::sync::Semaphore;
 use tonic::{Response, Status};
@@ -84,7 +78,7 @@ impl Worker {
         let Some(Event::Scheduled { cached_tokens }) = job.next().await else { return Err(Ended::Engine) };
         self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
         let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
-        client.send(Message::Scheduled(scheduled(reported))).await?;
+        client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
         forward(&mut job, output, client).await
     }
 }

@@ -4,7 +4,6 @@ use crate::{
     failure::{Ended, Protocol},
     service::Worker,
 };
-use std::collections::HashMap;
 use std::time::Duration;
 use tandem_engine::{Event, Job, Prefill};
 use tandem_kv::Namespace;
@@ -30,7 +29,7 @@ pub(crate) async fn attempt(
         _ => return Err(Ended::Engine),
     };
     worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-    let scheduled = scheduled(worker.settings.report_cached_tokens.then_some(cached_tokens));
+    let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
 
     // The engine computes meanwhile.
@@ -56,11 +55,6 @@ async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
         prompt: start.prompt.clone(),
     };
     Ok(worker.engine.prefill(prefill).await?)
-}
-
-fn scheduled(cached_tokens: Option<u32>) -> Scheduled {
-    let cached_tokens_by_tier = cached_tokens.map(|tokens| ("device".to_owned(), tokens));
-    Scheduled { cached_tokens, cached_tokens_by_tier: HashMap::from_iter(cached_tokens_by_tier) }
 }
 
 async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<Ticket, Ended> {
@@ -132,15 +126,6 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_report_adds_up_and_no_report_is_not_zero() {
-        let reported = scheduled(Some(0));
-        assert_eq!((reported.cached_tokens, reported.cached_tokens_by_tier["device"]), (Some(0), 0));
-        let reported = scheduled(Some(32));
-        assert_eq!(reported.cached_tokens_by_tier.values().sum::<u32>(), 32);
-        assert_eq!(scheduled(None), Scheduled::default());
-    }
 
     #[test]
     fn only_blocks_of_the_prompt_may_be_asked_for_and_each_once() {

@@ -11,7 +11,7 @@ mod service;
 
 use futures::FutureExt;
 use link::Link;
-use service::Worker;
+use service::{Service, Worker};
 use std::{sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, EngineInfo};
 use tandem_node::{
@@ -77,9 +77,8 @@ pub async fn run(
         settings,
     };
     let control = ControlService::new(info, watch(&engine), metrics.clone(), requests.clone(), shutdown);
-    let prefill = PrefillServer::from_arc(Arc::new(service::Service(Arc::new(worker))));
-    let routes =
-        Routes::default().add_service(control.into_server()).add_service(prefill.max_decoding_message_size(MESSAGE_BYTES_MAX));
+    let prefill = PrefillServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let routes = Routes::default().add_service(control.into_server()).add_service(prefill);
     tokio::select! {
         served = requests.serve(listener, routes) => Ok(served?),
         () = metrics.follow(watched) => Err(PrefillWorkerError::EngineGone),

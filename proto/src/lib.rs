@@ -4,6 +4,7 @@ mod error;
 mod event;
 pub mod link;
 mod load;
+mod scheduled;
 mod snapshot;
 
 pub use error::WireError;

@@ -124,13 +124,6 @@ fn logprobs_keep_their_tokens_and_their_order() {
 }
 
 #[test]
-fn a_report_adds_up_and_no_report_is_not_zero() {
-    assert_eq!(scheduled(Some(0)).cached_tokens, Some(0));
-    assert_eq!(scheduled(Some(48)).cached_tokens_by_tier.values().sum::<u32>(), 48);
-    assert_eq!(scheduled(None), v1::Scheduled::default());
-}
-
-#[test]
 fn the_end_says_why() {
     let stop = finished(3, FinishReason::Stop(2));
     assert_eq!((stop.sample, stop.reason(), stop.stop_token), (3, finished::FinishReason::Stop, Some(2)));
