@@ -47,9 +47,31 @@ impl Default for SimSettings {
     }
 }
 
+/// The tokens a simulated device answers with.
+#[derive(Clone, Debug)]
+pub struct Vocabulary {
+    /// How many tokens there are.
+    pub size: usize,
+    /// Tokens a sequence may have.
+    pub context_length: u32,
+    /// What answers are made of; at least one.
+    pub words: Vec<TokenId>,
+    /// Ends an answer.
+    pub end: TokenId,
+}
+
+impl Default for Vocabulary {
+    /// Bytes, of which answers use those of frequent letters.
+    fn default() -> Self {
+        let words = b"etaoin shrdlu etaoin cmfwyp ".map(TokenId::from).to_vec();
+        Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END }
+    }
+}
+
 /// A simulated device.
 pub struct SimEngine {
     settings: SimSettings,
+    vocabulary: Vocabulary,
     /// `block_size` for each block.
     slots: Vec<u64>,
     /// A hash over all slots of a block, while they have not changed.
@@ -63,10 +85,15 @@ const NO_CANDIDATE: f32 = -100.0;
 const SLOT_BYTES: usize = 8;
 
 impl SimEngine {
-    /// An empty device.
+    /// An empty device that answers with bytes.
     pub fn new(settings: SimSettings) -> Self {
+        Self::with_vocabulary(settings, Vocabulary::default())
+    }
+
+    /// An empty device that answers with these tokens.
+    pub fn with_vocabulary(settings: SimSettings, vocabulary: Vocabulary) -> Self {
         let blocks = settings.capacity_blocks as usize;
-        Self { settings, slots: vec![0; blocks * settings.block_size as usize], folds: vec![None; blocks] }
+        Self { settings, vocabulary, slots: vec![0; blocks * settings.block_size as usize], folds: vec![None; blocks] }
     }
 
     fn slot(&self, blocks: &[BlockId], position: usize) -> usize {
@@ -100,8 +127,8 @@ impl Engine for SimEngine {
         let s = &self.settings;
         let block_transfer = f64::from(s.block_size) * s.kv_bytes_per_token / s.transfer_bytes_per_second;
         EngineInfo {
-            vocab_size: VOCAB_SIZE,
-            context_length: CONTEXT_LENGTH,
+            vocab_size: self.vocabulary.size,
+            context_length: self.vocabulary.context_length,
             block_size: s.block_size,
             capacity_blocks: s.capacity_blocks,
             block_bytes: s.block_size as usize * SLOT_BYTES,
@@ -131,7 +158,7 @@ impl Engine for SimEngine {
                 };
                 if wanted {
                     let state = self.state(chunk.blocks, start + i + 1);
-                    push_logits(&mut logits, state);
+                    self.vocabulary.push_logits(&mut logits, state);
                 }
             }
         }
@@ -168,18 +195,19 @@ fn fold(slots: &[u64]) -> u64 {
     slots.iter().fold(0, |fold, slot| mix(fold ^ slot))
 }
 
-/// Four likely letters, so that temperature and seed matter; sometimes the end of the turn.
-fn push_logits(logits: &mut Vec<f32>, state: u64) {
-    const LETTERS: &[u8] = b"etaoin shrdlu etaoin cmfwyp ";
-    let row = logits.len();
-    logits.resize(row + VOCAB_SIZE, NO_CANDIDATE);
-    for candidate in (0..4u64).rev() {
-        let draw = mix(state ^ (candidate << 32));
-        let token = LETTERS[(draw % LETTERS.len() as u64) as usize];
-        logits[row + TokenId::from(token) as usize] = 4.0 - candidate as f32;
-    }
-    if state.is_multiple_of(END_ODDS) {
-        logits[row + IM_END as usize] = 8.0;
+impl Vocabulary {
+    /// Four likely words, so that temperature and seed matter; sometimes the end of the turn.
+    fn push_logits(&self, logits: &mut Vec<f32>, state: u64) {
+        let row = logits.len();
+        logits.resize(row + self.size, NO_CANDIDATE);
+        for candidate in (0..4u64).rev() {
+            let draw = mix(state ^ (candidate << 32));
+            let word = self.words[(draw % self.words.len() as u64) as usize];
+            logits[row + word as usize] = 4.0 - candidate as f32;
+        }
+        if state.is_multiple_of(END_ODDS) {
+            logits[row + self.end as usize] = 8.0;
+        }
     }
 }
 

