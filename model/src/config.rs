@@ -1,3 +1,5 @@
+//! A model's sizes, and which models can be run at all.
+
 use crate::{Gguf, ModelError};
 
 /// The numbers that make a Llama: every one is positive, `heads` is a multiple of `kv_heads`, `head_dim` is even.

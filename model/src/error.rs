@@ -1,3 +1,5 @@
+//! What can be wrong with a model's file; each message says what to do.
+
 use std::path::PathBuf;
 
 /// Why a model's file cannot be used.

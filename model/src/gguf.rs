@@ -1,3 +1,5 @@
+//! A GGUF file in memory: its metadata by key, its tensors by name.
+
 use crate::{ModelError, Tensor, TensorType, parse};
 use std::{collections::HashMap, fs::File, path::Path};
 use xxhash_rust::xxh3::Xxh3;

@@ -99,13 +99,13 @@ fn tensor_range(kind: TensorType, shape: &[u64], offset: u64, data_start: usize)
     if !row.is_multiple_of(kind.block_len() as u64) {
         return Err(ModelError::Malformed { what: "a tensor's rows are not whole blocks of its type" });
     }
-    let end = |_| {
+    let range = || {
         let numbers = shape.iter().try_fold(1u64, |product, dimension| product.checked_mul(*dimension))?;
         let size = (numbers / kind.block_len() as u64).checked_mul(kind.block_bytes() as u64)?;
         let start = (data_start as u64).checked_add(offset)?;
         Some(usize::try_from(start).ok()?..usize::try_from(start.checked_add(size)?).ok()?)
     };
-    end(()).ok_or(ModelError::Malformed { what: "a tensor is larger than any file" })
+    range().ok_or(ModelError::Malformed { what: "a tensor is larger than any file" })
 }
 
 impl Array {

@@ -1,3 +1,5 @@
+//! How a tensor's numbers are stored.
+
 /// A number format of tensors, under GGUF's own names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, non_camel_case_types)]

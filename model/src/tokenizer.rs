@@ -1,3 +1,5 @@
+//! The tokeniser's part of a model's file.
+
 use crate::{Gguf, ModelError};
 
 /// What a file says about how text becomes tokens; not yet a tokeniser.

@@ -1,14 +1,14 @@
 //! Where should this run? Hashes and loads in, placements out; never text or token ids.
 //!
-//! [`run`] serves `Router` and follows the workers. The two pure parts can be used alone: [`PrefixIndex`] knows which worker
-//! holds which block, [`route::place`] chooses.
+//! [`run`] serves `Router` and follows the workers. Its two halves are pure: [`PrefixIndex`] knows which worker holds which
+//! block, `route::place` chooses.
 
 mod booked;
 mod cluster;
 mod feed;
 mod index;
 mod metrics;
-pub mod route;
+mod route;
 mod service;
 mod settings;
 mod watch;

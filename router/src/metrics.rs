@@ -6,7 +6,7 @@ use tandem_node::Metrics;
 
 /// Series of the router itself.
 pub(crate) struct RouterMetrics {
-    recorder: Metrics,
+    registry: Metrics,
     /// Requests placed and not yet closed.
     pub(crate) bookings: Gauge,
     /// One placement, the wait for the state included.
@@ -43,18 +43,18 @@ pub(crate) struct WorkerSeries {
 }
 
 impl RouterMetrics {
-    pub(crate) fn new(recorder: Metrics) -> Self {
+    pub(crate) fn new(registry: Metrics) -> Self {
         Self {
-            bookings: recorder.gauge("tandem_router_bookings", "Requests placed and not yet closed.", &[]),
-            route_duration: recorder.histogram("tandem_router_route_duration_seconds", "Time to place a request.", &[]),
-            refused: recorder.counter("tandem_router_refused_total", "Requests that no worker could take.", &[]),
-            recorder,
+            bookings: registry.gauge("tandem_router_bookings", "Requests placed and not yet closed.", &[]),
+            route_duration: registry.histogram("tandem_router_route_duration_seconds", "Time to place a request.", &[]),
+            refused: registry.counter("tandem_router_refused_total", "Requests that no worker could take.", &[]),
+            registry,
         }
     }
 
     pub(crate) fn worker(&self, worker_id: &str) -> WorkerSeries {
-        let counter = |name, help| self.recorder.counter(name, help, &[("worker", worker_id)]);
-        let labelled = |name, help, label, value| self.recorder.counter(name, help, &[("worker", worker_id), (label, value)]);
+        let counter = |name, help| self.registry.counter(name, help, &[("worker", worker_id)]);
+        let labelled = |name, help, label, value| self.registry.counter(name, help, &[("worker", worker_id), (label, value)]);
         let placed =
             |kind| labelled("tandem_router_placements_total", "Placements by what the worker does in them.", "kind", kind);
         let event = |kind| labelled("tandem_router_kv_events_total", "KV events applied.", "kind", kind);
@@ -64,7 +64,7 @@ impl RouterMetrics {
             placed_prefill: placed("prefill"),
             placed_decode: placed("decode"),
             placed_local: placed("local"),
-            overlap_blocks: self.recorder.histogram(
+            overlap_blocks: self.registry.histogram(
                 "tandem_router_overlap_blocks",
                 "Leading blocks of a placed prompt that the worker which computes it is known to hold.",
                 &[("worker", worker_id)],
@@ -74,7 +74,7 @@ impl RouterMetrics {
                 "Tokens predicted as cached beyond those that were.",
             ),
             overlap_under: counter("tandem_router_overlap_under_tokens_total", "Cached tokens beyond those predicted."),
-            index_blocks: self.recorder.gauge(
+            index_blocks: self.registry.gauge(
                 "tandem_router_index_blocks",
                 "Blocks the index holds for the worker.",
                 &[("worker", worker_id), ("tier", "device")],

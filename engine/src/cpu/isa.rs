@@ -1,3 +1,5 @@
+//! The processor's instruction sets: each kernel is compiled for two of them and chosen when it runs.
+
 /// Which compilation of the kernels runs. All of them give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Isa(Level);

@@ -1,3 +1,5 @@
+//! A model's weights as the kernels read them.
+
 use super::{
     CpuError,
     weights::{Matrix, vector},

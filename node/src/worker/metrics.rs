@@ -33,17 +33,17 @@ pub struct WorkerMetrics {
 
 /// What the prefix cache has been asked since the worker's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CacheTotals {
+struct CacheTotals {
     /// Of prompts.
-    pub total_requests: u64,
+    total_requests: u64,
     /// Prompts of which at least one block was found.
-    pub hit_requests: u64,
+    hit_requests: u64,
     /// Prompts of which none was.
-    pub miss_requests: u64,
+    miss_requests: u64,
     /// Tokens of all prompts.
-    pub total_prompt_tokens: u64,
+    total_prompt_tokens: u64,
     /// Those of them that were found.
-    pub total_cached_tokens: u64,
+    total_cached_tokens: u64,
 }
 
 impl CacheTotals {
@@ -59,12 +59,12 @@ impl CacheTotals {
     }
 
     /// Prompts with a hit, of all prompts; 0 before the first.
-    pub fn hit_rate(&self) -> f64 {
+    fn hit_rate(&self) -> f64 {
         ratio(self.hit_requests, self.total_requests)
     }
 
     /// Tokens found, of all prompt tokens: a ratio of sums, so a long prompt weighs more than a short one.
-    pub fn token_hit_rate(&self) -> f64 {
+    fn token_hit_rate(&self) -> f64 {
         ratio(self.total_cached_tokens, self.total_prompt_tokens)
     }
 }
@@ -151,8 +151,8 @@ impl WorkerMetrics {
         );
     }
 
-    /// Since the worker's start.
-    pub fn totals(&self) -> CacheTotals {
+    #[cfg(test)]
+    fn totals(&self) -> CacheTotals {
         *self.totals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -186,7 +186,7 @@ impl WorkerMetrics {
     }
 
     /// What has been measured; 0 before the first transfer.
-    pub fn transfer_bytes_per_second(&self) -> f64 {
+    pub(super) fn transfer_bytes_per_second(&self) -> f64 {
         *self.transfer_bytes_per_second.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -6,5 +6,5 @@ mod metrics;
 mod requests;
 
 pub use control::{ControlService, Watch, Watched};
-pub use metrics::{CacheTotals, Direction, TransferMetrics, WorkerMetrics};
+pub use metrics::{Direction, TransferMetrics, WorkerMetrics};
 pub use requests::{ClientGone, Replies, ReplySender, Requests};
