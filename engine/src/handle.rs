@@ -1,6 +1,6 @@
 //! The thread that owns an engine and its step machine, and the handles to it.
 //!
-//! Commands wait while a step runs and are all taken before the next one. A job's events go through a channel that is
+//! Commands wait while a step runs; those that have come by its end are taken before the next one. A job's events go through a channel that is
 //! bounded by the job itself (its tokens, its blocks), so that a slow listener never holds up the steps of others.
 
 use crate::machine::{Action, JobId, Machine};
@@ -204,7 +204,9 @@ struct Driver {
 impl Driver {
     async fn run(mut self) {
         loop {
-            while let Ok(command) = self.commands.try_recv() {
+            // Those that are here now: more may come as long as they are answered, and running sequences wait meanwhile.
+            for _ in 0..self.commands.len() {
+                let Ok(command) = self.commands.try_recv() else { break };
                 self.obey(command);
             }
             self.cancel_dropped_jobs();

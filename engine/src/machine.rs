@@ -120,11 +120,10 @@ impl Machine {
     pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>) {
         indices.sort_unstable_by(|a, b| b.cmp(a));
         indices.dedup();
-        let Some(sequence) = self.running.iter_mut().chain(&mut self.held).find(|sequence| sequence.job == job) else {
-            return;
-        };
-        let blocks = sequence.blocks.len() as u32;
-        indices.retain(|index| *index < blocks);
+        let mut all = self.running.iter_mut().chain(&mut self.held).chain(&mut self.waiting);
+        let Some(sequence) = all.find(|sequence| sequence.job == job) else { return };
+        let blocks = sequence.target().div_ceil(self.info.block_size as usize);
+        indices.retain(|index| (*index as usize) < blocks);
         if let Role::Prefill(sending) = &mut sequence.role {
             sending.wanted.get_or_insert(indices);
         }
@@ -163,9 +162,11 @@ impl Machine {
         self.admit(now);
         self.grow();
         let mut chunks = Vec::new();
-        let decodes = self.running.iter().filter(|sequence| sequence.is_decoding()).count();
+        // A prompt may have become more samples than there is room for: the youngest wait, with their blocks.
+        let batch = &self.running[..self.running.len().min(self.settings.batch_max as usize)];
+        let decodes = batch.iter().filter(|sequence| sequence.is_decoding()).count();
         let mut budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
-        for (place, sequence) in self.running.iter().enumerate() {
+        for (place, sequence) in batch.iter().enumerate() {
             let mut len = sequence.remaining();
             if !sequence.is_decoding() {
                 len = len.min(budget);
@@ -400,7 +401,7 @@ impl Machine {
         let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
         let pending = self.waiting.iter().chain(&self.running).filter(prefilled).map(|sequence| sequence.remaining() as u64);
         Load {
-            running_sequences: self.running.len() as u32,
+            running_sequences: (self.running.len() + self.reserved.len()) as u32,
             waiting_requests: self.waiting.len() as u32,
             pending_prefill_tokens: pending.sum(),
             free_blocks: counts.free,

@@ -1,6 +1,6 @@
 //! What a job asks of an engine, and why it may be refused.
 
-use crate::Sampling;
+use crate::{EngineInfo, Sampling};
 use tandem_kv::{Namespace, TokenId};
 
 /// Compute the KV of all tokens of a prompt but the last, and hold it until the job is dropped.
@@ -31,6 +31,54 @@ pub struct Generate {
     pub kv: KvSource,
     /// Logprobs of the prompt's own tokens, with this many alternatives; the prompt is then computed without cache reads.
     pub prompt_logprobs: Option<u32>,
+}
+
+impl Prefill {
+    /// Refuses what can never run on this engine, however idle it is.
+    pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
+        info.check(self.prompt.len(), self.prompt.len(), 1)
+    }
+}
+
+impl Generate {
+    /// Refuses what can never run on this engine, however idle it is.
+    pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
+        info.check(self.prompt.len(), self.len_max(info), self.samples)
+    }
+
+    /// Tokens a sample may reach, the prompt's included. Without a limit: until the context or the cache is full.
+    pub(crate) fn len_max(&self, info: &EngineInfo) -> usize {
+        let prompt_len = self.prompt.len();
+        if let Some(max_tokens) = self.sampling.max_tokens {
+            return prompt_len.saturating_add(max_tokens as usize);
+        }
+        let size = info.block_size as usize;
+        let shared = prompt_len.saturating_sub(1) / size;
+        let each = (info.capacity_blocks as usize).saturating_sub(shared) / (self.samples as usize).max(1);
+        ((shared + each) * size).min(info.context_length as usize).max(prompt_len + 1)
+    }
+}
+
+impl EngineInfo {
+    fn check(&self, prompt_len: usize, len_max: usize, samples: u32) -> Result<(), Refusal> {
+        if prompt_len == 0 || samples == 0 {
+            return Err(Refusal::Empty);
+        }
+        let Self { context_length, capacity_blocks, .. } = *self;
+        if len_max > context_length as usize {
+            return Err(Refusal::BeyondContext { needed: len_max.try_into().unwrap_or(u32::MAX), context_length });
+        }
+        // What all samples need at their ends, the prompt's full blocks shared. The last token's KV is never stored.
+        let size = self.block_size as usize;
+        let shared = (prompt_len - 1) / size;
+        let each = (len_max - 1).max(prompt_len).div_ceil(size) - shared;
+        let needed_blocks = shared + each * samples as usize;
+        if needed_blocks > capacity_blocks as usize {
+            let needed_blocks = needed_blocks.try_into().unwrap_or(u32::MAX);
+            return Err(Refusal::BeyondCapacity { needed_blocks, capacity_blocks });
+        }
+        Ok(())
+    }
 }
 
 /// Where the KV of a prompt (all tokens but the last) comes from.

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// What the router scores by.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// In the running batch.
+    /// With blocks: in the running batch, or waiting for KV from elsewhere.
     pub running_sequences: u32,
     /// Jobs without blocks.
     pub waiting_requests: u32,

@@ -9,8 +9,9 @@ use tandem_kv::Wanted;
 impl Machine {
     /// Queues a prefill. Jobs' numbers grow with their arrival.
     pub fn prefill(&mut self, job: JobId, prefill: Prefill, now: Duration) -> Result<(), Refusal> {
+        prefill.check(&self.info)?;
+        self.check_queue()?;
         let prompt_len = prefill.prompt.len();
-        self.check(prompt_len, prompt_len, 1)?;
         self.waiting.push_back(Sequence {
             job,
             order: (job, 0),
@@ -32,13 +33,10 @@ impl Machine {
 
     /// Queues a generation. Jobs' numbers grow with their arrival.
     pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
-        let prompt_len = generate.prompt.len();
-        let samples = generate.samples;
-        let len_max = match generate.sampling.max_tokens {
-            Some(max_tokens) => prompt_len.saturating_add(max_tokens as usize),
-            None => self.len_max(prompt_len, samples).max(prompt_len + 1),
-        };
-        self.check(prompt_len, len_max, samples)?;
+        generate.check(&self.info)?;
+        self.check_queue()?;
+        let (prompt_len, samples) = (generate.prompt.len(), generate.samples);
+        let len_max = generate.len_max(&self.info);
         let remote = match generate.kv {
             KvSource::Local => None,
             KvSource::Remote => Some(Remote::default()),
@@ -69,39 +67,8 @@ impl Machine {
         Ok(())
     }
 
-    fn check(&self, prompt_len: usize, len_max: usize, samples: u32) -> Result<(), Refusal> {
-        if prompt_len == 0 || samples == 0 {
-            return Err(Refusal::Empty);
-        }
-        let context_length = self.info.context_length;
-        if len_max > context_length as usize {
-            return Err(Refusal::BeyondContext { needed: len_max.try_into().unwrap_or(u32::MAX), context_length });
-        }
-        let needed_blocks = self.blocks_needed(prompt_len, len_max, samples);
-        if needed_blocks > self.info.capacity_blocks as usize {
-            let needed_blocks = needed_blocks.try_into().unwrap_or(u32::MAX);
-            return Err(Refusal::BeyondCapacity { needed_blocks, capacity_blocks: self.info.capacity_blocks });
-        }
-        if self.waiting.len() >= self.settings.queue_max as usize {
-            return Err(Refusal::Full);
-        }
-        Ok(())
-    }
-
-    /// What all samples need at their ends, the prompt's full blocks shared. The last token's KV is never stored.
-    fn blocks_needed(&self, prompt_len: usize, len_max: usize, samples: u32) -> usize {
-        let size = self.info.block_size as usize;
-        let shared = (prompt_len - 1) / size;
-        let each = (len_max - 1).max(prompt_len).div_ceil(size) - shared;
-        shared + each * samples as usize
-    }
-
-    /// How far samples can go when no limit was given.
-    fn len_max(&self, prompt_len: usize, samples: u32) -> usize {
-        let size = self.info.block_size as usize;
-        let shared = prompt_len.saturating_sub(1) / size;
-        let each = (self.info.capacity_blocks as usize).saturating_sub(shared) / (samples as usize).max(1);
-        ((shared + each) * size).min(self.info.context_length as usize)
+    fn check_queue(&self) -> Result<(), Refusal> {
+        if self.waiting.len() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
     }
 
     /// Takes waiting sequences in, in their order, while there are blocks for all each has.

@@ -58,6 +58,7 @@ impl World {
         self.act();
         let Some(plan) = plan else { return false };
         let chunks = self.machine.chunks(&plan);
+        assert!(chunks.len() <= self.machine.settings.batch_max as usize, "{} sequences in a step", chunks.len());
         let prefill: usize = chunks.iter().map(|chunk| chunk.tokens.len()).filter(|len| *len > 1).sum();
         let budget = self.machine.settings.chunk_budget as usize;
         assert!(prefill <= budget.max(PREFILL_TOKENS_MIN), "{prefill} prompt tokens in a step, the budget is {budget}");
@@ -205,6 +206,19 @@ fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
 }
 
 #[test]
+fn more_samples_than_a_step_takes_wait_for_each_other() {
+    let mut job = generate(prompt("seven samples", 40), 20);
+    job.samples = 7;
+    let mut world = World::new(64, EngineSettings { batch_max: 3, ..SETTINGS });
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+    world.run();
+    for (sample, expected) in (0..).zip(alone(job)) {
+        assert_eq!(world.tokens(0, sample), expected, "sample {sample}");
+    }
+    world.assert_idle();
+}
+
+#[test]
 fn a_remote_prompt_generates_what_a_local_one_does() {
     for (len, samples, already) in [(100, 1, 0), (100, 3, 0), (33, 1, 0), (1, 1, 0), (100, 1, 64)] {
         let mut job = generate(prompt("from elsewhere", len), 12);
@@ -221,6 +235,8 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         destination.run();
         let (ticket, missing) = destination.reserved(0).expect("there is room");
         let held = already / 16;
+        let running = destination.machine.load().running_sequences;
+        assert_eq!(running, u32::from(!missing.is_empty()), "who has blocks shows in the load");
         assert_eq!(missing, (held as u32..(len as u32 - 1).div_ceil(16)).collect::<Vec<_>>());
         source.machine.send_blocks(0, missing.clone());
         source.act();
@@ -259,6 +275,23 @@ fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
     world.machine.send_blocks(1, vec![0, 3, 3, 900]);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
+    world.assert_idle();
+}
+
+#[test]
+fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
+    let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    let mut grows = generate(prompt("grows", 60), 30);
+    grows.samples = 2;
+    world.machine.generate(0, grows, world.now).expect("the job fits");
+    world.machine.prefill(1, prefill(prompt("pushed back", 110)), world.now).expect("the job fits");
+    while world.machine.preemptions == 0 {
+        assert!(world.step(), "somebody runs out of blocks");
+    }
+    assert!(world.blocks(1).is_empty() && world.machine.held.is_empty());
+    world.machine.send_blocks(1, (0..5).collect());
+    world.run();
+    assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
     world.assert_idle();
 }
 
