@@ -3,8 +3,7 @@
 mod template;
 mod tokenizer;
 
-pub use template::ChatTemplate;
-pub(crate) use template::Turn;
+pub(crate) use template::{ChatTemplate, Turn};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 
 use tandem_kv::{Namespace, TokenId, sequence_hashes};

@@ -10,7 +10,7 @@ const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['
 const NAME: &str = "chat";
 
 /// A model's chat template, compiled.
-pub struct ChatTemplate {
+pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
     bos: String,
     eos: String,

@@ -71,7 +71,7 @@ const GUARDS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 impl Tokenizer {
     /// The tokeniser of `--engine sim`: bytes.
-    pub fn sim() -> Self {
+    pub(crate) fn sim() -> Self {
         let plain = (0..=u8::MAX).map(|byte| Token { bytes: [byte].into(), special: false });
         let special = ["<|im_start|>", "<|im_end|>"].map(|name| Token { bytes: name.as_bytes().into(), special: true });
         let tokens: Vec<Token> = plain.chain(special).collect();
@@ -87,7 +87,7 @@ impl Tokenizer {
     }
 
     /// The tokeniser a GGUF file describes: byte-level BPE, cut as GPT-2 or as SmolLM cut.
-    pub fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
+    pub(crate) fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
         if data.model != "gpt2" {
             return Err(ServedModelError::TokenizerAlgorithm { found: data.model.clone() });
         }
@@ -188,7 +188,7 @@ impl Tokenizer {
     }
 
     /// Whether the token is not part of the text a reader sees.
-    pub fn is_special(&self, token: TokenId) -> bool {
+    pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
 

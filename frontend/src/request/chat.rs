@@ -10,8 +10,6 @@ use serde::Deserialize;
 use serde_json::Value;
 use tandem_kv::TokenId;
 
-/// Alternatives of a token, as OpenAI's.
-const TOP_LOGPROBS_MAX: i64 = 20;
 /// Turns of a conversation; the body's size bounds their length.
 const MESSAGES_MAX: usize = 16_384;
 
@@ -60,7 +58,7 @@ impl ChatRequest {
             None => ("max_tokens", self.max_tokens),
         };
         let max_tokens = limit.map(|found| super::options::token_count(limit_param, found, 1)).transpose()?;
-        super::completions::check_min_tokens(&options, max_tokens)?;
+        super::options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         Ok(Chat { options, max_tokens, limit_param, turns })
     }
@@ -96,14 +94,11 @@ fn turns(messages: Option<Vec<Message>>) -> Result<Vec<(&'static str, String)>, 
 }
 
 fn top_logprobs(logprobs: bool, top: Option<i64>) -> Result<Option<u32>, ApiError> {
-    let found = top.unwrap_or(0);
-    if !(0..=TOP_LOGPROBS_MAX).contains(&found) {
-        return Err(ApiError::invalid("top_logprobs", Problem::Range { allowed: "between 0 and 20", found: found as f64 }));
-    }
+    let alternatives = super::options::alternatives("top_logprobs", top.unwrap_or(0))?;
     if top.is_some() && !logprobs {
         return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
     }
-    Ok(logprobs.then_some(found as u32))
+    Ok(logprobs.then_some(alternatives))
 }
 
 impl Chat {

@@ -10,8 +10,6 @@ use tandem_kv::TokenId;
 
 /// When the client sets none, as OpenAI's.
 const MAX_TOKENS_DEFAULT: u32 = 16;
-/// As the chat endpoint's; OpenAI allows 5.
-const LOGPROBS_MAX: i64 = 20;
 /// Continuations of all prompts together.
 const CHOICES_MAX: usize = 1024;
 
@@ -66,31 +64,17 @@ impl CompletionRequest {
         if prompts_len * options.samples as usize > CHOICES_MAX {
             return Err(ApiError::invalid("n", Problem::TooMany { max: CHOICES_MAX, unit: "choices over all prompts" }));
         }
-        options.sampling.logprobs = match self.logprobs {
-            None => None,
-            Some(found) if (0..=LOGPROBS_MAX).contains(&found) => Some(found as u32),
-            Some(found) => {
-                let problem = Problem::Range { allowed: "between 0 and 20", found: found as f64 };
-                return Err(ApiError::invalid("logprobs", problem));
-            }
-        };
+        options.sampling.logprobs = self.logprobs.map(|found| super::options::alternatives("logprobs", found)).transpose()?;
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,
             // Only an echoed prompt is an answer without new tokens.
             Some(found) => super::options::token_count("max_tokens", found, u32::from(!echo))?,
         };
-        check_min_tokens(&options, Some(max_tokens))?;
+        super::options::check_min_tokens(&options, Some(max_tokens))?;
         options.sampling.max_tokens = Some(max_tokens);
         Ok(Completion { options, max_tokens, echo, prompts })
     }
-}
-
-pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), ApiError> {
-    if max_tokens.is_some_and(|max_tokens| options.sampling.min_tokens > max_tokens) {
-        return Err(ApiError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));
-    }
-    Ok(())
 }
 
 impl Completion {

@@ -101,6 +101,19 @@ pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiE
     }
 }
 
+/// How many likely tokens are told beside the chosen one. Both endpoints take as many as OpenAI's chat.
+pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
+    Range { low: 0.0, high: 20.0, allowed: "between 0 and 20" }.check(param, found as f64)?;
+    Ok(found as u32)
+}
+
+pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), ApiError> {
+    if max_tokens.is_some_and(|max_tokens| options.sampling.min_tokens > max_tokens) {
+        return Err(ApiError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));
+    }
+    Ok(())
+}
+
 impl Common {
     pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
         const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
