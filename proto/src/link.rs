@@ -22,10 +22,21 @@ pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// The largest message: many times a KV block of a large model, and a prompt of millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// Bytes of one stream, or of a whole connection, on their way. A stream's must hold a KV block (2 MiB and more), or each
-/// block waits for a round trip; together they bound what a slow receiver makes the sender keep.
-const STREAM_WINDOW: u32 = 4 << 20;
-const CONNECTION_WINDOW: u32 = 16 << 20;
+/// Bytes on their way to a server, of one stream and of a whole connection. A stream's must hold a KV block (2 MiB and more),
+/// or each block waits for a round trip; together they bound what a slow receiver makes the sender keep.
+const REQUESTS_WINDOW: u32 = 4 << 20;
+const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
+
+/// Bytes on their way to a client, of one stream: tokens and cache events, thousands of messages. It alone bounds what is kept
+/// for a reader that has stopped: all streams together are not bounded (this is HTTP/2's largest window), or those that are not
+/// read would stop the others. HTTP/2's allowance for small messages nobody has read yet grows with that window, too; when it is
+/// used up the whole connection breaks.
+const REPLIES_WINDOW: u32 = 32 << 10;
+const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+
+/// Streams that a client may open and give up before the server has looked at them; more break the connection, and all other
+/// streams with it. As many as a frontend serves at a time, and more: their clients may all leave at once.
+const GIVEN_UP_MAX: usize = 16_384;
 
 /// Peers one process talks to; more are other processes' old addresses.
 const CHANNELS_MAX: usize = 1_024;
@@ -40,8 +51,9 @@ pub fn server() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(PING_INTERVAL))
         .http2_keepalive_timeout(Some(PING_TIMEOUT))
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_stream_window_size(REQUESTS_WINDOW)
+        .initial_connection_window_size(REQUESTS_CONNECTION_WINDOW)
+        .http2_max_pending_accept_reset_streams(Some(GIVEN_UP_MAX))
 }
 
 /// What arrives at a socket, without Nagle's delay.
@@ -58,8 +70,10 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .http2_keep_alive_interval(PING_INTERVAL)
         .keep_alive_timeout(PING_TIMEOUT)
         .keep_alive_while_idle(true)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW))
+        .initial_stream_window_size(REPLIES_WINDOW)
+        .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
+        // What still arrives for streams that were given up counts here, for the connection's whole life.
+        .http2_max_local_error_reset_streams(None))
 }
 
 /// One connection a peer, shared by all calls to it. Cheap to clone.

@@ -47,6 +47,27 @@ async fn samples_draw_as_requests_of_their_own_and_are_counted_once() {
 }
 
 #[tokio::test]
+async fn a_preempted_prompt_is_reported_and_counted_once() {
+    let mut small = Setup::default();
+    small.sim.capacity_blocks = 20;
+    let cluster = Cluster::start(Setup::default(), small).await;
+    let requests = (0..6).map(|number| cluster.answer(cluster.local(prompt(number, 60), 100)));
+    for answer in futures::future::join_all(requests).await {
+        assert_eq!((answer.failure, answer.scheduled.expect("always").cached_tokens), (None, Some(0)));
+        assert_eq!(answer.tokens[&0].len(), 100);
+    }
+    cluster.idle().await;
+    assert!(cluster.decode.metric(r#"tandem_worker_preemptions_total{worker="decode-0"}"#) > 0.0, "they do not all fit");
+    for (series, value) in [
+        (r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#, 360.0),
+        (r#"tandem_worker_cached_tokens_total{worker="decode-0",tier="device"}"#, 0.0),
+        (r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="miss"}"#, 6.0),
+    ] {
+        assert_eq!(cluster.decode.metric(series), value, "{series}");
+    }
+}
+
+#[tokio::test]
 async fn a_stop_token_ends_a_sample_and_is_told_but_not_as_output() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let whole = cluster.answer(cluster.local(prompt(1, 50), 12)).await.tokens.remove(&0).expect("a sample");
@@ -114,11 +135,30 @@ async fn a_client_that_does_not_read_holds_up_nobody_else() {
 }
 
 #[tokio::test]
+async fn many_clients_that_do_not_read_hold_up_nobody_on_their_connection() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let mut unread = Vec::new();
+    for number in 0..15 {
+        unread.push(cluster.open(cluster.local(prompt(number, 50), 4_000)).await);
+    }
+    let mut read = cluster.open(cluster.local(prompt(15, 50), 4_200)).await;
+    read.scheduled().await;
+    read.started().await;
+    assert_eq!(read.tokens().await.len(), 4_200);
+    drop(unread);
+    cluster.idle().await;
+}
+
+#[tokio::test]
 async fn what_can_never_run_is_refused_as_invalid() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let decode = cluster.decode.info.instance_id.clone();
     let mut requests = vec![cluster.local(prompt(1, 50), u32::MAX), cluster.local(vec![], 1), cluster.local(vec![u32::MAX], 1)];
     requests.extend([cluster.remote(vec![u32::MAX], 1), cluster.local(prompt(1, 70_000), 1)]);
+    // Decode can never take these: nobody computes their prompts for nothing.
+    let mut samples = cluster.remote(prompt(1, 50), 1_000);
+    samples.samples = 128;
+    requests.extend([cluster.remote(prompt(1, 50), u32::MAX), cluster.remote(prompt(1, 70_000), 1), samples]);
     let mut nan = cluster.local(prompt(1, 50), 1);
     nan.sampling.as_mut().expect("set").temperature = f32::NAN;
     requests.push(nan);
@@ -126,6 +166,7 @@ async fn what_can_never_run_is_refused_as_invalid() {
         assert_eq!(cluster.failure(request).await, (Reason::Invalid, decode.clone()));
     }
     cluster.idle().await;
+    assert_eq!(cluster.prefill.metric(r#"tandem_worker_prompt_tokens_total{worker="prefill-0"}"#), 0.0);
 }
 
 #[tokio::test]
