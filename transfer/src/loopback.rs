@@ -1,11 +1,12 @@
 //! Within one process: blocks are handed to the receiver's [`Sink`] without a copy.
 
 use crate::{Push, Sink, TransferError, Transport};
-use futures::FutureExt;
+use futures::{FutureExt, StreamExt};
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
 };
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 
 /// To receivers that were added to the same value. Cheap to clone.
@@ -61,20 +62,13 @@ impl Transport for Loopback {
 
     fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError> {
         let receiver = self.lock().get(address).cloned();
-        Ok(Push::new(|mut blocks| {
+        Ok(Push::new(move |blocks| {
             async move {
                 let Receiver { sink, gone } = receiver.ok_or(TransferError::Gone(None))?;
-                let landing = async {
-                    let mut landed = 0;
-                    while let Some(block) = blocks.recv().await {
-                        sink.write(ticket, block.index, block.payload).await?;
-                        landed += 1;
-                    }
-                    Ok(landed)
-                };
+                let blocks = ReceiverStream::new(blocks).map(|block| Ok((ticket, block.index, block.payload)));
                 tokio::select! {
                     () = gone.cancelled() => Err(TransferError::Gone(None)),
-                    landed = landing => landed,
+                    landed = sink.write_all(blocks) => landed,
                 }
             }
             .boxed()

@@ -1,6 +1,7 @@
 //! The gRPC service of a worker that receives blocks.
 
-use crate::Sink;
+use crate::{Refused, Sink};
+use futures::TryStreamExt;
 use tandem_proto::{
     link::MESSAGE_BYTES_MAX,
     v1::{
@@ -10,8 +11,7 @@ use tandem_proto::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-/// Writes what arrives through a [`Sink`], one block after another: the next is taken from the network when the one before is
-/// in memory. A write that is refused ends the push.
+/// Writes what arrives through a [`Sink`]; what is not taken yet waits in the network. A write that is refused ends the push.
 #[derive(Debug)]
 pub struct TransferService {
     sink: Sink,
@@ -27,15 +27,14 @@ impl TransferService {
 #[tonic::async_trait]
 impl Transfer for TransferService {
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
-        let mut blocks = request.into_inner();
-        let mut landed_blocks = 0;
-        while let Some(PushRequest { ticket, block_index, payload }) = blocks.message().await? {
-            self.sink
-                .write(ticket, block_index, payload)
-                .await
-                .map_err(|refused| Status::permission_denied(refused.to_string()))?;
-            landed_blocks += 1;
-        }
+        let block = |PushRequest { ticket, block_index, payload }| (ticket, block_index, payload);
+        let landed_blocks = self.sink.write_all(request.into_inner().map_ok(block)).await?;
         Ok(Response::new(PushReply { landed_blocks }))
+    }
+}
+
+impl From<Refused> for Status {
+    fn from(refused: Refused) -> Self {
+        Status::permission_denied(refused.to_string())
     }
 }

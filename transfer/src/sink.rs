@@ -1,7 +1,7 @@
 //! The receiving end: who owns the destination decides what is written.
 
 use bytes::Bytes;
-use futures::{FutureExt, future::BoxFuture};
+use futures::{FutureExt, Stream, TryStreamExt, future::BoxFuture};
 use std::{fmt, future::Future, sync::Arc};
 
 /// The ticket does not allow this write: it is unknown, spent or revoked, or the block is not one it names, was written
@@ -9,6 +9,10 @@ use std::{fmt, future::Future, sync::Arc};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the ticket does not allow this write")]
 pub struct Refused;
+
+/// Blocks of one transfer that wait to be written at a time. The owner of the memory writes between two of its steps: one by
+/// one, a prompt's blocks would take as many steps as there are.
+const WRITES_MAX: usize = 16;
 
 type Write = dyn Fn(u64, u32, Bytes) -> BoxFuture<'static, Result<(), Refused>> + Send + Sync;
 
@@ -25,8 +29,19 @@ impl Sink {
         Self(Arc::new(move |ticket, block_index, payload| write(ticket, block_index, payload).boxed()))
     }
 
-    pub(crate) async fn write(&self, ticket: u64, block_index: u32, payload: Bytes) -> Result<(), Refused> {
-        self.0(ticket, block_index, payload).await
+    /// Writes blocks (ticket, index, payload) as they come; gives how many have landed when there are no more. No more are
+    /// taken while [`WRITES_MAX`] wait to be written. The first refusal is the last write.
+    pub(crate) async fn write_all<E: From<Refused>>(
+        &self,
+        blocks: impl Stream<Item = Result<(u64, u32, Bytes), E>>,
+    ) -> Result<u32, E> {
+        let writes = blocks.map_ok(|(ticket, index, payload)| self.0(ticket, index, payload).map(|written| Ok(written?)));
+        let mut written = std::pin::pin!(writes.try_buffered(WRITES_MAX));
+        let mut landed = 0;
+        while let Some(()) = written.try_next().await? {
+            landed += 1;
+        }
+        Ok(landed)
     }
 }
 

@@ -25,11 +25,17 @@ struct State {
     tickets: Mutex<BTreeMap<u64, BTreeMap<u32, Option<Bytes>>>>,
     /// One permit lets one write happen.
     allowed: Semaphore,
+    /// One permit for each write that has come.
+    asked: Semaphore,
 }
 
 impl Memory {
     fn new() -> Self {
-        Self(Arc::new(State { tickets: Mutex::default(), allowed: Semaphore::new(Semaphore::MAX_PERMITS) }))
+        Self(Arc::new(State {
+            tickets: Mutex::default(),
+            allowed: Semaphore::new(Semaphore::MAX_PERMITS),
+            asked: Semaphore::new(0),
+        }))
     }
 
     fn give_out(&self, ticket: u64, missing: impl IntoIterator<Item = u32>) {
@@ -57,6 +63,7 @@ impl Memory {
         Sink::new(move |ticket, index, payload: Bytes| {
             let memory = memory.clone();
             async move {
+                memory.0.asked.add_permits(1);
                 memory.0.allowed.acquire().await.expect("open").forget();
                 let mut tickets = memory.0.tickets.lock().expect("not poisoned");
                 let block = tickets.get_mut(&ticket).and_then(|missing| missing.get_mut(&index)).ok_or(Refused)?;
@@ -286,6 +293,26 @@ async fn a_receiver_that_does_not_write_makes_the_sender_wait(rig: Rig) {
     assert!(landed.iter().all(|(index, payload)| *payload == block(*index)));
 }
 
+async fn several_blocks_wait_to_be_written_at_a_time(rig: Rig) {
+    rig.memory.give_out(TICKET, 0..8);
+    rig.memory.hold();
+    let mut push = rig.open(TICKET);
+    let sending = async {
+        for index in 0..8 {
+            push.send(index, block(index)).await?;
+        }
+        push.finish().await
+    };
+    let writing = async {
+        let all = rig.memory.0.asked.acquire_many(8).await.expect("open");
+        rig.memory.release(8);
+        drop(all);
+    };
+    let (sent, ()) = tokio::join!(sending, writing);
+    sent.expect("all are missing");
+    assert_eq!(rig.memory.revoke(TICKET).len(), 8);
+}
+
 async fn finish_waits_for_the_last_block_to_land(rig: Rig) {
     rig.memory.give_out(TICKET, 0..2);
     rig.memory.hold();
@@ -333,6 +360,7 @@ conformance!(loopback, tcp; {
     a_receiver_that_goes_away_is_a_typed_error,
     a_push_dropped_half_way_leaves_whole_blocks_and_no_right,
     a_receiver_that_does_not_write_makes_the_sender_wait,
+    several_blocks_wait_to_be_written_at_a_time,
     finish_waits_for_the_last_block_to_land,
 });
 
