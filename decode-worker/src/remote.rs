@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
+    request.generate.check(worker.engine.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
     let Request { attempt, traceparent, generate, output, .. } = request;
     let start = PrefillStart {
