@@ -1,7 +1,7 @@
 //! Tokens a second of the CPU back end on one thread: `cargo bench -p tandem-engine --bench cpu -- MODEL.gguf` (or `TANDEM_MODEL`).
 //!
 //! Medians of seven rounds: a prompt of 512 tokens in one chunk; decoding after it, alone and eight sequences together.
-#![expect(clippy::print_stdout)]
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
 use std::{path::PathBuf, time::Instant};
 use tandem_engine::{

@@ -78,8 +78,10 @@ impl EngineHandle {
         handle
     }
 
-    /// Drives the engine in a task of the current runtime: for engines that only simulate, under a test's paused time.
-    pub fn start_in_task(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
+    /// Drives the engine in a task of the current runtime, under a test's paused time.
+    #[cfg(test)]
+    #[expect(clippy::disallowed_methods, reason = "the test's runtime ends it")]
+    fn start_in_task(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
         let (handle, driver) = Self::new(engine, settings);
         tokio::spawn(driver.run());
         handle

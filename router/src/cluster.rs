@@ -14,11 +14,11 @@ use crate::{
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Instant,
 };
 use tandem_kv::{KvBatch, Load, SequenceHash, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::v1::{self, WorkerInfo, worker_info};
+use tokio::time::Instant;
 
 /// One instance's time in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -189,9 +189,11 @@ impl State {
         }
     }
 
-    /// The worker holds what the snapshot says.
+    /// The worker holds what the snapshot says. Its word that it has taken a request in may be among what was lost before, so
+    /// all bookings count as reported: one that is still on its way goes missing until the next report, none counts twice.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
-        let Some(member) = self.members.get(&id) else { return };
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.booked.all_taken_in();
         let skipped = self.index.replace(member.slot, snapshot);
         member.series.orphaned.increment(skipped.orphaned_blocks);
         member.series.index_blocks.set(self.index.blocks(member.slot) as f64);

@@ -1,4 +1,5 @@
 //! The router as a process: workers that come, talk, fall silent and go; frontends that ask, give up and vanish.
+#![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime")]
 
 mod fake;
 

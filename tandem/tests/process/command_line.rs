@@ -5,7 +5,7 @@ use std::{
     io::{BufRead, BufReader, Read},
     net::{TcpListener, TcpStream},
     process::{Output, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -66,7 +66,7 @@ fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
     for (grace, second) in [("1", false), ("60", true)] {
         let up = sim(&["--grace-period", grace]);
         let _answer = running(&up, LONG);
-        let started = Instant::now();
+        let started = tokio::time::Instant::now();
         up.signal("-INT");
         if second {
             // The first is heard when new requests are refused.
