@@ -1,0 +1,183 @@
+//! Accounts that must agree: what clients were told, what the frontend counted, what the workers counted.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+use std::ops::AddAssign;
+use std::time::Duration;
+use tandem::settings::{PrefillPlace, UpSettings};
+use tandem_tests::{Answer, Client, Endpoint, TestCluster, prose, sim_settings, start};
+
+/// What finished requests used.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Account {
+    requests: u64,
+    prompts: u64,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    cached_tokens: u64,
+}
+
+impl AddAssign for Account {
+    fn add_assign(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.prompts += other.prompts;
+        self.prompt_tokens += other.prompt_tokens;
+        self.completion_tokens += other.completion_tokens;
+        self.cached_tokens += other.cached_tokens;
+    }
+}
+
+/// A request that a client waits for: endpoint, body, prompts in it.
+fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
+    let length = 20 + (number as usize * 37) % 300;
+    // Each text comes several times, so that some of it is cached.
+    let text = |salt: u64| prose(&format!("reconciled {}", salt % 23), length / 6);
+    let ids: Vec<u64> = (0..length as u64).map(|position| (position * (1 + number % 7)) % 250).collect();
+    let stream = number.is_multiple_of(2);
+    let (endpoint, prompts, mut options) = match number / 2 % 9 {
+        0 => (Endpoint::Chat, 1, json!({ "n": 3, "max_tokens": 9 })),
+        1 => (Endpoint::Completions, 3, json!({ "prompt": [text(number), text(number), text(number + 1)], "n": 2 })),
+        2 => (Endpoint::Completions, 1, json!({ "prompt": ids, "max_tokens": 1 })),
+        3 => (Endpoint::Completions, 2, json!({ "prompt": [ids, [1, 2, 3]], "ignore_eos": true, "min_tokens": 3 })),
+        // Logits of the prompt are asked for: its cache is not read.
+        4 => (Endpoint::Completions, 1, json!({ "echo": true, "logprobs": 2, "max_tokens": 4 })),
+        5 => (Endpoint::Completions, 1, json!({ "echo": true, "max_tokens": 0 })),
+        6 => (Endpoint::Chat, 1, json!({ "stop": ["e", "a"], "max_completion_tokens": 40, "temperature": 2 })),
+        7 => (Endpoint::Chat, 1, json!({ "max_tokens": 30, "seed": number, "logprobs": true })),
+        _ => (Endpoint::Completions, 1, json!({ "max_tokens": 60, "ignore_eos": true })),
+    };
+    if stream {
+        options["stream"] = true.into();
+        options["stream_options"] = json!({ "include_usage": true, "continuous_usage_stats": number.is_multiple_of(3) });
+    }
+    (endpoint, endpoint.request(model, &text(number), options), prompts)
+}
+
+fn told(answer: &Answer, prompts: u64) -> Account {
+    assert!(answer.status == 200 && answer.done, "{answer:?}");
+    Account {
+        requests: 1,
+        prompts,
+        prompt_tokens: answer.usage("/prompt_tokens"),
+        completion_tokens: answer.usage("/completion_tokens"),
+        cached_tokens: answer.cached_tokens(),
+    }
+}
+
+/// Requests `numbers`, all at a time.
+async fn asked(cluster: &TestCluster, numbers: std::ops::Range<u64>) -> Result<Account> {
+    let client = Client::new(cluster.frontend());
+    let mut clients = tokio::task::JoinSet::new();
+    for number in numbers {
+        let (client, (endpoint, body, prompts)) = (client.clone(), request(&cluster.model_id(), number));
+        clients.spawn(async move { anyhow::Ok(told(&client.ask(endpoint.path(), &body).await?, prompts)) });
+    }
+    let mut account = Account::default();
+    while let Some(ended) = clients.join_next().await {
+        account += ended??;
+    }
+    Ok(account)
+}
+
+/// Clients that go away: the prompt tokens of those that had a first token, and of those that may have had none.
+async fn abandoned(cluster: &TestCluster, clients: u64) -> Result<(u64, u64)> {
+    let client = Client::new(cluster.frontend());
+    let (mut scheduled, mut uncertain) = (0, 0);
+    let mut leaving = tokio::task::JoinSet::new();
+    for number in 0..clients {
+        let text = prose(&format!("reconciled {}", number % 23), 50);
+        let waits = number.is_multiple_of(2);
+        *(if waits { &mut scheduled } else { &mut uncertain }) += text.len() as u64;
+        // Far from its end when its client goes.
+        let options = json!({ "max_tokens": 20_000, "ignore_eos": true, "stream": waits });
+        let body = Endpoint::Completions.request(&cluster.model_id(), &text, options);
+        let client = client.clone();
+        leaving.spawn(async move {
+            let reply = client.send(Endpoint::Completions.path(), &body);
+            if waits {
+                drop(reply.await?);
+            } else {
+                let _ = tokio::time::timeout(Duration::from_millis(number), reply).await;
+            }
+            anyhow::Ok(())
+        });
+    }
+    while let Some(left) = leaving.join_next().await {
+        left??;
+    }
+    Ok((scheduled, uncertain))
+}
+
+/// A counter's sum over its series.
+async fn counted(client: &Client, name: &str, labels: &str) -> Result<u64> {
+    Ok(client.metric(name, labels).await? as u64)
+}
+
+async fn counted_by_the_frontend(client: &Client, source: &str) -> Result<Account> {
+    let frontend = async |name: &str, labels: &str| counted(client, &format!("tandem_frontend_{name}"), labels).await;
+    let account = Account {
+        requests: frontend("requests_total", "code=\"200\"").await?,
+        prompts: frontend("request_cached_tokens_count", "").await?,
+        prompt_tokens: frontend("prompt_tokens_total", "").await?,
+        completion_tokens: frontend("completion_tokens_total", "").await?,
+        cached_tokens: frontend("cached_tokens_total", &format!("source=\"{source}\"")).await?,
+    };
+    // The same facts elsewhere.
+    assert_eq!(frontend("cached_tokens_total", "").await?, account.cached_tokens);
+    assert_eq!(frontend("request_cached_tokens_sum", "").await?, account.cached_tokens);
+    assert_eq!(frontend("request_prompt_tokens_sum", "").await?, account.prompt_tokens);
+    assert_eq!(frontend("request_completion_tokens_sum", "").await?, account.completion_tokens);
+    for histogram in ["request_cached_ratio", "request_prompt_tokens", "request_completion_tokens"] {
+        assert_eq!(frontend(&format!("{histogram}_count"), "").await?, account.prompts, "{histogram}");
+    }
+    Ok(account)
+}
+
+async fn accounts_agree(settings: UpSettings, source: &str) -> Result<()> {
+    let place = settings.prefill;
+    let cluster = start(settings).await?;
+    let client = Client::new(cluster.frontend());
+    let workers = async |name: &str| counted(&client, &format!("tandem_worker_{name}"), "").await;
+
+    let mut told = asked(&cluster, 0..200).await?;
+    assert!(told.cached_tokens > 0, "{told:?}");
+    assert_eq!(counted_by_the_frontend(&client, source).await?, told, "{place:?}");
+    // Nothing was tried twice, so the workers have seen each prompt once: whoever prefilled it.
+    assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
+    assert_eq!(workers("prompt_tokens_total").await?, told.prompt_tokens, "{place:?}");
+    assert_eq!(workers("prefix_cache_requests_total").await?, told.prompts, "{place:?}");
+    if source == "worker" {
+        assert_eq!(workers("cached_tokens_total").await?, told.cached_tokens, "{place:?}");
+    }
+
+    // What is refused or abandoned is in no sum of the frontend; the workers count what they began.
+    let (more, abandoned) = tokio::join!(asked(&cluster, 200..260), abandoned(&cluster, 40));
+    told += more?;
+    let (scheduled, uncertain) = abandoned?;
+    let refused = Endpoint::Chat.request(&cluster.model_id(), "x", json!({ "n": 0 }));
+    assert_eq!(client.ask(Endpoint::Chat.path(), &refused).await?.status, 400);
+    cluster.assert_idle().await?;
+    assert_eq!(counted_by_the_frontend(&client, source).await?, told, "{place:?}");
+    assert_eq!(counted(&client, "tandem_frontend_requests_total", "code=\"400\"").await?, 1);
+    let cancelled = counted(&client, "tandem_frontend_cancelled_total", "").await?;
+    assert_eq!(counted(&client, "tandem_frontend_requests_total", "code=\"499\"").await?, cancelled);
+    assert!((20..=40).contains(&cancelled), "{place:?}: {cancelled}");
+    assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
+    let begun = workers("prompt_tokens_total").await? - told.prompt_tokens;
+    assert!((scheduled..=scheduled + uncertain).contains(&begun), "{place:?}: {scheduled} + {uncertain}, {begun}");
+    cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wherever_prompts_are_prefilled() -> Result<()> {
+    for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
+        accounts_agree(UpSettings { prefill, ..sim_settings() }, "worker").await?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn when_the_numbers_are_estimates() -> Result<()> {
+    accounts_agree(UpSettings { report_cached_tokens: false, ..sim_settings() }, "router_estimate").await
+}
