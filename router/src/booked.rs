@@ -87,6 +87,12 @@ impl Booked {
         }
     }
 
+    /// The worker's report includes all it has taken in, and which requests these are was lost.
+    pub(crate) fn all_taken_in(&mut self) {
+        self.unreported.clear();
+        (self.tokens, self.sequences) = (0, 0);
+    }
+
     /// The prompt is computed; the request's sequences stay.
     pub(crate) fn prefilled(&mut self, key: &BookingKey, computing: &[SequenceHash]) {
         if let Some(share) = self.unreported.get_mut(key) {

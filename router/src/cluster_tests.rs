@@ -145,6 +145,19 @@ fn a_remote_prompt_counts_on_both_sides_until_each_has_taken_it_in() {
 }
 
 #[test]
+fn after_lost_news_nothing_counts_beside_the_workers_report() {
+    let mut story = Story::with(settings(PrefillPlace::Local), 0, 1);
+    let (booking, _) = story.place_hashes(100, hashes(1, 0, 6));
+    // What was lost said that the request is taken in, and the next report includes it.
+    let id = story.member("d0");
+    story.state.replace(id, &Snapshot { at_event_id: 7, stored: Vec::new() });
+    assert_eq!(story.booked("d0"), (0, 0, 1));
+    story.state.release_prefill(booking, None);
+    story.state.release(booking);
+    story.assert_idle();
+}
+
+#[test]
 fn a_local_prompt_counts_on_decode_and_its_tokens_go_first() {
     let mut story = Story::with(settings(PrefillPlace::Local), 1, 1);
     let (booking, placement) = story.place_hashes(100, hashes(1, 0, 6));

@@ -57,7 +57,7 @@ pub struct Candidate {
     pub prefill_tokens_per_second: Option<f64>,
     /// Measured, if it has been.
     pub decode_step_ms: Option<f64>,
-    /// Measured at the receiver, if it has been.
+    /// Measured by who sends, if it has been: decode workers do not know it.
     pub transfer_bytes_per_second: Option<f64>,
 }
 
@@ -104,6 +104,7 @@ pub struct Rates {
     /// nor starved.
     prefill_tokens_per_second: f64,
     decode_step_ms: f64,
+    /// For all: what senders measured on average. Who sends is not known when the receiver is chosen.
     transfer_bytes_per_second: f64,
 }
 
@@ -260,8 +261,7 @@ impl Policy for FirstToken {
     fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> f64 {
         let held = if self.caches_count { worker.overlap_blocks } else { 0 };
         let lacking = question.prompt_tokens.saturating_sub(1).div_ceil(question.block_size).saturating_sub(held);
-        let bandwidth = worker.transfer_bytes_per_second.unwrap_or(rates.transfer_bytes_per_second);
-        let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / bandwidth * 1e3;
+        let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / rates.transfer_bytes_per_second * 1e3;
         rates.costs.handoff_ms + transfer_ms + decode_load_ms(rates, worker)
     }
 

@@ -24,7 +24,7 @@ fn prefill() -> Candidate {
 }
 
 fn decode() -> Candidate {
-    worker(Role::Decode)
+    Candidate { transfer_bytes_per_second: None, ..worker(Role::Decode) }
 }
 
 fn question(prompt_tokens: u32) -> Question {
@@ -70,7 +70,13 @@ fn the_decode_worker_with_the_least_to_receive_and_to_run_wins() {
     // A block is 16 ms on the wire, a sequence 10 ms.
     assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 3, ..decode() }, decode()), 0);
     assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 4, ..decode() }, decode()), 1);
-    assert_eq!(chosen(Candidate { transfer_bytes_per_second: Some(2e6), ..decode() }, decode()), 0);
+    // What senders have measured is the price of a block.
+    let faster = |rate| {
+        let prefill = Candidate { transfer_bytes_per_second: Some(rate), ..prefill() };
+        let holder = Candidate { overlap_blocks: 2, sequences: 3, ..decode() };
+        placed(&remote(1_601), &[holder, decode(), prefill]).expect("placed").0
+    };
+    assert_eq!((faster(1e6), faster(2e6)), (0, 1));
 }
 
 #[test]
@@ -79,16 +85,16 @@ fn decode_prefills_when_that_is_faster() {
         placed(&question(prompt_tokens), &[decode, prefill]).expect("it can be placed").1.is_none()
     };
     let busy = || Candidate { sequences: 1, ..decode() };
-    let fast_wire = |decode| Candidate { transfer_bytes_per_second: Some(1e9), ..decode };
+    let fast_wire = || Candidate { transfer_bytes_per_second: Some(1e9), ..prefill() };
     assert!(auto(1_000, decode(), prefill()), "nobody is held up, and nothing is to be sent");
-    assert!(!auto(1_000, fast_wire(busy()), prefill()), "a running stream would be held up");
+    assert!(!auto(1_000, busy(), fast_wire()), "a running stream would be held up");
     assert!(auto(1_000, busy(), prefill()), "sending takes as long as holding a stream up");
-    assert!(auto(2, fast_wire(busy()), prefill()), "a short prompt is not worth the handoff");
-    let next_turn = Candidate { overlap_blocks: 62, ..fast_wire(busy()) };
-    assert!(auto(1_000, next_turn, prefill()), "decode holds the conversation");
-    let queue = Candidate { queued_tokens: 500, ..fast_wire(decode()) };
-    assert!(!auto(1_000, queue.clone(), prefill()), "decode has prompts waiting");
-    assert!(auto(1_000, queue, Candidate { queued_tokens: 600, ..prefill() }), "prefill has more waiting");
+    assert!(auto(2, busy(), fast_wire()), "a short prompt is not worth the handoff");
+    let next_turn = Candidate { overlap_blocks: 62, ..busy() };
+    assert!(auto(1_000, next_turn, fast_wire()), "decode holds the conversation");
+    let queue = Candidate { queued_tokens: 500, ..decode() };
+    assert!(!auto(1_000, queue.clone(), fast_wire()), "decode has prompts waiting");
+    assert!(auto(1_000, queue, Candidate { queued_tokens: 600, ..fast_wire() }), "prefill has more waiting");
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub struct Costs {
     pub prefill_tokens_per_second: f64,
     /// A decode step while no worker has measured one. 10 ms, of the same middle.
     pub decode_step_ms: f64,
-    /// What a decode worker receives while none has measured it. 1 GB/s: a 10 Gbit link.
+    /// What a transfer brings while no worker has measured it. 1 GB/s: a 10 Gbit link.
     pub transfer_bytes_per_second: f64,
     /// What a remote prefill costs beside its tokens and bytes: two more calls, a reservation and a wait for an engine's
     /// next step. 5 ms; it keeps prompts with a few new tokens on the decode worker.
