@@ -253,9 +253,7 @@ impl Attempt {
         let reply = self.replies.message().await.map_err(|status| DispatchError::Lost { reason: reason_of(&status) })?;
         Ok(reply.and_then(|reply| reply.message))
     }
-}
 
-impl Attempt {
     /// The answer is whole: lets go of the generation, whatever decode computes ahead, and then of the booking in order.
     /// Merely dropped, the route's last message (what was reported cached) could be lost with its stream.
     pub(crate) async fn close(self) {

@@ -17,7 +17,7 @@ pub const PING_INTERVAL: Duration = Duration::from_secs(5);
 pub const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection that is not there by then will not come.
-pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The largest message: many times a KV block of a large model, and a prompt of millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
