@@ -251,6 +251,44 @@ mod tests {
         assert_eq!(totals.token_hit_rate(), 192.0 / 1220.0);
     }
 
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().expect("not poisoned").write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn totals_are_logged_at_debug_after_each_prompt_and_not_at_info() {
+        let logged = |level| {
+            let lines = Lines::default();
+            let writer = {
+                let lines = lines.clone();
+                move || lines.clone()
+            };
+            let subscriber = tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish();
+            tracing::subscriber::with_default(subscriber, || {
+                let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
+                metrics.observe_scheduled(100, 0);
+                metrics.observe_scheduled(100, 96);
+            });
+            let bytes = lines.0.lock().expect("not poisoned").clone();
+            String::from_utf8(bytes).expect("text")
+        };
+        let debug = logged(tracing::Level::DEBUG);
+        assert_eq!(debug.lines().count(), 2, "{debug}");
+        for field in ["total_requests=2", "hit_requests=1", "miss_requests=1", "hit_rate=0.5", "token_hit_rate=0.48"] {
+            assert!(debug.lines().last().is_some_and(|line| line.contains(field)), "{field} is not in {debug}");
+        }
+        assert_eq!(logged(tracing::Level::INFO), "");
+    }
+
     #[tokio::test]
     async fn every_family_is_there_with_the_workers_name() {
         let registry = Metrics::default();

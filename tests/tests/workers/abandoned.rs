@@ -62,6 +62,29 @@ async fn while_tokens_are_generated() {
 }
 
 #[tokio::test]
+async fn in_numbers_and_the_others_on_their_connection_do_not_notice() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let mut stays = cluster.open(cluster.local(prompt(1, 50), 3_000)).await;
+    stays.scheduled().await;
+    stays.started().await;
+    for _ in 0..3 {
+        // Half of them are answered before they leave, half have only just been sent.
+        let opened = (0..100).map(|number| cluster.open(cluster.local(prompt(number, 50), 100)));
+        let opened = futures::future::join_all(opened).await;
+        let mut sent: Vec<_> = (0..100).map(|number| Box::pin(cluster.open(cluster.local(prompt(number, 50), 100)))).collect();
+        futures::future::poll_fn(|context| {
+            sent.iter_mut().for_each(|sent| drop(sent.as_mut().poll(context)));
+            std::task::Poll::Ready(())
+        })
+        .await;
+        tokio::task::yield_now().await;
+        drop((opened, sent));
+    }
+    assert_eq!(stays.tokens().await.len(), 3_000);
+    cluster.idle().await;
+}
+
+#[tokio::test]
 async fn at_any_moment() {
     let setup = Setup { sim: tandem_engine::sim::SimSettings { speedup: 20.0, ..Default::default() }, ..Setup::default() };
     let cluster = Cluster::start(setup.clone(), setup).await;
