@@ -17,6 +17,15 @@ async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<S
     (status, retry_after, body["error"]["code"].clone())
 }
 
+/// A chat whose first token has come, and its worker's side.
+async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"a")).await;
+    (call, soon(reply).await.expect("the client lives"))
+}
+
 fn told_failure(instance_id: &str, reason: Reason) -> Told {
     Told::Message(RouteMessage::Failed(AttemptFailed { instance_id: instance_id.to_owned(), reason: reason.into() }))
 }
@@ -97,7 +106,10 @@ async fn what_can_never_run_is_refused_and_not_tried_again() {
     let reply = soon(cluster.ask(CHAT, chat(json!({})))).await.expect("the client lives");
     let (status, body) = reply.json().await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
-    assert!(body["error"]["message"].as_str().is_some_and(|message| message.contains("because of the test. Lower n or max_tokens")), "{body}");
+    assert!(
+        body["error"]["message"].as_str().is_some_and(|message| message.contains("because of the test. Lower n or max_tokens")),
+        "{body}"
+    );
     assert!(cluster.no_call());
 }
 
@@ -235,11 +247,7 @@ async fn more_than_may_run_is_refused_at_once() {
 #[tokio::test]
 async fn a_drain_finishes_what_runs_refuses_what_comes_and_ends() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
-    let call = cluster.call().await;
-    call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
-    let reply = soon(reply).await.expect("the client lives");
+    let (call, reply) = streaming(&mut cluster).await;
     let shutdown = cluster.shutdown.clone();
     // A task of the process that is still at work keeps the grace period going.
     let (finish, finished_work) = tokio::sync::oneshot::channel::<()>();
@@ -262,11 +270,7 @@ async fn a_drain_finishes_what_runs_refuses_what_comes_and_ends() {
 #[tokio::test]
 async fn what_outlives_the_grace_period_is_told_so() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
-    let call = cluster.call().await;
-    call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
-    let reply = soon(reply).await.expect("the client lives");
+    let (call, reply) = streaming(&mut cluster).await;
     cluster.shutdown.run(Duration::ZERO).await;
     let (events, done) = reply.events().await;
     assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("draining")));
@@ -277,11 +281,7 @@ async fn what_outlives_the_grace_period_is_told_so() {
 #[tokio::test]
 async fn small_events_do_not_wait_for_acknowledgements() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
-    let call = cluster.call().await;
-    call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
-    let mut reply = soon(reply).await.expect("the client lives");
+    let (call, mut reply) = streaming(&mut cluster).await;
     reply.more().await;
     let started = std::time::Instant::now();
     const EVENTS: u32 = 25;
