@@ -298,6 +298,7 @@ impl Replies {
                     answer.tokens.entry(tokens.sample).or_default().extend(tokens.tokens.iter().map(|token| token.token));
                 }
                 Message::Finished(finished) => {
+                    assert!(answer.started.is_some(), "no sample ends before it began");
                     assert!(answer.finished.insert(finished.sample, finished).is_none(), "a sample finishes once");
                 }
                 Message::Failure(failure) => answer.failure = Some(failure),
