@@ -41,6 +41,8 @@ pub(crate) enum ApiError {
         u64::from(*.prompt_tokens) + u64::from(*.new_tokens)
     )]
     ContextLength { context_length: u32, prompt_tokens: u32, new_tokens: u32, param: &'static str, limit_param: &'static str },
+    #[error("This model's context length is {context_length} tokens, but the prompt has at least {tokens_min}. Shorten it.")]
+    PromptLength { context_length: u32, tokens_min: usize, param: &'static str },
     #[error("There is nothing at this path; see /openapi.json for what there is.")]
     UnknownPath,
     #[error("This path does not take this method; see /openapi.json.")]
@@ -100,7 +102,9 @@ impl ApiError {
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
             Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
             Self::Template(_) => bad(Some("messages"), Some("invalid_value")),
-            Self::ContextLength { param, .. } => bad(Some(param), Some("context_length_exceeded")),
+            Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
+                bad(Some(param), Some("context_length_exceeded"))
+            }
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Overloaded => unavailable("overloaded"),

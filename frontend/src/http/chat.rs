@@ -3,7 +3,7 @@
 use super::{
     App, Incoming,
     answer::{Job, respond},
-    check_context, encode, handle,
+    check_context, check_text, encode, handle,
     shape::Shape,
 };
 use crate::{
@@ -28,6 +28,7 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
     incoming.check_model(request.model.as_deref())?;
     let model = Arc::clone(&incoming.app.model);
     let chat = request.check(&model)?;
+    check_text(&model, chat.text_bytes(), "messages")?;
     let encoder = Arc::clone(&model);
     let (chat, tokens) = encode(chat.text_bytes(), move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
     let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {

@@ -3,13 +3,13 @@
 use super::{
     App, Incoming,
     answer::{Job, respond},
-    check_context, encode, handle,
+    check_context, check_text, encode, handle,
     shape::Shape,
 };
 use crate::{
     error::{ApiError, Problem},
     metrics::Endpoint,
-    request::{self, completions::CompletionRequest},
+    request::{self, PromptInput, completions::CompletionRequest},
 };
 use axum::{
     extract::{Request, State},
@@ -31,18 +31,27 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
     if let Some(admitted) = &mut incoming.admitted {
         admitted.widen(completion.prompts_len())?;
     }
-    let encoder = Arc::clone(&model);
-    let (completion, encoded) =
-        encode(completion.text_bytes(), move || completion.encode(&encoder).map(|encoded| (completion, encoded))).await?;
+    if let PromptInput::Texts(texts) = &completion.prompts {
+        texts.iter().try_for_each(|text| check_text(&model, text.len(), "prompt"))?;
+    }
+    let text_bytes = completion.text_bytes();
+    let encode_all = move || {
+        let encode = |index| {
+            let (tokens, echo) = completion.encode(index, &model)?;
+            if tokens.is_empty() {
+                return Err(ApiError::invalid("prompt", Problem::Empty));
+            }
+            check_context(&model, tokens.len(), completion.max_tokens, "prompt", "max_tokens")?;
+            Ok((tokens, echo))
+        };
+        // The first that does not fit spares the rest.
+        let encoded = (0..completion.prompts_len()).map(encode).collect::<Result<Vec<_>, _>>()?;
+        Ok((completion, encoded))
+    };
+    let (completion, encoded) = encode(text_bytes, encode_all).await?;
     // Logits of the prompt's own tokens are only needed when both are asked for.
     let prompt_logprobs = completion.options.sampling.logprobs.filter(|_| completion.echo);
-    let mut prompts = Vec::with_capacity(encoded.len());
-    for (index, (tokens, echo)) in encoded.into_iter().enumerate() {
-        if tokens.is_empty() {
-            return Err(ApiError::invalid("prompt", Problem::Empty));
-        }
-        check_context(&model, tokens.len(), completion.max_tokens, "prompt", "max_tokens")?;
-        prompts.push((incoming.prompt(index, tokens, &completion.options, prompt_logprobs), echo));
-    }
+    let prompt = |(index, (tokens, echo))| (incoming.prompt(index, tokens, &completion.options, prompt_logprobs), echo);
+    let prompts = encoded.into_iter().enumerate().map(prompt).collect();
     respond(incoming, Job { shape: Shape::Text, prompts, options: completion.options }).await
 }

@@ -171,6 +171,15 @@ impl Incoming {
     }
 }
 
+/// Refuses a text that cannot fit before it is encoded, which takes minutes for the longest body that is read.
+fn check_text(model: &ServedModel, text_bytes: usize, param: &'static str) -> Result<(), ApiError> {
+    let (context_length, tokens_min) = (model.context_length, model.tokenizer.tokens_min(text_bytes));
+    if tokens_min <= context_length as usize {
+        return Ok(());
+    }
+    Err(ApiError::PromptLength { context_length, tokens_min, param })
+}
+
 /// Whether prompt and new tokens (at least `new_tokens`) fit into the model's context.
 fn check_context(
     model: &ServedModel,

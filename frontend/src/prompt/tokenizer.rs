@@ -26,6 +26,8 @@ mod kind {
 pub struct Tokenizer {
     algorithm: Algorithm,
     tokens: Vec<Token>,
+    /// Bytes of the longest token.
+    token_bytes_max: usize,
     /// Finds special tokens in a text that may hold them.
     special: Literals,
     /// Finds those tokens which are cut out of every text (user-defined ones).
@@ -79,6 +81,7 @@ impl Tokenizer {
         let names = [("<|im_start|>".to_owned(), sim::IM_START), ("<|im_end|>".to_owned(), sim::IM_END)];
         Self {
             algorithm: Algorithm::Bytes,
+            token_bytes_max: token_bytes_max(&tokens),
             tokens,
             special: Literals::new(names.to_vec()).expect("two short names make an automaton"),
             always: Literals::new(Vec::new()).expect("no names make an automaton"),
@@ -124,9 +127,11 @@ impl Tokenizer {
             Token { bytes: bytes.into(), special }
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
+        let tokens: Vec<Token> = tokens.collect();
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
-            tokens: tokens.collect(),
+            token_bytes_max: token_bytes_max(&tokens),
+            tokens,
             special: Literals::new(named(&[kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED]))?,
             always: Literals::new(named(&[kind::USER_DEFINED]))?,
             // A name of one character cannot be broken up.
@@ -137,6 +142,11 @@ impl Tokenizer {
     /// How many tokens there are.
     pub fn vocab_size(&self) -> usize {
         self.tokens.len()
+    }
+
+    /// A text of so many bytes has no fewer tokens.
+    pub(crate) fn tokens_min(&self, text_bytes: usize) -> usize {
+        text_bytes.div_ceil(self.token_bytes_max)
     }
 
     /// The ids of a text. Nothing is put before or after it.
@@ -241,6 +251,10 @@ impl Literals {
         let automaton = automaton(names.iter().map(|(name, _)| name))?;
         Ok(Self { automaton, ids: names.into_iter().map(|(_, id)| id).collect() })
     }
+}
+
+fn token_bytes_max(tokens: &[Token]) -> usize {
+    tokens.iter().map(|token| token.bytes.len()).max().unwrap_or_default().max(1)
 }
 
 fn automaton<'a>(names: impl Iterator<Item = &'a String>) -> Result<AhoCorasick, ServedModelError> {

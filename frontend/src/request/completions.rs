@@ -94,20 +94,18 @@ impl Completion {
         }
     }
 
-    /// All prompts, in order.
-    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<Encoded>, ApiError> {
+    /// A prompt.
+    pub(crate) fn encode(&self, index: usize, model: &ServedModel) -> Result<Encoded, ApiError> {
         match &self.prompts {
             PromptInput::Texts(texts) => {
-                let encode = |text: &String| {
-                    let encoded = model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| ApiError::Encode)?;
-                    let tokens = model.bos.into_iter().chain(encoded).collect();
-                    Ok((tokens, self.echo.then(|| text.clone())))
-                };
-                texts.iter().map(encode).collect()
+                let text = &texts[index];
+                let encoded = model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| ApiError::Encode)?;
+                let tokens = model.bos.into_iter().chain(encoded).collect();
+                Ok((tokens, self.echo.then(|| text.clone())))
             }
             PromptInput::Tokens(lists) => {
-                let echo = |tokens: &[TokenId]| self.echo.then(|| model.tokenizer.decode(tokens));
-                Ok(lists.iter().map(|tokens| (tokens.clone(), echo(tokens))).collect())
+                let tokens = &lists[index];
+                Ok((tokens.clone(), self.echo.then(|| model.tokenizer.decode(tokens))))
             }
         }
     }

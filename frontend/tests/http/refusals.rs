@@ -132,6 +132,13 @@ async fn bad_conversations() {
         ),
         row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
         row(json!({ "max_tokens": null, "min_tokens": 513 }), "min_tokens", "context_length_exceeded", &["512", "min_tokens"]),
+        // One byte more than the longest tokens of this vocabulary (12 bytes) could make fit: not even encoded.
+        row(
+            message(json!({ "role": "user", "content": "x".repeat(12 * 512 + 1) })),
+            "messages",
+            "context_length_exceeded",
+            &["512", "at least 513"],
+        ),
         row(json!({ "max_completion_tokens": 0 }), "max_completion_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_completion_tokens": 511 }), "max_completion_tokens", "context_length_exceeded", &["512", "511"]),
         row(json!({ "logprobs": 3 }), "logprobs", "invalid_type", &["expected a boolean"]),
@@ -163,6 +170,7 @@ async fn bad_completions() {
         row(json!({ "prompt": [-1] }), "prompt[0]", "invalid_type", &["token id"]),
         row(json!({ "prompt": ["x", "x", "x", "x"] }), "prompt", "too_many", &["at most 3 prompts"]),
         row(json!({ "prompt": "x".repeat(512) }), "prompt", "context_length_exceeded", &["512", "528"]),
+        row(json!({ "prompt": ["x", "x".repeat(12 * 512 + 1)] }), "prompt", "context_length_exceeded", &["512", "at least 513"]),
         row(json!({ "prompt": "x".repeat(500), "max_tokens": 13 }), "max_tokens", "context_length_exceeded", &["513", "500"]),
         row(json!({ "logprobs": 21 }), "logprobs", "invalid_value", &["between 0 and 20"]),
         row(json!({ "logprobs": true }), "logprobs", "invalid_type", &["'logprobs'", "expected a whole number"]),
