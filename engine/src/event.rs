@@ -28,7 +28,7 @@ pub enum Event {
         /// Its KV.
         payload: Bytes,
     },
-    /// Prefill: all is computed, and every block asked for has been told.
+    /// Prefill: all is computed, and every block asked for has been told. The blocks are held until the job is dropped.
     Computed,
     /// The prompt's KV is all here.
     Started(Started),

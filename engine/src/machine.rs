@@ -53,7 +53,7 @@ pub(crate) struct Machine {
     reserved: Vec<Sequence>,
     /// In steps, the oldest first.
     running: Vec<Sequence>,
-    /// Prefills that are computed; nobody has said yet which blocks to send.
+    /// Prefills that are computed, until their jobs are dropped.
     held: Vec<Sequence>,
     /// Samples that have not finished, by job.
     live: HashMap<JobId, u32>,
@@ -128,7 +128,7 @@ impl Machine {
             sending.wanted.get_or_insert(indices);
         }
         tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize);
-        self.end_sent_prefills();
+        self.tell_sent_prefills();
     }
 
     /// Where a block that comes from elsewhere is to be written; it counts as landed from now on.
@@ -236,7 +236,7 @@ impl Machine {
         for sequence in running {
             self.settle(sequence, now);
         }
-        self.end_sent_prefills();
+        self.tell_sent_prefills();
         stats
     }
 
@@ -349,16 +349,17 @@ impl Machine {
         }
     }
 
-    /// Lets go of prefills of which every block asked for has been told.
-    fn end_sent_prefills(&mut self) {
-        for mut sequence in self.held.extract_if(
-            ..,
-            |sequence| matches!(&sequence.role, Role::Prefill(sending) if sending.wanted.as_ref().is_some_and(Vec::is_empty)),
-        ) {
-            release(&mut self.cache, &mut sequence);
-            self.live.remove(&sequence.job);
-            self.actions.push(Action::Tell(sequence.job, Event::Computed));
-            self.actions.push(Action::End(sequence.job));
+    /// Tells the prefills that are computed and of which every block asked for has been told. They keep their blocks until their
+    /// job is dropped, so copies on their way elsewhere never outgrow the cache.
+    fn tell_sent_prefills(&mut self) {
+        for sequence in &mut self.held {
+            if let Role::Prefill(sending) = &mut sequence.role
+                && !sending.all_told
+                && sending.wanted.as_ref().is_some_and(Vec::is_empty)
+            {
+                sending.all_told = true;
+                self.actions.push(Action::Tell(sequence.job, Event::Computed));
+            }
         }
     }
 

@@ -106,14 +106,14 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
             _ => return Err(Ended::Engine),
         }
     }
-    // The blocks have been read out: the job holds nothing any more.
-    drop(job);
     if nothing_missing {
         return Ok(());
     }
     let began = Instant::now();
     worker.link.settle().await;
+    // Until here the job holds its blocks: what is on its way is never more than the cache.
     push.finish().await?;
+    drop(job);
     busy += began.elapsed();
     worker.sent.bytes.increment(bytes);
     worker.metrics.observe_bandwidth(bytes, busy);

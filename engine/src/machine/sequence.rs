@@ -44,6 +44,8 @@ pub(super) enum Role {
 pub(super) struct Sending {
     /// Not told yet, last first; `None` until somebody has asked.
     pub wanted: Option<Vec<u32>>,
+    /// The job knows that all is computed and told.
+    pub all_told: bool,
 }
 
 #[derive(Debug)]

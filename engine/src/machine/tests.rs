@@ -243,6 +243,8 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         source.run();
         assert_eq!(source.blocks(0).len(), missing.len(), "only what is asked for is sent");
         assert!(matches!(source.heard[&0].last(), Some(Event::Computed)));
+        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks have landed");
+        source.machine.cancel(0);
         for (index, payload) in source.blocks(0).into_iter().rev() {
             assert_eq!(destination.write(ticket, index, &payload[1..]), Err(WriteRefused), "a short block");
             assert_eq!(destination.write(ticket + 1, index, &payload), Err(WriteRefused), "another ticket");
@@ -275,6 +277,8 @@ fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
     world.machine.send_blocks(1, vec![0, 3, 3, 900]);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
+    assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed)).count(), 1);
+    world.machine.cancel(1);
     world.assert_idle();
 }
 
@@ -292,6 +296,7 @@ fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
     world.machine.send_blocks(1, (0..5).collect());
     world.run();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+    world.machine.cancel(1);
     world.assert_idle();
 }
 
