@@ -78,11 +78,14 @@ impl Machine {
             let size = self.info.block_size as usize;
             let reuse_max = if sequence.cache_reads { (sequence.tokens.len() - 1) / size } else { 0 };
             let len_blocks = sequence.target().div_ceil(size);
+            // A block for each sequence that grows, and for a last prompt token that begins one: who comes does not push out who
+            // runs, nor is pushed out, at once.
+            let growing = self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count();
+            let grows_at_once = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
             let wanted = Wanted {
                 reuse_max_blocks: reuse_max as u32,
                 len_blocks: len_blocks as u32,
-                // A block for each sequence that grows, so that who comes does not push out who runs, or itself, at once.
-                spare_blocks: self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count() as u32,
+                spare_blocks: (growing + usize::from(grows_at_once)) as u32,
             };
             let acquired = self.cache.acquire(&sequence.namespace, &sequence.tokens, wanted);
             let Ok(acquired) = acquired else {

@@ -346,6 +346,20 @@ fn reservations_are_revoked_before_a_running_sequence_is_preempted() {
 }
 
 #[test]
+fn who_would_be_pushed_out_at_once_waits() {
+    let mut world = World::new(4, SETTINGS);
+    for id in 0..2 {
+        // 17 tokens: the last one begins a block.
+        world.machine.generate(id, generate(prompt(["first", "second"][id as usize], 17), 30), world.now).expect("the job fits");
+        world.step();
+        world.step();
+    }
+    world.run();
+    assert_eq!(world.machine.preemptions, 0);
+    world.assert_idle();
+}
+
+#[test]
 fn a_preempted_sequence_goes_on_as_if_nothing_had_been() {
     let mut world = World::new(8, SETTINGS);
     let jobs: Vec<Generate> = (0..4).map(|i| generate(prompt(["a", "bc", "def", "ghij"][i], 20 + i), 50)).collect();
