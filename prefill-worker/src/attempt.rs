@@ -99,6 +99,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
                 first_block.get_or_insert(began);
                 bytes += payload.len() as u64;
                 worker.link.pass().await;
+                worker.sent.bytes.increment(payload.len() as u64);
                 push.send(index, payload).await?;
                 busy += began.elapsed();
             }
@@ -115,7 +116,6 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
     push.finish().await?;
     drop(job);
     busy += began.elapsed();
-    worker.sent.bytes.increment(bytes);
     worker.metrics.observe_bandwidth(bytes, busy);
     if let Some(first_block) = first_block {
         worker.sent.duration.record(first_block.elapsed().as_secs_f64());
