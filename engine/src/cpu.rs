@@ -33,7 +33,7 @@ pub enum CpuError {
     #[error(transparent)]
     Model(#[from] ModelError),
     /// A weight's number format has no kernel.
-    #[error("tensor {name} is stored as {kind:?}: take a Q4_1, Q8_0, F16 or F32 conversion of the model")]
+    #[error("tensor {name} is stored as {kind:?}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
     WeightType {
         /// The tensor.
         name: String,

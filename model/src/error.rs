@@ -73,7 +73,9 @@ pub enum ModelError {
         wanted: Vec<u64>,
     },
     /// A weight's number format is not known here.
-    #[error("tensor {name} has the unknown type number {found}: take a Q4_1, Q8_0, F16 or F32 conversion of the model")]
+    #[error(
+        "tensor {name} has the unknown type number {found}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model"
+    )]
     UnknownTensorType {
         /// The tensor.
         name: String,

@@ -17,6 +17,12 @@ pub(super) fn widen(half: u16) -> f32 {
     f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
 }
 
+/// The number of a bfloat16 bit pattern, exactly.
+#[inline(always)]
+pub(super) fn widen_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
 /// e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial of r, the exponent n. Clamped to finite, normal results.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {

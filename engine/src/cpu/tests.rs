@@ -44,6 +44,9 @@ impl Random {
     /// A weight tensor as the file stores it.
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
+        // Where quants, or quants times factors, are larger.
+        let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
+        let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
             kind::F32 => (0..len).flat_map(|_| (self.number() * 0.1).to_le_bytes()).collect(),
             kind::F16 => (0..len).flat_map(|_| f16::from_f32(self.number() * 0.1).to_le_bytes()).collect(),
@@ -53,17 +56,73 @@ impl Random {
                     [scales, (0..16).map(|_| self.bits() as u8).collect()].concat()
                 })
                 .collect(),
-            kind::Q8_0 => (0..len / 32)
-                .flat_map(|_| [scale(self).map(|byte| byte).to_vec(), (0..32).map(|_| self.bits() as u8).collect()].concat())
+            kind::BF16 => (0..len).flat_map(|_| half::bf16::from_f32(self.number() * 0.1).to_le_bytes()).collect(),
+            kind::Q4_0 => (0..len / 32)
+                .flat_map(|_| [scale(self).to_vec(), (0..16).map(|_| self.bits() as u8).collect()].concat())
                 .collect(),
+            kind::Q4_K => (0..len / 256)
+                .flat_map(|_| {
+                    let scales = [fine(self), fine(self)].concat();
+                    [scales, (0..12 + 128).map(|_| self.bits() as u8).collect()].concat()
+                })
+                .collect(),
+            kind::Q6_K => (0..len / 256)
+                .flat_map(|_| [(0..128 + 64 + 16).map(|_| self.bits() as u8).collect(), finest(self).to_vec()].concat())
+                .collect(),
+            kind::Q8_0 => {
+                (0..len / 32).flat_map(|_| [fine(self).to_vec(), (0..32).map(|_| self.bits() as u8).collect()].concat()).collect()
+            }
             other => unreachable!("no weights of type {other} are made here"),
         }
     }
 }
 
+fn half(bytes: &[u8]) -> f64 {
+    f16::from_le_bytes([bytes[0], bytes[1]]).to_f64()
+}
+
+/// In the order of the format's own description: 64 numbers at a time from 32 bytes.
+fn dequantised_q4_k(block: &[u8]) -> Vec<f64> {
+    let (scale, min, packed) = (half(block), half(&block[2..]), &block[4..16]);
+    let factors = |j: usize| match j {
+        0..4 => (packed[j] & 63, packed[j + 4] & 63),
+        _ => ((packed[j + 4] & 15) | ((packed[j - 4] >> 6) << 4), (packed[j + 4] >> 4) | ((packed[j] >> 6) << 4)),
+    };
+    let mut numbers = Vec::new();
+    for (pair, bytes) in block[16..].chunks(32).enumerate() {
+        for (j, shift) in [(pair * 2, 0), (pair * 2 + 1, 4)] {
+            let (factor, min_factor) = factors(j);
+            let (scale, min) = (scale * f64::from(factor), min * f64::from(min_factor));
+            numbers.extend(bytes.iter().map(|byte| scale * f64::from((byte >> shift) & 15) - min));
+        }
+    }
+    numbers
+}
+
+/// In the order of the format's own description: 128 numbers at a time, four from each byte of high bits.
+fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
+    let (low, high, factors, scale) = (&block[..128], &block[128..192], &block[192..208], half(&block[208..]));
+    let mut numbers = vec![0.0; 256];
+    for n in 0..2 {
+        for l in 0..32 {
+            let (first, second, high) = (low[n * 64 + l], low[n * 64 + l + 32], high[n * 32 + l]);
+            let quants = [
+                (first & 15) | ((high & 3) << 4),
+                (second & 15) | (((high >> 2) & 3) << 4),
+                (first >> 4) | (((high >> 4) & 3) << 4),
+                (second >> 4) | ((high >> 6) << 4),
+            ];
+            for (q, quant) in quants.into_iter().enumerate() {
+                let factor = f64::from(factors[n * 8 + l / 16 + q * 2] as i8);
+                numbers[n * 128 + q * 32 + l] = scale * factor * (f64::from(quant) - 32.0);
+            }
+        }
+    }
+    numbers
+}
+
 /// What the file's bytes mean, independently of the packing.
 fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
-    let half = |bytes: &[u8]| f64::from(f16::from_le_bytes([bytes[0], bytes[1]]).to_f32());
     match kind {
         kind::F32 => data.as_chunks::<4>().0.iter().map(|number| f64::from(f32::from_le_bytes(*number))).collect(),
         kind::F16 => data.chunks(2).map(half).collect(),
@@ -76,6 +135,17 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
                 quants.into_iter().map(move |quant| scale * f64::from(quant) + min)
             })
             .collect(),
+        kind::BF16 => data.as_chunks::<2>().0.iter().map(|bits| f64::from(half::bf16::from_le_bytes(*bits).to_f32())).collect(),
+        kind::Q4_0 => data
+            .chunks(18)
+            .flat_map(|block| {
+                let low = block[2..].iter().map(|byte| byte & 15);
+                let quants: Vec<u8> = low.chain(block[2..].iter().map(|byte| byte >> 4)).collect();
+                quants.into_iter().map(move |quant| half(block) * (f64::from(quant) - 8.0))
+            })
+            .collect(),
+        kind::Q4_K => data.chunks(144).flat_map(dequantised_q4_k).collect(),
+        kind::Q6_K => data.chunks(210).flat_map(dequantised_q6_k).collect(),
         kind::Q8_0 => {
             data.chunks(34).flat_map(|block| block[2..].iter().map(move |byte| half(block) * f64::from(*byte as i8))).collect()
         }
@@ -103,6 +173,10 @@ const QUANTISED: Sizes =
 /// Nothing is a multiple of anything.
 const ODD: Sizes =
     Sizes { layers: 2, width: 40, heads: 5, kv_heads: 5, head_dim: 6, ffn: 37, vocab: 45, kind: kind::F32, tied: false };
+
+/// Whole blocks of 256, and heads of another length than the width would give.
+const BLOCKS: Sizes =
+    Sizes { layers: 1, width: 256, heads: 8, kv_heads: 2, head_dim: 32, ffn: 256, vocab: 33, kind: kind::Q4_K, tied: false };
 
 const CONTEXT: u32 = 96;
 

@@ -25,14 +25,26 @@ fn both(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> [Vec<u32>; 2]
     })
 }
 
+/// Every type of weight that has a kernel, and how many numbers share a scale.
+const KINDS: [(u32, usize); 8] = [
+    (kind::Q4_0, 32),
+    (kind::Q4_1, 32),
+    (kind::Q8_0, 32),
+    (kind::Q4_K, 256),
+    (kind::Q6_K, 256),
+    (kind::F16, 1),
+    (kind::BF16, 1),
+    (kind::F32, 1),
+];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn matrices(seed in any::<u64>(), rows in 1usize..80, groups in 1usize..4, outputs in 1usize..80) {
         let mut random = Random::new(seed);
-        for kind in [kind::Q4_1, kind::Q8_0, kind::F16, kind::F32] {
-            let inputs = groups * 32 - if kind < kind::Q4_0 { random.below(20) as usize } else { 0 };
+        for (kind, block_len) in KINDS {
+            let inputs = if block_len == 1 { groups * 32 - random.below(20) as usize } else { groups * block_len };
             let data = random.weights(kind, inputs * outputs);
             let file = gguf(Writer::default().tensor("w", &[inputs as u64, outputs as u64], kind, data));
             let matrix = Matrix::load(&file, "w", outputs, inputs).unwrap();

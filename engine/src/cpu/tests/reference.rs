@@ -6,9 +6,17 @@ use crate::cpu::weights::Matrix;
 /// Rows of a matrix product within the error that 8-bit activations may bring.
 #[test]
 fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
-    for kind in [kind::Q4_1, kind::Q8_0, kind::F16, kind::F32] {
-        let quantised = matches!(kind, kind::Q4_1 | kind::Q8_0);
-        let (inputs, outputs) = if quantised { (96, 75) } else { (83, 75) };
+    for (kind, inputs) in [
+        (kind::Q4_0, 96),
+        (kind::Q4_1, 96),
+        (kind::Q8_0, 96),
+        (kind::Q4_K, 512),
+        (kind::Q6_K, 512),
+        (kind::F16, 83),
+        (kind::BF16, 83),
+        (kind::F32, 83),
+    ] {
+        let (quantised, outputs) = (is_quantised(kind), 75);
         let mut random = Random::new(kind.into());
         let data = random.weights(kind, inputs * outputs);
         let weights = dequantised(kind, &data);
@@ -37,13 +45,30 @@ fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
     }
 }
 
+fn is_quantised(kind: u32) -> bool {
+    ![kind::F32, kind::F16, kind::BF16].contains(&kind)
+}
+
+/// GGUF's number of a type.
+fn number(kind: TensorType) -> u32 {
+    match kind {
+        TensorType::F32 => kind::F32,
+        TensorType::F16 => kind::F16,
+        TensorType::BF16 => kind::BF16,
+        TensorType::Q4_0 => kind::Q4_0,
+        TensorType::Q4_1 => kind::Q4_1,
+        TensorType::Q8_0 => kind::Q8_0,
+        TensorType::Q4_K => kind::Q4_K,
+        TensorType::Q6_K => kind::Q6_K,
+        other => unreachable!("{other:?}"),
+    }
+}
+
 /// A whole model in double precision, as plain as it can be written. All logits of one sequence.
 fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
     let weights = |name: &str| {
         let tensor = file.tensor(name).unwrap();
-        let kind = [(tandem_model::TensorType::F32, kind::F32), (tandem_model::TensorType::F16, kind::F16)];
-        let (_, kind) = *kind.iter().find(|(known, _)| *known == tensor.kind).unwrap();
-        (dequantised(kind, tensor.data), tensor.shape[0] as usize)
+        (dequantised(number(tensor.kind), tensor.data), tensor.shape[0] as usize)
     };
     let multiply = |name: &str, x: &[f64]| -> Vec<f64> {
         let (weights, inputs) = weights(name);
@@ -104,8 +129,11 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
 
 #[test]
 fn whole_models_give_the_logits_of_double_precision() {
+    let floats = [kind::F32, kind::F16, kind::BF16].map(|kind| Sizes { kind, ..ODD });
     let tied = Sizes { kind: kind::F16, tied: true, ..QUANTISED };
-    for sizes in [ODD, tied] {
+    let quantised = [kind::Q4_0, kind::Q4_1, kind::Q8_0].map(|kind| Sizes { kind, ..QUANTISED });
+    let blocks = [kind::Q4_K, kind::Q6_K].map(|kind| Sizes { kind, ..BLOCKS });
+    for sizes in floats.into_iter().chain([tied]).chain(quantised).chain(blocks) {
         let file = gguf(file(sizes, 7));
         let tokens = tokens(3, 50, sizes.vocab);
         let expected = forward(&file, sizes, &tokens);
@@ -113,9 +141,14 @@ fn whole_models_give_the_logits_of_double_precision() {
         let logits = run(&mut engine, &tokens, &scattered(0, 2), &[17, 1, 30]);
         assert_eq!(logits.len(), expected.len());
         let largest = expected.iter().fold(0f64, |largest, logit| largest.max(logit.abs()));
+        // Keys and values are rounded to half precision, and with quantised weights each layer's inputs to 8 bits.
+        let (each, all) = if is_quantised(sizes.kind) { (0.1, 0.04) } else { (2e-3, 1e-3) };
         for (i, (logit, expected)) in logits.iter().zip(&expected).enumerate() {
-            // Keys and values are rounded to half precision.
-            assert!((f64::from(*logit) - expected).abs() < 2e-3 * largest, "logit {i} of {sizes:?}: {logit} is not {expected}");
+            assert!((f64::from(*logit) - expected).abs() < each * largest, "logit {i} of {sizes:?}: {logit} is not {expected}");
         }
+        let squares: f64 = expected.iter().map(|logit| logit * logit).sum();
+        let errors: f64 = logits.iter().zip(&expected).map(|(logit, expected)| (f64::from(*logit) - expected).powi(2)).sum();
+        let error = (errors / squares).sqrt();
+        assert!(error < all, "the logits of {sizes:?} are wrong by {error} of their size");
     }
 }

@@ -14,8 +14,8 @@ fn models_are_refused_by_what_is_wrong_with_them() {
     assert!(matches!(absent, CpuError::Model(ModelError::MissingTensor { name }) if name == "blk.1.ffn_up.weight"));
     let shape = refused(original().tensor("blk.0.attn_k.weight", &[96, 96], kind::Q4_1, vec![0; 96 * 60]));
     assert!(matches!(shape, CpuError::Model(ModelError::TensorShape { .. })));
-    let format = refused(original().tensor("blk.0.attn_k.weight", &[96, 32], kind::Q4_0, vec![0; 32 * 54]));
-    assert!(matches!(format, CpuError::WeightType { kind: TensorType::Q4_0, .. }));
+    let format = refused(original().tensor("blk.0.attn_k.weight", &[96, 32], kind::Q5_0, vec![0; 32 * 66]));
+    assert!(matches!(format, CpuError::WeightType { kind: TensorType::Q5_0, .. }));
     let norm = refused(original().tensor("output_norm.weight", &[96], kind::Q4_1, vec![0; 60]));
     assert!(matches!(norm, CpuError::WeightType { .. }));
     let bias = refused(original().tensor("blk.1.attn_q.bias", &[96], kind::F32, vec![0; 384]));
@@ -26,13 +26,21 @@ fn models_are_refused_by_what_is_wrong_with_them() {
 fn weights_that_are_not_finite_are_refused() {
     let damaged = |name: &str, kind: u32, inputs: u64, outputs: u64, mut data: Vec<u8>, at: usize, bytes: &[u8]| {
         data[at..at + bytes.len()].copy_from_slice(bytes);
-        let error = refused(file(Sizes { kind, ..QUANTISED }, 1).tensor(name, &[inputs, outputs], kind, data));
+        let sizes = if inputs == 256 { BLOCKS } else { QUANTISED };
+        let error = refused(file(Sizes { kind, ..sizes }, 1).tensor(name, &[inputs, outputs], kind, data));
         assert!(matches!(&error, CpuError::NotFinite { name: found } if found == name), "{error}");
     };
     let infinite = f16::INFINITY.to_le_bytes();
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 40, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 42, &f16::NAN.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q8_0, 96, 32, vec![0; 96 * 34], 34, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &infinite);
+    // Finite, but not its weights.
+    damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &f16::MAX.to_le_bytes());
+    damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 144, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 146, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q6_K, 256, 64, vec![0; 64 * 210], 208, &infinite);
+    damaged("blk.0.attn_k.weight", kind::BF16, 96, 32, vec![0; 96 * 64], 100, &half::bf16::INFINITY.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::F16, 96, 32, vec![0; 96 * 64], 100, &infinite);
     damaged("blk.0.attn_k.weight", kind::F32, 96, 32, vec![0; 96 * 128], 100, &f32::NAN.to_le_bytes());
     let norm: Vec<u8> = [f32::INFINITY; 96].iter().flat_map(|number| number.to_le_bytes()).collect();
