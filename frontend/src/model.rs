@@ -34,7 +34,7 @@ pub enum ServedModelError {
         found: String,
     },
     /// Text is cut in a way that is not built.
-    #[error("texts cut as {found} are not supported, only gpt-2 and smollm: choose another model")]
+    #[error("texts cut as {found} are not supported, only gpt-2, smollm, llama-bpe and qwen2: choose another model")]
     PreTokenizer {
         /// What the file says.
         found: String,

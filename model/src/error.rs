@@ -50,8 +50,10 @@ pub enum ModelError {
         /// What it must be.
         wanted: &'static str,
     },
-    /// Only `llama` models can be run.
-    #[error("models of architecture {found} are not supported, only llama: choose a model of the Llama family")]
+    /// Only `llama`, `qwen2` and `qwen3` models can be run.
+    #[error(
+        "models of architecture {found} are not supported, only llama, qwen2 and qwen3: choose a model of the Llama or Qwen family"
+    )]
     Architecture {
         /// What the file says.
         found: String,

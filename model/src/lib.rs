@@ -4,12 +4,14 @@ mod config;
 mod error;
 mod gguf;
 mod parse;
+mod rope;
 mod tensor;
 mod tokenizer;
 
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use gguf::Gguf;
+pub use rope::{Pairs, Rope};
 pub use tensor::{Tensor, TensorType};
 pub use tokenizer::TokenizerData;
 

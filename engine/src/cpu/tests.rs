@@ -1,5 +1,6 @@
 //! Small random models, written as GGUF files: every promise of the engine, without the real model.
 
+mod goldens;
 mod kernels;
 mod promises;
 mod reference;
@@ -156,6 +157,7 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
 /// The sizes of a test's model.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
+    family: &'static str,
     layers: u32,
     width: u32,
     heads: u32,
@@ -168,33 +170,71 @@ struct Sizes {
 }
 
 /// Groups of three heads as in the default model, and sizes that fill no panel.
-const QUANTISED: Sizes =
-    Sizes { layers: 2, width: 96, heads: 6, kv_heads: 2, head_dim: 16, ffn: 64, vocab: 101, kind: kind::Q4_1, tied: true };
+const QUANTISED: Sizes = Sizes {
+    family: "llama",
+    layers: 2,
+    width: 96,
+    heads: 6,
+    kv_heads: 2,
+    head_dim: 16,
+    ffn: 64,
+    vocab: 101,
+    kind: kind::Q4_1,
+    tied: true,
+};
 /// Nothing is a multiple of anything.
-const ODD: Sizes =
-    Sizes { layers: 2, width: 40, heads: 5, kv_heads: 5, head_dim: 6, ffn: 37, vocab: 45, kind: kind::F32, tied: false };
+const ODD: Sizes = Sizes {
+    family: "llama",
+    layers: 2,
+    width: 40,
+    heads: 5,
+    kv_heads: 5,
+    head_dim: 6,
+    ffn: 37,
+    vocab: 45,
+    kind: kind::F32,
+    tied: false,
+};
 
 /// Whole blocks of 256, and heads of another length than the width would give.
-const BLOCKS: Sizes =
-    Sizes { layers: 1, width: 256, heads: 8, kv_heads: 2, head_dim: 32, ffn: 256, vocab: 33, kind: kind::Q4_K, tied: false };
+const BLOCKS: Sizes = Sizes {
+    family: "llama",
+    layers: 1,
+    width: 256,
+    heads: 8,
+    kv_heads: 2,
+    head_dim: 32,
+    ffn: 256,
+    vocab: 33,
+    kind: kind::Q4_K,
+    tied: false,
+};
+
+/// Biases; heads turned by halves.
+const QWEN2: Sizes = Sizes { family: "qwen2", ..ODD };
+/// Heads that are normalised and longer than the width would give.
+const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tied: true, ..ODD };
 
 const CONTEXT: u32 = 96;
 
 /// A whole model with random weights; a tied head is stored in 8 bits where the layers have 4.
 fn file(sizes: Sizes, seed: u64) -> Writer {
-    let Sizes { layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
+    let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);
     let mut writer = Writer::default()
-        .str("general.architecture", "llama")
-        .u32("llama.block_count", layers)
-        .u32("llama.embedding_length", width)
-        .u32("llama.feed_forward_length", ffn)
-        .u32("llama.attention.head_count", heads)
-        .u32("llama.attention.head_count_kv", kv_heads)
-        .u32("llama.attention.key_length", head_dim)
-        .u32("llama.context_length", CONTEXT)
-        .f32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-        .f32("llama.rope.freq_base", 10_000.0);
+        .str("general.architecture", family)
+        .str("tokenizer.ggml.model", "none")
+        .u32(&format!("{family}.vocab_size"), vocab)
+        .u32(&format!("{family}.block_count"), layers)
+        .u32(&format!("{family}.embedding_length"), width)
+        .u32(&format!("{family}.feed_forward_length"), ffn)
+        .u32(&format!("{family}.attention.head_count"), heads)
+        .u32(&format!("{family}.attention.head_count_kv"), kv_heads)
+        .u32(&format!("{family}.attention.key_length"), head_dim)
+        .u32(&format!("{family}.attention.value_length"), head_dim)
+        .u32(&format!("{family}.context_length"), CONTEXT)
+        .f32(&format!("{family}.attention.layer_norm_rms_epsilon"), 1e-5)
+        .f32(&format!("{family}.rope.freq_base"), 10_000.0);
     let embedding_kind = if kind == kind::Q4_1 { kind::Q8_0 } else { kind };
     let mut tensor = |writer: Writer, name: &str, kind, inputs: u32, outputs: u32| {
         let data = random.weights(kind, (inputs * outputs) as usize);
@@ -213,6 +253,19 @@ fn file(sizes: Sizes, seed: u64) -> Writer {
         writer = tensor(writer, &name("ffn_gate"), kind, width, ffn);
         writer = tensor(writer, &name("ffn_up"), kind, width, ffn);
         writer = tensor(writer, &name("ffn_down"), kind, ffn, width);
+    }
+    for (name, len) in [("attn_q", heads), ("attn_k", kv_heads), ("attn_v", kv_heads)] {
+        for layer in (0..layers).filter(|_| family == "qwen2") {
+            let len = len * head_dim;
+            let data = (0..len).flat_map(|_| random.number().to_le_bytes()).collect();
+            writer = writer.tensor(&format!("blk.{layer}.{name}.bias"), &[len.into()], kind::F32, data);
+        }
+    }
+    for name in ["attn_q_norm", "attn_k_norm"] {
+        for layer in (0..layers).filter(|_| family == "qwen3") {
+            let data = (0..head_dim).flat_map(|_| (1.0 + random.number() * 0.5).to_le_bytes()).collect();
+            writer = writer.tensor(&format!("blk.{layer}.{name}.weight"), &[head_dim.into()], kind::F32, data);
+        }
     }
     let norms = (0..layers).flat_map(|layer| ["attn_norm", "ffn_norm"].map(|norm| format!("blk.{layer}.{norm}.weight")));
     for name in norms.chain(["output_norm.weight".to_owned()]) {

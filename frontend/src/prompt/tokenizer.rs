@@ -10,9 +10,15 @@ use std::collections::HashMap;
 use tandem_kv::TokenId;
 use tandem_model::{TokenizerData, sim};
 use tokenizers::{
-    PreTokenizerWrapper,
+    PreTokenizerWrapper, SplitDelimiterBehavior,
     models::bpe::BPE,
-    pre_tokenizers::{byte_level::ByteLevel, digits::Digits, sequence::Sequence},
+    normalizers::unicode::NFC,
+    pre_tokenizers::{
+        byte_level::ByteLevel,
+        digits::Digits,
+        sequence::Sequence,
+        split::{Split, SplitPattern},
+    },
 };
 
 /// GGUF's kinds of tokens that matter here.
@@ -86,17 +92,12 @@ impl Tokenizer {
         }
     }
 
-    /// The tokeniser a GGUF file describes: byte-level BPE, cut as GPT-2 or as SmolLM cut.
+    /// The tokeniser a GGUF file describes: byte-level BPE, in the ways that the families we serve have it.
     pub fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
         if data.model != "gpt2" {
             return Err(ServedModelError::TokenizerAlgorithm { found: data.model.clone() });
         }
-        let byte_level = ByteLevel::new(false, true, true);
-        let cut: PreTokenizerWrapper = match data.pre.as_str() {
-            "gpt2" | "gpt-2" => byte_level.into(),
-            "smollm" => Sequence::new(vec![Digits::new(true).into(), byte_level.into()]).into(),
-            _ => return Err(ServedModelError::PreTokenizer { found: data.pre.clone() }),
-        };
+        let Cut { pre_tokenizer, composed, whole_words } = Cut::named(&data.pre)?;
         let vocabulary: HashMap<String, u32> =
             data.tokens.iter().enumerate().map(|(id, text)| (text.clone(), id as u32)).collect();
         let merges = data.merges.iter().map(|merge| merge.split_once(' ').ok_or(ServedModelError::Merge));
@@ -104,10 +105,12 @@ impl Tokenizer {
         let merges = merges.collect::<Result<Vec<_>, _>>()?;
         let bpe = BPE::builder()
             .vocab_and_merges(vocabulary.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
+            .ignore_merges(whole_words)
             .build()
             .map_err(ServedModelError::Tokenizer)?;
         let mut encoder = tokenizers::Tokenizer::new(bpe);
-        encoder.with_pre_tokenizer(Some(cut));
+        encoder.with_pre_tokenizer(Some(pre_tokenizer));
+        encoder.with_normalizer(composed.then_some(NFC)).map_err(ServedModelError::Tokenizer)?;
         let named = |kinds: &[i32]| -> Vec<(String, TokenId)> {
             let tokens = data.tokens.iter().zip(&data.token_types).enumerate();
             tokens
@@ -232,6 +235,38 @@ impl Tokenizer {
     }
 }
 
+/// What happens to a text before its bytes are merged, by the name that GGUF files give it.
+struct Cut {
+    pre_tokenizer: PreTokenizerWrapper,
+    /// Letters and their accents become one character first.
+    composed: bool,
+    /// A piece that is a token is not merged from smaller ones.
+    whole_words: bool,
+}
+
+impl Cut {
+    fn named(name: &str) -> Result<Self, ServedModelError> {
+        /// As in the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which cut numbers into digits.
+        const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        const QWEN_2: &str =
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        let own_rule = |regex: &str| -> Result<PreTokenizerWrapper, ServedModelError> {
+            let split = Split::new(SplitPattern::Regex(regex.to_owned()), SplitDelimiterBehavior::Isolated, false);
+            let bytes = ByteLevel::new(false, true, false);
+            Ok(Sequence::new(vec![split.map_err(ServedModelError::Tokenizer)?.into(), bytes.into()]).into())
+        };
+        let gpt2 = ByteLevel::new(false, true, true);
+        let (pre_tokenizer, composed, whole_words) = match name {
+            "gpt2" | "gpt-2" => (gpt2.into(), false, false),
+            "smollm" => (Sequence::new(vec![Digits::new(true).into(), gpt2.into()]).into(), false, false),
+            "llama-bpe" => (own_rule(LLAMA_3)?, false, true),
+            "qwen2" => (own_rule(QWEN_2)?, true, false),
+            found => return Err(ServedModelError::PreTokenizer { found: found.to_owned() }),
+        };
+        Ok(Self { pre_tokenizer, composed, whole_words })
+    }
+}
+
 /// See [`Tokenizer::guard`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guard(char);
@@ -291,8 +326,48 @@ mod tests {
     fn a_file_with_another_algorithm_is_refused() {
         let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
         assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm { found }) if found == "llama"));
-        let data = TokenizerData { model: "gpt2".into(), pre: "qwen2".into(), ..TokenizerData::default() };
-        assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "qwen2"));
+        let data = TokenizerData { model: "gpt2".into(), pre: "tekken".into(), ..TokenizerData::default() };
+        assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "tekken"));
+    }
+
+    /// `ci/goldens/make_cuts.py`: ids that Hugging Face's tokenisers and llama.cpp give.
+    #[derive(serde::Deserialize)]
+    struct Goldens {
+        merges: Vec<String>,
+        word: String,
+        cuts: HashMap<String, Vec<Golden>>,
+    }
+
+    #[derive(serde::Deserialize)]
+    struct Golden {
+        text: String,
+        ids: Vec<TokenId>,
+    }
+
+    #[test]
+    fn the_families_cut_as_their_own_tokenisers_do() {
+        let goldens: Goldens = serde_json::from_str(include_str!("../../../ci/goldens/cuts.json")).expect("the goldens are JSON");
+        let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
+        bytes.sort_unstable();
+        let bytes = bytes.into_iter().map(|(_, char)| char.to_string());
+        let tokens: Vec<String> =
+            bytes.chain(goldens.merges.iter().map(|merge| merge.replace(' ', ""))).chain([goldens.word]).collect();
+        assert_eq!(goldens.cuts.len(), 2);
+        for (name, cases) in goldens.cuts {
+            let data = TokenizerData {
+                token_types: vec![1; tokens.len()],
+                tokens: tokens.clone(),
+                merges: goldens.merges.clone(),
+                pre: name.clone(),
+                model: "gpt2".into(),
+                ..Default::default()
+            };
+            let tokenizer = Tokenizer::from_data(&data).expect("the goldens make a tokeniser");
+            assert!(cases.len() >= 30, "only {} goldens", cases.len());
+            for Golden { text, ids } in cases {
+                assert_eq!(tokenizer.encode(&text, Special::Text).expect("every text can be encoded"), ids, "{name}: {text:?}");
+            }
+        }
     }
 
     #[test]

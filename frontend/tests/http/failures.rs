@@ -97,7 +97,10 @@ async fn what_can_never_run_is_refused_and_not_tried_again() {
     let reply = soon(cluster.ask(CHAT, chat(json!({})))).await.expect("the client lives");
     let (status, body) = reply.json().await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
-    assert!(body["error"]["message"].as_str().is_some_and(|message| message.contains("because of the test. Lower n or max_tokens")), "{body}");
+    assert!(
+        body["error"]["message"].as_str().is_some_and(|message| message.contains("because of the test. Lower n or max_tokens")),
+        "{body}"
+    );
     assert!(cluster.no_call());
 }
 

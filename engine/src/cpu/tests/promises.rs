@@ -3,7 +3,7 @@
 use super::*;
 use proptest::prelude::*;
 
-fn all_sizes() -> [Sizes; 8] {
+fn all_sizes() -> [Sizes; 11] {
     let quantised = |kind| Sizes { kind, ..QUANTISED };
     let floats = |kind| Sizes { kind, ..ODD };
     [
@@ -15,6 +15,9 @@ fn all_sizes() -> [Sizes; 8] {
         ODD,
         floats(kind::F16),
         Sizes { tied: true, ..floats(kind::BF16) },
+        QWEN2,
+        QWEN3,
+        Sizes { family: "qwen3", ..BLOCKS },
     ]
 }
 

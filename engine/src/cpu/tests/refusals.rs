@@ -9,7 +9,10 @@ fn refused(writer: Writer) -> CpuError {
 #[test]
 fn models_are_refused_by_what_is_wrong_with_them() {
     let original = || file(QUANTISED, 1);
-    assert!(matches!(refused(original().str("general.architecture", "qwen3")), CpuError::Model(ModelError::Architecture { .. })));
+    assert!(matches!(
+        refused(original().str("general.architecture", "gemma3")),
+        CpuError::Model(ModelError::Architecture { .. })
+    ));
     let absent = refused(original().without_tensor("blk.1.ffn_up.weight"));
     assert!(matches!(absent, CpuError::Model(ModelError::MissingTensor { name }) if name == "blk.1.ffn_up.weight"));
     let shape = refused(original().tensor("blk.0.attn_k.weight", &[96, 96], kind::Q4_1, vec![0; 96 * 60]));
@@ -19,7 +22,15 @@ fn models_are_refused_by_what_is_wrong_with_them() {
     let norm = refused(original().tensor("output_norm.weight", &[96], kind::Q4_1, vec![0; 60]));
     assert!(matches!(norm, CpuError::WeightType { .. }));
     let bias = refused(original().tensor("blk.1.attn_q.bias", &[96], kind::F32, vec![0; 384]));
-    assert!(matches!(bias, CpuError::Bias { name } if name == "blk.1.attn_q.bias"));
+    assert!(matches!(bias, CpuError::Unexpected { name } if name == "blk.1.attn_q.bias"));
+    let head = refused(original().tensor("blk.1.attn_q_norm.weight", &[16], kind::F32, vec![0; 64]));
+    assert!(matches!(head, CpuError::Unexpected { name } if name == "blk.1.attn_q_norm.weight"));
+    let out = refused(file(QWEN2, 1).tensor("blk.0.attn_output.bias", &[40], kind::F32, vec![0; 160]));
+    assert!(matches!(out, CpuError::Unexpected { name } if name == "blk.0.attn_output.bias"));
+    for (sizes, needed) in [(QWEN2, "blk.1.attn_k.bias"), (QWEN3, "blk.1.attn_q_norm.weight")] {
+        let absent = refused(file(sizes, 1).without_tensor(needed));
+        assert!(matches!(absent, CpuError::Model(ModelError::MissingTensor { name }) if name == needed));
+    }
 }
 
 #[test]
