@@ -1,7 +1,7 @@
 //! A model's sizes, and which models can be run at all.
 
 use crate::{
-    Gguf, ModelError, Pairs, Rope, TensorType,
+    Gguf, ModelError, ModelFile, Pairs, Rope, TensorType,
     rope::{Scaling, yarn_magnitude},
 };
 
@@ -46,14 +46,15 @@ impl Gguf {
 }
 
 /// What tells the families apart.
-struct Family {
+pub(crate) struct Family {
+    /// In GGUF files.
     pairs: Pairs,
-    qkv_biases: bool,
-    qk_norms: bool,
+    pub(crate) qkv_biases: bool,
+    pub(crate) qk_norms: bool,
 }
 
 impl Family {
-    fn of(architecture: &str) -> Result<Self, ModelError> {
+    pub(crate) fn of(architecture: &str) -> Result<Self, ModelError> {
         let (pairs, qkv_biases, qk_norms) = match architecture {
             "llama" => (Pairs::Adjacent, false, false),
             "qwen2" => (Pairs::Halves, true, false),

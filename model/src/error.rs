@@ -84,4 +84,28 @@ pub enum ModelError {
         /// What the file says.
         found: u32,
     },
+    /// A weight's number format in a safetensors file has no counterpart here.
+    #[error("tensor {name} is stored as {found:?}: take the model in BF16, F16 or F32, or a GGUF conversion of it")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// How it is stored.
+        found: safetensors::Dtype,
+    },
+    /// A file of weights is damaged or incomplete.
+    #[error("{} cannot be read ({source}): it is incomplete, fetch it again", path.display())]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// Which rule it breaks.
+        source: safetensors::SafeTensorError,
+    },
+    /// A file beside the weights is not what it should be.
+    #[error("the model's {file} cannot be used ({source}): fetch the model again, or choose another")]
+    Json {
+        /// Its name.
+        file: &'static str,
+        /// What it lacks or says wrongly.
+        source: serde_json::Error,
+    },
 }

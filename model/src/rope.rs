@@ -31,6 +31,13 @@ pub(crate) enum Scaling {
     Linear {
         factor: f64,
     },
+    /// Long waves divided, short ones kept, those between mixed.
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: f64,
+    },
     /// Pairs that turn seldom in the original context divided, those that turn often kept, those between mixed.
     Yarn {
         factor: f64,
@@ -58,6 +65,13 @@ impl Rope {
         match scaling {
             Scaling::None => {}
             Scaling::Linear { factor } => frequencies.iter_mut().for_each(|frequency| *frequency /= factor),
+            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+                for frequency in &mut frequencies {
+                    let turns = original_context * *frequency / (2.0 * PI);
+                    let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    *frequency *= kept + (1.0 - kept) / factor;
+                }
+            }
             Scaling::Yarn { factor, original_context, beta_fast, beta_slow, magnitude: given } => {
                 // The pair that turns so often in the original context.
                 let pair_of =
@@ -88,6 +102,23 @@ mod tests {
     }
 
     // The expected numbers are numpy's, after the formulas of Hugging Face's `modeling_rope_utils`.
+
+    #[test]
+    fn llama3_divides_long_waves_only() {
+        let scaling =
+            |factor, original_context| Scaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context };
+        let rope = Rope::new(Pairs::Halves, 16, 500_000.0, None, scaling(32.0, 8192.0));
+        assert_near(
+            &rope.frequencies,
+            &[1.0, 0.193922745, 0.0376060309, 0.00729266474, 0.000429556797, 8.57025549e-6, 1.66196747e-6, 3.22293293e-7],
+        );
+        let rope = Rope::new(Pairs::Adjacent, 16, 10_000.0, None, scaling(8.0, 64.0));
+        assert_near(
+            &rope.frequencies,
+            &[1.0, 0.244384599, 0.013042256, 0.00395284708, 0.00125, 0.000395284708, 0.000125, 3.95284708e-5],
+        );
+        assert_eq!(rope.magnitude, 1.0);
+    }
 
     #[test]
     fn yarn_mixes_between_two_pairs() {

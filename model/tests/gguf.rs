@@ -3,7 +3,7 @@
 mod writer;
 
 use proptest::prelude::*;
-use tandem_model::{Gguf, ModelConfig, ModelError, Pairs, Rope, TensorType};
+use tandem_model::{Gguf, ModelConfig, ModelError, ModelFile, Pairs, Rope, TensorType};
 use writer::{Writer, kind};
 
 /// A file with all that the reader knows, of a Llama without layers' weights.

@@ -5,7 +5,7 @@ use super::{
     weights::{Matrix, vector},
 };
 use std::sync::Arc;
-use tandem_model::{Gguf, ModelConfig};
+use tandem_model::{ModelConfig, ModelFile};
 
 /// A model's weights, packed for the kernels. Engines of one process share it.
 pub struct CpuModel {
@@ -45,9 +45,9 @@ pub(super) struct QkNorms {
 }
 
 impl CpuModel {
-    /// Reads, checks and packs all weights. The file is not needed afterwards.
-    pub fn load(file: &Gguf) -> Result<Arc<Self>, CpuError> {
-        let config = ModelConfig::read(file)?;
+    /// Reads, checks and packs all weights. The files are not needed afterwards.
+    pub fn load(file: &dyn ModelFile) -> Result<Arc<Self>, CpuError> {
+        let config = file.config()?;
         let ModelConfig { width, ffn, vocab_size, head_dim, qkv_biases, qk_norms, .. } = config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
         let layer = |i: usize| {

@@ -1,5 +1,6 @@
 //! Small random models, written as GGUF files: every promise of the engine, without the real model.
 
+mod directory;
 mod goldens;
 mod kernels;
 mod promises;

@@ -9,7 +9,7 @@ use super::{
     math::{widen, widen_bf16},
 };
 use half::f16;
-use tandem_model::{Gguf, TensorType};
+use tandem_model::{ModelFile, TensorType};
 
 /// Outputs side by side in a tile.
 pub(super) const PANEL: usize = 32;
@@ -322,7 +322,7 @@ impl Tile for F32Tile {
 
 impl Matrix {
     /// Packs a tensor that must have this shape.
-    pub fn load(file: &Gguf, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
+    pub fn load(file: &dyn ModelFile, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
         let tensor = file.tensor_of(name, &[inputs as u64, outputs as u64])?;
         let not_finite = || CpuError::NotFinite { name: name.to_owned() };
         let tiles = match tensor.kind {
@@ -383,7 +383,7 @@ fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
 }
 
 /// A vector of float weights (norms).
-pub(super) fn vector(file: &Gguf, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
+pub(super) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
     let tensor = file.tensor_of(name, &[len as u64])?;
     let numbers: Vec<f32> = match tensor.kind {
         TensorType::F32 => tensor.data.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number)).collect(),

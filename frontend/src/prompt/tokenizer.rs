@@ -23,9 +23,11 @@ use tokenizers::{
 
 /// GGUF's kinds of tokens that matter here.
 mod kind {
+    pub(super) const NORMAL: i32 = 1;
     pub(super) const UNKNOWN: i32 = 2;
     pub(super) const CONTROL: i32 = 3;
     pub(super) const USER_DEFINED: i32 = 4;
+    pub(super) const UNUSED: i32 = 5;
 }
 
 /// A model's tokeniser. It never changes.
@@ -111,15 +113,64 @@ impl Tokenizer {
         let mut encoder = tokenizers::Tokenizer::new(bpe);
         encoder.with_pre_tokenizer(Some(pre_tokenizer));
         encoder.with_normalizer(composed.then_some(NFC)).map_err(ServedModelError::Tokenizer)?;
-        let named = |kinds: &[i32]| -> Vec<(String, TokenId)> {
-            let tokens = data.tokens.iter().zip(&data.token_types).enumerate();
+        Self::assemble(encoder, &data.tokens, &data.token_types)
+    }
+
+    /// The tokeniser of a `tokenizer.json`, which must be byte-level BPE, and the token that it puts before every text, if any.
+    pub fn from_json(json: &[u8]) -> Result<(Self, Option<TokenId>), ServedModelError> {
+        let broken = |source: serde_json::Error| ServedModelError::Tokenizer(Box::new(source));
+        let mut file: serde_json::Value = serde_json::from_slice(json).map_err(broken)?;
+        let algorithm = file["model"]["type"].as_str().unwrap_or("unknown");
+        if algorithm != "BPE" || file["model"]["byte_fallback"] == true {
+            return Err(ServedModelError::TokenizerAlgorithm { found: algorithm.to_owned() });
+        }
+        if !is_byte_level(&file["pre_tokenizer"]) {
+            let found = file["pre_tokenizer"]["type"].as_str().unwrap_or("unknown").to_owned();
+            return Err(ServedModelError::PreTokenizer { found });
+        }
+        let whole = tokenizers::Tokenizer::from_bytes(json).map_err(ServedModelError::Tokenizer)?;
+        let first = leading_token(&whole)?;
+        // Special tokens are cut out here, not there: see `guard`.
+        let added: Vec<AddedToken> = serde_json::from_value(file["added_tokens"].take()).map_err(broken)?;
+        file["added_tokens"] = serde_json::json!([]);
+        file["post_processor"] = serde_json::Value::Null;
+        file["truncation"] = serde_json::Value::Null;
+        file["padding"] = serde_json::Value::Null;
+        let bare = serde_json::to_vec(&file).map_err(broken)?;
+        let encoder = tokenizers::Tokenizer::from_bytes(bare).map_err(ServedModelError::Tokenizer)?;
+        if let Some(token) = added.iter().find(|token| token.lstrip || token.rstrip || token.single_word) {
+            return Err(ServedModelError::AddedToken { name: token.content.clone() });
+        }
+        let vocabulary = encoder.get_vocab(false);
+        let named = vocabulary.into_iter().map(|(text, id)| (id, text, kind::NORMAL));
+        let added = added.into_iter().map(|token| {
+            let kind = if token.special { kind::CONTROL } else { kind::USER_DEFINED };
+            (token.id, token.content, kind)
+        });
+        let all: Vec<(TokenId, String, i32)> = named.chain(added).collect();
+        // A few ids may be free, but memory is not taken for whatever number a file gives.
+        let len = all.iter().map(|(id, ..)| *id as usize + 1).max().unwrap_or_default();
+        if len > 2 * all.len() + 65_536 {
+            return Err(ServedModelError::TokenIds { len });
+        }
+        let (mut tokens, mut kinds) = (vec![String::new(); len], vec![kind::UNUSED; len]);
+        for (id, text, kind) in all {
+            (tokens[id as usize], kinds[id as usize]) = (text, kind);
+        }
+        Ok((Self::assemble(encoder, &tokens, &kinds)?, first))
+    }
+
+    /// `kinds` are GGUF's, one a token.
+    fn assemble(encoder: tokenizers::Tokenizer, tokens: &[String], kinds: &[i32]) -> Result<Self, ServedModelError> {
+        let named = |wanted: &[i32]| -> Vec<(String, TokenId)> {
+            let tokens = tokens.iter().zip(kinds).enumerate();
             tokens
-                .filter(|(_, (text, kind))| kinds.contains(kind) && !text.is_empty())
+                .filter(|(_, (text, kind))| wanted.contains(kind) && !text.is_empty())
                 .map(|(id, (text, _))| (text.clone(), id as TokenId))
                 .collect()
         };
         let bytes_of = byte_of_char();
-        let tokens = data.tokens.iter().zip(&data.token_types).map(|(text, kind)| {
+        let all = tokens.iter().zip(kinds).map(|(text, kind)| {
             let special = [kind::UNKNOWN, kind::CONTROL].contains(kind);
             let literal = special || *kind == kind::USER_DEFINED;
             let bytes = text.chars().map(|char| bytes_of.get(&char).copied()).collect::<Option<Vec<u8>>>();
@@ -129,7 +180,7 @@ impl Tokenizer {
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
-            tokens: tokens.collect(),
+            tokens: all.collect(),
             special: Literals::new(named(&[kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED]))?,
             always: Literals::new(named(&[kind::USER_DEFINED]))?,
             // A name of one character cannot be broken up.
@@ -232,6 +283,40 @@ impl Tokenizer {
             }
         }
         Ok(())
+    }
+}
+
+/// A token of `tokenizer.json` that is cut out of texts.
+#[derive(serde::Deserialize)]
+struct AddedToken {
+    id: TokenId,
+    content: String,
+    special: bool,
+    /// These three would change what is around the token.
+    #[serde(default)]
+    lstrip: bool,
+    #[serde(default)]
+    rstrip: bool,
+    #[serde(default)]
+    single_word: bool,
+}
+
+/// Whether texts become bytes before they are merged.
+fn is_byte_level(pre_tokenizer: &serde_json::Value) -> bool {
+    let parts = pre_tokenizer["pretokenizers"].as_array();
+    pre_tokenizer["type"] == "ByteLevel" || parts.is_some_and(|parts| parts.iter().any(|part| part["type"] == "ByteLevel"))
+}
+
+/// What the file's own way to finish a text puts before it; anything else that it does is refused.
+fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, ServedModelError> {
+    let ids = |finished| -> Result<Vec<TokenId>, ServedModelError> {
+        Ok(whole.encode_fast("a", finished).map_err(ServedModelError::Tokenizer)?.get_ids().to_vec())
+    };
+    let (plain, finished) = (ids(false)?, ids(true)?);
+    match finished.strip_suffix(plain.as_slice()) {
+        Some([]) => Ok(None),
+        Some([first]) => Ok(Some(*first)),
+        _ => Err(ServedModelError::PostProcessor),
     }
 }
 
@@ -368,6 +453,82 @@ mod tests {
                 assert_eq!(tokenizer.encode(&text, Special::Text).expect("every text can be encoded"), ids, "{name}: {text:?}");
             }
         }
+    }
+
+    /// Like Llama 3's: a first token, special ones and one that is cut out of every text.
+    fn tokenizer_json() -> serde_json::Value {
+        let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
+        bytes.sort_unstable();
+        let mut vocabulary: serde_json::Map<String, serde_json::Value> =
+            bytes.into_iter().map(|(byte, char)| (char.to_string(), byte.into())).collect();
+        vocabulary.insert("he".into(), 256.into());
+        let added = |id: u32, content: &str, special: bool| {
+            serde_json::json!({"id": id, "content": content, "special": special, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false})
+        };
+        serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+            "added_tokens": [added(257, "<|begin|>", true), added(258, "<|end|>", true), added(260, "<tool>", false)],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}| ?\\p{L}+"}, "behavior": "Isolated", "invert": false},
+                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]},
+            "post_processor": {"type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [257], "tokens": ["<|begin|>"]}}},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false, "byte_fallback": false,
+                "ignore_merges": true, "vocab": vocabulary, "merges": [["h", "e"]]},
+        })
+    }
+
+    fn from_json(json: &serde_json::Value) -> Result<(Tokenizer, Option<TokenId>), ServedModelError> {
+        Tokenizer::from_json(&serde_json::to_vec(json).expect("it is JSON"))
+    }
+
+    #[test]
+    fn a_tokenizer_json_is_the_same_tokeniser() {
+        let (tokenizer, first) = from_json(&tokenizer_json()).expect("it is supported");
+        assert_eq!(first, Some(257));
+        let text = "he 12<|end|><tool>é";
+        assert_eq!(tokenizer.encode(text, Special::Parsed).expect("it encodes"), [256, 32, 49, 50, 258, 260, 0xC3, 0xA9]);
+        let plain = tokenizer.encode(text, Special::Text).expect("it encodes");
+        assert!(!plain.contains(&258) && plain.contains(&260), "{plain:?}");
+        assert_eq!(tokenizer.decode(&plain), text);
+        assert_eq!((tokenizer.vocab_size(), tokenizer.special_id("<|end|>")), (261, Some(258)));
+        assert_eq!(tokenizer.bytes(259), b"", "an id that no token has");
+        let guard = Tokenizer::guard(["<|end|>"].into_iter()).expect("one is free");
+        let guarded = tokenizer.encode_guarded(&tokenizer.mark("<|end|>", guard), guard).expect("it encodes");
+        assert_eq!(tokenizer.decode(&guarded), "<|end|>");
+        assert!(!guarded.contains(&258));
+        let mut silent = tokenizer_json();
+        silent["post_processor"] = serde_json::Value::Null;
+        assert_eq!(from_json(&silent).expect("it is supported").1, None);
+    }
+
+    #[test]
+    fn a_tokenizer_json_of_another_kind_is_refused() {
+        let refused = |change: &dyn Fn(&mut serde_json::Value)| {
+            let mut json = tokenizer_json();
+            change(&mut json);
+            from_json(&json).err().expect("it is refused")
+        };
+        let error = refused(&|json| json["model"]["type"] = "Unigram".into());
+        assert!(matches!(error, ServedModelError::TokenizerAlgorithm { found } if found == "Unigram"));
+        let error = refused(&|json| json["model"]["byte_fallback"] = true.into());
+        assert!(matches!(error, ServedModelError::TokenizerAlgorithm { .. }));
+        let error = refused(&|json| json["pre_tokenizer"] = serde_json::json!({"type": "Whitespace"}));
+        assert!(matches!(error, ServedModelError::PreTokenizer { found } if found == "Whitespace"));
+        let error = refused(&|json| json["added_tokens"][1]["rstrip"] = true.into());
+        assert!(matches!(error, ServedModelError::AddedToken { name } if name == "<|end|>"));
+        let error = refused(&|json| {
+            let end = serde_json::json!({"SpecialToken": {"id": "<|begin|>", "type_id": 0}});
+            json["post_processor"]["single"].as_array_mut().expect("a list").push(end);
+        });
+        assert!(matches!(error, ServedModelError::PostProcessor));
+        let error = refused(&|json| json["model"]["vocab"]["he"] = u32::MAX.into());
+        assert!(matches!(error, ServedModelError::TokenIds { .. }));
+        assert!(matches!(Tokenizer::from_json(b"{"), Err(ServedModelError::Tokenizer(_))));
     }
 
     #[test]

@@ -29,7 +29,7 @@ const LLAMA: Sizes = Sizes {
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
 /// Every type of weight, every family, every way to stretch a context.
-fn models() -> Vec<(&'static str, Writer)> {
+pub(super) fn models() -> Vec<(&'static str, Writer)> {
     let llama = |kind| file(Sizes { kind, ..LLAMA }, 21);
     let qwen2 = |kind| file(Sizes { family: "qwen2", kind, ..LLAMA }, 22);
     let qwen3 = |kind| file(Sizes { family: "qwen3", head_dim: 24, tied: true, kind, ..LLAMA }, 23);
@@ -59,23 +59,32 @@ fn models() -> Vec<(&'static str, Writer)> {
     ]
 }
 
+fn goldens() -> Vec<Golden> {
+    serde_json::from_str(include_str!("../../../../ci/goldens/small.json")).unwrap()
+}
+
+/// Runs a model's golden tokens and compares the last logits; gives back all.
+pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
+    let golden = goldens().into_iter().find(|golden| golden.model == name).unwrap();
+    let all = run(engine, &golden.tokens, &scattered(0, 1), &[]);
+    let logits = &all[all.len() - golden.logits.len()..];
+    let squares: f64 = golden.logits.iter().map(|logit| logit * logit).sum();
+    let errors: f64 = logits.iter().zip(&golden.logits).map(|(logit, golden)| (f64::from(*logit) - golden).powi(2)).sum();
+    let error = (errors / squares).sqrt();
+    // Activations have 8 bits where weights are quantised; keys and values are halves.
+    let bound = if name.contains("-q") { 0.04 } else { 1e-3 };
+    assert!(error < bound, "{name}: wrong by {error} of the logits' size");
+    all
+}
+
 #[test]
 fn small_models_give_the_references_logits() {
-    let goldens: Vec<Golden> = serde_json::from_str(include_str!("../../../../ci/goldens/small.json")).unwrap();
-    let models = models();
+    let (goldens, models) = (goldens(), models());
     assert_eq!(goldens.len(), models.len());
     for (golden, (name, writer)) in goldens.iter().zip(models) {
         let file = gguf(writer);
         assert_eq!((golden.model.as_str(), &golden.revision), (name, &file.revision()), "other models than the reference's");
-        let mut engine = engine(&CpuModel::load(&file).unwrap());
-        let logits = run(&mut engine, &golden.tokens, &scattered(0, 1), &[]);
-        let logits = &logits[logits.len() - golden.logits.len()..];
-        let squares: f64 = golden.logits.iter().map(|logit| logit * logit).sum();
-        let errors: f64 = logits.iter().zip(&golden.logits).map(|(logit, golden)| (f64::from(*logit) - golden).powi(2)).sum();
-        let error = (errors / squares).sqrt();
-        // Activations have 8 bits where weights are quantised; keys and values are halves.
-        let bound = if name.contains("-q") { 0.04 } else { 1e-3 };
-        assert!(error < bound, "{name}: wrong by {error} of the logits' size");
+        compare(name, &mut engine(&CpuModel::load(&file).unwrap()));
     }
 }
 
