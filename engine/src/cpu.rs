@@ -1,4 +1,4 @@
-//! A model on the CPU: Llamas from GGUF, one thread.
+//! A model on the CPU: Llamas and Qwens, one thread.
 //!
 //! What a token's result is depends on the tokens, their positions and the KV before them, bit for bit: not on the chunks of a
 //! step, not on where chunks begin, not on the processor. Every sum has one order (see the kernels' files), whole numbers are summed
@@ -20,7 +20,7 @@ use attention::{KvLayout, Queries, Scratch, attend};
 use half::{f16, slice::HalfFloatSliceExt};
 use isa::Isa;
 use linear::{Quantised, linear, quantise};
-use math::{add, rms_norm, rotate, swiglu, turns};
+use math::{add, add_to_rows, rms_norm, rms_norm_in_place, rotate, swiglu, turns};
 use model::Layer;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, TokenId};
@@ -33,7 +33,7 @@ pub enum CpuError {
     #[error(transparent)]
     Model(#[from] ModelError),
     /// A weight's number format has no kernel.
-    #[error("tensor {name} is stored as {kind:?}: take a Q4_1, Q8_0, F16 or F32 conversion of the model")]
+    #[error("tensor {name} is stored as {kind:?}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
     WeightType {
         /// The tensor.
         name: String,
@@ -46,9 +46,9 @@ pub enum CpuError {
         /// The tensor.
         name: String,
     },
-    /// A layer has a bias, which this engine would leave out.
-    #[error("the model has the bias {name}, which is not supported: choose another model")]
-    Bias {
+    /// A layer has a weight that no model of its family has, and which this engine would leave out.
+    #[error("the model has the tensor {name}, which is not supported in its family: choose another model")]
+    Unexpected {
         /// The tensor.
         name: String,
     },
@@ -253,7 +253,7 @@ impl Step<'_> {
         angles.clear();
         for chunk in self.chunks {
             for position in (chunk.start..).take(chunk.tokens.len()) {
-                turns(position, config.head_dim / 2, config.rope_base, angles);
+                turns(position, &config.rope, angles);
             }
         }
     }
@@ -267,9 +267,18 @@ impl Step<'_> {
         linear(isa, &layer.query, normed, quantised, queries);
         linear(isa, &layer.key, normed, quantised, keys);
         linear(isa, &layer.value, normed, quantised, values);
-        let (pairs, query_len) = (config.head_dim / 2, config.heads * config.head_dim);
-        rotate(isa, queries, query_len, turns, pairs, 1.0 / (config.head_dim as f32).sqrt());
-        rotate(isa, keys, layout.row_len(), turns, pairs, 1.0);
+        if let Some(biases) = &layer.qkv_biases {
+            add_to_rows(isa, queries, &biases.query);
+            add_to_rows(isa, keys, &biases.key);
+            add_to_rows(isa, values, &biases.value);
+        }
+        if let Some(norms) = &layer.qk_norms {
+            rms_norm_in_place(isa, queries, &norms.query, config.eps);
+            rms_norm_in_place(isa, keys, &norms.key, config.eps);
+        }
+        let query_len = config.heads * config.head_dim;
+        rotate(isa, queries, query_len, turns, &config.rope, 1.0 / (config.head_dim as f32).sqrt());
+        rotate(isa, keys, layout.row_len(), turns, &config.rope, 1.0);
         store_kv(layout, self.kv, self.chunks, index, keys, values);
         let mut row = 0;
         for chunk in self.chunks {

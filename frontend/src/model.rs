@@ -2,7 +2,7 @@
 
 use crate::prompt::{ChatTemplate, Tokenizer};
 use tandem_kv::{Namespace, TokenId};
-use tandem_model::{Gguf, ModelError, sim};
+use tandem_model::{Gguf, HfDirectory, ModelError, ModelFile, sim};
 
 /// Names of control tokens that end an answer in the families we serve, besides the one a file names.
 const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
@@ -34,10 +34,25 @@ pub enum ServedModelError {
         found: String,
     },
     /// Text is cut in a way that is not built.
-    #[error("texts cut as {found} are not supported, only gpt-2 and smollm: choose another model")]
+    #[error("texts cut as {found} are not supported, only gpt-2, smollm, llama-bpe and qwen2: choose another model")]
     PreTokenizer {
         /// What the file says.
         found: String,
+    },
+    /// A special token that also takes spaces beside it.
+    #[error("the tokeniser's token {name} takes what is beside it, which is not supported: choose another model")]
+    AddedToken {
+        /// The token's text.
+        name: String,
+    },
+    /// Texts are finished by more than a first token.
+    #[error("the tokeniser puts more than one token around a text, which is not supported: choose another model")]
+    PostProcessor,
+    /// Ids far beyond the number of tokens.
+    #[error("the tokeniser's ids go up to {len}, far beyond its number of tokens: the file is damaged, fetch it again")]
+    TokenIds {
+        /// One more than the largest.
+        len: usize,
     },
     /// A merge is not two tokens.
     #[error("the model file's list of merges is damaged: fetch it again")]
@@ -60,17 +75,30 @@ impl ServedModel {
         let tokenizer = Tokenizer::from_data(&data)?;
         let name = |token: Option<TokenId>| token.and_then(|token| data.tokens.get(token as usize)).map_or("", String::as_str);
         let template = data.chat_template.as_deref().map(|source| ChatTemplate::new(source, name(data.bos), name(data.eos)));
-        let mut stop_tokens: Vec<TokenId> = data.eos.into_iter().collect();
-        stop_tokens.extend(ANSWER_ENDS.iter().filter_map(|name| tokenizer.special_id(name)));
-        stop_tokens.sort_unstable();
-        stop_tokens.dedup();
         Ok(Self {
             id: id.into(),
             revision: file.revision(),
             context_length: file.context_length()?,
             template: template.transpose()?,
-            stop_tokens,
+            stop_tokens: stop_tokens(&tokenizer, data.eos),
             bos: data.bos.filter(|_| data.add_bos),
+            tokenizer,
+        })
+    }
+
+    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`.
+    pub fn from_directory(id: impl Into<String>, directory: &HfDirectory) -> Result<Self, ServedModelError> {
+        let files = directory.tokenizer()?;
+        let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
+        let template = files.chat_template.as_deref().map(|source| ChatTemplate::new(source, &files.bos, &files.eos));
+        let eos = tokenizer.special_id(&files.eos);
+        Ok(Self {
+            id: id.into(),
+            revision: directory.revision(),
+            context_length: directory.config()?.context_length,
+            template: template.transpose()?,
+            stop_tokens: stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos)),
+            bos,
             tokenizer,
         })
     }
@@ -99,6 +127,16 @@ impl ServedModel {
         &self.id
     }
 
+    /// The longest sequence, in tokens.
+    pub fn context_length(&self) -> u32 {
+        self.context_length
+    }
+
+    /// The tokens that end an answer.
+    pub fn stop_tokens(&self) -> &[TokenId] {
+        &self.stop_tokens
+    }
+
     /// Its tokeniser.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -107,5 +145,93 @@ impl ServedModel {
     /// Whose KV a request may share: that of the same model and the same `cache_salt`.
     pub(crate) fn namespace(&self, cache_salt: &str) -> Namespace {
         Namespace::new(&self.id, &self.revision, "", cache_salt)
+    }
+}
+
+/// Those that a model names, and the families' own.
+fn stop_tokens(tokenizer: &Tokenizer, named: impl IntoIterator<Item = TokenId>) -> Vec<TokenId> {
+    let mut tokens: Vec<TokenId> = named.into_iter().collect();
+    tokens.extend(ANSWER_ENDS.iter().filter_map(|name| tokenizer.special_id(name)));
+    tokens.sort_unstable();
+    tokens.dedup();
+    tokens
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prompt::Turn;
+    use std::{fs, path::Path};
+
+    /// A directory without weights: nothing here reads them.
+    fn directory(at: &Path) {
+        let files = [
+            (
+                "config.json",
+                r#"{"model_type":"qwen3","hidden_size":8,"num_hidden_layers":1,"num_attention_heads":2,"intermediate_size":4,
+                "rms_norm_eps":1e-6,"max_position_embeddings":77,"vocab_size":4,"eos_token_id":2}"#,
+            ),
+            (
+                "tokenizer.json",
+                r#"{"version":"1.0","normalizer":null,"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,
+                "trim_offsets":true,"use_regex":true},"added_tokens":[
+                {"id":1,"content":"<s>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false},
+                {"id":2,"content":"</s>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false},
+                {"id":3,"content":"<|im_end|>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false}],
+                "model":{"type":"BPE","vocab":{"a":0},"merges":[]}}"#,
+            ),
+            (
+                "tokenizer_config.json",
+                r#"{"bos_token":{"content":"<s>"},"eos_token":"</s>","chat_template":"{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}"#,
+            ),
+        ];
+        for (name, content) in files {
+            fs::write(at.join(name), content).expect("ours");
+        }
+        fs::write(at.join("model.safetensors"), [&2u64.to_le_bytes()[..], b"{}"].concat()).expect("ours");
+    }
+
+    fn served(at: &Path) -> ServedModel {
+        ServedModel::from_directory("m", &HfDirectory::open(at).expect("it opens")).expect("it can be served")
+    }
+
+    fn rendered(model: &ServedModel) -> String {
+        let turns = [Turn { role: "user", content: "a" }];
+        model.template.as_ref().expect("it has a template").render(&turns).expect("it renders")
+    }
+
+    #[test]
+    fn a_directory_says_what_a_file_would() {
+        let folder = tempfile::tempdir().expect("a folder");
+        directory(folder.path());
+        let model = served(folder.path());
+        assert_eq!((model.id(), model.context_length(), model.bos), ("m", 77, None));
+        assert_eq!(model.stop_tokens(), [2, 3], "the model's own and the family's");
+        assert_eq!(rendered(&model), "<s>a</s>");
+
+        // Newer files win over older ones.
+        fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("ours");
+        fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("ours");
+        let model = served(folder.path());
+        assert_eq!(model.stop_tokens(), [0, 2, 3]);
+        assert_eq!(rendered(&model), "a!");
+
+        let named = r#"{"chat_template":[{"name":"tools","template":"t"},{"name":"default","template":"d"}]}"#;
+        fs::write(folder.path().join("tokenizer_config.json"), named).expect("ours");
+        fs::remove_file(folder.path().join("chat_template.jinja")).expect("ours");
+        assert_eq!(rendered(&served(folder.path())), "d");
+    }
+
+    #[test]
+    fn a_directory_without_a_tokeniser_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        directory(folder.path());
+        fs::remove_file(folder.path().join("tokenizer.json")).expect("ours");
+        let opened = HfDirectory::open(folder.path()).expect("its numbers are there");
+        let error = ServedModel::from_directory("m", &opened).err().expect("it is refused").to_string();
+        assert!(error.contains("tokenizer.json"), "{error}");
+        fs::write(folder.path().join("tokenizer_config.json"), "[").expect("ours");
+        let error = ServedModel::from_directory("m", &opened).err().expect("it is refused").to_string();
+        assert!(error.contains("tokenizer_config.json"), "{error}");
     }
 }

@@ -50,8 +50,10 @@ pub enum ModelError {
         /// What it must be.
         wanted: &'static str,
     },
-    /// Only `llama` models can be run.
-    #[error("models of architecture {found} are not supported, only llama: choose a model of the Llama family")]
+    /// Only `llama`, `qwen2` and `qwen3` models can be run.
+    #[error(
+        "models of architecture {found} are not supported, only llama, qwen2 and qwen3: choose a model of the Llama or Qwen family"
+    )]
     Architecture {
         /// What the file says.
         found: String,
@@ -73,11 +75,37 @@ pub enum ModelError {
         wanted: Vec<u64>,
     },
     /// A weight's number format is not known here.
-    #[error("tensor {name} has the unknown type number {found}: take a Q4_1, Q8_0, F16 or F32 conversion of the model")]
+    #[error(
+        "tensor {name} has the unknown type number {found}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model"
+    )]
     UnknownTensorType {
         /// The tensor.
         name: String,
         /// What the file says.
         found: u32,
+    },
+    /// A weight's number format in a safetensors file has no counterpart here.
+    #[error("tensor {name} is stored as {found:?}: take the model in BF16, F16 or F32, or a GGUF conversion of it")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// How it is stored.
+        found: safetensors::Dtype,
+    },
+    /// A file of weights is damaged or incomplete.
+    #[error("{} cannot be read ({source}): it is incomplete, fetch it again", path.display())]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// Which rule it breaks.
+        source: safetensors::SafeTensorError,
+    },
+    /// A file beside the weights is not what it should be.
+    #[error("the model's {file} cannot be used ({source}): fetch the model again, or choose another")]
+    Json {
+        /// Its name.
+        file: &'static str,
+        /// What it lacks or says wrongly.
+        source: serde_json::Error,
     },
 }

@@ -1,7 +1,7 @@
 //! A GGUF file in memory: its metadata by key, its tensors by name.
 
-use crate::{ModelError, Tensor, TensorType, parse};
-use std::{collections::HashMap, fs::File, path::Path};
+use crate::{ModelConfig, ModelError, ModelFile, Tensor, TensorType, bytes::Bytes, parse};
+use std::{collections::HashMap, path::Path};
 use xxhash_rust::xxh3::Xxh3;
 
 /// A GGUF file, checked when it was opened: what it announces lies within it.
@@ -11,30 +11,10 @@ pub struct Gguf {
     revision: u64,
 }
 
-enum Bytes {
-    Mapped(memmap2::Mmap),
-    Owned(Vec<u8>),
-}
-
-impl Bytes {
-    fn as_slice(&self) -> &[u8] {
-        match self {
-            Self::Mapped(map) => map,
-            Self::Owned(bytes) => bytes,
-        }
-    }
-}
-
 impl Gguf {
     /// Maps the file into memory. Weights are read from the disk when they are first touched.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let failed = |source| ModelError::Open { path: path.to_owned(), source };
-        let file = File::open(path).map_err(failed)?;
-        // SAFETY: the map is read-only, and what it is read as (bytes) has no invalid values. A file that shrinks while it
-        // is mapped would end the process; model files are put in place by renaming a complete file and never written again.
-        #[expect(unsafe_code)]
-        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(failed)?;
-        Self::new(Bytes::Mapped(map))
+        Self::new(Bytes::map(path)?)
     }
 
     /// A file that is in memory already.
@@ -59,16 +39,6 @@ impl Gguf {
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
         let found = self.contents.tensors.get(name).ok_or_else(|| ModelError::MissingTensor { name: name.to_owned() })?;
         Ok(Tensor { kind: found.kind, shape: &found.shape, data: &self.bytes.as_slice()[found.range.clone()] })
-    }
-
-    /// A tensor by its name, which must have this shape (innermost dimension first).
-    pub fn tensor_of(&self, name: &str, shape: &[u64]) -> Result<Tensor<'_>, ModelError> {
-        let tensor = self.tensor(name)?;
-        if tensor.shape == shape {
-            Ok(tensor)
-        } else {
-            Err(ModelError::TensorShape { name: name.to_owned(), found: tensor.shape.to_vec(), wanted: shape.to_vec() })
-        }
     }
 
     /// Whether there is a tensor of this name.
@@ -155,9 +125,28 @@ impl Gguf {
     }
 }
 
+impl ModelFile for Gguf {
+    fn config(&self) -> Result<ModelConfig, ModelError> {
+        ModelConfig::read(self)
+    }
+
+    fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
+        Gguf::tensor(self, name)
+    }
+
+    fn has_tensor(&self, name: &str) -> bool {
+        Gguf::has_tensor(self, name)
+    }
+
+    fn revision(&self) -> String {
+        Gguf::revision(self)
+    }
+}
+
+/// What is read of each tensor for a revision: a few of its numbers, of one page.
+pub(crate) const SAMPLE_BYTES: usize = 64;
+
 fn revision(bytes: &[u8], contents: &parse::Contents) -> u64 {
-    /// What is read of each tensor: a few of its numbers, of one page.
-    const SAMPLE_BYTES: usize = 64;
     let mut hash = Xxh3::new();
     hash.update(&(bytes.len() as u64).to_le_bytes());
     hash.update(&bytes[..contents.data_start]);

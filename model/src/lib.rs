@@ -1,15 +1,22 @@
 //! What a model's files say: the one reader of them, for the engine (weights) and the frontend (tokeniser, template).
 
+mod bytes;
 mod config;
+mod directory;
 mod error;
+mod file;
 mod gguf;
 mod parse;
+mod rope;
 mod tensor;
 mod tokenizer;
 
 pub use config::ModelConfig;
+pub use directory::{HfDirectory, HfTokenizer, shards_of_index};
 pub use error::ModelError;
+pub use file::ModelFile;
 pub use gguf::Gguf;
+pub use rope::{Pairs, Rope};
 pub use tensor::{Tensor, TensorType};
 pub use tokenizer::TokenizerData;
 

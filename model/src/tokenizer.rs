@@ -40,14 +40,17 @@ impl Gguf {
             }
             id => Ok(id),
         };
+        let pre = self.optional("tokenizer.ggml.pre", |key| self.str(key))?.unwrap_or("default").to_owned();
+        let add_bos = self.optional("tokenizer.ggml.add_bos_token", |key| self.bool(key))?;
         Ok(TokenizerData {
             token_types,
             merges: self.optional("tokenizer.ggml.merges", |key| self.strings(key))?.unwrap_or_default(),
-            pre: self.optional("tokenizer.ggml.pre", |key| self.str(key))?.unwrap_or("default").to_owned(),
             model: self.str("tokenizer.ggml.model")?.to_owned(),
             bos: id("tokenizer.ggml.bos_token_id")?,
             eos: id("tokenizer.ggml.eos_token_id")?,
-            add_bos: self.optional("tokenizer.ggml.add_bos_token", |key| self.bool(key))?.unwrap_or(false),
+            // Llama 3's tokeniser always adds it; conversions of those models need not say so.
+            add_bos: add_bos.unwrap_or(pre == "llama-bpe"),
+            pre,
             chat_template: self.optional("tokenizer.chat_template", |key| self.str(key))?.map(str::to_owned),
             tokens,
         })

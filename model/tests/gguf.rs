@@ -3,7 +3,7 @@
 mod writer;
 
 use proptest::prelude::*;
-use tandem_model::{Gguf, ModelConfig, ModelError, TensorType};
+use tandem_model::{Gguf, ModelConfig, ModelError, ModelFile, Pairs, Rope, TensorType};
 use writer::{Writer, kind};
 
 /// A file with all that the reader knows, of a Llama without layers' weights.
@@ -54,7 +54,9 @@ fn what_is_written_is_read() {
         head_dim: 2,
         ffn: 16,
         eps: 1e-5,
-        rope_base: 500.0,
+        rope: Rope { pairs: Pairs::Adjacent, frequencies: vec![1.0], magnitude: 1.0 },
+        qkv_biases: false,
+        qk_norms: false,
         context_length: 64,
         vocab_size: 5,
         tied: true,
@@ -100,9 +102,14 @@ fn what_may_be_absent_has_defaults() {
         (tokenizer.pre.as_str(), tokenizer.eos, tokenizer.add_bos, tokenizer.chat_template),
         ("default", None, false, None)
     );
+    let silent = small().str("tokenizer.ggml.pre", "llama-bpe").without("tokenizer.ggml.add_bos_token");
+    assert!(read(silent.clone()).unwrap().tokenizer().unwrap().add_bos, "Llama 3 begins with its first token");
+    assert!(!read(silent.bool("tokenizer.ggml.add_bos_token", false)).unwrap().tokenizer().unwrap().add_bos);
     let writer = small().without("llama.attention.head_count_kv").without("llama.rope.freq_base");
     let config = ModelConfig::read(&read(writer).unwrap()).unwrap();
-    assert_eq!((config.kv_heads, config.rope_base), (4, 10_000.0));
+    assert_eq!(config.kv_heads, 4);
+    let four = read(small().without("llama.rope.freq_base").u32("llama.attention.key_length", 4)).unwrap();
+    assert_eq!(ModelConfig::read(&four).unwrap().rope.frequencies, [1.0, 0.01], "the base is 10,000");
 }
 
 #[test]
@@ -217,14 +224,71 @@ fn models_that_would_be_run_wrongly_are_refused() {
     assert_eq!(key_of(small().u32("llama.attention.key_length", 3)), "llama.attention.key_length");
     assert_eq!(key_of(small().u32("llama.attention.value_length", 4)), "llama.attention.value_length");
     assert_eq!(key_of(small().u32("llama.rope.dimension_count", 4)), "llama.rope.dimension_count");
-    assert_eq!(key_of(small().str("llama.rope.scaling.type", "yarn")), "llama.rope.scaling.type");
-    assert_eq!(key_of(small().tensor("rope_freqs.weight", &[1], kind::F32, vec![0; 4])), "llama.rope.scaling.type");
+    assert_eq!(key_of(small().str("llama.rope.scaling.type", "longrope")), "llama.rope.scaling.type");
+    assert_eq!(key_of(small().f32("llama.rope.scaling.factor", 0.0)), "llama.rope.scaling.factor");
+    let yarn = || small().str("llama.rope.scaling.type", "yarn").f32("llama.rope.scaling.factor", 4.0);
+    assert_eq!(key_of(yarn().f32("llama.rope.scaling.yarn_ext_factor", 0.5)), "llama.rope.scaling.yarn_ext_factor");
+    assert_eq!(key_of(yarn().f32("llama.rope.scaling.yarn_log_multiplier", 0.1)), "llama.rope.scaling.yarn_log_multiplier");
+    assert_eq!(key_of(yarn().f32("llama.rope.scaling.yarn_beta_fast", f32::NAN)), "llama.rope.scaling.yarn_beta_fast");
+    assert_eq!(key_of(small().tensor("rope_freqs.weight", &[1], kind::F32, vec![0; 4])), "rope_freqs.weight");
+    assert_eq!(key_of(small().tensor("rope_freqs.weight", &[1], kind::F16, vec![1; 2])), "rope_freqs.weight");
+    let short = small().tensor("rope_freqs.weight", &[2], kind::F32, vec![1; 8]);
+    assert!(matches!(config_error(short), ModelError::TensorShape { .. }));
     assert_eq!(key_of(small().u32("llama.expert_count", 8)), "llama.expert_count");
     assert_eq!(key_of(small().f32("llama.attention.layer_norm_rms_epsilon", f32::NAN)), "llama.attention.layer_norm_rms_epsilon");
     assert_eq!(key_of(small().f32("llama.rope.freq_base", 0.0)), "llama.rope.freq_base");
     let wide = small().tensor("token_embd.weight", &[4, 5], kind::F32, vec![0; 80]);
     assert!(matches!(config_error(wide), ModelError::TensorShape { .. }));
     assert!(matches!(config_error(small().without_tensor("token_embd.weight")), ModelError::MissingTensor { .. }));
+}
+
+/// The same model under another family's name.
+fn family(name: &str) -> Writer {
+    small()
+        .str("general.architecture", name)
+        .u32(&format!("{name}.block_count"), 2)
+        .u32(&format!("{name}.embedding_length"), 8)
+        .u32(&format!("{name}.feed_forward_length"), 16)
+        .u32(&format!("{name}.attention.head_count"), 4)
+        .u32(&format!("{name}.attention.key_length"), 4)
+        .u32(&format!("{name}.context_length"), 64)
+        .f32(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-5)
+}
+
+#[test]
+fn families_differ_in_pairs_biases_and_norms() {
+    for (name, pairs, qkv_biases, qk_norms) in
+        [("llama", Pairs::Adjacent, false, false), ("qwen2", Pairs::Halves, true, false), ("qwen3", Pairs::Halves, false, true)]
+    {
+        let config = ModelConfig::read(&read(family(name)).unwrap()).unwrap();
+        assert_eq!((config.rope.pairs, config.qkv_biases, config.qk_norms), (pairs, qkv_biases, qk_norms), "{name}");
+        assert_eq!(config.head_dim, 4, "{name}");
+    }
+}
+
+#[test]
+fn stretched_contexts_are_read() {
+    let rope = |writer| ModelConfig::read(&read(writer).unwrap()).unwrap().rope;
+    let qwen = || family("qwen3").f32("qwen3.rope.freq_base", 100.0);
+    assert_eq!(rope(qwen()).frequencies, [1.0, 0.1]);
+    assert_eq!(rope(qwen().str("qwen3.rope.scaling.type", "none").f32("qwen3.rope.scaling.factor", 2.0)).frequencies, [1.0, 0.1]);
+    for linear in [
+        qwen().str("qwen3.rope.scaling.type", "linear").f32("qwen3.rope.scaling.factor", 2.0),
+        qwen().f32("qwen3.rope.scaling.factor", 2.0),
+        qwen().f32("qwen3.rope.scale_linear", 2.0),
+    ] {
+        assert_eq!(rope(linear).frequencies, [0.5, 0.05]);
+    }
+    let divisors = [1f32.to_le_bytes(), 4f32.to_le_bytes()].concat();
+    assert_eq!(rope(qwen().tensor("rope_freqs.weight", &[2], kind::F32, divisors)).frequencies, [1.0, 0.025]);
+    let yarn = |writer: Writer| writer.str("qwen3.rope.scaling.type", "yarn").f32("qwen3.rope.scaling.factor", 4.0);
+    let found = rope(yarn(qwen()));
+    assert!((found.magnitude - 1.1386294361).abs() < 1e-9, "{}", found.magnitude);
+    assert_eq!(rope(yarn(qwen()).f32("qwen3.rope.scaling.attn_factor", 2.0)).magnitude, found.magnitude * 2.0);
+    // A context of 64 has ten turns of the first pair and one of the second; of 4,096 many of both.
+    assert_eq!(found.frequencies[0], 1.0);
+    assert!(found.frequencies[1] < 0.1, "{}", found.frequencies[1]);
+    assert_eq!(rope(yarn(qwen()).u32("qwen3.rope.scaling.original_context_length", 4096)).frequencies, [1.0, 0.1]);
 }
 
 #[test]

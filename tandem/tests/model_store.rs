@@ -186,9 +186,12 @@ fn paths_lead_to_a_gguf_or_say_why_not() {
     let at = |path: &Path| store.get(&Source::Path(path.to_owned()));
     assert!(matches!(at(&dir), Err(ModelError::NotFound(_))));
     fs::create_dir(&dir).expect("ours");
-    assert!(matches!(at(&dir), Err(ModelError::NoGguf(_))));
+    assert!(matches!(at(&dir), Err(ModelError::NoModel(_))));
     fs::write(dir.join("model.safetensors"), b"").expect("ours");
     assert!(matches!(at(&dir), Err(ModelError::Safetensors(_))));
+    fs::write(dir.join("config.json"), b"{}").expect("ours");
+    let directory = at(&dir).expect("it has both");
+    assert_eq!((directory.id.as_str(), directory.path == dir, directory.bytes), ("My-Model", true, 2));
     fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("ours");
     assert_eq!(at(&dir).expect("its only GGUF").id, "My-Model");
     assert_eq!(at(&dir.join("weights.F16.gguf")).expect("the file").id, "weights");
@@ -199,8 +202,7 @@ fn paths_lead_to_a_gguf_or_say_why_not() {
 
 /// A hub as hf-hub sees it: `/api/models/…`, and files that redirect to another address which knows ranges.
 struct Hub {
-    files: Vec<&'static str>,
-    model: Vec<u8>,
+    files: Vec<(&'static str, Vec<u8>)>,
     /// So many answers with the file break off in the middle.
     torn: AtomicUsize,
     requests: AtomicUsize,
@@ -208,7 +210,11 @@ struct Hub {
 
 impl Hub {
     fn start(files: &[&'static str], model: Vec<u8>, torn: usize) -> (Machine, Arc<Self>) {
-        let hub = Self { files: files.to_vec(), model, torn: torn.into(), requests: 0.into() };
+        Self::serve(files.iter().map(|file| (*file, model.clone())).collect(), torn)
+    }
+
+    fn serve(files: Vec<(&'static str, Vec<u8>)>, torn: usize) -> (Machine, Arc<Self>) {
+        let hub = Self { files, torn: torn.into(), requests: 0.into() };
         let hub = Arc::new(hub);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("http://{}", listener.local_addr().expect("bound"));
@@ -221,24 +227,30 @@ impl Hub {
         (Machine { hub: address, ..Machine::new() }, hub)
     }
 
+    fn content(&self, file: &str) -> Option<&[u8]> {
+        self.files.iter().find(|(known, _)| *known == file).map(|(_, content)| content.as_slice())
+    }
+
     fn answer(&self, mut stream: TcpStream, address: &str) {
         self.requests.fetch_add(1, Ordering::SeqCst);
         let lines: Vec<String> = BufReader::new(&stream).lines().map_while(Result::ok).take_while(|l| !l.is_empty()).collect();
         let path = lines[0].split(' ').nth(1).expect("a request line");
         let range = lines.iter().find_map(|line| line.to_ascii_lowercase().strip_prefix("range: bytes=").map(str::to_owned));
         let (head, body) = if path.starts_with("/api/models/org/name/") {
-            let files: Vec<String> = self.files.iter().map(|file| format!("{{\"rfilename\":\"{file}\"}}")).collect();
+            let files: Vec<String> = self.files.iter().map(|(file, _)| format!("{{\"rfilename\":\"{file}\"}}")).collect();
             ("200 OK\r\n".to_owned(), format!("{{\"sha\":\"abc\",\"siblings\":[{}]}}", files.join(",")).into_bytes())
-        } else if let Some(file) = path.strip_prefix("/org/name/resolve/main/").filter(|file| self.files.contains(file)) {
+        } else if let Some(file) = path.strip_prefix("/org/name/resolve/main/").filter(|file| self.content(file).is_some()) {
+            // Names of contents, as of files that are the same.
+            let etag = file.len();
             let headers =
-                format!("etag: \"x\"\r\nx-linked-etag: \"0123\"\r\nx-repo-commit: abc\r\nlocation: {address}/cdn/{file}\r\n");
+                format!("etag: \"x\"\r\nx-linked-etag: \"{etag}\"\r\nx-repo-commit: abc\r\nlocation: {address}/cdn/{file}\r\n");
             (format!("302 Found\r\n{headers}"), Vec::new())
-        } else if path.starts_with("/cdn/") {
+        } else if let Some(content) = path.strip_prefix("/cdn/").and_then(|file| self.content(file)) {
             let (start, end) = range.as_deref().and_then(|range| range.split_once('-')).expect("a range");
             let start: usize = start.parse().expect("a number");
-            let end = end.parse().map_or(self.model.len(), |end: usize| end + 1);
-            let range = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, self.model.len());
-            (format!("206 Partial Content\r\n{range}"), self.model[start..end].to_vec())
+            let end = end.parse().map_or(content.len(), |end: usize| end + 1);
+            let range = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, content.len());
+            (format!("206 Partial Content\r\n{range}"), content[start..end].to_vec())
         } else {
             ("404 Not Found\r\n".to_owned(), Vec::new())
         };
@@ -266,6 +278,59 @@ fn the_hubs_file_is_fetched_once_and_then_found_without_it() {
     assert_eq!(machine.bare_store().get(&source("hf:org/name/gguf/Tiny.Q4_0.gguf")).expect("it is here"), fetched);
     assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("it is here"), fetched);
     assert_eq!(hub.requests.load(Ordering::SeqCst), requests);
+}
+
+#[test]
+fn the_hubs_safetensors_are_fetched_whole_and_then_found_without_it() {
+    let index = br#"{"weight_map":{"a":"model-1-of-2.safetensors","b":"model-2-of-2.safetensors"}}"#.to_vec();
+    let files = vec![
+        ("README.md", b"not fetched".to_vec()),
+        ("config.json", b"{}".to_vec()),
+        ("tokenizer.json", b"{\"a\":1}".to_vec()),
+        ("generation_config.json", b"{\"b\":2}".to_vec()),
+        ("model.safetensors.index.json", index),
+        ("model-1-of-2.safetensors", gguf(20_000)),
+        ("model-2-of-2.safetensors", gguf(30_000)),
+        ("original/consolidated.safetensors", b"nor this".to_vec()),
+    ];
+    let (machine, hub) = Hub::serve(files.clone(), 0);
+    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
+    assert_eq!(fetched.id, "name");
+    let wanted = &files[1..7];
+    assert_eq!(fetched.bytes, wanted.iter().map(|(_, content)| content.len() as u64).sum::<u64>());
+    for (name, content) in wanted {
+        assert!(fs::read(fetched.path.join(name)).expect("it is there") == *content, "{name}");
+    }
+    assert_eq!(machine.left().len(), wanted.len(), "{:?}", machine.left());
+    let requests = hub.requests.load(Ordering::SeqCst);
+    assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("it is here"), fetched);
+    assert_eq!(hub.requests.load(Ordering::SeqCst), requests);
+    assert_eq!(machine.bare_store().list().expect("readable"), [fetched]);
+}
+
+#[test]
+fn a_directory_of_which_a_part_is_missing_or_elsewhere_is_never_used() {
+    let files = |index: &str| {
+        vec![
+            ("config.json", b"{}".to_vec()),
+            ("tokenizer.json", b"{ }".to_vec()),
+            ("model.safetensors.index.json", index.as_bytes().to_vec()),
+        ]
+    };
+    for (index, told) in [
+        (r#"{"weight_map":{"a":"model-1-of-1.safetensors"}}"#, "404"),
+        (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "names its weights"),
+        ("{}", "names its weights"),
+    ] {
+        let (machine, _hub) = Hub::serve(files(index), 0);
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(told).to_string();
+        assert!(error.contains(told), "{error}");
+        assert_eq!(machine.left(), [] as [PathBuf; 0]);
+    }
+    let (machine, _hub) = Hub::start(&["config.json", "tokenizer.json", "model.safetensors"], gguf(50_000), usize::MAX);
+    machine.bare_store().get(&source("hf:org/name")).expect_err("it always breaks");
+    assert_eq!(machine.left(), [] as [PathBuf; 0]);
+    assert_eq!(machine.bare_store().list().expect("readable"), []);
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! Rows times a weight matrix.
 //!
 //! Every output of every row is a chain of its own: group after group, `sum = fma(scale × step, dot, sum)`, then the group's minimum
-//! in the same way. `dot` is an exact integer: the row is quantised to 8 bits a number with one step a group. For float weights it is
-//! `sum = fma(x, weight, sum)`, input after input. How many rows are computed together changes only how often a tile is unpacked.
+//! in the same way. `dot` is an exact integer: the row is quantised to 8 bits a number with one step a group (Q6_K's two factors a
+//! group are whole numbers and part of it). For float weights it is `sum = fma(x, weight, sum)`, input after input. How many rows are
+//! computed together changes only how often a tile is unpacked.
 
 use super::{
     isa::kernel,
-    math::{round, widen},
-    weights::{F16Tile, F32Tile, GROUP, Matrix, PANEL, Q4_1Tile, Q8_0Tile, Tiles},
+    math::{round, widen, widen_bf16},
+    weights::{Bf16Tile, F16Tile, F32Tile, GROUP, Matrix, Nibbles, PANEL, Q4_1Tile, Q4_KTile, Q6_KTile, Q8_0Tile, Tiles},
 };
 
 /// Rows for which a panel's tiles are unpacked once; their sums (8 KiB) stay in the first-level cache.
@@ -75,6 +76,9 @@ kernel! {
         match &matrix.tiles {
             Tiles::Q4_1(tiles) => integer(tiles, quantised, matrix.outputs, out),
             Tiles::Q8_0(tiles) => integer(tiles, quantised, matrix.outputs, out),
+            Tiles::Q4_K(tiles) => integer(tiles, quantised, matrix.outputs, out),
+            Tiles::Q6_K(tiles) => integer(tiles, quantised, matrix.outputs, out),
+            Tiles::BF16(tiles) => float(tiles, x, matrix.inputs, matrix.outputs, out),
             Tiles::F16(tiles) => float(tiles, x, matrix.inputs, matrix.outputs, out),
             Tiles::F32(tiles) => float(tiles, x, matrix.inputs, matrix.outputs, out),
         }
@@ -88,20 +92,30 @@ trait IntegerTile {
     const HAS_MINS: bool;
 
     fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]);
-    fn scales(&self) -> &[u16; PANEL];
-    fn mins(&self) -> &[u16; PANEL];
+    fn scales(&self) -> [f32; PANEL];
+    fn mins(&self) -> [f32; PANEL];
+    /// Whole numbers by which the dot products of the group's two halves are multiplied, where the format has such.
+    fn factors(&self) -> Option<&[[i8; PANEL]; 2]>;
     /// Each output's dot product with one row.
     fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL];
 }
 
-impl IntegerTile for Q4_1Tile {
+#[inline(always)]
+fn widened(halves: &[u16; PANEL]) -> [f32; PANEL] {
+    let mut numbers = [0f32; PANEL];
+    for c in 0..PANEL {
+        numbers[c] = widen(halves[c]);
+    }
+    numbers
+}
+
+impl Nibbles {
     // 16 × 15 × 127 = 30,480
     const RUN: usize = 16;
-    const HAS_MINS: bool = true;
 
     #[inline(always)]
     fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
-        for (words, into) in self.quants.iter().zip(into.as_chunks_mut::<4>().0) {
+        for (words, into) in self.0.iter().zip(into.as_chunks_mut::<4>().0) {
             for c in 0..PANEL {
                 let word = words[c];
                 into[0][c] = (word & 15) as i16;
@@ -113,22 +127,12 @@ impl IntegerTile for Q4_1Tile {
     }
 
     #[inline(always)]
-    fn scales(&self) -> &[u16; PANEL] {
-        &self.scales
-    }
-
-    #[inline(always)]
-    fn mins(&self) -> &[u16; PANEL] {
-        &self.mins
-    }
-
-    #[inline(always)]
     fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
         let mut total = [0i32; PANEL];
         for half in 0..GROUP / Self::RUN {
             let mut sums = [0i16; PANEL];
             for word in half * 4..half * 4 + 4 {
-                let (words, x) = (&self.quants[word], [row[word * 4], row[word * 4 + 1], row[word * 4 + 2], row[word * 4 + 3]]);
+                let (words, x) = (&self.0[word], [row[word * 4], row[word * 4 + 1], row[word * 4 + 2], row[word * 4 + 3]]);
                 for c in 0..PANEL {
                     let quants = words[c];
                     let first =
@@ -142,6 +146,112 @@ impl IntegerTile for Q4_1Tile {
                 total[c] += i32::from(sums[c]);
             }
         }
+        total
+    }
+}
+
+impl IntegerTile for Q4_1Tile {
+    const RUN: usize = Nibbles::RUN;
+    const HAS_MINS: bool = true;
+
+    #[inline(always)]
+    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
+        self.quants.unpack(into);
+    }
+
+    #[inline(always)]
+    fn scales(&self) -> [f32; PANEL] {
+        widened(&self.scales)
+    }
+
+    #[inline(always)]
+    fn mins(&self) -> [f32; PANEL] {
+        widened(&self.mins)
+    }
+
+    #[inline(always)]
+    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
+        None
+    }
+
+    #[inline(always)]
+    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
+        self.quants.dot(row)
+    }
+}
+
+impl IntegerTile for Q4_KTile {
+    const RUN: usize = Nibbles::RUN;
+    const HAS_MINS: bool = true;
+
+    #[inline(always)]
+    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
+        self.quants.unpack(into);
+    }
+
+    #[inline(always)]
+    fn scales(&self) -> [f32; PANEL] {
+        let mut scales = widened(&self.scales);
+        for (scale, factor) in scales.iter_mut().zip(&self.factors) {
+            *scale *= f32::from(*factor);
+        }
+        scales
+    }
+
+    #[inline(always)]
+    fn mins(&self) -> [f32; PANEL] {
+        let mut mins = widened(&self.mins);
+        for (min, factor) in mins.iter_mut().zip(&self.min_factors) {
+            *min *= -f32::from(*factor);
+        }
+        mins
+    }
+
+    #[inline(always)]
+    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
+        None
+    }
+
+    #[inline(always)]
+    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
+        self.quants.dot(row)
+    }
+}
+
+impl IntegerTile for Q6_KTile {
+    // 8 × 32 × 127 = 32,512
+    const RUN: usize = 8;
+    const HAS_MINS: bool = false;
+
+    #[inline(always)]
+    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
+        for (quants, into) in self.quants.iter().zip(into) {
+            for c in 0..PANEL {
+                into[c] = i16::from(quants[c]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn scales(&self) -> [f32; PANEL] {
+        widened(&self.scales)
+    }
+
+    #[inline(always)]
+    fn mins(&self) -> [f32; PANEL] {
+        [0.0; PANEL]
+    }
+
+    #[inline(always)]
+    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
+        Some(&self.factors)
+    }
+
+    #[inline(always)]
+    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
+        let mut unpacked = [[0i16; PANEL]; GROUP];
+        self.unpack(&mut unpacked);
+        let [total] = dot_rows(&unpacked, std::array::from_ref(row), Self::RUN, self.factors());
         total
     }
 }
@@ -161,13 +271,18 @@ impl IntegerTile for Q8_0Tile {
     }
 
     #[inline(always)]
-    fn scales(&self) -> &[u16; PANEL] {
-        &self.scales
+    fn scales(&self) -> [f32; PANEL] {
+        widened(&self.scales)
     }
 
     #[inline(always)]
-    fn mins(&self) -> &[u16; PANEL] {
-        &[0; PANEL]
+    fn mins(&self) -> [f32; PANEL] {
+        [0.0; PANEL]
+    }
+
+    #[inline(always)]
+    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
+        None
     }
 
     #[inline(always)]
@@ -193,13 +308,7 @@ fn integer<T: IntegerTile>(tiles: &[T], x: &Quantised, outputs: usize, out: &mut
         for (panel, tiles) in tiles.chunks_exact(groups).enumerate() {
             sums[..rows].fill([0.0; PANEL]);
             for (group, tile) in tiles.iter().enumerate() {
-                let (mut scales, mut mins) = ([0f32; PANEL], [0f32; PANEL]);
-                for c in 0..PANEL {
-                    scales[c] = widen(tile.scales()[c]);
-                    if T::HAS_MINS {
-                        mins[c] = widen(tile.mins()[c]);
-                    }
-                }
+                let (scales, mins) = (tile.scales(), tile.mins());
                 let at = group * x.rows + first;
                 let (fours, rest) = x.quants[at..at + rows].as_chunks::<ROWS>();
                 let row_scales = &x.scales[at..at + rows];
@@ -207,7 +316,7 @@ fn integer<T: IntegerTile>(tiles: &[T], x: &Quantised, outputs: usize, out: &mut
                     tile.unpack(&mut unpacked);
                 }
                 for (four, quants) in fours.iter().enumerate() {
-                    let dots = dot_rows::<ROWS>(&unpacked, quants, T::RUN);
+                    let dots = dot_rows::<ROWS>(&unpacked, quants, T::RUN, tile.factors());
                     for (r, dots) in dots.iter().enumerate() {
                         accumulate::<T>(&mut sums[four * ROWS + r], dots, &scales, &mins, row_scales[four * ROWS + r]);
                     }
@@ -222,8 +331,14 @@ fn integer<T: IntegerTile>(tiles: &[T], x: &Quantised, outputs: usize, out: &mut
     }
 }
 
+/// With factors, a dot product stays below 2 × 16 × 32 × 127 × 128 < 2^24 and is a single-precision number exactly, as all others.
 #[inline(always)]
-fn dot_rows<const R: usize>(weights: &[[i16; PANEL]; GROUP], rows: &[[i16; GROUP]; R], run: usize) -> [[i32; PANEL]; R] {
+fn dot_rows<const R: usize>(
+    weights: &[[i16; PANEL]; GROUP],
+    rows: &[[i16; GROUP]; R],
+    run: usize,
+    factors: Option<&[[i8; PANEL]; 2]>,
+) -> [[i32; PANEL]; R] {
     let mut total = [[0i32; PANEL]; R];
     for start in (0..GROUP).step_by(run) {
         let mut sums = [[0i16; PANEL]; R];
@@ -237,7 +352,11 @@ fn dot_rows<const R: usize>(weights: &[[i16; PANEL]; GROUP], rows: &[[i16; GROUP
         }
         for r in 0..R {
             for c in 0..PANEL {
-                total[r][c] += i32::from(sums[r][c]);
+                let factor = match factors {
+                    None => 1,
+                    Some(factors) => i32::from(factors[start / (GROUP / 2)][c]),
+                };
+                total[r][c] += factor * i32::from(sums[r][c]);
             }
         }
     }
@@ -272,6 +391,19 @@ impl FloatTile for F16Tile {
         for (into, halves) in numbers.iter_mut().zip(&self.0) {
             for c in 0..PANEL {
                 into[c] = widen(halves[c]);
+            }
+        }
+        numbers
+    }
+}
+
+impl FloatTile for Bf16Tile {
+    #[inline(always)]
+    fn numbers(&self) -> [[f32; PANEL]; GROUP] {
+        let mut numbers = [[0f32; PANEL]; GROUP];
+        for (into, bits) in numbers.iter_mut().zip(&self.0) {
+            for c in 0..PANEL {
+                into[c] = widen_bf16(bits[c]);
             }
         }
         numbers

@@ -2,6 +2,7 @@
 //! depends on the processor or its mathematics library.
 
 use super::isa::kernel;
+use tandem_model::{Pairs, Rope};
 
 /// Partial sums of a reduction: lane `l` takes the numbers at `l`, `l + 16`, …, and the lanes are added from the first to the last.
 const LANES: usize = 16;
@@ -15,6 +16,12 @@ pub(super) fn widen(half: u16) -> f32 {
     const BIAS: f32 = f32::from_bits((127 + 112) << 23);
     let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
     f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
+}
+
+/// The number of a bfloat16 bit pattern, exactly.
+#[inline(always)]
+pub(super) fn widen_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
 }
 
 /// e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial of r, the exponent n. Clamped to finite, normal results.
@@ -48,26 +55,44 @@ kernel! {
     pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
-            let mut lanes = [0f32; LANES];
-            let (whole, rest) = x.as_chunks::<LANES>();
-            for x in whole {
-                for l in 0..LANES {
-                    lanes[l] = x[l].mul_add(x[l], lanes[l]);
-                }
-            }
-            for (l, x) in rest.iter().enumerate() {
-                lanes[l] = x.mul_add(*x, lanes[l]);
-            }
-            let mut sum = 0f32;
-            for lane in lanes {
-                sum += lane;
-            }
-            let factor = 1.0 / (sum / width as f32 + eps).sqrt();
+            let factor = inverse_root(x, eps);
             for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
                 *out = x * factor * weight;
             }
         }
     }
+}
+
+kernel! {
+    /// The same where `x` is, for rows as short as `weight`, such as heads.
+    pub(super) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+        for x in x.chunks_exact_mut(weight.len()) {
+            let factor = inverse_root(x, eps);
+            for (x, weight) in x.iter_mut().zip(weight) {
+                *x = *x * factor * weight;
+            }
+        }
+    }
+}
+
+/// `1 ÷ √(mean(x²) + eps)`.
+#[inline(always)]
+fn inverse_root(x: &[f32], eps: f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let (whole, rest) = x.as_chunks::<LANES>();
+    for x in whole {
+        for l in 0..LANES {
+            lanes[l] = x[l].mul_add(x[l], lanes[l]);
+        }
+    }
+    for (l, x) in rest.iter().enumerate() {
+        lanes[l] = x.mul_add(*x, lanes[l]);
+    }
+    let mut sum = 0f32;
+    for lane in lanes {
+        sum += lane;
+    }
+    1.0 / (sum / x.len() as f32 + eps).sqrt()
 }
 
 kernel! {
@@ -89,26 +114,51 @@ kernel! {
 }
 
 kernel! {
-    /// Turns every head's pairs (2i, 2i + 1) by their angle and multiplies all by `factor`. `turns` has the angles' cosines and
-    /// sines, half a head of pairs for every row of `x`.
-    pub(super) fn rotate(x: &mut [f32], row_len: usize, turns: &[[f32; 2]], pairs: usize, factor: f32) {
+    /// Adds the same to every row.
+    pub(super) fn add_to_rows(x: &mut [f32], bias: &[f32]) {
+        for row in x.chunks_exact_mut(bias.len()) {
+            for (x, bias) in row.iter_mut().zip(bias) {
+                *x += bias;
+            }
+        }
+    }
+}
+
+kernel! {
+    /// Turns every head's pairs by their angle and multiplies all by `factor`. `turns` has the angles' cosines and sines, half a
+    /// head of pairs for every row of `x`.
+    pub(super) fn rotate(x: &mut [f32], row_len: usize, turns: &[[f32; 2]], rope: &Rope, factor: f32) {
+        let pairs = rope.frequencies.len();
         for (row, turns) in x.chunks_exact_mut(row_len).zip(turns.chunks_exact(pairs)) {
-            for head in row.as_chunks_mut::<2>().0.chunks_exact_mut(pairs) {
-                for ([a, b], [cos, sin]) in head.iter_mut().zip(turns) {
-                    let (x, y) = (*a, *b);
-                    *a = (x * cos - y * sin) * factor;
-                    *b = (x * sin + y * cos) * factor;
+            for head in row.chunks_exact_mut(2 * pairs) {
+                match rope.pairs {
+                    Pairs::Adjacent => {
+                        for ([a, b], turn) in head.as_chunks_mut::<2>().0.iter_mut().zip(turns) {
+                            (*a, *b) = turned(*a, *b, *turn, factor);
+                        }
+                    }
+                    Pairs::Halves => {
+                        let (first, second) = head.split_at_mut(pairs);
+                        for ((a, b), turn) in first.iter_mut().zip(second).zip(turns) {
+                            (*a, *b) = turned(*a, *b, *turn, factor);
+                        }
+                    }
                 }
             }
         }
     }
 }
 
+#[inline(always)]
+fn turned(x: f32, y: f32, [cos, sin]: [f32; 2], factor: f32) -> (f32, f32) {
+    ((x * cos - y * sin) * factor, (x * sin + y * cos) * factor)
+}
+
 /// Cosines and sines of the angles by which the pairs at one position are turned. `libm` is plain Rust: the same everywhere.
-pub(super) fn turns(position: u32, pairs: usize, base: f32, into: &mut Vec<[f32; 2]>) {
-    for pair in 0..pairs {
-        let angle = f64::from(position) * libm::pow(f64::from(base), -(pair as f64) / pairs as f64);
-        into.push([libm::cos(angle) as f32, libm::sin(angle) as f32]);
+pub(super) fn turns(position: u32, rope: &Rope, into: &mut Vec<[f32; 2]>) {
+    for frequency in &rope.frequencies {
+        let angle = f64::from(position) * frequency;
+        into.push([libm::cos(angle), libm::sin(angle)].map(|side| (side * rope.magnitude) as f32));
     }
 }
 

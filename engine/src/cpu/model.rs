@@ -5,7 +5,7 @@ use super::{
     weights::{Matrix, vector},
 };
 use std::sync::Arc;
-use tandem_model::{Gguf, ModelConfig};
+use tandem_model::{ModelConfig, ModelFile};
 
 /// A model's weights, packed for the kernels. Engines of one process share it.
 pub struct CpuModel {
@@ -22,6 +22,8 @@ pub(super) struct Layer {
     pub query: Matrix,
     pub key: Matrix,
     pub value: Matrix,
+    pub qkv_biases: Option<QkvBiases>,
+    pub qk_norms: Option<QkNorms>,
     pub attention_out: Matrix,
     pub ffn_norm: Vec<f32>,
     pub gate: Matrix,
@@ -29,40 +31,65 @@ pub(super) struct Layer {
     pub down: Matrix,
 }
 
+/// Added to every row's queries, keys and values.
+pub(super) struct QkvBiases {
+    pub query: Vec<f32>,
+    pub key: Vec<f32>,
+    pub value: Vec<f32>,
+}
+
+/// Each head is normalised by itself, all with the same weights.
+pub(super) struct QkNorms {
+    pub query: Vec<f32>,
+    pub key: Vec<f32>,
+}
+
 impl CpuModel {
-    /// Reads, checks and packs all weights. The file is not needed afterwards.
-    pub fn load(file: &Gguf) -> Result<Arc<Self>, CpuError> {
-        let config = ModelConfig::read(file)?;
-        let ModelConfig { width, ffn, vocab_size, .. } = config;
-        let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    /// Reads, checks and packs all weights. The files are not needed afterwards.
+    pub fn load(file: &dyn ModelFile) -> Result<Arc<Self>, CpuError> {
+        let config = file.config()?;
+        let ModelConfig { width, ffn, vocab_size, head_dim, qkv_biases, qk_norms, .. } = config;
+        let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
         let layer = |i: usize| {
             let matrix = |name, outputs, inputs| Matrix::load(file, &format!("blk.{i}.{name}.weight"), outputs, inputs);
-            let norm = |name| vector(file, &format!("blk.{i}.{name}.weight"), width);
-            // Biases would change every result; Llamas that have them are not known here.
-            for biased in ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"] {
-                let name = format!("blk.{i}.{biased}.bias");
+            let norm = |name, len| vector(file, &format!("blk.{i}.{name}.weight"), len);
+            let bias = |name, len| vector(file, &format!("blk.{i}.{name}.bias"), len);
+            // What is not read would be missing from every result.
+            let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !qkv_biases);
+            let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !qk_norms);
+            let others = ["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"];
+            for unread in qkv.chain(heads).chain(others) {
+                let name = format!("blk.{i}.{unread}");
                 if file.has_tensor(&name) {
-                    return Err(CpuError::Bias { name });
+                    return Err(CpuError::Unexpected { name });
                 }
             }
+            let biases = || {
+                let (query, key, value) = (bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?);
+                Ok::<_, CpuError>(QkvBiases { query, key, value })
+            };
+            let norms =
+                || Ok::<_, CpuError>(QkNorms { query: norm("attn_q_norm", head_dim)?, key: norm("attn_k_norm", head_dim)? });
             Ok(Layer {
-                attention_norm: norm("attn_norm")?,
+                attention_norm: norm("attn_norm", width)?,
                 query: matrix("attn_q", queries, width)?,
                 key: matrix("attn_k", keys, width)?,
                 value: matrix("attn_v", keys, width)?,
+                qkv_biases: qkv_biases.then(biases).transpose()?,
+                qk_norms: qk_norms.then(norms).transpose()?,
                 attention_out: matrix("attn_output", width, queries)?,
-                ffn_norm: norm("ffn_norm")?,
+                ffn_norm: norm("ffn_norm", width)?,
                 gate: matrix("ffn_gate", ffn, width)?,
                 up: matrix("ffn_up", ffn, width)?,
                 down: matrix("ffn_down", width, ffn)?,
             })
         };
         Ok(Arc::new(Self {
-            config,
             embedding: Matrix::load(file, "token_embd.weight", vocab_size, width)?,
             layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,
             norm: vector(file, "output_norm.weight", width)?,
             head: (!config.tied).then(|| Matrix::load(file, "output.weight", vocab_size, width)).transpose()?,
+            config,
         }))
     }
 
@@ -71,12 +98,16 @@ impl CpuModel {
         &self.config
     }
 
-    /// Memory of the packed weights: that of the file's tensors, but for shapes that are no multiples of 32.
+    /// Memory of the packed weights: about that of the file's tensors, but for shapes that are no multiples of 32.
     pub fn weight_bytes(&self) -> usize {
         let layers = self.layers.iter().map(|layer| {
-            let Layer { query, key, value, attention_out, gate, up, down, attention_norm, ffn_norm } = layer;
+            let Layer { query, key, value, attention_out, gate, up, down, attention_norm, ffn_norm, qkv_biases, qk_norms } =
+                layer;
             let matrices: usize = [query, key, value, attention_out, gate, up, down].into_iter().map(Matrix::bytes).sum();
-            matrices + size_of_val(attention_norm.as_slice()) + size_of_val(ffn_norm.as_slice())
+            let biases = qkv_biases.iter().flat_map(|biases| [&biases.query, &biases.key, &biases.value]);
+            let norms = qk_norms.iter().flat_map(|norms| [&norms.query, &norms.key]);
+            let vectors = [attention_norm, ffn_norm].into_iter().chain(biases).chain(norms);
+            matrices + vectors.map(|vector| size_of_val(vector.as_slice())).sum::<usize>()
         });
         let head = self.head.as_ref().map_or(0, Matrix::bytes);
         self.embedding.bytes() + layers.sum::<usize>() + size_of_val(self.norm.as_slice()) + head

@@ -1,5 +1,7 @@
 //! Small random models, written as GGUF files: every promise of the engine, without the real model.
 
+mod directory;
+mod goldens;
 mod kernels;
 mod promises;
 mod reference;
@@ -44,6 +46,9 @@ impl Random {
     /// A weight tensor as the file stores it.
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
+        // Where quants, or quants times factors, are larger.
+        let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
+        let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
             kind::F32 => (0..len).flat_map(|_| (self.number() * 0.1).to_le_bytes()).collect(),
             kind::F16 => (0..len).flat_map(|_| f16::from_f32(self.number() * 0.1).to_le_bytes()).collect(),
@@ -53,17 +58,73 @@ impl Random {
                     [scales, (0..16).map(|_| self.bits() as u8).collect()].concat()
                 })
                 .collect(),
-            kind::Q8_0 => (0..len / 32)
-                .flat_map(|_| [scale(self).map(|byte| byte).to_vec(), (0..32).map(|_| self.bits() as u8).collect()].concat())
+            kind::BF16 => (0..len).flat_map(|_| half::bf16::from_f32(self.number() * 0.1).to_le_bytes()).collect(),
+            kind::Q4_0 => (0..len / 32)
+                .flat_map(|_| [scale(self).to_vec(), (0..16).map(|_| self.bits() as u8).collect()].concat())
                 .collect(),
+            kind::Q4_K => (0..len / 256)
+                .flat_map(|_| {
+                    let scales = [fine(self), fine(self)].concat();
+                    [scales, (0..12 + 128).map(|_| self.bits() as u8).collect()].concat()
+                })
+                .collect(),
+            kind::Q6_K => (0..len / 256)
+                .flat_map(|_| [(0..128 + 64 + 16).map(|_| self.bits() as u8).collect(), finest(self).to_vec()].concat())
+                .collect(),
+            kind::Q8_0 => {
+                (0..len / 32).flat_map(|_| [fine(self).to_vec(), (0..32).map(|_| self.bits() as u8).collect()].concat()).collect()
+            }
             other => unreachable!("no weights of type {other} are made here"),
         }
     }
 }
 
+fn half(bytes: &[u8]) -> f64 {
+    f16::from_le_bytes([bytes[0], bytes[1]]).to_f64()
+}
+
+/// In the order of the format's own description: 64 numbers at a time from 32 bytes.
+fn dequantised_q4_k(block: &[u8]) -> Vec<f64> {
+    let (scale, min, packed) = (half(block), half(&block[2..]), &block[4..16]);
+    let factors = |j: usize| match j {
+        0..4 => (packed[j] & 63, packed[j + 4] & 63),
+        _ => ((packed[j + 4] & 15) | ((packed[j - 4] >> 6) << 4), (packed[j + 4] >> 4) | ((packed[j] >> 6) << 4)),
+    };
+    let mut numbers = Vec::new();
+    for (pair, bytes) in block[16..].chunks(32).enumerate() {
+        for (j, shift) in [(pair * 2, 0), (pair * 2 + 1, 4)] {
+            let (factor, min_factor) = factors(j);
+            let (scale, min) = (scale * f64::from(factor), min * f64::from(min_factor));
+            numbers.extend(bytes.iter().map(|byte| scale * f64::from((byte >> shift) & 15) - min));
+        }
+    }
+    numbers
+}
+
+/// In the order of the format's own description: 128 numbers at a time, four from each byte of high bits.
+fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
+    let (low, high, factors, scale) = (&block[..128], &block[128..192], &block[192..208], half(&block[208..]));
+    let mut numbers = vec![0.0; 256];
+    for n in 0..2 {
+        for l in 0..32 {
+            let (first, second, high) = (low[n * 64 + l], low[n * 64 + l + 32], high[n * 32 + l]);
+            let quants = [
+                (first & 15) | ((high & 3) << 4),
+                (second & 15) | (((high >> 2) & 3) << 4),
+                (first >> 4) | (((high >> 4) & 3) << 4),
+                (second >> 4) | ((high >> 6) << 4),
+            ];
+            for (q, quant) in quants.into_iter().enumerate() {
+                let factor = f64::from(factors[n * 8 + l / 16 + q * 2] as i8);
+                numbers[n * 128 + q * 32 + l] = scale * factor * (f64::from(quant) - 32.0);
+            }
+        }
+    }
+    numbers
+}
+
 /// What the file's bytes mean, independently of the packing.
 fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
-    let half = |bytes: &[u8]| f64::from(f16::from_le_bytes([bytes[0], bytes[1]]).to_f32());
     match kind {
         kind::F32 => data.as_chunks::<4>().0.iter().map(|number| f64::from(f32::from_le_bytes(*number))).collect(),
         kind::F16 => data.chunks(2).map(half).collect(),
@@ -76,6 +137,17 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
                 quants.into_iter().map(move |quant| scale * f64::from(quant) + min)
             })
             .collect(),
+        kind::BF16 => data.as_chunks::<2>().0.iter().map(|bits| f64::from(half::bf16::from_le_bytes(*bits).to_f32())).collect(),
+        kind::Q4_0 => data
+            .chunks(18)
+            .flat_map(|block| {
+                let low = block[2..].iter().map(|byte| byte & 15);
+                let quants: Vec<u8> = low.chain(block[2..].iter().map(|byte| byte >> 4)).collect();
+                quants.into_iter().map(move |quant| half(block) * (f64::from(quant) - 8.0))
+            })
+            .collect(),
+        kind::Q4_K => data.chunks(144).flat_map(dequantised_q4_k).collect(),
+        kind::Q6_K => data.chunks(210).flat_map(dequantised_q6_k).collect(),
         kind::Q8_0 => {
             data.chunks(34).flat_map(|block| block[2..].iter().map(move |byte| half(block) * f64::from(*byte as i8))).collect()
         }
@@ -86,6 +158,7 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
 /// The sizes of a test's model.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
+    family: &'static str,
     layers: u32,
     width: u32,
     heads: u32,
@@ -98,29 +171,71 @@ struct Sizes {
 }
 
 /// Groups of three heads as in the default model, and sizes that fill no panel.
-const QUANTISED: Sizes =
-    Sizes { layers: 2, width: 96, heads: 6, kv_heads: 2, head_dim: 16, ffn: 64, vocab: 101, kind: kind::Q4_1, tied: true };
+const QUANTISED: Sizes = Sizes {
+    family: "llama",
+    layers: 2,
+    width: 96,
+    heads: 6,
+    kv_heads: 2,
+    head_dim: 16,
+    ffn: 64,
+    vocab: 101,
+    kind: kind::Q4_1,
+    tied: true,
+};
 /// Nothing is a multiple of anything.
-const ODD: Sizes =
-    Sizes { layers: 2, width: 40, heads: 5, kv_heads: 5, head_dim: 6, ffn: 37, vocab: 45, kind: kind::F32, tied: false };
+const ODD: Sizes = Sizes {
+    family: "llama",
+    layers: 2,
+    width: 40,
+    heads: 5,
+    kv_heads: 5,
+    head_dim: 6,
+    ffn: 37,
+    vocab: 45,
+    kind: kind::F32,
+    tied: false,
+};
+
+/// Whole blocks of 256, and heads of another length than the width would give.
+const BLOCKS: Sizes = Sizes {
+    family: "llama",
+    layers: 1,
+    width: 256,
+    heads: 8,
+    kv_heads: 2,
+    head_dim: 32,
+    ffn: 256,
+    vocab: 33,
+    kind: kind::Q4_K,
+    tied: false,
+};
+
+/// Biases; heads turned by halves.
+const QWEN2: Sizes = Sizes { family: "qwen2", ..ODD };
+/// Heads that are normalised and longer than the width would give.
+const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tied: true, ..ODD };
 
 const CONTEXT: u32 = 96;
 
 /// A whole model with random weights; a tied head is stored in 8 bits where the layers have 4.
 fn file(sizes: Sizes, seed: u64) -> Writer {
-    let Sizes { layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
+    let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);
     let mut writer = Writer::default()
-        .str("general.architecture", "llama")
-        .u32("llama.block_count", layers)
-        .u32("llama.embedding_length", width)
-        .u32("llama.feed_forward_length", ffn)
-        .u32("llama.attention.head_count", heads)
-        .u32("llama.attention.head_count_kv", kv_heads)
-        .u32("llama.attention.key_length", head_dim)
-        .u32("llama.context_length", CONTEXT)
-        .f32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-        .f32("llama.rope.freq_base", 10_000.0);
+        .str("general.architecture", family)
+        .str("tokenizer.ggml.model", "none")
+        .u32(&format!("{family}.vocab_size"), vocab)
+        .u32(&format!("{family}.block_count"), layers)
+        .u32(&format!("{family}.embedding_length"), width)
+        .u32(&format!("{family}.feed_forward_length"), ffn)
+        .u32(&format!("{family}.attention.head_count"), heads)
+        .u32(&format!("{family}.attention.head_count_kv"), kv_heads)
+        .u32(&format!("{family}.attention.key_length"), head_dim)
+        .u32(&format!("{family}.attention.value_length"), head_dim)
+        .u32(&format!("{family}.context_length"), CONTEXT)
+        .f32(&format!("{family}.attention.layer_norm_rms_epsilon"), 1e-5)
+        .f32(&format!("{family}.rope.freq_base"), 10_000.0);
     let embedding_kind = if kind == kind::Q4_1 { kind::Q8_0 } else { kind };
     let mut tensor = |writer: Writer, name: &str, kind, inputs: u32, outputs: u32| {
         let data = random.weights(kind, (inputs * outputs) as usize);
@@ -139,6 +254,19 @@ fn file(sizes: Sizes, seed: u64) -> Writer {
         writer = tensor(writer, &name("ffn_gate"), kind, width, ffn);
         writer = tensor(writer, &name("ffn_up"), kind, width, ffn);
         writer = tensor(writer, &name("ffn_down"), kind, ffn, width);
+    }
+    for (name, len) in [("attn_q", heads), ("attn_k", kv_heads), ("attn_v", kv_heads)] {
+        for layer in (0..layers).filter(|_| family == "qwen2") {
+            let len = len * head_dim;
+            let data = (0..len).flat_map(|_| random.number().to_le_bytes()).collect();
+            writer = writer.tensor(&format!("blk.{layer}.{name}.bias"), &[len.into()], kind::F32, data);
+        }
+    }
+    for name in ["attn_q_norm", "attn_k_norm"] {
+        for layer in (0..layers).filter(|_| family == "qwen3") {
+            let data = (0..head_dim).flat_map(|_| (1.0 + random.number() * 0.5).to_le_bytes()).collect();
+            writer = writer.tensor(&format!("blk.{layer}.{name}.weight"), &[head_dim.into()], kind::F32, data);
+        }
     }
     let norms = (0..layers).flat_map(|layer| ["attn_norm", "ffn_norm"].map(|norm| format!("blk.{layer}.{norm}.weight")));
     for name in norms.chain(["output_norm.weight".to_owned()]) {

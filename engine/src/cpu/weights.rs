@@ -1,11 +1,15 @@
-//! Weight matrices, packed once for the kernels in nearly the bytes that the file has.
+//! Weight matrices, packed once for the kernels, most of them in nearly the bytes that the file has.
 //!
-//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in the file's formats), a *tile* one group of one
-//! panel. Tiles of a panel follow each other, and within a tile the 32 outputs of one input lie side by side, so that the kernels'
+//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file's formats), a *tile* one group
+//! of one panel. Tiles of a panel follow each other, and within a tile the 32 outputs of one input lie side by side, so that the kernels'
 //! innermost loops run over outputs, every output by itself.
 
-use super::{CpuError, math::widen};
-use tandem_model::{Gguf, TensorType};
+use super::{
+    CpuError,
+    math::{widen, widen_bf16},
+};
+use half::f16;
+use tandem_model::{ModelFile, TensorType};
 
 /// Outputs side by side in a tile.
 pub(super) const PANEL: usize = 32;
@@ -20,21 +24,68 @@ pub(super) struct Matrix {
 }
 
 /// Panel by panel, group by group; outputs and inputs that fill up the last ones are 0.
+#[expect(non_camel_case_types, reason = "the formats' own names")]
 pub(super) enum Tiles {
+    /// Q4_0 as well: its minimum is −8 scales, which half precision holds exactly.
     Q4_1(Vec<Q4_1Tile>),
     Q8_0(Vec<Q8_0Tile>),
+    Q4_K(Vec<Q4_KTile>),
+    Q6_K(Vec<Q6_KTile>),
     F16(Vec<F16Tile>),
+    BF16(Vec<Bf16Tile>),
     F32(Vec<F32Tile>),
 }
 
-/// `weight = scale × quant + min`, quants from 0 to 15.
+/// What is asked of the tiles of any type.
+macro_rules! each_type {
+    ($tiles:expr, $name:ident => $ask:expr) => {
+        match $tiles {
+            Tiles::Q4_1($name) => $ask,
+            Tiles::Q8_0($name) => $ask,
+            Tiles::Q4_K($name) => $ask,
+            Tiles::Q6_K($name) => $ask,
+            Tiles::F16($name) => $ask,
+            Tiles::BF16($name) => $ask,
+            Tiles::F32($name) => $ask,
+        }
+    };
+}
+
+/// Quants from 0 to 15: word `i` holds the inputs `4i` to `4i + 3`, the first in the lowest four bits.
+#[derive(Clone)]
+pub(super) struct Nibbles(pub [[u16; PANEL]; GROUP / 4]);
+
+/// `weight = scale × quant + min`.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Q4_1Tile {
-    /// Word `i` holds the inputs `4i` to `4i + 3`, the first in the lowest four bits.
-    pub quants: [[u16; PANEL]; GROUP / 4],
+    pub quants: Nibbles,
     pub scales: [u16; PANEL],
     pub mins: [u16; PANEL],
+}
+
+/// `weight = scale × factor × quant − min × min factor`, the factors from 0 to 63: both products are exact in single precision.
+#[derive(Clone)]
+#[expect(non_camel_case_types, reason = "the format's own name")]
+#[repr(align(64))]
+pub(super) struct Q4_KTile {
+    pub quants: Nibbles,
+    /// Of 256 inputs, and so the same in eight tiles.
+    pub scales: [u16; PANEL],
+    pub mins: [u16; PANEL],
+    pub factors: [u8; PANEL],
+    pub min_factors: [u8; PANEL],
+}
+
+/// `weight = scale × factor × quant`, quants from −32 to 31, a factor for each half of the group.
+#[derive(Clone)]
+#[expect(non_camel_case_types, reason = "the format's own name")]
+#[repr(align(64))]
+pub(super) struct Q6_KTile {
+    pub quants: [[i8; PANEL]; GROUP],
+    /// Of 256 inputs, and so the same in eight tiles.
+    pub scales: [u16; PANEL],
+    pub factors: [[i8; PANEL]; 2],
 }
 
 /// `weight = scale × quant`.
@@ -50,18 +101,25 @@ pub(super) struct Q8_0Tile {
 #[repr(align(64))]
 pub(super) struct F16Tile(pub [[u16; PANEL]; GROUP]);
 
+/// The high halves of single-precision bits.
+#[derive(Clone)]
+#[repr(align(64))]
+pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
+
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
 /// How one group of one output gets into a tile and out of it.
 trait Tile: Clone {
-    /// Of a group in the file.
-    const GROUP_BYTES: usize;
+    /// Of a block in the file.
+    const BLOCK_BYTES: usize;
+    /// Groups in a block.
+    const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
 
-    /// Puts a group (or the shorter end of a row) into a column. False when a number in it is not finite.
-    fn put(&mut self, column: usize, group: &[u8]) -> bool;
+    /// Puts a group of a block (or of the shorter end of a row) into a column. False when a number in it is not finite.
+    fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool;
 
     /// One weight.
     fn get(&self, column: usize, input: usize) -> f32;
@@ -75,35 +133,132 @@ fn is_finite(half: u16) -> bool {
     half & 0x7c00 != 0x7c00
 }
 
-impl Tile for Q4_1Tile {
-    const GROUP_BYTES: usize = 20;
-    const ZERO: Self = Self { quants: [[0; PANEL]; GROUP / 4], scales: [0; PANEL], mins: [0; PANEL] };
+impl Nibbles {
+    const ZERO: Self = Self([[0; PANEL]; GROUP / 4]);
 
-    fn put(&mut self, column: usize, group: &[u8]) -> bool {
-        self.scales[column] = half_at(group, 0);
-        self.mins[column] = half_at(group, 2);
-        // The file's byte i holds input i in its low half and input i + 16 in its high half.
-        for (word, bytes) in group[4..].as_chunks::<4>().0.iter().enumerate() {
-            let [a, b, c, d] = bytes.map(u16::from);
-            self.quants[word][column] = (a & 15) | (b & 15) << 4 | (c & 15) << 8 | (d & 15) << 12;
-            self.quants[word + 4][column] = a >> 4 | b >> 4 << 4 | c >> 4 << 8 | d >> 4 << 12;
+    fn put(&mut self, column: usize, quants: impl Fn(usize) -> u8) {
+        for (word, words) in self.0.iter_mut().enumerate() {
+            words[column] = (0..4).fold(0, |bits, i| bits | u16::from(quants(word * 4 + i)) << (i * 4));
         }
+    }
+
+    fn get(&self, column: usize, input: usize) -> f32 {
+        f32::from(self.0[input / 4][column] >> (input % 4 * 4) & 15)
+    }
+}
+
+/// 32 quants as Q4_0 and Q4_1 store them: byte `i` holds input `i` in its low half and input `i + 16` in its high half.
+fn halves_of(bytes: &[u8]) -> impl Fn(usize) -> u8 {
+    |input| bytes[input % 16] >> (input / 16 * 4) & 15
+}
+
+impl Tile for Q4_1Tile {
+    const BLOCK_BYTES: usize = 20;
+    const ZERO: Self = Self { quants: Nibbles::ZERO, scales: [0; PANEL], mins: [0; PANEL] };
+
+    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+        self.scales[column] = half_at(block, 0);
+        self.mins[column] = half_at(block, 2);
+        self.quants.put(column, halves_of(&block[4..]));
         is_finite(self.scales[column]) && is_finite(self.mins[column])
     }
 
     fn get(&self, column: usize, input: usize) -> f32 {
-        let quant = self.quants[input / 4][column] >> (input % 4 * 4) & 15;
-        widen(self.scales[column]).mul_add(f32::from(quant), widen(self.mins[column]))
+        widen(self.scales[column]).mul_add(self.quants.get(column, input), widen(self.mins[column]))
+    }
+}
+
+/// A Q4_1 tile that is filled from Q4_0 blocks: `weight = scale × (quant − 8)`.
+#[derive(Clone)]
+#[repr(transparent)]
+struct FromQ4_0(Q4_1Tile);
+
+impl Tile for FromQ4_0 {
+    const BLOCK_BYTES: usize = 18;
+    const ZERO: Self = Self(Q4_1Tile::ZERO);
+
+    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+        let scale = f16::from_bits(half_at(block, 0));
+        // Infinite only where weights would be beyond half precision themselves.
+        let min = f16::from_f32(scale.to_f32() * -8.0);
+        self.0.scales[column] = scale.to_bits();
+        self.0.mins[column] = min.to_bits();
+        self.0.quants.put(column, halves_of(&block[2..]));
+        scale.is_finite() && min.is_finite()
+    }
+
+    fn get(&self, column: usize, input: usize) -> f32 {
+        self.0.get(column, input)
+    }
+}
+
+impl Tile for Q4_KTile {
+    const BLOCK_BYTES: usize = 144;
+    const BLOCK_GROUPS: usize = 8;
+    const ZERO: Self =
+        Self { quants: Nibbles::ZERO, scales: [0; PANEL], mins: [0; PANEL], factors: [0; PANEL], min_factors: [0; PANEL] };
+
+    fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
+        self.scales[column] = half_at(block, 0);
+        self.mins[column] = half_at(block, 2);
+        // Twelve bytes hold eight factors and eight min factors of six bits: four of each whole, in the low bits of the first
+        // eight bytes; of the others the low four bits in the last four bytes, the high two above the first eight's six.
+        let packed = &block[4..16];
+        (self.factors[column], self.min_factors[column]) = if group < 4 {
+            (packed[group] & 63, packed[group + 4] & 63)
+        } else {
+            let low = packed[group + 4];
+            (low & 15 | packed[group - 4] >> 6 << 4, low >> 4 | packed[group] >> 6 << 4)
+        };
+        // 32 bytes hold two groups, one in their low halves and one in their high halves.
+        let bytes = &block[16 + group / 2 * 32..][..32];
+        self.quants.put(column, |input| bytes[input] >> (group % 2 * 4) & 15);
+        is_finite(self.scales[column]) && is_finite(self.mins[column])
+    }
+
+    fn get(&self, column: usize, input: usize) -> f32 {
+        let scale = widen(self.scales[column]) * f32::from(self.factors[column]);
+        let min = widen(self.mins[column]) * f32::from(self.min_factors[column]);
+        scale.mul_add(self.quants.get(column, input), -min)
+    }
+}
+
+impl Tile for Q6_KTile {
+    const BLOCK_BYTES: usize = 210;
+    const BLOCK_GROUPS: usize = 8;
+    const ZERO: Self = Self { quants: [[0; PANEL]; GROUP], scales: [0; PANEL], factors: [[0; PANEL]; 2] };
+
+    fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
+        // Each 128 inputs have 64 bytes of low four bits (two groups in the low halves, then two in the high ones) and 32 bytes
+        // of high two bits, two for each of the four groups.
+        let (part, quarter) = (group / 4, group % 4);
+        let low = &block[part * 64 + quarter % 2 * 32..][..32];
+        let high = &block[128 + part * 32..][..32];
+        for (input, quants) in self.quants.iter_mut().enumerate() {
+            let low = low[input] >> (quarter / 2 * 4) & 15;
+            let high = high[input] >> (quarter * 2) & 3;
+            quants[column] = (low | high << 4) as i8 - 32;
+        }
+        for (half, factors) in self.factors.iter_mut().enumerate() {
+            factors[column] = block[192 + group * 2 + half] as i8;
+        }
+        self.scales[column] = half_at(block, 208);
+        is_finite(self.scales[column])
+    }
+
+    fn get(&self, column: usize, input: usize) -> f32 {
+        let scale = widen(self.scales[column]) * f32::from(self.factors[input / 16][column]);
+        scale * f32::from(self.quants[input][column])
     }
 }
 
 impl Tile for Q8_0Tile {
-    const GROUP_BYTES: usize = 34;
+    const BLOCK_BYTES: usize = 34;
     const ZERO: Self = Self { quants: [[0; PANEL]; GROUP], scales: [0; PANEL] };
 
-    fn put(&mut self, column: usize, group: &[u8]) -> bool {
-        self.scales[column] = half_at(group, 0);
-        for (quants, byte) in self.quants.iter_mut().zip(&group[2..]) {
+    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+        self.scales[column] = half_at(block, 0);
+        for (quants, byte) in self.quants.iter_mut().zip(&block[2..]) {
             quants[column] = *byte as i8;
         }
         is_finite(self.scales[column])
@@ -115,11 +270,11 @@ impl Tile for Q8_0Tile {
 }
 
 impl Tile for F16Tile {
-    const GROUP_BYTES: usize = 2 * GROUP;
+    const BLOCK_BYTES: usize = 2 * GROUP;
     const ZERO: Self = Self([[0; PANEL]; GROUP]);
 
-    fn put(&mut self, column: usize, group: &[u8]) -> bool {
-        let halves = group.as_chunks::<2>().0.iter().map(|half| u16::from_le_bytes(*half));
+    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+        let halves = block.as_chunks::<2>().0.iter().map(|half| u16::from_le_bytes(*half));
         self.0.iter_mut().zip(halves).fold(true, |finite, (row, half)| {
             row[column] = half;
             finite & is_finite(half)
@@ -131,12 +286,29 @@ impl Tile for F16Tile {
     }
 }
 
+impl Tile for Bf16Tile {
+    const BLOCK_BYTES: usize = 2 * GROUP;
+    const ZERO: Self = Self([[0; PANEL]; GROUP]);
+
+    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+        let numbers = block.as_chunks::<2>().0.iter().map(|number| u16::from_le_bytes(*number));
+        self.0.iter_mut().zip(numbers).fold(true, |finite, (row, number)| {
+            row[column] = number;
+            finite & widen_bf16(number).is_finite()
+        })
+    }
+
+    fn get(&self, column: usize, input: usize) -> f32 {
+        widen_bf16(self.0[input][column])
+    }
+}
+
 impl Tile for F32Tile {
-    const GROUP_BYTES: usize = 4 * GROUP;
+    const BLOCK_BYTES: usize = 4 * GROUP;
     const ZERO: Self = Self([[0.0; PANEL]; GROUP]);
 
-    fn put(&mut self, column: usize, group: &[u8]) -> bool {
-        let numbers = group.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number));
+    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+        let numbers = block.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number));
         self.0.iter_mut().zip(numbers).fold(true, |finite, (row, number)| {
             row[column] = number;
             finite & number.is_finite()
@@ -150,13 +322,17 @@ impl Tile for F32Tile {
 
 impl Matrix {
     /// Packs a tensor that must have this shape.
-    pub fn load(file: &Gguf, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
+    pub fn load(file: &dyn ModelFile, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
         let tensor = file.tensor_of(name, &[inputs as u64, outputs as u64])?;
         let not_finite = || CpuError::NotFinite { name: name.to_owned() };
         let tiles = match tensor.kind {
             TensorType::Q4_1 => pack(tensor.data, outputs).map(Tiles::Q4_1),
             TensorType::Q8_0 => pack(tensor.data, outputs).map(Tiles::Q8_0),
+            TensorType::Q4_0 => pack(tensor.data, outputs).map(from_q4_0).map(Tiles::Q4_1),
+            TensorType::Q4_K => pack(tensor.data, outputs).map(Tiles::Q4_K),
+            TensorType::Q6_K => pack(tensor.data, outputs).map(Tiles::Q6_K),
             TensorType::F16 => pack(tensor.data, outputs).map(Tiles::F16),
+            TensorType::BF16 => pack(tensor.data, outputs).map(Tiles::BF16),
             TensorType::F32 => pack(tensor.data, outputs).map(Tiles::F32),
             kind => return Err(CpuError::WeightType { name: name.to_owned(), kind }),
         };
@@ -165,38 +341,35 @@ impl Matrix {
 
     /// The numbers of one output, as the embedding of a token.
     pub fn row(&self, output: usize, into: &mut [f32]) {
-        match &self.tiles {
-            Tiles::Q4_1(tiles) => row(tiles, output, into),
-            Tiles::Q8_0(tiles) => row(tiles, output, into),
-            Tiles::F16(tiles) => row(tiles, output, into),
-            Tiles::F32(tiles) => row(tiles, output, into),
-        }
+        each_type!(&self.tiles, tiles => row(tiles, output, into))
     }
 
     /// Of memory.
     pub fn bytes(&self) -> usize {
-        match &self.tiles {
-            Tiles::Q4_1(tiles) => size_of_val(tiles.as_slice()),
-            Tiles::Q8_0(tiles) => size_of_val(tiles.as_slice()),
-            Tiles::F16(tiles) => size_of_val(tiles.as_slice()),
-            Tiles::F32(tiles) => size_of_val(tiles.as_slice()),
-        }
+        each_type!(&self.tiles, tiles => size_of_val(tiles.as_slice()))
     }
 }
 
 /// `None` when a number is not finite.
 fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     let row_bytes = data.len() / outputs;
-    let groups = row_bytes.div_ceil(T::GROUP_BYTES);
+    let groups = row_bytes.div_ceil(T::BLOCK_BYTES) * T::BLOCK_GROUPS;
     let mut tiles = vec![T::ZERO; outputs.div_ceil(PANEL) * groups];
     let mut finite = true;
     for (output, row) in data.chunks_exact(row_bytes).enumerate() {
         let panel = &mut tiles[output / PANEL * groups..][..groups];
-        for (tile, group) in panel.iter_mut().zip(row.chunks(T::GROUP_BYTES)) {
-            finite &= tile.put(output % PANEL, group);
+        for (tiles, block) in panel.chunks_exact_mut(T::BLOCK_GROUPS).zip(row.chunks(T::BLOCK_BYTES)) {
+            for (group, tile) in tiles.iter_mut().enumerate() {
+                finite &= tile.put(output % PANEL, block, group);
+            }
         }
     }
     finite.then_some(tiles)
+}
+
+/// The same memory where the allocator allows it.
+fn from_q4_0(tiles: Vec<FromQ4_0>) -> Vec<Q4_1Tile> {
+    tiles.into_iter().map(|tile| tile.0).collect()
 }
 
 fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
@@ -210,11 +383,12 @@ fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
 }
 
 /// A vector of float weights (norms).
-pub(super) fn vector(file: &Gguf, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
+pub(super) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
     let tensor = file.tensor_of(name, &[len as u64])?;
     let numbers: Vec<f32> = match tensor.kind {
         TensorType::F32 => tensor.data.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number)).collect(),
-        TensorType::F16 => tensor.data.as_chunks::<2>().0.iter().map(|half| half::f16::from_le_bytes(*half).to_f32()).collect(),
+        TensorType::F16 => tensor.data.as_chunks::<2>().0.iter().map(|half| f16::from_le_bytes(*half).to_f32()).collect(),
+        TensorType::BF16 => tensor.data.as_chunks::<2>().0.iter().map(|number| widen_bf16(u16::from_le_bytes(*number))).collect(),
         kind => return Err(CpuError::WeightType { name: name.to_owned(), kind }),
     };
     if numbers.iter().all(|number| number.is_finite()) { Ok(numbers) } else { Err(CpuError::NotFinite { name: name.to_owned() }) }

@@ -10,23 +10,31 @@ use std::collections::HashMap;
 use tandem_kv::TokenId;
 use tandem_model::{TokenizerData, sim};
 use tokenizers::{
-    PreTokenizerWrapper,
+    PreTokenizerWrapper, SplitDelimiterBehavior,
     models::bpe::BPE,
-    pre_tokenizers::{byte_level::ByteLevel, digits::Digits, sequence::Sequence},
+    normalizers::unicode::NFC,
+    pre_tokenizers::{
+        byte_level::ByteLevel,
+        digits::Digits,
+        sequence::Sequence,
+        split::{Split, SplitPattern},
+    },
 };
 
 /// GGUF's kinds of tokens that matter here.
 mod kind {
+    pub(super) const NORMAL: i32 = 1;
     pub(super) const UNKNOWN: i32 = 2;
     pub(super) const CONTROL: i32 = 3;
     pub(super) const USER_DEFINED: i32 = 4;
+    pub(super) const UNUSED: i32 = 5;
 }
 
 /// A model's tokeniser. It never changes.
 pub struct Tokenizer {
     algorithm: Algorithm,
     tokens: Vec<Token>,
-    /// Bytes of the longest token.
+    /// Bytes of text that one token can stand for.
     token_bytes_max: usize,
     /// Finds special tokens in a text that may hold them.
     special: Literals,
@@ -89,17 +97,12 @@ impl Tokenizer {
         }
     }
 
-    /// The tokeniser a GGUF file describes: byte-level BPE, cut as GPT-2 or as SmolLM cut.
+    /// The tokeniser a GGUF file describes: byte-level BPE, in the ways that the families we serve have it.
     pub(crate) fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
         if data.model != "gpt2" {
             return Err(ServedModelError::TokenizerAlgorithm { found: data.model.clone() });
         }
-        let byte_level = ByteLevel::new(false, true, true);
-        let cut: PreTokenizerWrapper = match data.pre.as_str() {
-            "gpt2" | "gpt-2" => byte_level.into(),
-            "smollm" => Sequence::new(vec![Digits::new(true).into(), byte_level.into()]).into(),
-            _ => return Err(ServedModelError::PreTokenizer { found: data.pre.clone() }),
-        };
+        let Cut { pre_tokenizer, composed, whole_words } = Cut::named(&data.pre)?;
         let vocabulary: HashMap<String, u32> =
             data.tokens.iter().enumerate().map(|(id, text)| (text.clone(), id as u32)).collect();
         let merges = data.merges.iter().map(|merge| merge.split_once(' ').ok_or(ServedModelError::Merge));
@@ -107,19 +110,70 @@ impl Tokenizer {
         let merges = merges.collect::<Result<Vec<_>, _>>()?;
         let bpe = BPE::builder()
             .vocab_and_merges(vocabulary.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
+            .ignore_merges(whole_words)
             .build()
             .map_err(ServedModelError::Tokenizer)?;
         let mut encoder = tokenizers::Tokenizer::new(bpe);
-        encoder.with_pre_tokenizer(Some(cut));
-        let named = |kinds: &[i32]| -> Vec<(String, TokenId)> {
-            let tokens = data.tokens.iter().zip(&data.token_types).enumerate();
+        encoder.with_pre_tokenizer(Some(pre_tokenizer));
+        encoder.with_normalizer(composed.then_some(NFC)).map_err(ServedModelError::Tokenizer)?;
+        Self::assemble(encoder, &data.tokens, &data.token_types)
+    }
+
+    /// The tokeniser of a `tokenizer.json`, which must be byte-level BPE, and the token that it puts before every text, if any.
+    pub fn from_json(json: &[u8]) -> Result<(Self, Option<TokenId>), ServedModelError> {
+        let broken = |source: serde_json::Error| ServedModelError::Tokenizer(Box::new(source));
+        let mut file: serde_json::Value = serde_json::from_slice(json).map_err(broken)?;
+        let algorithm = file["model"]["type"].as_str().unwrap_or("unknown");
+        if algorithm != "BPE" || file["model"]["byte_fallback"] == true {
+            return Err(ServedModelError::TokenizerAlgorithm { found: algorithm.to_owned() });
+        }
+        if !is_byte_level(&file["pre_tokenizer"]) {
+            let found = file["pre_tokenizer"]["type"].as_str().unwrap_or("unknown").to_owned();
+            return Err(ServedModelError::PreTokenizer { found });
+        }
+        let whole = tokenizers::Tokenizer::from_bytes(json).map_err(ServedModelError::Tokenizer)?;
+        let first = leading_token(&whole)?;
+        // Special tokens are cut out here, not there: see `guard`.
+        let added: Vec<AddedToken> = serde_json::from_value(file["added_tokens"].take()).map_err(broken)?;
+        file["added_tokens"] = serde_json::json!([]);
+        file["post_processor"] = serde_json::Value::Null;
+        file["truncation"] = serde_json::Value::Null;
+        file["padding"] = serde_json::Value::Null;
+        let bare = serde_json::to_vec(&file).map_err(broken)?;
+        let encoder = tokenizers::Tokenizer::from_bytes(bare).map_err(ServedModelError::Tokenizer)?;
+        if let Some(token) = added.iter().find(|token| token.lstrip || token.rstrip || token.single_word) {
+            return Err(ServedModelError::AddedToken { name: token.content.clone() });
+        }
+        let vocabulary = encoder.get_vocab(false);
+        let named = vocabulary.into_iter().map(|(text, id)| (id, text, kind::NORMAL));
+        let added = added.into_iter().map(|token| {
+            let kind = if token.special { kind::CONTROL } else { kind::USER_DEFINED };
+            (token.id, token.content, kind)
+        });
+        let all: Vec<(TokenId, String, i32)> = named.chain(added).collect();
+        // A few ids may be free, but memory is not taken for whatever number a file gives.
+        let len = all.iter().map(|(id, ..)| *id as usize + 1).max().unwrap_or_default();
+        if len > 2 * all.len() + 65_536 {
+            return Err(ServedModelError::TokenIds { len });
+        }
+        let (mut tokens, mut kinds) = (vec![String::new(); len], vec![kind::UNUSED; len]);
+        for (id, text, kind) in all {
+            (tokens[id as usize], kinds[id as usize]) = (text, kind);
+        }
+        Ok((Self::assemble(encoder, &tokens, &kinds)?, first))
+    }
+
+    /// `kinds` are GGUF's, one a token.
+    fn assemble(encoder: tokenizers::Tokenizer, tokens: &[String], kinds: &[i32]) -> Result<Self, ServedModelError> {
+        let named = |wanted: &[i32]| -> Vec<(String, TokenId)> {
+            let tokens = tokens.iter().zip(kinds).enumerate();
             tokens
-                .filter(|(_, (text, kind))| kinds.contains(kind) && !text.is_empty())
+                .filter(|(_, (text, kind))| wanted.contains(kind) && !text.is_empty())
                 .map(|(id, (text, _))| (text.clone(), id as TokenId))
                 .collect()
         };
         let bytes_of = byte_of_char();
-        let tokens = data.tokens.iter().zip(&data.token_types).map(|(text, kind)| {
+        let all = tokens.iter().zip(kinds).map(|(text, kind)| {
             let special = [kind::UNKNOWN, kind::CONTROL].contains(kind);
             let literal = special || *kind == kind::USER_DEFINED;
             let bytes = text.chars().map(|char| bytes_of.get(&char).copied()).collect::<Option<Vec<u8>>>();
@@ -127,10 +181,12 @@ impl Tokenizer {
             Token { bytes: bytes.into(), special }
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
-        let tokens: Vec<Token> = tokens.collect();
+        let tokens: Vec<Token> = all.collect();
+        // Unicode's composition (NFC) makes a text at most this many times as short.
+        let shrinks = if encoder.get_normalizer().is_some() { 4 } else { 1 };
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
-            token_bytes_max: token_bytes_max(&tokens),
+            token_bytes_max: token_bytes_max(&tokens) * shrinks,
             tokens,
             special: Literals::new(named(&[kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED]))?,
             always: Literals::new(named(&[kind::USER_DEFINED]))?,
@@ -242,6 +298,72 @@ impl Tokenizer {
     }
 }
 
+/// A token of `tokenizer.json` that is cut out of texts.
+#[derive(serde::Deserialize)]
+struct AddedToken {
+    id: TokenId,
+    content: String,
+    special: bool,
+    /// These three would change what is around the token.
+    #[serde(default)]
+    lstrip: bool,
+    #[serde(default)]
+    rstrip: bool,
+    #[serde(default)]
+    single_word: bool,
+}
+
+/// Whether texts become bytes before they are merged.
+fn is_byte_level(pre_tokenizer: &serde_json::Value) -> bool {
+    let parts = pre_tokenizer["pretokenizers"].as_array();
+    pre_tokenizer["type"] == "ByteLevel" || parts.is_some_and(|parts| parts.iter().any(|part| part["type"] == "ByteLevel"))
+}
+
+/// What the file's own way to finish a text puts before it; anything else that it does is refused.
+fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, ServedModelError> {
+    let ids = |finished| -> Result<Vec<TokenId>, ServedModelError> {
+        Ok(whole.encode_fast("a", finished).map_err(ServedModelError::Tokenizer)?.get_ids().to_vec())
+    };
+    let (plain, finished) = (ids(false)?, ids(true)?);
+    match finished.strip_suffix(plain.as_slice()) {
+        Some([]) => Ok(None),
+        Some([first]) => Ok(Some(*first)),
+        _ => Err(ServedModelError::PostProcessor),
+    }
+}
+
+/// What happens to a text before its bytes are merged, by the name that GGUF files give it.
+struct Cut {
+    pre_tokenizer: PreTokenizerWrapper,
+    /// Letters and their accents become one character first.
+    composed: bool,
+    /// A piece that is a token is not merged from smaller ones.
+    whole_words: bool,
+}
+
+impl Cut {
+    fn named(name: &str) -> Result<Self, ServedModelError> {
+        /// As in the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which cut numbers into digits.
+        const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        const QWEN_2: &str =
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        let own_rule = |regex: &str| -> Result<PreTokenizerWrapper, ServedModelError> {
+            let split = Split::new(SplitPattern::Regex(regex.to_owned()), SplitDelimiterBehavior::Isolated, false);
+            let bytes = ByteLevel::new(false, true, false);
+            Ok(Sequence::new(vec![split.map_err(ServedModelError::Tokenizer)?.into(), bytes.into()]).into())
+        };
+        let gpt2 = ByteLevel::new(false, true, true);
+        let (pre_tokenizer, composed, whole_words) = match name {
+            "gpt2" | "gpt-2" => (gpt2.into(), false, false),
+            "smollm" => (Sequence::new(vec![Digits::new(true).into(), gpt2.into()]).into(), false, false),
+            "llama-bpe" => (own_rule(LLAMA_3)?, false, true),
+            "qwen2" => (own_rule(QWEN_2)?, true, false),
+            found => return Err(ServedModelError::PreTokenizer { found: found.to_owned() }),
+        };
+        Ok(Self { pre_tokenizer, composed, whole_words })
+    }
+}
+
 /// See [`Tokenizer::guard`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guard(char);
@@ -305,8 +427,124 @@ mod tests {
     fn a_file_with_another_algorithm_is_refused() {
         let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
         assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm { found }) if found == "llama"));
-        let data = TokenizerData { model: "gpt2".into(), pre: "qwen2".into(), ..TokenizerData::default() };
-        assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "qwen2"));
+        let data = TokenizerData { model: "gpt2".into(), pre: "tekken".into(), ..TokenizerData::default() };
+        assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "tekken"));
+    }
+
+    /// `ci/goldens/make_cuts.py`: ids that Hugging Face's tokenisers and llama.cpp give.
+    #[derive(serde::Deserialize)]
+    struct Goldens {
+        merges: Vec<String>,
+        word: String,
+        cuts: HashMap<String, Vec<Golden>>,
+    }
+
+    #[derive(serde::Deserialize)]
+    struct Golden {
+        text: String,
+        ids: Vec<TokenId>,
+    }
+
+    #[test]
+    fn the_families_cut_as_their_own_tokenisers_do() {
+        let goldens: Goldens = serde_json::from_str(include_str!("../../../ci/goldens/cuts.json")).expect("the goldens are JSON");
+        let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
+        bytes.sort_unstable();
+        let bytes = bytes.into_iter().map(|(_, char)| char.to_string());
+        let tokens: Vec<String> =
+            bytes.chain(goldens.merges.iter().map(|merge| merge.replace(' ', ""))).chain([goldens.word]).collect();
+        assert_eq!(goldens.cuts.len(), 2);
+        for (name, cases) in goldens.cuts {
+            let data = TokenizerData {
+                token_types: vec![1; tokens.len()],
+                tokens: tokens.clone(),
+                merges: goldens.merges.clone(),
+                pre: name.clone(),
+                model: "gpt2".into(),
+                ..Default::default()
+            };
+            let tokenizer = Tokenizer::from_data(&data).expect("the goldens make a tokeniser");
+            assert!(cases.len() >= 30, "only {} goldens", cases.len());
+            for Golden { text, ids } in cases {
+                assert_eq!(tokenizer.encode(&text, Special::Text).expect("every text can be encoded"), ids, "{name}: {text:?}");
+            }
+        }
+    }
+
+    /// Like Llama 3's: a first token, special ones and one that is cut out of every text.
+    fn tokenizer_json() -> serde_json::Value {
+        let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
+        bytes.sort_unstable();
+        let mut vocabulary: serde_json::Map<String, serde_json::Value> =
+            bytes.into_iter().map(|(byte, char)| (char.to_string(), byte.into())).collect();
+        vocabulary.insert("he".into(), 256.into());
+        let added = |id: u32, content: &str, special: bool| {
+            serde_json::json!({"id": id, "content": content, "special": special, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false})
+        };
+        serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+            "added_tokens": [added(257, "<|begin|>", true), added(258, "<|end|>", true), added(260, "<tool>", false)],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}| ?\\p{L}+"}, "behavior": "Isolated", "invert": false},
+                {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]},
+            "post_processor": {"type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [257], "tokens": ["<|begin|>"]}}},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false, "byte_fallback": false,
+                "ignore_merges": true, "vocab": vocabulary, "merges": [["h", "e"]]},
+        })
+    }
+
+    fn from_json(json: &serde_json::Value) -> Result<(Tokenizer, Option<TokenId>), ServedModelError> {
+        Tokenizer::from_json(&serde_json::to_vec(json).expect("it is JSON"))
+    }
+
+    #[test]
+    fn a_tokenizer_json_is_the_same_tokeniser() {
+        let (tokenizer, first) = from_json(&tokenizer_json()).expect("it is supported");
+        assert_eq!(first, Some(257));
+        let text = "he 12<|end|><tool>é";
+        assert_eq!(tokenizer.encode(text, Special::Parsed).expect("it encodes"), [256, 32, 49, 50, 258, 260, 0xC3, 0xA9]);
+        let plain = tokenizer.encode(text, Special::Text).expect("it encodes");
+        assert!(!plain.contains(&258) && plain.contains(&260), "{plain:?}");
+        assert_eq!(tokenizer.decode(&plain), text);
+        assert_eq!((tokenizer.vocab_size(), tokenizer.special_id("<|end|>")), (261, Some(258)));
+        assert_eq!(tokenizer.bytes(259), b"", "an id that no token has");
+        let guard = Tokenizer::guard(["<|end|>"].into_iter()).expect("one is free");
+        let guarded = tokenizer.encode_guarded(&tokenizer.mark("<|end|>", guard), guard).expect("it encodes");
+        assert_eq!(tokenizer.decode(&guarded), "<|end|>");
+        assert!(!guarded.contains(&258));
+        let mut silent = tokenizer_json();
+        silent["post_processor"] = serde_json::Value::Null;
+        assert_eq!(from_json(&silent).expect("it is supported").1, None);
+    }
+
+    #[test]
+    fn a_tokenizer_json_of_another_kind_is_refused() {
+        let refused = |change: &dyn Fn(&mut serde_json::Value)| {
+            let mut json = tokenizer_json();
+            change(&mut json);
+            from_json(&json).err().expect("it is refused")
+        };
+        let error = refused(&|json| json["model"]["type"] = "Unigram".into());
+        assert!(matches!(error, ServedModelError::TokenizerAlgorithm { found } if found == "Unigram"));
+        let error = refused(&|json| json["model"]["byte_fallback"] = true.into());
+        assert!(matches!(error, ServedModelError::TokenizerAlgorithm { .. }));
+        let error = refused(&|json| json["pre_tokenizer"] = serde_json::json!({"type": "Whitespace"}));
+        assert!(matches!(error, ServedModelError::PreTokenizer { found } if found == "Whitespace"));
+        let error = refused(&|json| json["added_tokens"][1]["rstrip"] = true.into());
+        assert!(matches!(error, ServedModelError::AddedToken { name } if name == "<|end|>"));
+        let error = refused(&|json| {
+            let end = serde_json::json!({"SpecialToken": {"id": "<|begin|>", "type_id": 0}});
+            json["post_processor"]["single"].as_array_mut().expect("a list").push(end);
+        });
+        assert!(matches!(error, ServedModelError::PostProcessor));
+        let error = refused(&|json| json["model"]["vocab"]["he"] = u32::MAX.into());
+        assert!(matches!(error, ServedModelError::TokenIds { .. }));
+        assert!(matches!(Tokenizer::from_json(b"{"), Err(ServedModelError::Tokenizer(_))));
     }
 
     #[test]

@@ -7,7 +7,11 @@ pub mod kind {
     pub const F16: u32 = 1;
     pub const Q4_0: u32 = 2;
     pub const Q4_1: u32 = 3;
+    pub const Q5_0: u32 = 6;
     pub const Q8_0: u32 = 8;
+    pub const Q4_K: u32 = 12;
+    pub const Q6_K: u32 = 14;
+    pub const BF16: u32 = 30;
 }
 
 /// A file under construction.

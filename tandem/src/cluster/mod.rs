@@ -189,7 +189,7 @@ async fn load(settings: &UpSettings) -> Result<Loaded, StartError> {
         (EngineKind::Sim, None) => Ok(Loaded::sim(settings.served_model_name)),
         (engine, model) => {
             let model = Store::new(settings.store)?.get(&model.unwrap_or_default())?;
-            Loaded::gguf(model, settings.served_model_name, engine)
+            Loaded::model(model, settings.served_model_name, engine)
         }
     });
     loading.await.expect("loading returns its errors")

@@ -12,7 +12,7 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
-use tandem_model::{Gguf, ModelError};
+use tandem_model::{Gguf, HfDirectory, ModelFile};
 
 /// A model that is ready to be served.
 pub(super) struct Loaded {
@@ -28,15 +28,23 @@ enum Device {
 }
 
 impl Loaded {
-    /// Reads the model's file for an engine of this kind. Takes seconds for a large one.
-    pub(super) fn gguf(model: StoredModel, served_name: Option<String>, engine: EngineKind) -> Result<Self, StartError> {
+    /// Reads the model's files for an engine of this kind. Takes seconds for a large one.
+    pub(super) fn model(model: StoredModel, served_name: Option<String>, engine: EngineKind) -> Result<Self, StartError> {
         let name = served_name.unwrap_or(model.id);
         let unservable = |cause| StartError::Unservable { path: model.path.clone(), cause };
-        let file = Gguf::open(&model.path).map_err(|cause| unservable(cause.into()))?;
-        let served = ServedModel::from_gguf(name, &file).map_err(|cause| unservable(cause.into()))?;
+        let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
+            let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(cause.into()))?;
+            let served = ServedModel::from_directory(name, &directory);
+            (Box::new(directory), served)
+        } else {
+            let file = Gguf::open(&model.path).map_err(|cause| unservable(cause.into()))?;
+            let served = ServedModel::from_gguf(name, &file);
+            (Box::new(file), served)
+        };
+        let served = served.map_err(|cause| unservable(cause.into()))?;
         let device = match engine {
-            EngineKind::Cpu | EngineKind::Cuda => Device::Cpu(CpuModel::load(&file).map_err(|cause| unservable(cause.into()))?),
-            EngineKind::Sim => Device::Sim(vocabulary(&file).map_err(|cause| unservable(cause.into()))?),
+            EngineKind::Cpu | EngineKind::Cuda => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(cause.into()))?),
+            EngineKind::Sim => Device::Sim(vocabulary(&served)),
         };
         Ok(Self { served, revision: file.revision(), device })
     }
@@ -77,15 +85,16 @@ fn sim_settings(settings: &UpSettings) -> SimSettings {
 }
 
 /// A model's tokens for the simulator: it answers with plain words, where a model has such, and ends as the model does.
-fn vocabulary(file: &Gguf) -> Result<Vocabulary, ModelError> {
-    let data = file.tokenizer()?;
-    let is_word = |token: &&String| {
-        let letters = token.trim_start_matches('\u{120}');
-        !letters.is_empty() && letters.bytes().all(|byte| byte.is_ascii_lowercase())
+fn vocabulary(served: &ServedModel) -> Vocabulary {
+    let tokenizer = served.tokenizer();
+    let is_word = |token: &u32| {
+        let bytes = tokenizer.bytes(*token);
+        let letters = bytes.strip_prefix(b" ").unwrap_or(bytes);
+        !letters.is_empty() && letters.iter().all(u8::is_ascii_lowercase)
     };
-    let words: Vec<u32> = (0..).zip(&data.tokens).filter(|(_, token)| is_word(token)).map(|(id, _)| id).collect();
-    let size = data.tokens.len();
+    let size = tokenizer.vocab_size();
+    let words: Vec<u32> = (0..size as u32).filter(is_word).collect();
     let words = if words.is_empty() { (0..size as u32).collect() } else { words };
-    let end = data.eos.unwrap_or(words[0]);
-    Ok(Vocabulary { size, context_length: file.context_length()?, words, end })
+    let end = served.stop_tokens().first().copied().unwrap_or(words[0]);
+    Vocabulary { size, context_length: served.context_length(), words, end }
 }

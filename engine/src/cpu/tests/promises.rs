@@ -3,8 +3,22 @@
 use super::*;
 use proptest::prelude::*;
 
-fn all_sizes() -> [Sizes; 4] {
-    [QUANTISED, ODD, Sizes { kind: kind::Q8_0, ..QUANTISED }, Sizes { kind: kind::F16, tied: false, ..ODD }]
+fn all_sizes() -> [Sizes; 11] {
+    let quantised = |kind| Sizes { kind, ..QUANTISED };
+    let floats = |kind| Sizes { kind, ..ODD };
+    [
+        QUANTISED,
+        quantised(kind::Q4_0),
+        quantised(kind::Q8_0),
+        BLOCKS,
+        Sizes { kind: kind::Q6_K, tied: true, ..BLOCKS },
+        ODD,
+        floats(kind::F16),
+        Sizes { tied: true, ..floats(kind::BF16) },
+        QWEN2,
+        QWEN3,
+        Sizes { family: "qwen3", ..BLOCKS },
+    ]
 }
 
 proptest! {

@@ -6,9 +6,17 @@ use crate::cpu::weights::Matrix;
 /// Rows of a matrix product within the error that 8-bit activations may bring.
 #[test]
 fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
-    for kind in [kind::Q4_1, kind::Q8_0, kind::F16, kind::F32] {
-        let quantised = matches!(kind, kind::Q4_1 | kind::Q8_0);
-        let (inputs, outputs) = if quantised { (96, 75) } else { (83, 75) };
+    for (kind, inputs) in [
+        (kind::Q4_0, 96),
+        (kind::Q4_1, 96),
+        (kind::Q8_0, 96),
+        (kind::Q4_K, 512),
+        (kind::Q6_K, 512),
+        (kind::F16, 83),
+        (kind::BF16, 83),
+        (kind::F32, 83),
+    ] {
+        let (quantised, outputs) = (is_quantised(kind), 75);
         let mut random = Random::new(kind.into());
         let data = random.weights(kind, inputs * outputs);
         let weights = dequantised(kind, &data);
@@ -37,13 +45,30 @@ fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
     }
 }
 
+fn is_quantised(kind: u32) -> bool {
+    ![kind::F32, kind::F16, kind::BF16].contains(&kind)
+}
+
+/// GGUF's number of a type.
+fn number(kind: TensorType) -> u32 {
+    match kind {
+        TensorType::F32 => kind::F32,
+        TensorType::F16 => kind::F16,
+        TensorType::BF16 => kind::BF16,
+        TensorType::Q4_0 => kind::Q4_0,
+        TensorType::Q4_1 => kind::Q4_1,
+        TensorType::Q8_0 => kind::Q8_0,
+        TensorType::Q4_K => kind::Q4_K,
+        TensorType::Q6_K => kind::Q6_K,
+        other => unreachable!("{other:?}"),
+    }
+}
+
 /// A whole model in double precision, as plain as it can be written. All logits of one sequence.
 fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
     let weights = |name: &str| {
         let tensor = file.tensor(name).unwrap();
-        let kind = [(tandem_model::TensorType::F32, kind::F32), (tandem_model::TensorType::F16, kind::F16)];
-        let (_, kind) = *kind.iter().find(|(known, _)| *known == tensor.kind).unwrap();
-        (dequantised(kind, tensor.data), tensor.shape[0] as usize)
+        (dequantised(number(tensor.kind), tensor.data), tensor.shape[0] as usize)
     };
     let multiply = |name: &str, x: &[f64]| -> Vec<f64> {
         let (weights, inputs) = weights(name);
@@ -54,13 +79,28 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
         x.iter().zip(weights(name).0).map(|(x, weight)| x / root * weight).collect()
     };
     let (dim, group) = (sizes.head_dim as usize, (sizes.heads / sizes.kv_heads) as usize);
+    let rope = tandem_model::ModelConfig::read(file).unwrap().rope;
     let rotate = |x: &mut [f64], position: usize| {
         for head in x.chunks_mut(dim) {
-            for (i, pair) in head.chunks_mut(2).enumerate() {
-                let (sin, cos) = (position as f64 * 10_000f64.powf(-2.0 * i as f64 / dim as f64)).sin_cos();
-                (pair[0], pair[1]) = (pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos);
+            for (i, frequency) in rope.frequencies.iter().enumerate() {
+                let (first, second) = if sizes.family == "llama" { (2 * i, 2 * i + 1) } else { (i, i + dim / 2) };
+                let (sin, cos) = (position as f64 * frequency).sin_cos();
+                let turned = [head[first] * cos - head[second] * sin, head[first] * sin + head[second] * cos];
+                [head[first], head[second]] = turned.map(|side| side * rope.magnitude);
             }
         }
+    };
+    // With what the families do to it: biases, and norms of heads.
+    let project = |layer: u32, part: &str, x: &[f64]| -> Vec<f64> {
+        let mut out = multiply(&format!("blk.{layer}.{part}.weight"), x);
+        if sizes.family == "qwen2" {
+            let bias = weights(&format!("blk.{layer}.{part}.bias")).0;
+            out.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
+        }
+        if sizes.family == "qwen3" && part != "attn_v" {
+            out = out.chunks(dim).flat_map(|head| norm(&format!("blk.{layer}.{part}_norm.weight"), head)).collect();
+        }
+        out
     };
     let embedding = weights("token_embd.weight").0;
     let width = sizes.width as usize;
@@ -70,11 +110,11 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for (position, x) in stream.iter_mut().enumerate() {
             let normed = norm(&name("attn_norm"), x);
-            let (mut query, mut key) = (multiply(&name("attn_q"), &normed), multiply(&name("attn_k"), &normed));
+            let (mut query, mut key) = (project(layer, "attn_q", &normed), project(layer, "attn_k", &normed));
             rotate(&mut query, position);
             rotate(&mut key, position);
             keys.push(key);
-            values.push(multiply(&name("attn_v"), &normed));
+            values.push(project(layer, "attn_v", &normed));
             let mut attended = Vec::new();
             for (head, query) in query.chunks(dim).enumerate() {
                 let at = head / group * dim;
@@ -104,18 +144,37 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
 
 #[test]
 fn whole_models_give_the_logits_of_double_precision() {
+    let floats = [kind::F32, kind::F16, kind::BF16].map(|kind| Sizes { kind, ..ODD });
     let tied = Sizes { kind: kind::F16, tied: true, ..QUANTISED };
-    for sizes in [ODD, tied] {
-        let file = gguf(file(sizes, 7));
-        let tokens = tokens(3, 50, sizes.vocab);
-        let expected = forward(&file, sizes, &tokens);
-        let mut engine = engine(&CpuModel::load(&file).unwrap());
-        let logits = run(&mut engine, &tokens, &scattered(0, 2), &[17, 1, 30]);
-        assert_eq!(logits.len(), expected.len());
-        let largest = expected.iter().fold(0f64, |largest, logit| largest.max(logit.abs()));
-        for (i, (logit, expected)) in logits.iter().zip(&expected).enumerate() {
-            // Keys and values are rounded to half precision.
-            assert!((f64::from(*logit) - expected).abs() < 2e-3 * largest, "logit {i} of {sizes:?}: {logit} is not {expected}");
-        }
+    let quantised = [kind::Q4_0, kind::Q4_1, kind::Q8_0].map(|kind| Sizes { kind, ..QUANTISED });
+    let blocks = [kind::Q4_K, kind::Q6_K].map(|kind| Sizes { kind, ..BLOCKS });
+    let qwens = [QWEN2, QWEN3, Sizes { family: "qwen3", ..BLOCKS }];
+    for sizes in qwens.into_iter().chain(floats).chain([tied]).chain(quantised).chain(blocks) {
+        compare(gguf(file(sizes, 7)), sizes);
     }
+}
+
+#[test]
+fn stretched_contexts_give_the_logits_of_double_precision() {
+    let file = || file(QWEN3, 8).u32("qwen3.rope.scaling.original_context_length", 16).f32("qwen3.rope.scaling.factor", 4.0);
+    compare(gguf(file().str("qwen3.rope.scaling.type", "yarn")), QWEN3);
+    compare(gguf(file().str("qwen3.rope.scaling.type", "linear")), QWEN3);
+}
+
+fn compare(file: Gguf, sizes: Sizes) {
+    let tokens = tokens(3, 50, sizes.vocab);
+    let expected = forward(&file, sizes, &tokens);
+    let mut engine = engine(&CpuModel::load(&file).unwrap());
+    let logits = run(&mut engine, &tokens, &scattered(0, 2), &[17, 1, 30]);
+    assert_eq!(logits.len(), expected.len());
+    let largest = expected.iter().fold(0f64, |largest, logit| largest.max(logit.abs()));
+    // Keys and values are rounded to half precision, and with quantised weights each layer's inputs to 8 bits.
+    let (each, all) = if is_quantised(sizes.kind) { (0.1, 0.04) } else { (2e-3, 1e-3) };
+    for (i, (logit, expected)) in logits.iter().zip(&expected).enumerate() {
+        assert!((f64::from(*logit) - expected).abs() < each * largest, "logit {i} of {sizes:?}: {logit} is not {expected}");
+    }
+    let squares: f64 = expected.iter().map(|logit| logit * logit).sum();
+    let errors: f64 = logits.iter().zip(&expected).map(|(logit, expected)| (f64::from(*logit) - expected).powi(2)).sum();
+    let error = (errors / squares).sqrt();
+    assert!(error < all, "the logits of {sizes:?} are wrong by {error} of their size");
 }

@@ -9,30 +9,49 @@ fn refused(writer: Writer) -> CpuError {
 #[test]
 fn models_are_refused_by_what_is_wrong_with_them() {
     let original = || file(QUANTISED, 1);
-    assert!(matches!(refused(original().str("general.architecture", "qwen3")), CpuError::Model(ModelError::Architecture { .. })));
+    assert!(matches!(
+        refused(original().str("general.architecture", "gemma3")),
+        CpuError::Model(ModelError::Architecture { .. })
+    ));
     let absent = refused(original().without_tensor("blk.1.ffn_up.weight"));
     assert!(matches!(absent, CpuError::Model(ModelError::MissingTensor { name }) if name == "blk.1.ffn_up.weight"));
     let shape = refused(original().tensor("blk.0.attn_k.weight", &[96, 96], kind::Q4_1, vec![0; 96 * 60]));
     assert!(matches!(shape, CpuError::Model(ModelError::TensorShape { .. })));
-    let format = refused(original().tensor("blk.0.attn_k.weight", &[96, 32], kind::Q4_0, vec![0; 32 * 54]));
-    assert!(matches!(format, CpuError::WeightType { kind: TensorType::Q4_0, .. }));
+    let format = refused(original().tensor("blk.0.attn_k.weight", &[96, 32], kind::Q5_0, vec![0; 32 * 66]));
+    assert!(matches!(format, CpuError::WeightType { kind: TensorType::Q5_0, .. }));
     let norm = refused(original().tensor("output_norm.weight", &[96], kind::Q4_1, vec![0; 60]));
     assert!(matches!(norm, CpuError::WeightType { .. }));
     let bias = refused(original().tensor("blk.1.attn_q.bias", &[96], kind::F32, vec![0; 384]));
-    assert!(matches!(bias, CpuError::Bias { name } if name == "blk.1.attn_q.bias"));
+    assert!(matches!(bias, CpuError::Unexpected { name } if name == "blk.1.attn_q.bias"));
+    let head = refused(original().tensor("blk.1.attn_q_norm.weight", &[16], kind::F32, vec![0; 64]));
+    assert!(matches!(head, CpuError::Unexpected { name } if name == "blk.1.attn_q_norm.weight"));
+    let out = refused(file(QWEN2, 1).tensor("blk.0.attn_output.bias", &[40], kind::F32, vec![0; 160]));
+    assert!(matches!(out, CpuError::Unexpected { name } if name == "blk.0.attn_output.bias"));
+    for (sizes, needed) in [(QWEN2, "blk.1.attn_k.bias"), (QWEN3, "blk.1.attn_q_norm.weight")] {
+        let absent = refused(file(sizes, 1).without_tensor(needed));
+        assert!(matches!(absent, CpuError::Model(ModelError::MissingTensor { name }) if name == needed));
+    }
 }
 
 #[test]
 fn weights_that_are_not_finite_are_refused() {
     let damaged = |name: &str, kind: u32, inputs: u64, outputs: u64, mut data: Vec<u8>, at: usize, bytes: &[u8]| {
         data[at..at + bytes.len()].copy_from_slice(bytes);
-        let error = refused(file(Sizes { kind, ..QUANTISED }, 1).tensor(name, &[inputs, outputs], kind, data));
+        let sizes = if inputs == 256 { BLOCKS } else { QUANTISED };
+        let error = refused(file(Sizes { kind, ..sizes }, 1).tensor(name, &[inputs, outputs], kind, data));
         assert!(matches!(&error, CpuError::NotFinite { name: found } if found == name), "{error}");
     };
     let infinite = f16::INFINITY.to_le_bytes();
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 40, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 42, &f16::NAN.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q8_0, 96, 32, vec![0; 96 * 34], 34, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &infinite);
+    // Finite, but not its weights.
+    damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &f16::MAX.to_le_bytes());
+    damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 144, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 146, &infinite);
+    damaged("blk.0.attn_k.weight", kind::Q6_K, 256, 64, vec![0; 64 * 210], 208, &infinite);
+    damaged("blk.0.attn_k.weight", kind::BF16, 96, 32, vec![0; 96 * 64], 100, &half::bf16::INFINITY.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::F16, 96, 32, vec![0; 96 * 64], 100, &infinite);
     damaged("blk.0.attn_k.weight", kind::F32, 96, 32, vec![0; 96 * 128], 100, &f32::NAN.to_le_bytes());
     let norm: Vec<u8> = [f32::INFINITY; 96].iter().flat_map(|number| number.to_le_bytes()).collect();

@@ -1,0 +1,260 @@
+//! A model as Hugging Face's libraries save it: a directory with `config.json`, `tokenizer.json` and safetensors.
+
+mod config;
+mod names;
+
+use crate::{ModelConfig, ModelError, ModelFile, Tensor, TensorType, bytes::Bytes};
+use safetensors::{Dtype, SafeTensors};
+use serde::{Deserialize, de::DeserializeOwned};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+use xxhash_rust::xxh3::Xxh3;
+
+/// A directory's model, checked when it was opened: its weights' files are whole.
+pub struct HfDirectory {
+    path: PathBuf,
+    shards: Vec<Bytes>,
+    tensors: HashMap<String, TensorInfo>,
+    config: ModelConfig,
+    revision: u64,
+}
+
+struct TensorInfo {
+    shard: usize,
+    kind: Result<TensorType, Dtype>,
+    /// Innermost dimension first, as in GGUF.
+    shape: Vec<u64>,
+    range: Range<usize>,
+}
+
+/// What a directory says about text; not yet a tokeniser.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HfTokenizer {
+    /// `tokenizer.json`, as the crate `tokenizers` reads it.
+    pub json: Vec<u8>,
+    /// Jinja source that makes a prompt of a conversation.
+    pub chat_template: Option<String>,
+    /// The text of the token that begins a sequence; may be empty.
+    pub bos: String,
+    /// The text of the token that ends one; may be empty.
+    pub eos: String,
+    /// Ids of tokens that end an answer.
+    pub stop_tokens: Vec<u32>,
+}
+
+const CONFIG: &str = "config.json";
+const INDEX: &str = "model.safetensors.index.json";
+const WHOLE: &str = "model.safetensors";
+
+impl HfDirectory {
+    /// Whether a directory is meant to be such a model.
+    pub fn is_at(path: &Path) -> bool {
+        path.join(CONFIG).is_file() && (path.join(WHOLE).is_file() || path.join(INDEX).is_file())
+    }
+
+    /// Maps the weights into memory and reads what they are. Weights are read from the disk when they are first touched.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let mut hash = Xxh3::new();
+        let config = read(path, CONFIG)?;
+        hash.update(&config);
+        if let Some(tokenizer) = read_optional(path, "tokenizer.json")? {
+            hash.update(&tokenizer);
+        }
+        let (mut shards, mut tensors) = (Vec::new(), HashMap::new());
+        for name in shard_names(path)? {
+            let file = path.join(&name);
+            let bytes = Bytes::map(&file)?;
+            let broken = |source| ModelError::Safetensors { path: file.clone(), source };
+            let (header_len, _) = SafeTensors::read_metadata(bytes.as_slice()).map_err(broken)?;
+            hash.update(&(bytes.as_slice().len() as u64).to_le_bytes());
+            hash.update(&bytes.as_slice()[..size_of::<u64>() + header_len]);
+            let mut views: Vec<_> = SafeTensors::deserialize(bytes.as_slice()).map_err(broken)?.tensors();
+            views.sort_by(|(first, _), (second, _)| first.cmp(second));
+            for (name, view) in views {
+                hash.update(&view.data()[..view.data().len().min(crate::gguf::SAMPLE_BYTES)]);
+                let start = view.data().as_ptr() as usize - bytes.as_slice().as_ptr() as usize;
+                let info = TensorInfo {
+                    shard: shards.len(),
+                    kind: tensor_type(view.dtype()),
+                    shape: view.shape().iter().rev().map(|dimension| *dimension as u64).collect(),
+                    range: start..start + view.data().len(),
+                };
+                if tensors.insert(name, info).is_some() {
+                    return Err(ModelError::Malformed { what: "a tensor's name appears twice" });
+                }
+            }
+            shards.push(bytes);
+        }
+        let tied_by_absence = !tensors.contains_key("lm_head.weight");
+        let config = config::read(&config, tied_by_absence)?;
+        Ok(Self { path: path.to_owned(), shards, tensors, config, revision: hash.digest() })
+    }
+
+    /// The tokeniser's files, and what others say about text.
+    pub fn tokenizer(&self) -> Result<HfTokenizer, ModelError> {
+        const CONFIG_NAME: &str = "tokenizer_config.json";
+        const GENERATION: &str = "generation_config.json";
+        let config: TokenizerConfig = match read_optional(&self.path, CONFIG_NAME)? {
+            Some(bytes) => json(CONFIG_NAME, &bytes)?,
+            None => TokenizerConfig::default(),
+        };
+        let template = match read_optional(&self.path, "chat_template.jinja")? {
+            Some(bytes) => Some(String::from_utf8(bytes).map_err(|_| ModelError::Malformed { what: "a text is not UTF-8" })?),
+            None => config.chat_template.and_then(TemplateField::text),
+        };
+        let mut ends: Ends = json(CONFIG, &read(&self.path, CONFIG)?)?;
+        if let Some(bytes) = read_optional(&self.path, GENERATION)? {
+            let generation: Ends = json(GENERATION, &bytes)?;
+            ends.eos_token_id = generation.eos_token_id.or(ends.eos_token_id);
+        }
+        Ok(HfTokenizer {
+            json: read(&self.path, "tokenizer.json")?,
+            chat_template: template,
+            bos: config.bos_token.map_or_else(String::new, TokenField::text),
+            eos: config.eos_token.map_or_else(String::new, TokenField::text),
+            stop_tokens: match ends.eos_token_id {
+                None => Vec::new(),
+                Some(OneOrMany::One(token)) => vec![token],
+                Some(OneOrMany::Many(tokens)) => tokens,
+            },
+        })
+    }
+}
+
+impl ModelFile for HfDirectory {
+    fn config(&self) -> Result<ModelConfig, ModelError> {
+        Ok(self.config.clone())
+    }
+
+    fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
+        let name = names::in_safetensors(name);
+        let Some(found) = self.tensors.get(&name) else {
+            return Err(ModelError::MissingTensor { name });
+        };
+        match found.kind {
+            Ok(kind) => Ok(Tensor { kind, shape: &found.shape, data: &self.shards[found.shard].as_slice()[found.range.clone()] }),
+            Err(found) => Err(ModelError::Dtype { name, found }),
+        }
+    }
+
+    fn has_tensor(&self, name: &str) -> bool {
+        self.tensors.contains_key(&names::in_safetensors(name))
+    }
+
+    fn revision(&self) -> String {
+        format!("{:016x}", self.revision)
+    }
+}
+
+fn tensor_type(dtype: Dtype) -> Result<TensorType, Dtype> {
+    match dtype {
+        Dtype::F32 => Ok(TensorType::F32),
+        Dtype::F16 => Ok(TensorType::F16),
+        Dtype::BF16 => Ok(TensorType::BF16),
+        other => Err(other),
+    }
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: HashMap<String, String>,
+}
+
+/// The index's files in their names' order, each a plain name within the directory; without an index the one file.
+fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
+    let Some(bytes) = read_optional(path, INDEX)? else {
+        return Ok(BTreeSet::from([WHOLE.to_owned()]));
+    };
+    shards_of_index(&bytes)
+}
+
+/// The names of the weights' files in an index, each a plain name within its directory.
+pub fn shards_of_index(index: &[u8]) -> Result<BTreeSet<String>, ModelError> {
+    let names: BTreeSet<String> = json::<Index>(INDEX, index)?.weight_map.into_values().collect();
+    let is_plain = |name: &String| name.ends_with(".safetensors") && !name.contains(['/', '\\']);
+    if names.iter().all(is_plain) && !names.is_empty() {
+        Ok(names)
+    } else {
+        Err(ModelError::Malformed { what: "the index of the weights names no files, or such in other places" })
+    }
+}
+
+fn read(path: &Path, name: &str) -> Result<Vec<u8>, ModelError> {
+    let path = path.join(name);
+    fs::read(&path).map_err(|source| ModelError::Open { path, source })
+}
+
+fn read_optional(path: &Path, name: &str) -> Result<Option<Vec<u8>>, ModelError> {
+    let path = path.join(name);
+    match fs::read(&path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(ModelError::Open { path, source }),
+    }
+}
+
+fn json<T: DeserializeOwned>(file: &'static str, bytes: &[u8]) -> Result<T, ModelError> {
+    serde_json::from_slice(bytes).map_err(|source| ModelError::Json { file, source })
+}
+
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    bos_token: Option<TokenField>,
+    eos_token: Option<TokenField>,
+    chat_template: Option<TemplateField>,
+}
+
+/// A token's text, or an object that holds it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum TokenField {
+    Text(String),
+    Added { content: String },
+}
+
+impl TokenField {
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) | Self::Added { content: text } => text,
+        }
+    }
+}
+
+/// One template, or several by name.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum TemplateField {
+    One(String),
+    Several(Vec<NamedTemplate>),
+}
+
+#[derive(Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+impl TemplateField {
+    fn text(self) -> Option<String> {
+        match self {
+            Self::One(text) => Some(text),
+            Self::Several(all) => all.into_iter().find(|one| one.name == "default").map(|one| one.template),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Ends {
+    eos_token_id: Option<OneOrMany>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(u32),
+    Many(Vec<u32>),
+}

@@ -1,0 +1,33 @@
+//! Tensors' names: GGUF's, by which the engine asks, and those of Hugging Face's models.
+
+/// `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`. A name without a counterpart stays as it is.
+pub(super) fn in_safetensors(name: &str) -> String {
+    let whole = match name {
+        "token_embd.weight" => Some("model.embed_tokens.weight"),
+        "output_norm.weight" => Some("model.norm.weight"),
+        "output.weight" => Some("lm_head.weight"),
+        _ => None,
+    };
+    if let Some(whole) = whole {
+        return whole.to_owned();
+    }
+    let parts = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+    let Some((layer, (part, end))) = parts.and_then(|(layer, rest)| Some((layer, rest.rsplit_once('.')?))) else {
+        return name.to_owned();
+    };
+    let part = match part {
+        "attn_norm" => "input_layernorm",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_q_norm" => "self_attn.q_norm",
+        "attn_k_norm" => "self_attn.k_norm",
+        "attn_output" => "self_attn.o_proj",
+        "ffn_norm" => "post_attention_layernorm",
+        "ffn_gate" => "mlp.gate_proj",
+        "ffn_up" => "mlp.up_proj",
+        "ffn_down" => "mlp.down_proj",
+        _ => return name.to_owned(),
+    };
+    format!("model.layers.{layer}.{part}.{end}")
+}

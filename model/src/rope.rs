@@ -1,0 +1,148 @@
+//! How positions turn the pairs of a head, whichever way a model's context was stretched.
+
+use std::f64::consts::PI;
+
+/// Which numbers of a head are turned together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pairs {
+    /// 2i and 2i + 1.
+    Adjacent,
+    /// i and i + half a head.
+    Halves,
+}
+
+/// Rotary position embedding: at position `p`, pair `i` of every query and key is turned by `p × frequencies[i]` and multiplied by
+/// `magnitude`. Scaled positions are in these numbers already.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Which numbers are a pair.
+    pub pairs: Pairs,
+    /// Radians from one position to the next, of half a head's length of pairs.
+    pub frequencies: Vec<f64>,
+    /// 1 but for YaRN.
+    pub magnitude: f64,
+}
+
+/// How frequencies were changed for a longer context than a model was first trained with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Scaling {
+    None,
+    /// All divided.
+    Linear {
+        factor: f64,
+    },
+    /// Long waves divided, short ones kept, those between mixed.
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: f64,
+    },
+    /// Pairs that turn seldom in the original context divided, those that turn often kept, those between mixed.
+    Yarn {
+        factor: f64,
+        original_context: f64,
+        beta_fast: f64,
+        beta_slow: f64,
+        magnitude: f64,
+    },
+}
+
+/// What YaRN multiplies by when a model does not say otherwise: sharper attention for a longer context.
+pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * libm::log(factor) + 1.0 }
+}
+
+impl Rope {
+    /// `divisors`, one a pair, divide the frequencies before all else.
+    pub(crate) fn new(pairs: Pairs, head_dim: usize, base: f32, divisors: Option<&[f32]>, scaling: Scaling) -> Self {
+        let len = head_dim / 2;
+        let mut frequencies: Vec<f64> = (0..len).map(|pair| libm::pow(f64::from(base), -(pair as f64) / len as f64)).collect();
+        for (frequency, divisor) in frequencies.iter_mut().zip(divisors.unwrap_or_default()) {
+            *frequency /= f64::from(*divisor);
+        }
+        let mut magnitude = 1.0;
+        match scaling {
+            Scaling::None => {}
+            Scaling::Linear { factor } => frequencies.iter_mut().for_each(|frequency| *frequency /= factor),
+            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+                for frequency in &mut frequencies {
+                    let turns = original_context * *frequency / (2.0 * PI);
+                    let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    *frequency *= kept + (1.0 - kept) / factor;
+                }
+            }
+            Scaling::Yarn { factor, original_context, beta_fast, beta_slow, magnitude: given } => {
+                // The pair that turns so often in the original context.
+                let pair_of =
+                    |turns: f64| len as f64 * libm::log(original_context / (turns * 2.0 * PI)) / libm::log(f64::from(base));
+                let first = libm::floor(pair_of(beta_fast)).max(0.0);
+                let last = libm::ceil(pair_of(beta_slow)).min(head_dim as f64 - 1.0);
+                for (pair, frequency) in frequencies.iter_mut().enumerate() {
+                    // Where both are one pair, the step is steep but not endless.
+                    let divided = ((pair as f64 - first) / (last - first).max(0.001)).clamp(0.0, 1.0);
+                    *frequency *= 1.0 - divided + divided / factor;
+                }
+                magnitude = given;
+            }
+        }
+        Self { pairs, frequencies, magnitude }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_near(found: &[f64], expected: &[f64]) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            assert!((found / expected - 1.0).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
+
+    // The expected numbers are numpy's, after the formulas of Hugging Face's `modeling_rope_utils`.
+
+    #[test]
+    fn llama3_divides_long_waves_only() {
+        let scaling =
+            |factor, original_context| Scaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context };
+        let rope = Rope::new(Pairs::Halves, 16, 500_000.0, None, scaling(32.0, 8192.0));
+        assert_near(
+            &rope.frequencies,
+            &[1.0, 0.193922745, 0.0376060309, 0.00729266474, 0.000429556797, 8.57025549e-6, 1.66196747e-6, 3.22293293e-7],
+        );
+        let rope = Rope::new(Pairs::Adjacent, 16, 10_000.0, None, scaling(8.0, 64.0));
+        assert_near(
+            &rope.frequencies,
+            &[1.0, 0.244384599, 0.013042256, 0.00395284708, 0.00125, 0.000395284708, 0.000125, 3.95284708e-5],
+        );
+        assert_eq!(rope.magnitude, 1.0);
+    }
+
+    #[test]
+    fn yarn_mixes_between_two_pairs() {
+        let scaling = |original_context| Scaling::Yarn {
+            factor: 4.0,
+            original_context,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            magnitude: yarn_magnitude(4.0),
+        };
+        let rope = Rope::new(Pairs::Halves, 16, 1e6, None, scaling(32_768.0));
+        assert_near(
+            &rope.frequencies,
+            &[1.0, 0.177827941, 0.0316227766, 0.00421755994, 0.0005, 4.44569853e-5, 7.90569415e-6, 1.40585331e-6],
+        );
+        assert_near(&[rope.magnitude], &[1.138629436111989]);
+        let rope = Rope::new(Pairs::Halves, 16, 1e4, None, scaling(64.0));
+        assert_near(&rope.frequencies, &[1.0, 0.237170825, 0.05, 0.00790569415, 0.0025, 0.000790569415, 0.00025, 7.90569415e-5]);
+    }
+
+    #[test]
+    fn linear_scaling_and_divisors_divide() {
+        let rope = Rope::new(Pairs::Halves, 4, 100.0, Some(&[1.0, 8.0]), Scaling::Linear { factor: 2.0 });
+        assert_near(&rope.frequencies, &[0.5, 0.1 / 16.0]);
+        assert_near(&Rope::new(Pairs::Halves, 4, 100.0, None, Scaling::None).frequencies, &[1.0, 0.1]);
+    }
+}
