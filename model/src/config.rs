@@ -68,77 +68,105 @@ impl Family {
 impl ModelConfig {
     /// Reads and checks the numbers. Any other family, and positions scaled in a way that is not known, are refused.
     pub fn read(file: &Gguf) -> Result<Self, ModelError> {
+        const EPS: &str = "attention.layer_norm_rms_epsilon";
         let architecture = file.str(ARCHITECTURE)?;
         let family = Family::of(architecture)?;
-        let key = |name: &str| format!("{architecture}.{name}");
-        let size = |name: &str| match file.u32(&key(name))? {
-            0 => Err(ModelError::WrongValue { key: key(name), wanted: "above 0" }),
-            size => Ok(size as usize),
-        };
-        let (width, heads) = (size("embedding_length")?, size("attention.head_count")?);
-        let kv_heads = if file.has(&key("attention.head_count_kv")) { size("attention.head_count_kv")? } else { heads };
+        let numbers = Numbers { file, architecture };
+        let (width, heads) = (numbers.size("embedding_length")?, numbers.size("attention.head_count")?);
+        let kv_heads = numbers.optional_size("attention.head_count_kv")?.unwrap_or(heads);
         if !heads.is_multiple_of(kv_heads) {
-            return Err(ModelError::WrongValue {
-                key: key("attention.head_count_kv"),
-                wanted: "a divisor of the number of heads",
-            });
+            return Err(numbers.wrong("attention.head_count_kv", "a divisor of the number of heads"));
         }
-        let head_dim = if file.has(&key("attention.key_length")) {
-            size("attention.key_length")?
-        } else if width.is_multiple_of(heads) {
-            width / heads
-        } else {
-            return Err(ModelError::WrongValue { key: key("attention.head_count"), wanted: "a divisor of the width" });
-        };
-        if file.has(&key("attention.value_length")) && size("attention.value_length")? != head_dim {
-            return Err(ModelError::WrongValue { key: key("attention.value_length"), wanted: "equal to the key length" });
+        if file.optional(&numbers.key("expert_count"), |key| file.u32(key))?.is_some_and(|experts| experts > 0) {
+            return Err(numbers.wrong("expert_count", "0 (mixtures of experts are not supported)"));
         }
-        if !head_dim.is_multiple_of(2) {
-            return Err(ModelError::WrongValue { key: key("attention.key_length"), wanted: "even" });
-        }
-        let rotated = file.optional(&key("rope.dimension_count"), |key| file.u32(key))?;
-        if rotated.is_some_and(|rotated| rotated as usize != head_dim) {
-            return Err(ModelError::WrongValue { key: key("rope.dimension_count"), wanted: "the head's length" });
-        }
-        let positive = |name: &str, number: f32| {
-            if number.is_finite() && number > 0.0 {
-                Ok(number)
-            } else {
-                Err(ModelError::WrongValue { key: key(name), wanted: "above 0" })
-            }
-        };
-        let eps = positive("attention.layer_norm_rms_epsilon", file.f32(&key("attention.layer_norm_rms_epsilon"))?)?;
-        let rope_base =
-            positive("rope.freq_base", file.optional(&key("rope.freq_base"), |key| file.f32(key))?.unwrap_or(10_000.0))?;
-        let context_length = size("context_length")? as u32;
+        let head_dim = numbers.head_dim(width, heads)?;
+        let context_length = numbers.size("context_length")? as u32;
+        let rope_base = numbers.positive("rope.freq_base")?.unwrap_or(10_000.0);
         let divisors = rope_divisors(file, head_dim / 2)?;
         let scaling = rope_scaling(file, architecture, context_length)?;
-        if file.optional(&key("expert_count"), |key| file.u32(key))?.is_some_and(|experts| experts > 0) {
-            return Err(ModelError::WrongValue { key: key("expert_count"), wanted: "0 (mixtures of experts are not supported)" });
-        }
-        let embedding = file.tensor("token_embd.weight")?.shape;
-        let vocab_size = match embedding {
-            &[columns, rows] if columns == width as u64 && (1..=u64::from(u32::MAX)).contains(&rows) => rows as usize,
-            found => {
-                let wanted = vec![width as u64, 1];
-                return Err(ModelError::TensorShape { name: "token_embd.weight".to_owned(), found: found.to_vec(), wanted });
-            }
-        };
         Ok(Self {
-            layers: size("block_count")?,
+            layers: numbers.size("block_count")?,
             width,
             heads,
             kv_heads,
             head_dim,
-            ffn: size("feed_forward_length")?,
-            eps,
+            ffn: numbers.size("feed_forward_length")?,
+            // Without it the file's own error says that it is missing.
+            eps: numbers.positive(EPS)?.map_or_else(|| file.f32(&numbers.key(EPS)), Ok)?,
             rope: Rope::new(family.pairs, head_dim, rope_base, divisors.as_deref(), scaling),
             qkv_biases: family.qkv_biases,
             qk_norms: family.qk_norms,
             context_length,
-            vocab_size,
+            vocab_size: vocab_size(file, width)?,
             tied: !file.has_tensor("output.weight"),
         })
+    }
+}
+
+/// A file's numbers under its architecture's name.
+struct Numbers<'a> {
+    file: &'a Gguf,
+    architecture: &'a str,
+}
+
+impl Numbers<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture)
+    }
+
+    fn wrong(&self, name: &str, wanted: &'static str) -> ModelError {
+        ModelError::WrongValue { key: self.key(name), wanted }
+    }
+
+    fn size(&self, name: &str) -> Result<usize, ModelError> {
+        match self.file.u32(&self.key(name))? {
+            0 => Err(self.wrong(name, "above 0")),
+            size => Ok(size as usize),
+        }
+    }
+
+    fn optional_size(&self, name: &str) -> Result<Option<usize>, ModelError> {
+        if self.file.has(&self.key(name)) { self.size(name).map(Some) } else { Ok(None) }
+    }
+
+    fn positive(&self, name: &str) -> Result<Option<f32>, ModelError> {
+        match self.file.optional(&self.key(name), |key| self.file.f32(key))? {
+            Some(number) if !number.is_finite() || number <= 0.0 => Err(self.wrong(name, "above 0")),
+            number => Ok(number),
+        }
+    }
+
+    /// Keys, values and rotations are all of one length.
+    fn head_dim(&self, width: usize, heads: usize) -> Result<usize, ModelError> {
+        let head_dim = match self.optional_size("attention.key_length")? {
+            Some(head_dim) => head_dim,
+            None if width.is_multiple_of(heads) => width / heads,
+            None => return Err(self.wrong("attention.head_count", "a divisor of the width")),
+        };
+        if self.optional_size("attention.value_length")?.is_some_and(|length| length != head_dim) {
+            return Err(self.wrong("attention.value_length", "equal to the key length"));
+        }
+        if !head_dim.is_multiple_of(2) {
+            return Err(self.wrong("attention.key_length", "even"));
+        }
+        if self
+            .file
+            .optional(&self.key("rope.dimension_count"), |key| self.file.u32(key))?
+            .is_some_and(|n| n as usize != head_dim)
+        {
+            return Err(self.wrong("rope.dimension_count", "the head's length"));
+        }
+        Ok(head_dim)
+    }
+}
+
+/// The embedding has a row for each token.
+fn vocab_size(file: &Gguf, width: usize) -> Result<usize, ModelError> {
+    const NAME: &str = "token_embd.weight";
+    match file.tensor(NAME)?.shape {
+        &[columns, rows] if columns == width as u64 && (1..=u64::from(u32::MAX)).contains(&rows) => Ok(rows as usize),
+        found => Err(ModelError::TensorShape { name: NAME.to_owned(), found: found.to_vec(), wanted: vec![width as u64, 1] }),
     }
 }
 
