@@ -1,10 +1,11 @@
 //! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
+mod history;
+
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
 use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling};
 use bytes::Bytes;
-use proptest::prelude::*;
 use std::collections::BTreeMap;
 use tandem_kv::{Namespace, TokenId};
 
@@ -474,99 +475,4 @@ fn rates_are_ratios_of_sums_and_of_steps_of_one_kind() {
     let before = step(0, 8, 20);
     assert_eq!(before.1, 20.0);
     assert_eq!(step(500, 8, 9_000), before, "a mixed step tells neither rate");
-}
-
-#[derive(Clone, Debug)]
-enum Deed {
-    Generate { family: usize, len: usize, max_tokens: u32, samples: u32, seed: u64 },
-    Prefill { family: usize, len: usize },
-    Remote { family: usize, len: usize, max_tokens: u32 },
-    Steps(usize),
-    Cancel(usize),
-    SendAll(usize),
-}
-
-fn deeds() -> impl Strategy<Value = Vec<Deed>> {
-    let deed = prop_oneof![
-        4 => (0..3usize, 1..90usize, 0..40u32, 1..4u32, 0..4u64)
-            .prop_map(|(family, len, max_tokens, samples, seed)| Deed::Generate { family, len, max_tokens, samples, seed }),
-        2 => (0..3usize, 1..90usize).prop_map(|(family, len)| Deed::Prefill { family, len }),
-        2 => (0..3usize, 1..90usize, 1..20u32).prop_map(|(family, len, max_tokens)| Deed::Remote { family, len, max_tokens }),
-        4 => (1..12usize).prop_map(Deed::Steps),
-        1 => any::<prop::sample::Index>().prop_map(|index| Deed::Cancel(index.index(64))),
-        2 => any::<prop::sample::Index>().prop_map(|index| Deed::SendAll(index.index(64))),
-    ];
-    prop::collection::vec(deed, 1..40)
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
-
-    /// Whatever comes and goes, and however small cache and budget: who finishes has the text of running alone,
-    /// counts are bounded, and in the end nothing is held.
-    #[test]
-    fn any_history_keeps_the_texts_and_the_books(deeds in deeds(), capacity in 12..40u32, budget in 1..100u32) {
-        let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
-        let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
-        let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
-        let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
-        for (id, deed) in (0..).zip(deeds) {
-            match deed {
-                Deed::Generate { family, len, max_tokens, samples, seed } => {
-                    let mut job = generate(text(family, len), max_tokens);
-                    job.samples = samples;
-                    job.sampling.seed = seed;
-                    if world.machine.generate(id, job.clone(), world.now).is_ok() {
-                        generated.insert(id, job);
-                    }
-                }
-                Deed::Prefill { family, len } => {
-                    if world.machine.prefill(id, prefill(text(family, len)), world.now).is_ok() {
-                        prefilled.insert(id, len);
-                    }
-                }
-                Deed::Remote { family, len, max_tokens } => {
-                    let job = Generate { kv: KvSource::Remote, ..generate(text(family, len), max_tokens) };
-                    let _ = world.machine.generate(id, job, world.now);
-                }
-                Deed::Steps(steps) => {
-                    for _ in 0..steps {
-                        world.step();
-                    }
-                }
-                Deed::Cancel(index) => {
-                    let job = index as u64 % (id + 1);
-                    world.machine.cancel(job);
-                    generated.remove(&job);
-                    prefilled.remove(&job);
-                    world.machine.check_invariants();
-                }
-                Deed::SendAll(index) => {
-                    world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect());
-                    world.act();
-                }
-            }
-        }
-        // Prefills that nobody fetches and remote prompts that nobody sends hold blocks: their clients go away.
-        let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job)).collect();
-        for job in jobs {
-            world.machine.cancel(job);
-        }
-        world.run();
-        for (id, job) in generated {
-            let prompt_len = job.prompt.len() as u32;
-            let expected = alone(job);
-            for (sample, expected) in (0..).zip(expected) {
-                prop_assert_eq!(world.tokens(id, sample), expected, "job {} sample {}", id, sample);
-            }
-            let cached = world.cached(id).expect("every job is scheduled");
-            prop_assert!(cached < prompt_len && cached.is_multiple_of(16));
-        }
-        for (id, len) in prefilled {
-            if let Some(cached) = world.cached(id) {
-                prop_assert!((cached as usize) < len && cached.is_multiple_of(16));
-            }
-        }
-        world.assert_idle();
-    }
 }
