@@ -89,7 +89,7 @@ pub enum CpuError {
         /// As set.
         count: usize,
         /// Why.
-        source: rayon::ThreadPoolBuildError,
+        source: std::io::Error,
     },
 }
 
@@ -181,9 +181,8 @@ impl Engine for CpuEngine {
             self.check(chunk).map_err(|error| EngineError(Box::new(error)))?;
         }
         let Self { model, settings, threads, layout, kv, buffers } = self;
-        let (isa, threads) = (settings.isa, &*threads);
-        let step = Step { model, isa, threads, layout, kv, buffers };
-        Ok(StepOutput { logits: threads.enter(|| step.run(chunks)), simulated: Duration::ZERO })
+        let step = Step { model, isa: settings.isa, threads, layout, kv, buffers };
+        Ok(StepOutput { logits: step.run(chunks), simulated: Duration::ZERO })
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) {

@@ -15,7 +15,7 @@ use crate::{Chunk, Logits};
 use tandem_kv::BlockId;
 
 /// Rows that pass through a layer together: their numbers stay in the second-level cache.
-const SLAB_ROWS: usize = 64;
+const SLAB_ROWS: usize = 32;
 /// Tokens whose queries are one task.
 const ATTENTION_TOKENS: usize = 16;
 
