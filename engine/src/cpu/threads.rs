@@ -12,7 +12,7 @@ use std::{
 };
 
 /// How often a thread looks whether there is something to do before it sleeps: a few microseconds.
-const LOOKS: usize = 100;
+const LOOKS: usize = 300;
 
 /// The calling thread and its helpers. Who has nothing to do sleeps, and nobody waits for a helper that has not begun: on a busy machine
 /// the caller does the work of those who are put off their processors.
