@@ -106,7 +106,8 @@ impl Router for FakeRouter {
         let view = |role| WorkerView { info: Some(info(role)), ..WorkerView::default() };
         let decode = *self.decode_workers.lock().expect("no test panics with it");
         let workers = std::iter::once(view(Role::Prefill)).chain((0..decode).map(|_| view(Role::Decode))).collect();
-        Ok(tonic::Response::new(WorkersReply { workers, bookings: 0 }))
+        let unready = (decode == 0).then(|| "no decode worker".to_owned());
+        Ok(tonic::Response::new(WorkersReply { workers, unready, ..WorkersReply::default() }))
     }
 }
 
