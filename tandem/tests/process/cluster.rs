@@ -130,6 +130,12 @@ pub fn metric(process: &Up, series: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 
+/// The sum over all series of a family.
+pub fn series(process: &Up, name: &str) -> f64 {
+    let page = process.get("/metrics");
+    page.lines().filter(|line| line.starts_with(name)).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
+}
+
 /// A request for so many tokens, none of them the last.
 pub fn chat(text: &str, max_tokens: u32, stream: bool) -> String {
     format!(

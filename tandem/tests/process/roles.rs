@@ -1,10 +1,13 @@
 //! The roles as processes: they find each other in any order, come late, come back, and leave without a loss.
 
 use crate::{
-    cluster::{Plan, address, ask, chat, metric, ready, stream, until},
+    cluster::{Plan, address, ask, chat, metric, ready, series, stream, until},
     up::Up,
 };
-use std::io::{BufRead, Read};
+use std::{
+    io::{BufRead, Read},
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// A prompt of a few dozen blocks; others share none of them.
 fn prompt(salt: &str) -> String {
@@ -113,29 +116,32 @@ fn workers_that_leave_under_load_lose_nothing() {
         .collect();
     plan.joined(&["d1", "d2", "p1", "p2"]);
     ready(&frontend);
+    let both_left = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let frontend = &frontend;
+        let (frontend, both_left) = (&frontend, &both_left);
         for client in 0..12 {
-            scope.spawn(move || (0..6).for_each(|turn| stream(frontend, &prompt(&format!("{client} {turn}")), 400)));
+            scope.spawn(move || {
+                // Without an end, a failure here would never be told.
+                for turn in 0..1_000 {
+                    let last = both_left.load(Ordering::Relaxed);
+                    stream(frontend, &prompt(&format!("{client} {turn}")), 400);
+                    if last {
+                        break;
+                    }
+                }
+            });
         }
         // One of each kind goes while both kinds are at work.
         for leaving in [2, 0] {
             let worker = workers.remove(leaving);
-            until("it works", || busy(&worker), |busy| *busy);
+            until("it works", || series(&worker, "tandem_worker_step_duration_seconds_count"), |steps| *steps > 10.0);
             worker.signal("-TERM");
-            let (status, _) = worker.wait();
-            assert_eq!(status.code(), Some(0));
+            assert_eq!(worker.wait().0.code(), Some(0));
         }
+        both_left.store(true, Ordering::Relaxed);
     });
-    assert_eq!(plan.joined(&["d2", "p2"]).bookings, 0);
+    until("the bookings end", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
     ask(&frontend, &prompt("afterwards"));
-}
-
-/// Whether the worker holds blocks for running requests.
-fn busy(worker: &Up) -> bool {
-    let page = worker.get("/metrics");
-    let in_use = page.lines().filter(|line| line.starts_with("tandem_worker_kv_blocks") && line.contains("in_use"));
-    in_use.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum::<f64>() > 0.0
 }
 
 #[test]
