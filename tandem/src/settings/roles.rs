@@ -34,6 +34,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("listen", ALL),
     ("block-size", ALL),
     ("kv-capacity-tokens", WORKERS),
+    ("threads", WORKERS),
     ("prefill-chunk-budget", WORKERS),
     ("batch-max", WORKERS),
     ("prefill", &[ROUTER]),
