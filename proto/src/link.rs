@@ -70,7 +70,10 @@ pub fn incoming(listener: tokio::net::TcpListener) -> TcpIncoming {
 pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
     let uri: Uri = format!("http://{address}").parse().map_err(|_| InvalidAddress)?;
     // Without a port, or with a path, it would be somewhere else than it says.
-    if uri.port_u16().is_none() || uri.authority().is_none_or(|authority| authority.as_str() != address) {
+    if uri.port_u16().is_none()
+        || uri.host().is_none_or(str::is_empty)
+        || uri.authority().is_none_or(|authority| authority.as_str() != address)
+    {
         return Err(InvalidAddress);
     }
     Ok(Endpoint::from(uri)
