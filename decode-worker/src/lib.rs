@@ -33,6 +33,8 @@ use tonic::service::Routes;
 pub struct DecodeWorkerSettings {
     /// The worker's stable name, and the label of its metrics.
     pub worker_id: String,
+    /// The operator's name of the cluster; a router of another does not route here.
+    pub cluster: String,
     /// The served model's id.
     pub model: String,
     /// What its weights are.
@@ -57,7 +59,9 @@ pub enum DecodeWorkerError {
     #[error("the decode worker's socket has no address")]
     Socket(#[from] std::io::Error),
     /// It listens on all addresses and none was said to be the one for others.
-    #[error("the decode worker listens on {0}, which nobody can connect to; say which address others reach it at")]
+    #[error(
+        "the decode worker listens on {0}, which nobody can connect to; say with --advertise at which host:port others reach it"
+    )]
     NoAdvertisedAddress(SocketAddr),
     /// The engine's thread has ended.
     #[error("the decode worker's engine is gone; the log says why")]
@@ -120,6 +124,7 @@ fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerIn
         capacity_blocks: engine.capacity_blocks,
         context_length: engine.context_length,
         block_bytes: engine.block_bytes as u64,
+        cluster: settings.cluster.clone(),
     }
 }
 

@@ -6,9 +6,9 @@ use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, endpoint},
     v1::{
-        AttemptFailed, Candidate, Failure, GenerateReply, GenerateRequest, Placement, PrefillReleased, Reason, RoutePrompt,
-        RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest, decode_client::DecodeClient,
-        generate_reply, route_reply, route_request, router_client::RouterClient,
+        AttemptFailed, Candidate, Failure, GenerateReply, GenerateRequest, Identity, Placement, PrefillReleased, Reason,
+        RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest,
+        decode_client::DecodeClient, generate_reply, route_reply, route_request, router_client::RouterClient,
     },
 };
 use tokio::{sync::mpsc, time::Instant};
@@ -30,6 +30,8 @@ pub(crate) enum DispatchError {
     NoWorker { reason: Reason },
     #[error("The router cannot be reached; try again shortly.")]
     Router(#[source] Box<Status>),
+    #[error("This server and its cluster do not fit together; its operator has to correct that.")]
+    Foreign,
     #[error("The router went away before it placed the request; try again shortly.")]
     RouterClosed,
     #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", reason_label(*.reason))]
@@ -94,6 +96,7 @@ struct Failed {
 /// Connections to the router and the decode workers.
 pub(crate) struct Dispatcher {
     router: RouterClient<Channel>,
+    identity: Identity,
     decoders: Channels,
     attempts: u32,
     first_token_timeout: Duration,
@@ -104,12 +107,18 @@ impl Dispatcher {
     /// Connects when it is first used.
     pub(crate) fn new(
         router: &str,
+        identity: Identity,
         attempts: u32,
         first_token_timeout: Duration,
         metrics: Arc<FrontendMetrics>,
     ) -> Result<Self, InvalidAddress> {
         let router = RouterClient::new(endpoint(router)?.connect_lazy());
-        Ok(Self { router, decoders: Channels::default(), attempts: attempts.max(1), first_token_timeout, metrics })
+        Ok(Self { router, identity, decoders: Channels::default(), attempts: attempts.max(1), first_token_timeout, metrics })
+    }
+
+    /// What this frontend takes the cluster for.
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
     }
 
     /// The router's view of the cluster.
@@ -168,11 +177,16 @@ impl Dispatcher {
             max_tokens: prompt.max_tokens,
             samples: prompt.samples,
             prompt_logits: prompt.prompt_logprobs.is_some(),
+            identity: Some(self.identity.clone()),
         };
         let message = Some(route_request::Message::Prompt(first));
         requests.send(RouteRequest { message }).await.map_err(|_| DispatchError::RouterClosed)?;
         let replies = self.router.clone().route(ReceiverStream::new(outgoing)).await;
-        let replies = replies.map_err(|status| DispatchError::Router(Box::new(status)))?.into_inner();
+        let replies = replies.map_err(|status| match status.code() {
+            Code::FailedPrecondition => DispatchError::Foreign,
+            _ => DispatchError::Router(Box::new(status)),
+        })?;
+        let replies = replies.into_inner();
         Ok(Route { requests, replies })
     }
 

@@ -114,6 +114,7 @@ impl ApiError {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
                 DispatchError::NoWorker { .. } => unavailable("no_worker"),
                 DispatchError::Router(_) | DispatchError::RouterClosed => unavailable("router_unreachable"),
+                DispatchError::Foreign => unavailable("cluster_mismatch"),
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
                 DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
                 DispatchError::Lost { .. } => unavailable("worker_lost"),

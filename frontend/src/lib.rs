@@ -27,6 +27,8 @@ use tokio::net::TcpListener;
 pub struct FrontendSettings {
     /// `host:port` of the router's gRPC.
     pub router: String,
+    /// The operator's name of the cluster; a router of another is not used.
+    pub cluster: String,
     /// What is served.
     pub model: ServedModel,
     /// Tokens in a block: the cluster's constant.
@@ -46,6 +48,7 @@ impl FrontendSettings {
     pub fn new(router: impl Into<String>, model: ServedModel) -> Self {
         Self {
             router: router.into(),
+            cluster: "tandem".to_owned(),
             model,
             block_size: 16,
             concurrent_requests: 1024,
@@ -89,10 +92,11 @@ pub async fn run(
             tracing::debug!(%error, "TCP_NODELAY cannot be set");
         }
     });
-    let server = axum::serve(listener, http::routes(app)).with_graceful_shutdown(drained);
+    let server = axum::serve(listener, http::routes(Arc::clone(&app))).with_graceful_shutdown(drained);
     tokio::select! {
         result = server => Ok(result?),
         () = after_stop(&shutdown) => Ok(()),
+        never = app.tell_readiness() => match never {},
     }
 }
 

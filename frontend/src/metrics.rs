@@ -35,6 +35,7 @@ pub(crate) struct FrontendMetrics {
     registry: Metrics,
     model: String,
     pub(crate) inflight_requests: Gauge,
+    pub(crate) ready: Gauge,
     cancelled: Counter,
     request_duration: Histogram,
     pub(crate) time_to_first_token: Histogram,
@@ -64,6 +65,7 @@ impl FrontendMetrics {
         let histogram = |name, help| registry.histogram(name, help, &[]);
         Self {
             inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests let in and not yet answered.", &[]),
+            ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),
             request_duration: histogram("tandem_frontend_request_duration_seconds", "From a request to the end of its answer."),
             time_to_first_token: histogram(

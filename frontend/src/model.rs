@@ -127,6 +127,11 @@ impl ServedModel {
         &self.id
     }
 
+    /// What its weights are; of the cache's namespace.
+    pub fn revision(&self) -> &str {
+        &self.revision
+    }
+
     /// The longest sequence, in tokens.
     pub fn context_length(&self) -> u32 {
         self.context_length

@@ -1,5 +1,7 @@
 //! What every Tandem process has: metrics, logs, identity and an orderly end.
 
+pub mod admin;
+pub mod discovery;
 pub mod metrics;
 mod shutdown;
 pub mod telemetry;

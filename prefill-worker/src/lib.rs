@@ -31,6 +31,8 @@ use tonic::service::Routes;
 pub struct PrefillWorkerSettings {
     /// The worker's stable name, and the label of its metrics.
     pub worker_id: String,
+    /// The operator's name of the cluster; a router of another does not route here.
+    pub cluster: String,
     /// The served model's id.
     pub model: String,
     /// What its weights are.
@@ -97,6 +99,7 @@ fn worker_info(settings: &PrefillWorkerSettings, engine: &EngineInfo) -> WorkerI
         capacity_blocks: engine.capacity_blocks,
         context_length: engine.context_length,
         block_bytes: engine.block_bytes as u64,
+        cluster: settings.cluster.clone(),
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod error;
 mod event;
+mod identity;
 pub mod link;
 mod load;
 mod scheduled;
@@ -9,6 +10,7 @@ mod snapshot;
 
 pub use error::WireError;
 pub use event::event_batch;
+pub use identity::Difference;
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
 /// The messages and services of package `tandem.v1`.

@@ -8,7 +8,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
-use tonic::transport::{Channel, Endpoint, Server, server::TcpIncoming};
+use tonic::transport::{Channel, Endpoint, Server, Uri, server::TcpIncoming};
 
 /// Between pings.
 pub const PING_INTERVAL: Duration = Duration::from_secs(5);
@@ -46,9 +46,9 @@ const GIVEN_UP_MAX: usize = 16_384;
 const CHANNELS_MAX: usize = 1_024;
 
 /// Not `host:port`.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a peer's address is not of the form host:port")]
-pub struct InvalidAddress(#[source] tonic::transport::Error);
+pub struct InvalidAddress;
 
 /// A server with the settings of this page.
 pub fn server() -> Server {
@@ -68,8 +68,15 @@ pub fn incoming(listener: tokio::net::TcpListener) -> TcpIncoming {
 
 /// Connects to `host:port` when first used, and again after a connection broke.
 pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
-    Ok(Endpoint::from_shared(format!("http://{address}"))
-        .map_err(InvalidAddress)?
+    let uri: Uri = format!("http://{address}").parse().map_err(|_| InvalidAddress)?;
+    // Without a port, or with a path, it would be somewhere else than it says.
+    if uri.port_u16().is_none()
+        || uri.host().is_none_or(str::is_empty)
+        || uri.authority().is_none_or(|authority| authority.as_str() != address)
+    {
+        return Err(InvalidAddress);
+    }
+    Ok(Endpoint::from(uri)
         .connect_timeout(CONNECT_TIMEOUT)
         .tcp_nodelay(true)
         .http2_keep_alive_interval(PING_INTERVAL)
@@ -98,5 +105,20 @@ impl Channels {
         let channel = endpoint(address)?.connect_lazy();
         channels.insert(address.to_owned(), channel.clone());
         Ok(channel)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_a_host_and_a_port() {
+        for good in ["127.0.0.1:7100", "[::1]:7100", "worker-3.rack.example:7100"] {
+            assert!(endpoint(good).is_ok(), "{good}");
+        }
+        for bad in ["", "host", "host:", "host:x", "host:70000", "host:1/path", "http://host:1", "a b:1", ":1", "::1:7100"] {
+            assert_eq!(endpoint(bad).err(), Some(InvalidAddress), "{bad}");
+        }
     }
 }

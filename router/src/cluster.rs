@@ -17,7 +17,10 @@ use std::{
 };
 use tandem_kv::{KvBatch, Load, SequenceHash, Snapshot};
 use tandem_node::Metrics;
-use tandem_proto::v1::{self, WorkerInfo, worker_info};
+use tandem_proto::{
+    Difference,
+    v1::{self, Identity, WorkerInfo, worker_info},
+};
 use tokio::time::Instant;
 
 /// One instance's time in the cluster.
@@ -29,10 +32,12 @@ pub(crate) struct MemberId(u64);
 pub(crate) enum Refused {
     #[error("its description lacks {field}")]
     Incomplete { field: &'static str },
-    #[error("its {field} is {found}, the cluster's is {expected}; start it with the cluster's")]
-    Differs { field: &'static str, found: String, expected: String },
+    #[error(transparent)]
+    Differs(#[from] Difference),
     #[error("the same instance has joined under another address; list each worker once")]
     Twice,
+    #[error("the worker at {address} is called {worker_id}, too; give each a --worker-id of its own")]
+    SameName { worker_id: String, address: String },
 }
 
 /// Why a request is not placed.
@@ -78,6 +83,8 @@ pub(crate) struct State {
     metrics: RouterMetrics,
     index: PrefixIndex,
     members: BTreeMap<MemberId, Member>,
+    /// Listed workers that are no members, by address.
+    absent: BTreeMap<String, v1::AbsentWorker>,
     bookings: HashMap<BookingId, Booking>,
     free_slots: Vec<WorkerSlot>,
     next_member: u64,
@@ -114,6 +121,7 @@ impl Cluster {
             metrics: RouterMetrics::new(metrics),
             index: PrefixIndex::new(settings.seed),
             members: BTreeMap::new(),
+            absent: BTreeMap::new(),
             bookings: HashMap::new(),
             free_slots: Vec::new(),
             next_member: 0,
@@ -149,21 +157,54 @@ impl State {
                 return Err(Refused::Incomplete { field });
             }
         }
-        if self.members.values().any(|member| member.info.instance_id == info.instance_id) {
-            return Err(Refused::Twice);
-        }
-        // All members agree, so the first one speaks for the cluster.
-        let Some(first) = self.members.values().next().map(|member| &member.info) else { return Ok(role) };
-        for (field, found, expected) in [
-            ("model", info.model.clone(), first.model.clone()),
-            ("revision", info.revision.clone(), first.revision.clone()),
-            ("block size", info.block_size.to_string(), first.block_size.to_string()),
-        ] {
-            if found != expected {
-                return Err(Refused::Differs { field, found, expected });
+        Identity::from(info).fits(&self.identity())?;
+        for Member { info: other, address, .. } in self.members.values() {
+            if other.instance_id == info.instance_id {
+                return Err(Refused::Twice);
+            }
+            if other.worker_id == info.worker_id {
+                return Err(Refused::SameName { worker_id: info.worker_id.clone(), address: address.clone() });
             }
         }
         Ok(role)
+    }
+
+    /// What every process must agree with: what the operator says, then what the members do, who all agree.
+    pub(crate) fn identity(&self) -> Identity {
+        let decided = self.settings.identity.clone();
+        match self.members.values().next() {
+            Some(first) => decided.or(&(&first.info).into()),
+            None => decided,
+        }
+    }
+
+    /// Why no request can be placed, if that is so.
+    fn unready(&self) -> Option<Unplaced> {
+        let has = |role| self.members.values().any(|member| member.role == role);
+        match self.settings.prefill {
+            _ if !has(Role::Decode) => Some(Unplaced::NoDecode),
+            PrefillPlace::Remote if !has(Role::Prefill) => Some(Unplaced::NoPrefill),
+            PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
+        }
+    }
+
+    /// A listed worker is not there, or must not join as it is.
+    pub(crate) fn absent(&mut self, address: &str, reason: String, refused: bool) {
+        self.absent.insert(address.to_owned(), v1::AbsentWorker { address: address.to_owned(), reason, refused });
+        self.count_workers();
+    }
+
+    /// The worker has joined, or is not listed any more.
+    pub(crate) fn not_absent(&mut self, address: &str) {
+        self.absent.remove(address);
+        self.count_workers();
+    }
+
+    fn count_workers(&self) {
+        let refused = self.absent.values().filter(|worker| worker.refused).count();
+        self.metrics.joined.set(self.members.len() as f64);
+        self.metrics.refused_workers.set(refused as f64);
+        self.metrics.unreachable.set((self.absent.len() - refused) as f64);
     }
 
     /// The worker is routed to from now on, and holds what the snapshot says.
@@ -174,9 +215,19 @@ impl State {
         let slot = self.free_slots.pop().unwrap_or(WorkerSlot(self.members.len() as u32));
         let series = self.metrics.worker(&info.worker_id);
         let booked = Booked::new(self.settings.seed);
-        let member = Member { info, role, address, slot, load: Load::default(), transfer_bytes_per_second: 0.0, booked, series };
+        let member = Member {
+            info,
+            role,
+            address: address.clone(),
+            slot,
+            load: Load::default(),
+            transfer_bytes_per_second: 0.0,
+            booked,
+            series,
+        };
         self.members.insert(id, member);
         self.replace(id, snapshot);
+        self.not_absent(&address);
         Ok(id)
     }
 
@@ -186,6 +237,7 @@ impl State {
             self.index.forget(member.slot);
             self.free_slots.push(member.slot);
             member.series.index_blocks.set(0.0);
+            self.count_workers();
         }
     }
 
@@ -274,7 +326,13 @@ impl State {
             bookings: member.booked.bookings(),
             load: Some(v1::Load { transfer_bytes_per_second: member.transfer_bytes_per_second, ..(&member.load).into() }),
         });
-        v1::WorkersReply { workers: workers.collect(), bookings: self.bookings.len() as u32 }
+        v1::WorkersReply {
+            workers: workers.collect(),
+            bookings: self.bookings.len() as u32,
+            identity: Some(self.identity()),
+            unready: self.unready().map(|why| why.to_string()),
+            absent: self.absent.values().cloned().collect(),
+        }
     }
 
     fn choose_and_book(

@@ -348,6 +348,8 @@ fn who_does_not_agree_with_the_first_member_does_not_join() {
         (WorkerInfo { model: "n".to_owned(), ..new() }, "model"),
         (WorkerInfo { revision: "s".to_owned(), ..new() }, "revision"),
         (WorkerInfo { block_size: 32, ..new() }, "block size"),
+        (WorkerInfo { version: "99.0.0".to_owned(), ..new() }, "version"),
+        (WorkerInfo { instance_id: "other".to_owned(), ..good.clone() }, "--worker-id"),
         (WorkerInfo { role: 9, ..new() }, "a role"),
         (WorkerInfo { worker_id: String::new(), ..new() }, "a worker_id"),
         (WorkerInfo { instance_id: String::new(), ..new() }, "an instance_id"),

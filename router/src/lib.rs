@@ -18,26 +18,26 @@ pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
 use cluster::Cluster;
 use service::RouterService;
-use std::sync::Arc;
-use tandem_node::{Metrics, Shutdown};
-use tandem_proto::{
-    link::{self, InvalidAddress},
-    v1::router_server::RouterServer,
+use std::{
+    collections::{BTreeMap, btree_map::Entry::Vacant},
+    convert::Infallible,
+    sync::Arc,
+    time::Duration,
 };
+use tandem_node::{
+    Metrics, Shutdown,
+    discovery::{DiscoveryError, Members},
+};
+use tandem_proto::{link, v1::router_server::RouterServer};
 use tokio::{net::TcpListener, task::JoinSet};
 use watch::Watcher;
 
 /// Why a router cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
-    /// An address in the settings is not one.
-    #[error("the worker address {address:?} cannot be used; write host:port")]
-    WorkerAddress {
-        /// As it was given.
-        address: String,
-        /// What is wrong with it.
-        source: InvalidAddress,
-    },
+    /// The list of workers cannot be used.
+    #[error(transparent)]
+    Workers(#[from] DiscoveryError),
     /// The socket failed.
     #[error("the router's server failed")]
     Serve(#[from] tonic::transport::Error),
@@ -51,17 +51,8 @@ pub async fn run(
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), RouterError> {
-    if settings.workers.is_empty() {
-        tracing::warn!("the router was given no workers; it will refuse every request");
-    }
     let cluster = Arc::new(Cluster::new(settings.clone(), metrics));
-    let mut watchers = JoinSet::new();
-    for address in &settings.workers {
-        let endpoint =
-            link::endpoint(address).map_err(|source| RouterError::WorkerAddress { address: address.clone(), source })?;
-        let (cluster, address) = (cluster.clone(), address.clone());
-        watchers.spawn(Watcher { cluster, address, endpoint, silence_max: settings.silence_max }.run());
-    }
+    let following = follow(settings.workers.clone().open()?, cluster.clone(), settings.silence_max);
     // A booking is a held stream, and one frontend may hold them all.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
     let service = RouterServer::new(RouterService { cluster, settings, shutdown: shutdown.clone() })
@@ -74,5 +65,26 @@ pub async fn run(
     tokio::select! {
         served = serve => Ok(served?),
         () = shutdown.stopped() => Ok(()),
+        never = following => match never {},
+    }
+}
+
+/// Follows every worker that is listed, for as long as it is. Dropped, it leaves nothing behind.
+async fn follow(mut members: Members, cluster: Arc<Cluster>, silence_max: Duration) -> Infallible {
+    let mut watchers: BTreeMap<String, JoinSet<()>> = BTreeMap::new();
+    loop {
+        let listed = members.now();
+        if listed.is_empty() {
+            tracing::warn!("no workers are listed; every request will be refused");
+        }
+        watchers.retain(|address, _| listed.contains(address));
+        for address in listed {
+            let Vacant(place) = watchers.entry(address.clone()) else { continue };
+            let endpoint = link::endpoint(address).expect("lists are checked when they are read");
+            let watcher = Watcher { cluster: cluster.clone(), address: address.clone(), endpoint, silence_max };
+            place.insert(JoinSet::new()).spawn(watcher.run());
+        }
+        members.changed().await;
+        tracing::info!(workers = members.now().len(), "the list of workers has changed");
     }
 }

@@ -13,6 +13,12 @@ pub(crate) struct RouterMetrics {
     pub(crate) route_duration: Histogram,
     /// Placements refused.
     pub(crate) refused: Counter,
+    /// Workers that are routed to.
+    pub(crate) joined: Gauge,
+    /// Workers that must not join as they are.
+    pub(crate) refused_workers: Gauge,
+    /// Workers that are listed, but not there.
+    pub(crate) unreachable: Gauge,
 }
 
 /// Series of one worker.
@@ -44,10 +50,15 @@ pub(crate) struct WorkerSeries {
 
 impl RouterMetrics {
     pub(crate) fn new(registry: Metrics) -> Self {
+        let workers =
+            |state| registry.gauge("tandem_router_workers", "Listed workers by what became of them.", &[("state", state)]);
         Self {
             bookings: registry.gauge("tandem_router_bookings", "Requests placed and not yet closed.", &[]),
             route_duration: registry.histogram("tandem_router_route_duration_seconds", "Time to place a request.", &[]),
             refused: registry.counter("tandem_router_refused_total", "Requests that no worker could take.", &[]),
+            joined: workers("joined"),
+            refused_workers: workers("refused"),
+            unreachable: workers("unreachable"),
             registry,
         }
     }

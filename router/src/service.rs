@@ -55,6 +55,10 @@ impl RouterService {
         if prompt.prompt_tokens == 0 {
             return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
         }
+        if let Some(identity) = &prompt.identity {
+            let fits = identity.fits(&self.cluster.lock().identity());
+            fits.map_err(|difference| Status::failed_precondition(format!("the frontend is not of this cluster: {difference}")))?;
+        }
         let hashes_max = self.settings.hashes_max;
         if prompt.sequence_hashes.len() > hashes_max {
             return Err(Status::invalid_argument(format!("`sequence_hashes` has at most {hashes_max} items")));

@@ -4,12 +4,16 @@ use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
 };
+use tandem_node::discovery::Workers;
+use tandem_proto::v1::Identity;
 
 /// How a router is run.
 #[derive(Clone, Debug)]
 pub struct RouterSettings {
-    /// The workers' gRPC addresses, `host:port`, of both roles. They need not be up yet; the router tries for ever.
-    pub workers: Vec<String>,
+    /// The workers' gRPC addresses, of both roles. They need not be up yet; the router tries for ever.
+    pub workers: Workers,
+    /// What all processes must agree with. What is left empty here, the worker that joins first decides.
+    pub identity: Identity,
     /// How a worker is chosen.
     pub policy: PolicyKind,
     /// Where prompts are prefilled.
@@ -35,7 +39,8 @@ pub struct RouterSettings {
 impl Default for RouterSettings {
     fn default() -> Self {
         Self {
-            workers: Vec::new(),
+            workers: Workers::List(Vec::new()),
+            identity: Identity { version: env!("CARGO_PKG_VERSION").to_owned(), ..Identity::default() },
             policy: PolicyKind::default(),
             prefill: PrefillPlace::default(),
             costs: Costs::default(),

@@ -58,6 +58,7 @@ impl Watcher {
                 Ok(never) => match never {},
                 Err(lost) => lost,
             };
+            self.cluster.lock().absent(&self.address, complaint(&lost), matches!(lost, Lost::Refused(_)));
             self.tell(&lost, &mut tries);
             sleep(tries.pause()).await;
         }
@@ -125,6 +126,12 @@ impl Watcher {
 
     async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
         timeout(self.silence_max, answer).await.map_err(|_| Lost::Silent(self.silence_max))
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.cluster.lock().not_absent(&self.address);
     }
 }
 

@@ -1,8 +1,8 @@
-//! The binary's parts: its command line, where models come from, and the whole cluster in one process.
+//! The binary's parts: its command line, where models come from, the whole cluster in one process, and its roles as processes.
 
 mod cluster;
 pub mod model;
+pub mod serve;
 pub mod settings;
-pub mod up;
 
-pub use cluster::{Cluster, Role, StartError, Worker};
+pub use cluster::{Cluster, Process, Role, StartError, Worker};

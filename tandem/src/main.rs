@@ -4,8 +4,10 @@
 
 use std::{ffi::OsStr, process::ExitCode};
 use tandem::{
+    Cluster, Process, StartError,
     model::Store,
-    settings::{Cli, Command, ModelCommand},
+    serve::{self, Served},
+    settings::{Cli, Command, ModelCommand, Own, Serve},
 };
 
 fn main() -> ExitCode {
@@ -24,8 +26,11 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
-        Command::Up(up) if up.print_config => print(&up.settings.to_toml()),
-        Command::Up(up) => return tandem::up::run(up.settings),
+        Command::Up(up) => return run_or_print(*up, |up| Cluster::start(up.settings)),
+        Command::Router(router) => return run_or_print(*router, Process::router),
+        Command::PrefillWorker(worker) => return run_or_print(*worker, Process::prefill_worker),
+        Command::DecodeWorker(worker) => return run_or_print(*worker, Process::decode_worker),
+        Command::Frontend(frontend) => return run_or_print(*frontend, Process::frontend),
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let model = Store::new(store)?.get(&source)?;
             print(&format!("{}\n", model.path.display()));
@@ -37,6 +42,20 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Serves what `start` starts, unless only the settings are asked for.
+fn run_or_print<F: Own, S: Served, R>(command: Serve<F>, start: impl FnOnce(Serve<F>) -> R) -> anyhow::Result<()>
+where
+    R: Future<Output = Result<S, StartError>>,
+{
+    let settings = command.to_toml();
+    if command.print_config {
+        print(&settings);
+        return Ok(());
+    }
+    let (log, grace) = (command.settings.log.clone(), command.settings.grace());
+    serve::run(&log, grace, &settings, start(command))
 }
 
 #[expect(clippy::print_stdout, reason = "what the user asked for")]

@@ -1,10 +1,15 @@
 //! The command line: flags, then the environment, then the file named by `--config`, then defaults.
 //!
-//! [`UpSettings`] is the only list of settings. A key of the file is the flag of that name, put before the user's own
+//! [`UpSettings`] is the list of settings; a role that runs as a process takes some of them and adds its own. A key of the file is the flag of that name, put before the user's own
 //! flags and left out where the environment sets it, so one parser reads, checks and explains all of them.
 
+mod roles;
+
+pub(crate) use roles::CLUSTER;
+pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
+
 use crate::model::{Source, StoreSettings};
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
+use clap::{Args, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use serde::Serialize;
 use std::{
     ffi::{OsStr, OsString},
@@ -27,7 +32,19 @@ pub struct Cli {
 pub enum Command {
     /// Serve a model: router, workers and frontend in this process
     #[command(args_override_self = true)]
-    Up(Box<UpCommand>),
+    Up(Box<Serve<UpFlags>>),
+    /// Run a router: it places requests on workers
+    #[command(args_override_self = true)]
+    Router(Box<Serve<RouterFlags>>),
+    /// Run a worker that computes prompts
+    #[command(args_override_self = true)]
+    PrefillWorker(Box<Serve<PrefillFlags>>),
+    /// Run a worker that generates
+    #[command(args_override_self = true)]
+    DecodeWorker(Box<Serve<DecodeFlags>>),
+    /// Run a frontend: the OpenAI API of a cluster
+    #[command(args_override_self = true)]
+    Frontend(Box<Serve<FrontendFlags>>),
     /// Models on this machine
     Model {
         /// Which.
@@ -36,15 +53,19 @@ pub enum Command {
     },
 }
 
-/// `tandem up`
+/// `tandem up`, or one role of it as a process of its own.
 #[derive(Args, Debug)]
-pub struct UpCommand {
+pub struct Serve<F: Args> {
     /// How to serve.
     #[command(flatten)]
     pub settings: UpSettings,
 
+    /// What only this role needs to know.
+    #[command(flatten)]
+    pub own: F,
+
     /// A TOML file of settings: its keys are these flags without the dashes, such as `decode-workers = 2`
-    #[arg(long, env = CONFIG_ENV, value_name = "FILE")]
+    #[arg(long, env = "TANDEM_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
 
     /// Print the settings that result from flags, environment and file (as such a file), and end
@@ -245,7 +266,25 @@ pub enum PolicyName {
     Random,
 }
 
-const CONFIG_ENV: &str = "TANDEM_CONFIG";
+impl<F: Own> Serve<F> {
+    /// The settings that count here, as a file for `--config`.
+    pub fn to_toml(&self) -> String {
+        roles::to_toml(&self.settings, &self.own)
+    }
+}
+
+impl Command {
+    fn config(&self) -> Option<&Path> {
+        match self {
+            Self::Up(up) => up.config.as_deref(),
+            Self::Router(router) => router.config.as_deref(),
+            Self::PrefillWorker(worker) => worker.config.as_deref(),
+            Self::DecodeWorker(worker) => worker.config.as_deref(),
+            Self::Frontend(frontend) => frontend.config.as_deref(),
+            Self::Model { .. } => None,
+        }
+    }
+}
 
 impl UpSettings {
     /// The defaults, whatever the environment says.
@@ -278,30 +317,53 @@ impl UpSettings {
 impl Cli {
     /// Reads the command line, the environment and the file named by `--config`. `env` looks a variable up.
     pub fn read(args: Vec<OsString>, env: impl Fn(&OsStr) -> Option<OsString>) -> Result<Self, clap::Error> {
-        let cli = Self::try_parse_from(&args)?;
-        let Command::Up(up) = &cli.command else { return Ok(cli) };
-        let Some(file) = &up.config else { return Ok(cli) };
-        let refuse =
-            |problem: String| Self::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()));
-        let flags = flags_of(file, &env).map_err(refuse)?;
-        // Alone first, so that a mistake in the file is told as one.
-        let alone = ["tandem", "up"].map(OsString::from).into_iter().chain(flags.iter().cloned());
-        Self::try_parse_from(alone).map_err(|error| refuse(error.to_string().trim_start_matches("error: ").to_owned()))?;
+        let mut command = roles::command();
+        let cli = Self::parsed(&mut command, &args)?;
+        let Some(file) = cli.command.config() else { return Ok(cli) };
         // `tandem up` takes two arguments: all flags belong to the subcommand.
-        let (up, rest) = args.split_at(2);
-        Self::try_parse_from(up.iter().chain(&flags).chain(rest))
+        let (start, rest) = args.split_at(2);
+        let mut refuse =
+            |problem: String| roles::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()));
+        let flags = flags_of(&command, &start[1].to_string_lossy(), file, &env).map_err(&mut refuse)?;
+        // Alone first, so that a mistake in the file is told as one.
+        let alone: Vec<OsString> = start.iter().chain(&flags).cloned().collect();
+        Self::parsed(&mut command, &alone).map_err(|error| refuse(error.to_string().trim_start_matches("error: ").to_owned()))?;
+        let all: Vec<OsString> = alone.into_iter().chain(rest.iter().cloned()).collect();
+        Self::parsed(&mut command, &all)
+    }
+
+    fn parsed(command: &mut clap::Command, args: &[OsString]) -> Result<Self, clap::Error> {
+        let mut matches = command.try_get_matches_from_mut(args)?;
+        if let Some((role, given)) = matches.subcommand() {
+            let misplaced = command.find_subcommand(role).and_then(|role| roles::misplaced(role, given));
+            if let Some(flag) = misplaced {
+                let told = format!("`tandem {role}` has no --{flag}: it is for others; see `tandem {role} --help`");
+                return Err(command.error(ErrorKind::UnknownArgument, told));
+            }
+        }
+        Self::from_arg_matches_mut(&mut matches).map_err(|error| error.format(command))
     }
 }
 
-/// The file's keys as flags, but for those that the environment sets.
-fn flags_of(file: &Path, env: &impl Fn(&OsStr) -> Option<OsString>) -> Result<Vec<OsString>, String> {
+/// The file's keys as flags, but for those that the environment sets and those that are for other roles.
+fn flags_of(
+    command: &clap::Command,
+    role: &str,
+    file: &Path,
+    env: &impl Fn(&OsStr) -> Option<OsString>,
+) -> Result<Vec<OsString>, String> {
     let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| error.to_string())?;
-    let command = UpSettings::augment_args(clap::Command::new("up"));
     let mut flags = Vec::new();
     for (key, value) in table {
-        let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == Some(&key)) else {
-            return Err(format!("unknown key `{key}`; `tandem up --print-config` shows all keys"));
+        let is_key = |arg: &&clap::Arg| arg.get_long() == Some(&key) && key != "config" && key != "print-config";
+        let of_role = |command: &clap::Command| command.get_arguments().find(is_key).cloned();
+        let arg = command.find_subcommand(role).and_then(of_role).filter(|_| roles::takes(role, &key));
+        let Some(arg) = arg else {
+            if command.get_subcommands().any(|command| of_role(command).is_some()) {
+                continue;
+            }
+            return Err(format!("unknown key `{key}`; `tandem {role} --print-config` shows all keys"));
         };
         if arg.get_env().is_some_and(|name| env(name).is_some()) {
             continue;
@@ -344,7 +406,7 @@ mod tests {
         let env = |name: &OsStr| (name == "TANDEM_BLOCK_SIZE").then(|| OsString::from("16"));
         match Cli::read(args, env).map_err(|error| error.to_string())?.command {
             Command::Up(up) => Ok(up.settings),
-            Command::Model { .. } => unreachable!("the command is up"),
+            other => unreachable!("the command is up: {other:?}"),
         }
     }
 
@@ -396,7 +458,6 @@ mod tests {
 
     #[test]
     fn every_setting_has_an_environment_variable_and_a_reason() {
-        Cli::command().debug_assert();
         for arg in UpSettings::augment_args(clap::Command::new("up")).get_arguments() {
             assert!(arg.get_env().is_some(), "{:?} has no environment variable", arg.get_id());
             assert!(arg.get_help().is_some_and(|help| help.to_string().len() > 10), "{:?} has no help", arg.get_id());

@@ -7,9 +7,8 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::sync::Arc;
-use tandem_proto::v1::worker_info::Role;
 
-fn status(code: StatusCode, status: &'static str) -> Response {
+fn status(code: StatusCode, status: &str) -> Response {
     (code, axum::Json(serde_json::json!({ "status": status }))).into_response()
 }
 
@@ -18,19 +17,11 @@ pub(super) async fn live() -> Response {
     status(StatusCode::OK, "ok")
 }
 
-/// 200 once a request can be served: the router is there and knows a decode worker.
+/// 200 once a request can be served.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
-    if app.admission.is_draining() {
-        return status(StatusCode::SERVICE_UNAVAILABLE, "draining");
-    }
-    let Ok(reply) = app.dispatcher.workers().await else {
-        return status(StatusCode::SERVICE_UNAVAILABLE, "router unreachable");
-    };
-    let decodes = |worker: &tandem_proto::v1::WorkerView| worker.info.as_ref().is_some_and(|info| info.role() == Role::Decode);
-    if reply.workers.iter().any(decodes) {
-        status(StatusCode::OK, "ready")
-    } else {
-        status(StatusCode::SERVICE_UNAVAILABLE, "no decode worker")
+    match app.readiness().await {
+        Ok(()) => status(StatusCode::OK, "ready"),
+        Err(why) => status(StatusCode::SERVICE_UNAVAILABLE, &why.to_string()),
     }
 }
 

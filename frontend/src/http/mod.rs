@@ -8,6 +8,7 @@ mod events;
 mod health;
 mod models;
 mod progress;
+mod readiness;
 mod shape;
 
 use crate::{
@@ -30,6 +31,7 @@ use axum::{
 use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_node::{Metrics, Shutdown};
+use tandem_proto::v1::Identity;
 
 /// Prompts in one request.
 const PROMPTS_MAX: usize = 128;
@@ -55,8 +57,15 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(settings: FrontendSettings, metrics: &Metrics, shutdown: Shutdown) -> Result<Self, FrontendError> {
         let metrics = Arc::new(FrontendMetrics::new(metrics, settings.model.id()));
+        let identity = Identity {
+            cluster: settings.cluster,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            model: settings.model.id().to_owned(),
+            revision: settings.model.revision().to_owned(),
+            block_size: settings.block_size,
+        };
         let dispatcher =
-            Dispatcher::new(&settings.router, settings.attempts, settings.first_token_timeout, Arc::clone(&metrics))?;
+            Dispatcher::new(&settings.router, identity, settings.attempts, settings.first_token_timeout, Arc::clone(&metrics))?;
         Ok(Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),

@@ -60,6 +60,7 @@ pub struct Call {
 
 /// What the router hears.
 #[derive(Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "a test hears few of them")]
 pub enum Told {
     Message(route_request::Message),
     /// The stream has closed: the booking ends.
@@ -106,7 +107,8 @@ impl Router for FakeRouter {
         let view = |role| WorkerView { info: Some(info(role)), ..WorkerView::default() };
         let decode = *self.decode_workers.lock().expect("no test panics with it");
         let workers = std::iter::once(view(Role::Prefill)).chain((0..decode).map(|_| view(Role::Decode))).collect();
-        Ok(tonic::Response::new(WorkersReply { workers, bookings: 0 }))
+        let unready = (decode == 0).then(|| "no decode worker".to_owned());
+        Ok(tonic::Response::new(WorkersReply { workers, unready, ..WorkersReply::default() }))
     }
 }
 

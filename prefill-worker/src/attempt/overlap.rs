@@ -95,6 +95,7 @@ impl Pair {
             link: Link::new(engine.info().simulated_block_transfer),
             engine,
             settings: PrefillWorkerSettings {
+                cluster: "tandem".to_owned(),
                 worker_id: "prefill-0".to_owned(),
                 model: "sim".to_owned(),
                 revision: "1".to_owned(),

@@ -6,12 +6,12 @@ mod fake;
 use fake::{BLOCK, FakeWorker, TestRouter, chain, chosen, hashes, prompt, soon, stored, worker};
 use std::time::Duration;
 use tandem_kv::{Change, Load, Snapshot};
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_proto::{
     snapshot_chunks,
     v1::{Reason, RoutePrompt, WorkerRef, route_request, watch_reply, worker_info::Role},
 };
-use tandem_router::{PrefillPlace, RouterError, RouterSettings};
+use tandem_router::{PrefillPlace, RouterSettings};
 use tonic::{Code, Status};
 
 fn local() -> RouterSettings {
@@ -344,7 +344,7 @@ async fn a_draining_router_lets_streams_end_and_a_stopped_one_ends_them() {
 #[tokio::test]
 async fn an_address_that_is_none_is_told_at_once() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let settings = RouterSettings { workers: vec!["not an address".to_owned()], ..Default::default() };
+    let settings = RouterSettings { workers: Workers::List(vec!["not an address".to_owned()]), ..Default::default() };
     let error = tandem_router::run(listener, settings, Metrics::default(), Shutdown::default()).await.expect_err("it cannot run");
-    assert!(matches!(&error, RouterError::WorkerAddress { address, .. } if address == "not an address"), "{error:?}");
+    assert!(error.to_string().contains("\"not an address\" cannot be used; write host:port"), "{error:?}");
 }

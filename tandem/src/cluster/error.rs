@@ -7,10 +7,12 @@ use std::{net::SocketAddr, path::PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The port is taken, or not ours to take.
-    #[error("cannot listen on {address} ({cause}); stop what listens there, or choose another address with --listen")]
+    #[error("cannot listen on {address} ({cause}); stop what listens there, or choose another address with {flag}")]
     Listen {
         /// As it was set.
         address: SocketAddr,
+        /// What sets it.
+        flag: &'static str,
         /// Why not.
         #[source]
         cause: std::io::Error,

@@ -2,17 +2,21 @@
 
 mod error;
 mod parts;
+mod process;
 mod weights;
 
 pub use error::StartError;
+pub use process::Process;
 
+use crate::serve::Served;
 use crate::{
-    model::Store,
-    settings::{EngineKind, PrefillPlace, UpSettings},
+    model::{Store, StoredModel},
+    settings::{CLUSTER, EngineKind, PrefillPlace, UpSettings},
 };
 use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::{EngineHandle, EngineSettings};
+use tandem_frontend::ServedModel;
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     link,
@@ -34,6 +38,7 @@ const READY_POLL: Duration = Duration::from_millis(10);
 /// A running cluster. Dropping it stops everything at once; [`Cluster::drain`] lets running requests finish first.
 pub struct Cluster {
     model_id: String,
+    kind: EngineKind,
     frontend: SocketAddr,
     router: SocketAddr,
     workers: Vec<Worker>,
@@ -52,6 +57,8 @@ pub struct Worker {
     pub role: Role,
     /// Of its gRPC.
     pub address: SocketAddr,
+    /// Where other workers reach it, if that is somewhere else.
+    pub advertise: Option<String>,
     /// The device it works on.
     pub engine: EngineHandle,
 }
@@ -65,12 +72,27 @@ pub enum Role {
     Decode,
 }
 
+impl Role {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+impl Worker {
+    fn kv_tokens(&self) -> u64 {
+        let info = self.engine.info();
+        u64::from(info.capacity_blocks) * u64::from(info.block_size)
+    }
+}
+
 impl Cluster {
     /// Binds all sockets, loads the model (fetching it first if need be), starts every part, and waits until requests can be served.
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
         check(&settings)?;
-        let frontend =
-            TcpListener::bind(settings.listen).await.map_err(|cause| StartError::Listen { address: settings.listen, cause })?;
+        let frontend = listen(settings.listen, "--listen").await?;
         let loaded = load(&settings).await?;
         let mut cluster = Self::run(settings, loaded, frontend).await?;
         cluster.wait_until_ready().await?;
@@ -121,19 +143,16 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        let parts = Parts::default();
+        let parts = Parts::new(CLUSTER);
         let mut workers = Vec::new();
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
         for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
             let listener = loopback().await?;
-            let name = match role {
-                Role::Prefill => "prefill",
-                Role::Decode => "decode",
-            };
             let worker = Worker {
-                id: format!("{name}-{index}"),
+                id: format!("{}-{index}", role.name()),
                 role,
                 address: local_address(&listener)?,
+                advertise: None,
                 engine: EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings)),
             };
             parts.worker(&worker, listener, &settings, &loaded, &metrics, &back);
@@ -141,10 +160,15 @@ impl Cluster {
         }
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
-        parts.router(router_listener, &workers, &settings, &metrics, &back);
         let (model_id, address) = (loaded.served.id().to_owned(), local_address(&frontend)?);
-        parts.frontend(frontend, router, &settings, loaded, &metrics, &front);
-        Ok(Self { model_id, frontend: address, router, workers, metrics, front, back, parts })
+        let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
+        parts.router(router_listener, listed, Some(&model_id), &settings, &metrics, &back);
+        let capacity_tokens = settings.capacity_blocks().saturating_mul(settings.block_size);
+        // A prompt that no worker can hold is told so at the door.
+        let served = loaded.served.with_context_length(capacity_tokens);
+        parts.frontend(frontend, router.to_string(), &settings, served, &metrics, &front);
+        let kind = settings.engine;
+        Ok(Self { model_id, kind, frontend: address, router, workers, metrics, front, back, parts })
     }
 
     async fn wait_until_ready(&mut self) -> Result<(), StartError> {
@@ -163,6 +187,35 @@ impl Cluster {
     }
 }
 
+impl Served for Cluster {
+    fn introduction(&self) -> String {
+        let (url, model) = (format!("http://{}", reachable(self.frontend)), &self.model_id);
+        let engine = match self.kind {
+            EngineKind::Cpu => "on the CPU",
+            EngineKind::Cuda => "on GPUs",
+            EngineKind::Sim => "simulated",
+        };
+        let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
+        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens());
+        places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
+        let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
+        let body = format!(
+            r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
+        );
+        format!(
+            "{model} is ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+        )
+    }
+
+    async fn failed(&mut self) -> StartError {
+        Self::failed(self).await
+    }
+
+    async fn drain(&self, grace: Duration) {
+        Self::drain(self, grace).await;
+    }
+}
+
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.front.stop();
@@ -172,25 +225,49 @@ impl Drop for Cluster {
 
 /// What no part could make sense of.
 fn check(settings: &UpSettings) -> Result<(), StartError> {
-    match settings.engine {
-        EngineKind::Cuda => return Err(StartError::Cuda),
-        EngineKind::Sim | EngineKind::Cpu => {}
-    }
+    is_built(settings.engine)?;
     if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
         return Err(StartError::NoPrefillWorker);
     }
     Ok(())
 }
 
-/// Reads files and perhaps the network, for long: off the async threads.
+fn is_built(engine: EngineKind) -> Result<(), StartError> {
+    match engine {
+        EngineKind::Cuda => Err(StartError::Cuda),
+        EngineKind::Sim | EngineKind::Cpu => Ok(()),
+    }
+}
+
+/// The model with its weights.
 async fn load(settings: &UpSettings) -> Result<Loaded, StartError> {
+    let (engine, name) = (settings.engine, settings.served_model_name.clone());
+    with_model(settings, move |model| match model {
+        None => Ok(Loaded::sim(name)),
+        Some(model) => Loaded::model(&model, name, engine),
+    })
+    .await
+}
+
+/// What a frontend needs of the model.
+async fn load_served(settings: &UpSettings) -> Result<ServedModel, StartError> {
+    let name = settings.served_model_name.clone();
+    with_model(settings, move |model| match model {
+        None => Ok(Loaded::sim(name).served),
+        Some(model) => Ok(weights::open(&model, name)?.1),
+    })
+    .await
+}
+
+/// Reads files and perhaps the network, for long: off the async threads. There is no model when the simulator needs none.
+async fn with_model<T: Send + 'static>(
+    settings: &UpSettings,
+    load: impl FnOnce(Option<StoredModel>) -> Result<T, StartError> + Send + 'static,
+) -> Result<T, StartError> {
     let settings = settings.clone();
     let loading = tokio::task::spawn_blocking(move || match (settings.engine, settings.model) {
-        (EngineKind::Sim, None) => Ok(Loaded::sim(settings.served_model_name)),
-        (engine, model) => {
-            let model = Store::new(settings.store)?.get(&model.unwrap_or_default())?;
-            Loaded::model(model, settings.served_model_name, engine)
-        }
+        (EngineKind::Sim, None) => load(None),
+        (_, model) => load(Some(Store::new(settings.store)?.get(&model.unwrap_or_default())?)),
     });
     loading.await.expect("loading returns its errors")
 }
@@ -206,8 +283,11 @@ fn engine_settings(settings: &UpSettings) -> EngineSettings {
 }
 
 async fn loopback() -> Result<TcpListener, StartError> {
-    let address = SocketAddr::from(([127, 0, 0, 1], 0));
-    TcpListener::bind(address).await.map_err(|cause| StartError::Listen { address, cause })
+    listen(([127, 0, 0, 1], 0).into(), "--listen").await
+}
+
+async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
+    TcpListener::bind(address).await.map_err(|cause| StartError::Listen { address, flag, cause })
 }
 
 fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {
@@ -229,7 +309,7 @@ async fn is_ready(frontend: SocketAddr) -> std::io::Result<bool> {
 }
 
 /// From this machine: a socket on all addresses is reached on the loopback one.
-pub(crate) fn reachable(mut address: SocketAddr) -> SocketAddr {
+fn reachable(mut address: SocketAddr) -> SocketAddr {
     if address.ip().is_unspecified() {
         address.set_ip(match address {
             SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),

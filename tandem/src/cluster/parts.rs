@@ -2,11 +2,12 @@
 
 use super::{Loaded, Role, StartError, Worker};
 use crate::settings::{PolicyName, PrefillPlace, UpSettings};
-use std::{future::Future, net::SocketAddr, time::Duration};
+use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
-use tandem_frontend::FrontendSettings;
-use tandem_node::{Metrics, Shutdown};
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_proto::v1::Identity;
 use tandem_router::{PolicyKind, RouterSettings};
 use tokio::{net::TcpListener, sync::mpsc};
 
@@ -15,8 +16,9 @@ const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// A client that has seen nothing for so long has given up, or its proxy has.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
-/// Starts parts and hears of their ends.
+/// Starts parts and hears of their ends: all of them in `up`, one in a process of its own.
 pub(super) struct Parts {
+    cluster: String,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
 }
@@ -28,14 +30,13 @@ struct Report {
     reports: mpsc::UnboundedSender<StartError>,
 }
 
-impl Default for Parts {
-    fn default() -> Self {
-        let (reports, ends) = mpsc::unbounded_channel();
-        Self { ends, reports }
-    }
-}
-
 impl Parts {
+    /// Parts of the cluster of this name.
+    pub(super) fn new(cluster: &str) -> Self {
+        let (reports, ends) = mpsc::unbounded_channel();
+        Self { cluster: cluster.to_owned(), ends, reports }
+    }
+
     /// The end of the first part that has ended.
     pub(super) async fn ended(&mut self) -> StartError {
         self.ends.recv().await.expect("this value holds a sender")
@@ -50,22 +51,23 @@ impl Parts {
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
-        let (worker_id, engine) = (worker.id.clone(), worker.engine.clone());
+        let (worker_id, engine, cluster) = (worker.id.clone(), worker.engine.clone(), self.cluster.clone());
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
         let report_cached_tokens = settings.report_cached_tokens;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
             Role::Prefill => {
                 let settings =
-                    PrefillWorkerSettings { worker_id, model, revision, report_cached_tokens, ticket_wait: TICKET_WAIT };
+                    PrefillWorkerSettings { worker_id, cluster, model, revision, report_cached_tokens, ticket_wait: TICKET_WAIT };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
                     worker_id,
+                    cluster,
                     model,
                     revision,
-                    advertise: None,
+                    advertise: worker.advertise.clone(),
                     report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
                     remote_waiting_max: settings.max_concurrent_requests as usize,
@@ -79,13 +81,20 @@ impl Parts {
     pub(super) fn router(
         &self,
         listener: TcpListener,
-        workers: &[Worker],
+        workers: Workers,
+        model: Option<&str>,
         settings: &UpSettings,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let settings = RouterSettings {
-            workers: workers.iter().map(|worker| worker.address.to_string()).collect(),
+            workers,
+            identity: Identity {
+                cluster: self.cluster.clone(),
+                model: model.unwrap_or_default().to_owned(),
+                block_size: settings.block_size,
+                ..RouterSettings::default().identity
+            },
             policy: match settings.policy {
                 PolicyName::KvAware => PolicyKind::KvAware,
                 PolicyName::LeastLoaded => PolicyKind::LeastLoaded,
@@ -105,26 +114,25 @@ impl Parts {
     pub(super) fn frontend(
         &self,
         listener: TcpListener,
-        router: SocketAddr,
+        router: String,
         settings: &UpSettings,
-        loaded: Loaded,
+        model: ServedModel,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
-        let capacity_tokens = settings.capacity_blocks().saturating_mul(settings.block_size);
-        // A prompt that no worker can hold is told so at the door.
-        let model = loaded.served.with_context_length(capacity_tokens);
         let settings = FrontendSettings {
             block_size: settings.block_size,
             concurrent_requests: settings.max_concurrent_requests as usize,
             body_max_bytes: settings.max_body_bytes,
             first_token_timeout: FIRST_TOKEN_WAIT,
-            ..FrontendSettings::new(router.to_string(), model)
+            cluster: self.cluster.clone(),
+            ..FrontendSettings::new(router, model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
     }
 
-    fn spawn<E>(&self, part: &str, shutdown: &Shutdown, run: impl Future<Output = Result<(), E>> + Send + 'static)
+    /// Starts what runs until the shutdown, and whose end before is the process's.
+    pub(super) fn spawn<E>(&self, part: &str, shutdown: &Shutdown, run: impl Future<Output = Result<(), E>> + Send + 'static)
     where
         E: std::error::Error + Send + Sync + 'static,
     {

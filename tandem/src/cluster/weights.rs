@@ -29,21 +29,12 @@ enum Device {
 
 impl Loaded {
     /// Reads the model's files for an engine of this kind. Takes seconds for a large one.
-    pub(super) fn model(model: StoredModel, served_name: Option<String>, engine: EngineKind) -> Result<Self, StartError> {
-        let name = served_name.unwrap_or(model.id);
-        let unservable = |cause| StartError::Unservable { path: model.path.clone(), cause };
-        let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
-            let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(cause.into()))?;
-            let served = ServedModel::from_directory(name, &directory);
-            (Box::new(directory), served)
-        } else {
-            let file = Gguf::open(&model.path).map_err(|cause| unservable(cause.into()))?;
-            let served = ServedModel::from_gguf(name, &file);
-            (Box::new(file), served)
-        };
-        let served = served.map_err(|cause| unservable(cause.into()))?;
+    pub(super) fn model(model: &StoredModel, served_name: Option<String>, engine: EngineKind) -> Result<Self, StartError> {
+        let (file, served) = open(model, served_name)?;
         let device = match engine {
-            EngineKind::Cpu | EngineKind::Cuda => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(cause.into()))?),
+            EngineKind::Cpu | EngineKind::Cuda => {
+                Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(model, cause.into()))?)
+            }
             EngineKind::Sim => Device::Sim(vocabulary(&served)),
         };
         Ok(Self { served, revision: file.revision(), device })
@@ -68,6 +59,25 @@ impl Loaded {
             Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(sim_settings(settings), vocabulary.clone()))),
         }
     }
+}
+
+/// The model's file, and what a frontend reads from it.
+pub(super) fn open(model: &StoredModel, served_name: Option<String>) -> Result<(Box<dyn ModelFile>, ServedModel), StartError> {
+    let name = served_name.unwrap_or_else(|| model.id.clone());
+    let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
+        let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
+        let served = ServedModel::from_directory(name, &directory);
+        (Box::new(directory), served)
+    } else {
+        let file = Gguf::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
+        let served = ServedModel::from_gguf(name, &file);
+        (Box::new(file), served)
+    };
+    Ok((file, served.map_err(|cause| unservable(model, cause.into()))?))
+}
+
+fn unservable(model: &StoredModel, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
+    StartError::Unservable { path: model.path.clone(), cause }
 }
 
 fn sim_settings(settings: &UpSettings) -> SimSettings {

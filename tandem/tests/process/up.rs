@@ -1,4 +1,4 @@
-//! `tandem up`, running.
+//! `tandem up`, or one role of it, running.
 
 use std::{
     io::{self, BufRead, BufReader, Read, Write},
@@ -16,7 +16,7 @@ pub fn tandem(args: &[&str]) -> Command {
     command
 }
 
-/// A cluster in a process of its own.
+/// A process of its own. Dropping it kills it.
 pub struct Up {
     process: Child,
     stdout: BufReader<ChildStdout>,
@@ -26,8 +26,12 @@ pub struct Up {
 impl Up {
     /// Returns when the last line of the introduction is there.
     pub fn start(args: &[&str], stderr: impl Into<Stdio>) -> Self {
-        let args = [&["up", "--listen", "127.0.0.1:0"], args].concat();
-        let mut process = tandem(&args).stderr(stderr).spawn().expect("the binary runs");
+        Self::spawn(&[&["up", "--listen", "127.0.0.1:0"], args].concat(), stderr)
+    }
+
+    /// Any subcommand that introduces itself.
+    pub fn spawn(args: &[&str], stderr: impl Into<Stdio>) -> Self {
+        let mut process = tandem(args).stderr(stderr).spawn().expect("the binary runs");
         let mut stdout = BufReader::new(process.stdout.take().expect("piped"));
         let mut introduction = String::new();
         while !introduction.contains("Ctrl-C") {
@@ -37,9 +41,18 @@ impl Up {
         Self { process, stdout, introduction }
     }
 
+    /// Of the OpenAI API, or else of the admin endpoint: the URL that is told first.
     fn address(&self) -> &str {
-        let line = self.introduction.lines().find(|line| line.contains("frontend")).expect("the frontend is named");
-        line.split("http://").nth(1).expect("its URL is told")
+        self.introduction.split("http://").nth(1).and_then(|rest| rest.split_whitespace().next()).expect("its URL is told")
+    }
+
+    /// What a GET answers, its head included.
+    pub fn get(&self, path: &str) -> String {
+        let mut answer = String::new();
+        let mut stream = TcpStream::connect(self.address()).expect("it listens");
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.address()).expect("it reads");
+        stream.read_to_string(&mut answer).expect("text");
+        answer
     }
 
     /// Sends a request; what is given is read while the answer comes.
@@ -72,5 +85,13 @@ impl Up {
             stderr.read_to_string(&mut errors).expect("text");
         }
         (status, errors)
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        // It has ended already, or it is to.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }

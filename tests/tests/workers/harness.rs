@@ -76,6 +76,7 @@ pub struct Worker {
 impl Worker {
     pub async fn prefill(setup: &Setup) -> Self {
         let settings = PrefillWorkerSettings {
+            cluster: "tandem".to_owned(),
             worker_id: "prefill-0".to_owned(),
             model: "sim".to_owned(),
             revision: "1".to_owned(),
@@ -90,6 +91,7 @@ impl Worker {
 
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
+            cluster: "tandem".to_owned(),
             worker_id: "decode-0".to_owned(),
             model: "sim".to_owned(),
             revision: "1".to_owned(),

@@ -1,0 +1,127 @@
+//! What must be equal in all processes of a cluster, and the first thing that is not.
+
+use crate::v1::{Identity, WorkerInfo};
+
+/// Two processes do not belong together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("its {field} is {found}, the cluster's is {expected}; start it with the cluster's")]
+pub struct Difference {
+    /// Such as `block size`.
+    pub field: &'static str,
+    /// The process's.
+    pub found: String,
+    /// The cluster's.
+    pub expected: String,
+}
+
+impl Identity {
+    /// Whether a process of this identity belongs to a cluster of that one. What either does not know is not compared.
+    pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
+        let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
+        let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
+        for (field, found, expected) in [
+            ("cluster", &*self.cluster, &*cluster.cluster),
+            ("model", &self.model, &cluster.model),
+            ("revision", &self.revision, &cluster.revision),
+            ("block size", &found_size, &expected_size),
+        ] {
+            if !found.is_empty() && !expected.is_empty() && found != expected {
+                return Err(Difference { field, found: found.to_owned(), expected: expected.to_owned() });
+            }
+        }
+        let (found, expected) = (&self.version, &cluster.version);
+        if found.is_empty() || expected.is_empty() || generation(found) == generation(expected) {
+            return Ok(());
+        }
+        Err(Difference { field: "version", found: found.clone(), expected: expected.clone() })
+    }
+
+    /// This identity, with what it does not know taken from the other.
+    pub fn or(self, other: &Self) -> Self {
+        let text = |ours: String, theirs: &String| if ours.is_empty() { theirs.clone() } else { ours };
+        Self {
+            cluster: text(self.cluster, &other.cluster),
+            version: text(self.version, &other.version),
+            model: text(self.model, &other.model),
+            revision: text(self.revision, &other.revision),
+            block_size: if self.block_size == 0 { other.block_size } else { self.block_size },
+        }
+    }
+}
+
+impl From<&WorkerInfo> for Identity {
+    fn from(info: &WorkerInfo) -> Self {
+        Self {
+            cluster: info.cluster.clone(),
+            version: info.version.clone(),
+            model: info.model.clone(),
+            revision: info.revision.clone(),
+            block_size: info.block_size,
+        }
+    }
+}
+
+/// `0.3` of `0.3.7`, `2` of `2.5.1`: what is added later within it, older ones may ignore.
+fn generation(version: &str) -> &str {
+    let mut end = 0;
+    for number in version.split('.') {
+        end += number.len() + 1;
+        if number != "0" {
+            break;
+        }
+    }
+    &version[..version.len().min(end - 1)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity() -> Identity {
+        Identity { cluster: "c".into(), version: "0.3.7".into(), model: "m".into(), revision: "r".into(), block_size: 16 }
+    }
+
+    #[test]
+    fn each_difference_is_named() {
+        for (other, field) in [
+            (Identity { cluster: "d".into(), ..identity() }, "cluster"),
+            (Identity { model: "n".into(), ..identity() }, "model"),
+            (Identity { revision: "s".into(), ..identity() }, "revision"),
+            (Identity { block_size: 32, ..identity() }, "block size"),
+            (Identity { version: "0.4.0".into(), ..identity() }, "version"),
+        ] {
+            let difference = other.fits(&identity()).expect_err(field);
+            assert_eq!(difference.field, field);
+            assert!(difference.to_string().contains(&difference.expected), "{difference}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_compared_and_can_be_learned() {
+        let nothing = Identity::default();
+        assert_eq!(
+            (nothing.fits(&identity()), identity().fits(&nothing), identity().fits(&identity())),
+            (Ok(()), Ok(()), Ok(()))
+        );
+        assert_eq!(nothing.clone().or(&identity()), identity());
+        assert_eq!(identity().or(&nothing), identity());
+        assert_eq!(Identity { block_size: 32, ..nothing }.or(&identity()).block_size, 32);
+    }
+
+    #[test]
+    fn versions_of_one_generation_fit() {
+        for (one, other, fit) in [
+            ("0.3.7", "0.3.0", true),
+            ("0.3.7", "0.4.7", false),
+            ("0.0.3", "0.0.4", false),
+            ("1.2.0", "1.9.3", true),
+            ("1.2.0", "2.2.0", false),
+            ("0.3", "0.3.1", true),
+            ("0", "0", true),
+            ("x", "y", false),
+        ] {
+            let version = |version: &str| Identity { version: version.to_owned(), ..Identity::default() };
+            assert_eq!(version(one).fits(&version(other)).is_ok(), fit, "{one} {other}");
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! One role as a process of its own: the same part as in `up`, started the same way, and an admin endpoint beside it.
+
+use super::{Parts, Role, StartError, Worker, engine_settings, is_built, listen, load, load_served, local_address, reachable};
+use crate::{
+    serve::Served,
+    settings::{DecodeFlags, FrontendFlags, PrefillFlags, ProcessFlags, RouterFlags, Serve, UpSettings},
+};
+use std::{net::SocketAddr, time::Duration};
+use tandem_engine::EngineHandle;
+use tandem_node::{Metrics, Shutdown, admin};
+use tandem_proto::{
+    link,
+    v1::{DescribeRequest, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
+};
+use tokio::{net::TcpListener, time::timeout};
+use tonic::transport::Channel;
+
+/// A process that does not answer itself within this time answers nobody.
+const PROBE_WAIT: Duration = Duration::from_secs(1);
+
+/// A running role. Dropping it stops it at once.
+pub struct Process {
+    name: String,
+    /// What is where, for people.
+    places: Vec<(&'static str, String)>,
+    parts: Parts,
+    metrics: Metrics,
+    service: Shutdown,
+    /// The admin endpoint has a shutdown of its own: who drains is still watched.
+    admin: Shutdown,
+}
+
+impl Process {
+    /// A frontend. Its router need not be there yet.
+    pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
+        let Serve { settings, own, .. } = command;
+        is_built(settings.engine)?;
+        let mut process = Self::new(&own.cluster);
+        let listener = listen(settings.listen, "--listen").await?;
+        let served = load_served(&settings).await?;
+        process.name = format!("frontend for {}", served.id());
+        let url = format!("http://{}", reachable(local_address(&listener)?));
+        process.places = vec![("OpenAI API", url), ("router", own.router.clone())];
+        process.parts.frontend(listener, own.router, &settings, served, &process.metrics, &process.service);
+        Ok(process)
+    }
+
+    /// A router. Its workers need not be there yet.
+    pub async fn router(command: Serve<RouterFlags>) -> Result<Self, StartError> {
+        let Serve { settings, own, .. } = command;
+        let mut process = Self::new(&own.process.cluster);
+        let (listener, _) = process.open(settings.listen, &own.process, can_place).await?;
+        process.name = "router".to_owned();
+        let model = settings.served_model_name.as_deref();
+        process.parts.router(listener, own.workers(), model, &settings, &process.metrics, &process.service);
+        Ok(process)
+    }
+
+    /// A worker that computes prompts. Its router finds it.
+    pub async fn prefill_worker(command: Serve<PrefillFlags>) -> Result<Self, StartError> {
+        Self::worker(Role::Prefill, command.settings, command.own, None).await
+    }
+
+    /// A worker that generates. Its router finds it.
+    pub async fn decode_worker(command: Serve<DecodeFlags>) -> Result<Self, StartError> {
+        let DecodeFlags { worker, advertise } = command.own;
+        Self::worker(Role::Decode, command.settings, worker, advertise).await
+    }
+
+    async fn worker(role: Role, settings: UpSettings, own: PrefillFlags, advertise: Option<String>) -> Result<Self, StartError> {
+        is_built(settings.engine)?;
+        let mut process = Self::new(&own.process.cluster);
+        let (listener, address) = process.open(settings.listen, &own.process, answers).await?;
+        let loaded = load(&settings).await?;
+        let id = own.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
+        let engine = EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings));
+        let worker = Worker { id, role, address, advertise, engine };
+        process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());
+        process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
+        process.parts.worker(&worker, listener, &settings, &loaded, &process.metrics, &process.service);
+        Ok(process)
+    }
+
+    fn new(cluster: &str) -> Self {
+        Self {
+            name: String::new(),
+            places: Vec::new(),
+            parts: Parts::new(cluster),
+            metrics: Metrics::default(),
+            service: Shutdown::default(),
+            admin: Shutdown::default(),
+        }
+    }
+
+    /// Takes the socket for gRPC and starts the admin endpoint, which asks `probe` over that socket whether the process is ready.
+    async fn open<R>(
+        &mut self,
+        address: SocketAddr,
+        flags: &ProcessFlags,
+        probe: impl Fn(Channel) -> R + Send + Sync + 'static,
+    ) -> Result<(TcpListener, SocketAddr), StartError>
+    where
+        R: Future<Output = Result<(), String>> + Send + 'static,
+    {
+        let listener = listen(address, "--listen").await?;
+        let admin = listen(flags.admin_listen, "--admin-listen").await?;
+        let address = local_address(&listener)?;
+        let url = format!("http://{}", reachable(local_address(&admin)?));
+        self.places = vec![("gRPC", address.to_string()), ("admin", url)];
+        let own = link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
+        let (channel, service) = (own.connect_lazy(), self.service.clone());
+        let ready = move || {
+            let (draining, answer) = (service.is_draining(), probe(channel.clone()));
+            async move {
+                if draining {
+                    return Err("draining".to_owned());
+                }
+                timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("it does not answer yet".to_owned()))
+            }
+        };
+        self.parts.spawn("admin endpoint", &self.admin, admin::run(admin, self.metrics.clone(), ready, self.admin.clone()));
+        Ok((listener, address))
+    }
+}
+
+impl Served for Process {
+    fn introduction(&self) -> String {
+        let lines = self.places.iter().map(|(name, place)| format!("  {name:<12} {place}\n"));
+        format!("The {} runs:\n\n{}", self.name, lines.collect::<String>())
+    }
+
+    async fn failed(&mut self) -> StartError {
+        self.parts.ended().await
+    }
+
+    async fn drain(&self, grace: Duration) {
+        self.service.run(grace).await;
+        self.admin.run(Duration::ZERO).await;
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.service.stop();
+        self.admin.stop();
+    }
+}
+
+/// A router is ready when a request could be placed.
+async fn can_place(channel: Channel) -> Result<(), String> {
+    let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
+    view.into_inner().unready.map_or(Ok(()), Err)
+}
+
+/// A worker is ready when it answers: whether it is routed to is the router's to say.
+async fn answers(channel: Channel) -> Result<(), String> {
+    ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
+}
+
+/// As other systems allow it in names.
+fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    name.chars().take(32).map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()
+}

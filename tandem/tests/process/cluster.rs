@@ -1,0 +1,162 @@
+//! A cluster of processes: each role on ports of its own, so that it can end and come back in place.
+
+use crate::up::Up;
+use std::{
+    fs::{self, OpenOptions},
+    io::Read,
+    net::{Ipv4Addr, SocketAddr, TcpListener},
+    path::PathBuf,
+    sync::atomic::{AtomicU16, Ordering},
+    time::Duration,
+};
+use tandem_proto::{
+    link,
+    v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
+};
+use tokio::time::Instant;
+
+/// What ought to happen happens within this time, or never.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Looks until `holds` does; says what it saw last if it never does.
+pub fn until<T: std::fmt::Debug>(what: &str, look: impl Fn() -> T, holds: impl Fn(&T) -> bool) -> T {
+    let started = Instant::now();
+    loop {
+        let seen = look();
+        if holds(&seen) {
+            return seen;
+        }
+        assert!(started.elapsed() < PATIENCE, "in vain: {what}; last: {seen:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// An address on this machine that stays free for the test's process, also while nobody listens there: below those that the
+/// system gives to whoever asks for any.
+pub fn address() -> SocketAddr {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 10_000 + (std::process::id() % 200) as u16 * 100;
+    loop {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % 2_000;
+        if TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
+            return (Ipv4Addr::LOCALHOST, port).into();
+        }
+    }
+}
+
+/// Where everybody is, and what everybody is told.
+pub struct Plan {
+    folder: tempfile::TempDir,
+    router: SocketAddr,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Plan {
+    /// Nobody runs yet, and the list of workers is empty.
+    pub fn new() -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let plan = Self { folder: tempfile::tempdir().expect("a folder"), router: address(), runtime };
+        plan.list(&[]);
+        plan
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Writes the list that the router reads.
+    pub fn list(&self, workers: &[SocketAddr]) {
+        let text: String = workers.iter().map(|worker| format!("{worker} # of the test\n")).collect();
+        fs::write(self.file("workers"), text).expect("a temporary file");
+    }
+
+    fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
+        let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("a temporary file");
+        let listen = listen.to_string();
+        Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
+    }
+
+    /// A router that prefills on prefill workers only, so that both kinds matter, unless the arguments say otherwise.
+    pub fn router(&self, args: &[&str]) -> Up {
+        let list = self.file("workers");
+        let own = ["--admin-listen", "127.0.0.1:0", "--workers-file", list.to_str().expect("text"), "--prefill", "remote"];
+        self.start("router", "router", self.router, &[&own, args].concat())
+    }
+
+    pub fn frontend(&self, args: &[&str]) -> Up {
+        let router = self.router.to_string();
+        let own = ["--engine", "sim", "--router", &router];
+        self.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&own, args].concat())
+    }
+
+    /// `role` is `prefill` or `decode`; its name is in its metrics and the name of its log.
+    pub fn worker(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
+        let own = ["--engine", "sim", "--sim-speedup", "20", "--admin-listen", "127.0.0.1:0", "--worker-id", name];
+        self.start(&format!("{role}-worker"), name, listen, &[&own, args].concat())
+    }
+
+    /// What a process has logged.
+    pub fn log(&self, name: &str) -> String {
+        fs::read_to_string(self.file(name)).expect("the log is text")
+    }
+
+    /// The router's view; empty while it does not answer.
+    pub fn view(&self) -> WorkersReply {
+        let endpoint = link::endpoint(&self.router.to_string()).expect("an address");
+        let asked = async { RouterClient::new(endpoint.connect().await.ok()?).workers(WorkersRequest {}).await.ok() };
+        self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)
+    }
+
+    /// Resolves when these have joined, and nobody else.
+    pub fn joined(&self, names: &[&str]) -> WorkersReply {
+        let known = |view: &WorkersReply| {
+            let mut known: Vec<String> =
+                view.workers.iter().flat_map(|worker| &worker.info).map(|info| info.worker_id.clone()).collect();
+            known.sort();
+            known
+        };
+        until("the workers join", || self.view(), |view| known(view) == names)
+    }
+}
+
+/// Resolves when a request could be served.
+pub fn ready(process: &Up) {
+    until("it gets ready", || process.get("/ready"), |answer| answer.starts_with("HTTP/1.1 200"));
+}
+
+/// The value of a series, such as `tandem_router_workers{state="joined"}`.
+pub fn metric(process: &Up, series: &str) -> Option<f64> {
+    let page = process.get("/metrics");
+    page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
+}
+
+/// The sum over all series of a family.
+pub fn series(process: &Up, name: &str) -> f64 {
+    let page = process.get("/metrics");
+    page.lines().filter(|line| line.starts_with(name)).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
+}
+
+/// A request for so many tokens, none of them the last.
+pub fn chat(text: &str, max_tokens: u32, stream: bool) -> String {
+    format!(
+        r#"{{"model":"sim","stream":{stream},"max_tokens":{max_tokens},"logit_bias":{{"257":-100}},"messages":[{{"role":"user","content":"{text}"}}]}}"#
+    )
+}
+
+/// The answer to a chat that is not streamed, and what it says was cached.
+pub fn ask(frontend: &Up, text: &str) -> (String, u64) {
+    let answer = frontend.answer("/v1/chat/completions", &chat(text, 8, false));
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    let cached = answer.split("\"cached_tokens\":").nth(1).and_then(|rest| rest.split([',', '}']).next());
+    let cached = cached.and_then(|number| number.parse().ok()).expect("the usage says what was cached");
+    (answer, cached)
+}
+
+/// A streamed answer to its end; panics unless it is whole.
+pub fn stream(frontend: &Up, text: &str, max_tokens: u32) {
+    let mut answer = String::new();
+    let mut reader = frontend.ask("/v1/chat/completions", &chat(text, max_tokens, true)).expect("the frontend listens");
+    reader.read_to_string(&mut answer).expect("text");
+    let whole = answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]");
+    assert!(whole, "the answer is not whole: {}", &answer[answer.len().saturating_sub(500)..]);
+}

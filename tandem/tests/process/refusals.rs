@@ -1,0 +1,143 @@
+//! Who does not belong to the cluster is told so, and gets no traffic.
+
+use crate::{
+    cluster::{Plan, address, ask, chat, metric, ready, series, until},
+    up::tandem,
+};
+use std::{net::SocketAddr, pin::Pin};
+use tandem_proto::{
+    link,
+    v1::{
+        DescribeRequest, WatchReply, WatchRequest, WorkerInfo,
+        control_server::{Control, ControlServer},
+        worker_info::Role,
+    },
+};
+use tonic::{Request, Response, Status, codegen::tokio_stream::Stream};
+
+/// A worker of a version that is not built yet.
+struct FromTheFuture;
+
+#[tonic::async_trait]
+impl Control for FromTheFuture {
+    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+        Ok(Response::new(WorkerInfo {
+            role: Role::Decode.into(),
+            worker_id: "future".to_owned(),
+            instance_id: "1".to_owned(),
+            version: "99.0.0".to_owned(),
+            model: "sim".to_owned(),
+            revision: "sim".to_owned(),
+            block_size: 16,
+            capacity_blocks: 100,
+            ..WorkerInfo::default()
+        }))
+    }
+
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
+
+    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        Err(Status::internal("nobody is to ask for this"))
+    }
+}
+
+/// Serves it as long as the runtime lives.
+fn serve_future(runtime: &tokio::runtime::Runtime) -> SocketAddr {
+    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let server = link::server().add_service(ControlServer::new(FromTheFuture));
+    runtime.spawn(async move { server.serve_with_incoming(link::incoming(listener)).await });
+    address
+}
+
+#[test]
+fn workers_that_do_not_fit_are_not_routed_to() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+    let plan = Plan::new();
+    let (prefill, decode) = (address(), address());
+    let strangers = [
+        ("c", &["--cluster", "other"][..], "its cluster is other, the cluster's is tandem"),
+        ("m", &["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
+        ("b", &["--block-size", "32"], "its block size is 32, the cluster's is 16"),
+        ("d", &[], "is called d, too; give each a --worker-id"),
+    ]
+    .map(|(name, args, told)| (address(), name, args, told));
+    let future = serve_future(&runtime);
+    // The strangers are first: they must not decide for all.
+    let _strangers = strangers.each_ref().map(|(at, name, args, _)| plan.worker("decode", name, *at, args));
+    let all = strangers.each_ref().map(|(at, ..)| *at);
+    plan.list(&[&[prefill, decode, future], &all[..3]].concat());
+    let (router, frontend) = (plan.router(&["--served-model-name", "sim"]), plan.frontend(&[]));
+    let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
+    plan.joined(&["d", "p"]);
+    // This one fits, but for its name.
+    plan.list(&[&[prefill, decode, future], &all[..]].concat());
+    let refused = |view: &tandem_proto::v1::WorkersReply| view.absent.iter().filter(|worker| worker.refused).count();
+    let view = until("the others are refused", || plan.view(), |view| refused(view) == 5);
+    for (at, _, _, told) in &strangers {
+        let reason = &view.absent.iter().find(|absent| absent.address == at.to_string()).expect("it is told").reason;
+        assert!(reason.contains(told), "{told}: {reason}");
+        let log = plan.log("router");
+        assert!(log.lines().any(|line| line.contains("WARN") && line.contains(told)), "{told}: {log}");
+    }
+    let reason = &view.absent.iter().find(|absent| absent.address == future.to_string()).expect("it is told").reason;
+    assert!(reason.contains("its version is 99.0.0, the cluster's is"), "{reason}");
+
+    ready(&frontend);
+    (0..8).for_each(|turn| drop(ask(&frontend, &format!("request {turn}"))));
+    let workers = |state| metric(&router, &format!("tandem_router_workers{{state=\"{state}\"}}"));
+    assert_eq!((workers("joined"), workers("refused"), workers("unreachable")), (Some(2.0), Some(5.0), Some(0.0)));
+    let placed = |labels| metric(&router, &format!("tandem_router_placements_total{{{labels}}}"));
+    let fitting = [r#"worker="p",kind="prefill""#, r#"worker="d",kind="decode""#];
+    assert_eq!(fitting.map(placed), [Some(8.0), Some(8.0)]);
+    assert_eq!(series(&router, "tandem_router_placements_total"), 16.0, "nobody else got any");
+}
+
+#[test]
+fn frontends_that_do_not_fit_serve_nothing() {
+    let plan = Plan::new();
+    let (prefill, decode) = (address(), address());
+    plan.list(&[prefill, decode]);
+    let _parts = (plan.router(&[]), plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
+    plan.joined(&["d", "p"]);
+    for (args, told) in [
+        (["--cluster", "other"], "its cluster is other, the cluster's is tandem"),
+        (["--block-size", "32"], "its block size is 32, the cluster's is 16"),
+        (["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
+    ] {
+        let frontend = plan.frontend(&args);
+        let unready = frontend.get("/ready");
+        assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(told), "{args:?}: {unready}");
+        let request =
+            chat("hello", 8, false).replace("\"sim\"", &format!("\"{}\"", if args[1] == "llama" { "llama" } else { "sim" }));
+        let refused = frontend.answer("/v1/chat/completions", &request);
+        assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{args:?}: {refused}");
+        until(
+            "the log tells it",
+            || plan.log("frontend"),
+            |log| log.lines().any(|line| line.contains("WARN") && line.contains(told)),
+        );
+    }
+}
+
+#[test]
+fn what_cannot_start_says_what_to_do() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let taken = taken.local_addr().expect("bound").to_string();
+    for (args, told) in [
+        (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
+        (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
+        (&["router", "--workers-file", "/nonexistent"], "the list of workers /nonexistent cannot be read"),
+        (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "say with --advertise"),
+        (&["prefill-worker", "--engine", "cuda"], "not built yet"),
+    ] {
+        let free = ["--listen", "--admin-listen"].into_iter().filter(|flag| !args.contains(flag));
+        let free = free.filter(|flag| args[0] != "frontend" || *flag == "--listen").flat_map(|flag| [flag, "127.0.0.1:0"]);
+        let args: Vec<&str> = args.iter().copied().chain(free).collect();
+        let output = tandem(&args).output().expect("the binary runs");
+        let errors = String::from_utf8(output.stderr).expect("text");
+        let last = errors.lines().last().unwrap_or_default();
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {errors}");
+        assert!(last.starts_with("tandem: ") && last.contains(told), "{args:?}: {errors}");
+    }
+}

@@ -1,0 +1,170 @@
+//! The roles as processes: they find each other in any order, come late, come back, and leave without a loss.
+
+use crate::{
+    cluster::{Plan, address, ask, chat, metric, ready, series, stream, until},
+    up::Up,
+};
+use std::{
+    io::{BufRead, Read},
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// A prompt of a few dozen blocks; others share none of them.
+fn prompt(salt: &str) -> String {
+    format!("{salt}: {}", "all that is told here is told at length ".repeat(12))
+}
+
+#[test]
+fn they_start_in_any_order() {
+    for order in ["frpd", "dprf", "pfdr"] {
+        let plan = Plan::new();
+        let (prefill, decode) = (address(), address());
+        plan.list(&[prefill, decode]);
+        let mut parts: Vec<(char, Up)> = Vec::new();
+        for part in order.chars() {
+            if let Some((_, frontend)) = parts.iter().find(|(part, _)| *part == 'f') {
+                let unready = frontend.get("/ready");
+                assert!(unready.starts_with("HTTP/1.1 503"), "{order}, before {part}: {unready}");
+            }
+            let process = match part {
+                'f' => plan.frontend(&[]),
+                'r' => plan.router(&[]),
+                'p' => plan.worker("prefill", "p", prefill, &[]),
+                _ => plan.worker("decode", "d", decode, &[]),
+            };
+            parts.push((part, process));
+        }
+        for (_, process) in &parts {
+            ready(process);
+        }
+        let frontend = &parts.iter().find(|(part, _)| *part == 'f').expect("it was started").1;
+        let long = prompt(order);
+        assert_eq!(ask(frontend, &long).1, 0);
+        until("the prompt is known to be cached", || ask(frontend, &long).1, |cached| *cached > 400);
+        for (part, process) in parts {
+            process.signal("-TERM");
+            assert_eq!(process.wait().0.code(), Some(0), "{order}: {part}");
+        }
+    }
+}
+
+#[test]
+fn a_worker_joins_late_and_another_is_taken_off_the_list() {
+    let plan = Plan::new();
+    let (prefill, one, other) = (address(), address(), address());
+    plan.list(&[prefill, one]);
+    let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d1", one, &[]));
+    ready(&frontend);
+    let _late = plan.worker("decode", "d2", other, &[]);
+    plan.list(&[prefill, one, other]);
+    plan.joined(&["d1", "d2", "p"]);
+    plan.list(&[prefill, other]);
+    plan.joined(&["d2", "p"]);
+    let placed = |name: &str| metric(&router, &format!("tandem_router_placements_total{{worker=\"{name}\",kind=\"decode\"}}"));
+    let before = placed("d1");
+    ask(&frontend, &prompt("late"));
+    assert_eq!((placed("d1"), placed("d2")), (before, Some(1.0)));
+    plan.list(&[]);
+    plan.joined(&[]);
+    assert!(frontend.get("/ready").contains("no decode worker has joined"));
+}
+
+#[test]
+fn a_worker_that_restarts_in_place_is_a_new_one() {
+    let plan = Plan::new();
+    let (at, decode) = (address(), address());
+    plan.list(&[at, decode]);
+    let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let _decode = plan.worker("decode", "d", decode, &[]);
+    let prefill = plan.worker("prefill", "p", at, &[]);
+    let instance = |view: tandem_proto::v1::WorkersReply| {
+        let worker = view.workers.into_iter().flat_map(|worker| worker.info).find(|info| info.worker_id == "p");
+        worker.expect("it has joined").instance_id
+    };
+    let first = instance(plan.joined(&["d", "p"]));
+    ready(&frontend);
+    let long = prompt("in place");
+    ask(&frontend, &long);
+    let indexed = || metric(&router, r#"tandem_router_index_blocks{worker="p",tier="device"}"#);
+    until("the index knows the prompt", indexed, |blocks| blocks.is_some_and(|blocks| blocks > 20.0));
+    prefill.signal("-KILL");
+    prefill.wait();
+    let _again = plan.worker("prefill", "p", at, &[]);
+    let joined_anew = || {
+        plan.view().workers.iter().flat_map(|worker| &worker.info).any(|info| info.worker_id == "p" && info.instance_id != first)
+    };
+    until("the new instance joins", joined_anew, |joined| *joined);
+    assert_eq!(indexed(), Some(0.0), "what the old one held is gone with it");
+    let over = |process: &Up| metric(process, r#"tandem_router_overlap_over_tokens_total{worker="p"}"#);
+    let before = over(&router);
+    let answer = frontend.answer("/v1/chat/completions", &chat(&long, 8, false));
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert_eq!(over(&router), before, "nothing was foreseen that the new one does not hold");
+}
+
+#[test]
+fn workers_that_leave_under_load_lose_nothing() {
+    let plan = Plan::new();
+    let at = [address(), address(), address(), address()];
+    plan.list(&at);
+    let (_router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let mut workers: Vec<Up> = [("prefill", "p1"), ("prefill", "p2"), ("decode", "d1"), ("decode", "d2")]
+        .iter()
+        .zip(at)
+        .map(|((role, name), at)| plan.worker(role, name, at, &[]))
+        .collect();
+    plan.joined(&["d1", "d2", "p1", "p2"]);
+    ready(&frontend);
+    let both_left = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (frontend, both_left) = (&frontend, &both_left);
+        for client in 0..12 {
+            scope.spawn(move || {
+                // Without an end, a failure here would never be told.
+                for turn in 0..1_000 {
+                    let last = both_left.load(Ordering::Relaxed);
+                    stream(frontend, &prompt(&format!("{client} {turn}")), 400);
+                    if last {
+                        break;
+                    }
+                }
+            });
+        }
+        // One of each kind goes while both kinds are at work.
+        for leaving in [2, 0] {
+            let worker = workers.remove(leaving);
+            until("it works", || series(&worker, "tandem_worker_step_duration_seconds_count"), |steps| *steps > 10.0);
+            worker.signal("-TERM");
+            assert_eq!(worker.wait().0.code(), Some(0));
+        }
+        both_left.store(true, Ordering::Relaxed);
+    });
+    until("the bookings end", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
+    ask(&frontend, &prompt("afterwards"));
+}
+
+#[test]
+fn a_router_may_die_and_come_back() {
+    let plan = Plan::new();
+    let at = [address(), address()];
+    plan.list(&at);
+    let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let _workers = (plan.worker("prefill", "p", at[0], &[]), plan.worker("decode", "d", at[1], &["--sim-speedup", "2"]));
+    ready(&frontend);
+    let mut running = frontend.ask("/v1/chat/completions", &chat("on and on", 600, true)).expect("the frontend listens");
+    let mut answer = String::new();
+    while !answer.contains("data:") {
+        assert_ne!(running.read_line(&mut answer).expect("text"), 0, "no event came: {answer}");
+    }
+    router.signal("-KILL");
+    router.wait();
+    let refused = frontend.answer("/v1/chat/completions", &chat("no way", 8, false));
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.to_lowercase().contains("retry-after"), "{refused}");
+    running.read_to_string(&mut answer).expect("text");
+    assert!(answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]"), "what runs needs no router");
+    let _router = plan.router(&[]);
+    plan.joined(&["d", "p"]);
+    ready(&frontend);
+    ask(&frontend, "here again");
+}
