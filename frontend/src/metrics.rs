@@ -36,6 +36,7 @@ pub(crate) struct FrontendMetrics {
     model: String,
     pub(crate) inflight_requests: Gauge,
     cancelled: Counter,
+    pub(crate) migrations: Counter,
     request_duration: Histogram,
     pub(crate) time_to_first_token: Histogram,
     pub(crate) inter_token_latency: Histogram,
@@ -65,6 +66,7 @@ impl FrontendMetrics {
         Self {
             inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests let in and not yet answered.", &[]),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),
+            migrations: counter("tandem_frontend_migrations_total", "Generations that went on elsewhere after their worker was lost."),
             request_duration: histogram("tandem_frontend_request_duration_seconds", "From a request to the end of its answer."),
             time_to_first_token: histogram(
                 "tandem_frontend_time_to_first_token_seconds",

@@ -2,7 +2,7 @@
 
 use super::sequence::{JobId, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
 use super::{Action, Machine, Sampler, release};
-use crate::{Event, Generate, KvSource, Prefill, Refusal};
+use crate::{Event, Generate, Generated, KvSource, Prefill, Refusal};
 use std::time::Duration;
 use tandem_kv::Wanted;
 
@@ -35,8 +35,13 @@ impl Machine {
     pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
         generate.check(&self.info)?;
         self.check_queue()?;
-        let (prompt_len, samples) = (generate.prompt.len(), generate.samples);
         let len_max = generate.len_max(&self.info);
+        let (boundary, tokens) = (generate.prompt.len(), generate.shared());
+        let begin = |sample| Generated { sample, tokens: Vec::new() };
+        let samples = match generate.generated {
+            none if none.is_empty() => (0..generate.samples).map(begin).collect(),
+            resumed => resumed,
+        };
         let remote = match generate.kv {
             KvSource::Local => None,
             KvSource::Remote => Some(Remote::default()),
@@ -44,25 +49,26 @@ impl Machine {
         let prompt = Prompt {
             sampler: Sampler::new(generate.sampling, &generate.prompt),
             samples,
+            boundary,
             len_max,
             logprobs: generate.prompt_logprobs.map(|top| PromptLogprobs { top, rows: vec![None] }),
             remote,
         };
+        self.live.insert(job, prompt.samples.len() as u32);
         self.waiting.push_back(Sequence {
             job,
             order: (job, 0),
             namespace: generate.namespace,
-            tokens: generate.prompt,
-            prompt_len,
+            prompt_len: tokens.len(),
             blocks: Vec::new(),
             computed: 0,
             committed: 0,
-            cache_reads: prompt.logprobs.is_none() && len_max > prompt_len,
+            cache_reads: prompt.logprobs.is_none() && len_max > boundary,
+            tokens,
             submitted: now,
             queued: None,
             role: Role::Prompt(Box::new(prompt)),
         });
-        self.live.insert(job, samples);
         self.taken_in.push(generate.request_id);
         Ok(())
     }

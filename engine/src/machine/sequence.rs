@@ -1,6 +1,6 @@
 //! One sequence of tokens and its blocks.
 
-use crate::{Logits, TokenLogprobs, sampling::Sampler};
+use crate::{Generated, Logits, TokenLogprobs, sampling::Sampler};
 use std::time::Duration;
 use tandem_kv::{BlockId, Namespace, TokenId};
 
@@ -15,6 +15,7 @@ pub(super) struct Sequence {
     pub order: (JobId, u32),
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
+    /// Of the tokens at the start: a prompt, with what all its resumed samples have generated alike.
     pub prompt_len: usize,
     /// Pinned once each for this sequence.
     pub blocks: Vec<BlockId>,
@@ -34,7 +35,7 @@ pub(super) struct Sequence {
 #[derive(Debug)]
 pub(super) enum Role {
     Prefill(Sending),
-    /// Computes or receives the prompt less its last token, then becomes `samples` sequences of role `Sample`.
+    /// Computes or receives the prompt less its last token, then becomes a sequence of role `Sample` for each of `samples`.
     Prompt(Box<Prompt>),
     Sample(Box<Sample>),
 }
@@ -51,7 +52,10 @@ pub(super) struct Sending {
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub sampler: Sampler,
-    pub samples: u32,
+    /// At least one.
+    pub samples: Vec<Generated>,
+    /// Tokens before those that samples generate.
+    pub boundary: usize,
     /// Tokens a sample may reach, the prompt's included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,

@@ -13,7 +13,7 @@ mod shape;
 use crate::{
     FrontendError, FrontendSettings,
     admission::{Admission, Admitted},
-    dispatch::{Dispatcher, Prompt},
+    dispatch::{Dispatcher, Limits, Prompt},
     error::{ApiError, Problem},
     metrics::{Endpoint, FrontendMetrics},
     model::ServedModel,
@@ -55,8 +55,13 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(settings: FrontendSettings, metrics: &Metrics, shutdown: Shutdown) -> Result<Self, FrontendError> {
         let metrics = Arc::new(FrontendMetrics::new(metrics, settings.model.id()));
-        let dispatcher =
-            Dispatcher::new(&settings.router, settings.attempts, settings.first_token_timeout, Arc::clone(&metrics))?;
+        let limits = Limits {
+            attempts: settings.attempts,
+            attempt_timeout: settings.attempt_timeout,
+            first_token_timeout: settings.first_token_timeout,
+            resumes: settings.resumes,
+        };
+        let dispatcher = Dispatcher::new(&settings.router, limits, Arc::clone(&metrics))?;
         Ok(Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),
