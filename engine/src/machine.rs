@@ -401,7 +401,10 @@ impl Machine {
     pub fn load(&self) -> Load {
         let counts = self.cache.counts();
         let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
-        let pending = self.waiting.iter().chain(&self.running).filter(prefilled).map(|sequence| sequence.remaining() as u64);
+        // What another is about to compute is counted there.
+        let elsewhere = |sequence: &Sequence| sequence.twin.map_or(0, |twin| twin.blocks * self.info.block_size as usize);
+        let pending = self.waiting.iter().chain(&self.running).filter(prefilled);
+        let pending = pending.map(|sequence| sequence.remaining().saturating_sub(elsewhere(sequence)) as u64);
         Load {
             running_sequences: (self.running.len() + self.reserved.len()) as u32,
             waiting_requests: self.waiting.len() as u32,

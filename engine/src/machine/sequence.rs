@@ -26,6 +26,8 @@ pub(super) struct Sequence {
     /// Blocks may be matched in the cache.
     pub cache_reads: bool,
     pub submitted: Duration,
+    /// Who computes the blocks that this one needs next, while it waits for them.
+    pub twin: Option<Twin>,
     /// From submission to the first taking of blocks; set then.
     pub queued: Option<Duration>,
     pub role: Role,
@@ -87,6 +89,16 @@ pub(super) struct Sample {
     pub len_max: usize,
 }
 
+/// A running sequence that is about to compute what another one needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Twin {
+    /// Its place in the order.
+    pub order: (JobId, u32),
+    /// Leading blocks the two have in common, and both want.
+    pub blocks: usize,
+    pub since: Duration,
+}
+
 impl Sequence {
     /// Tokens that are to be computed before the sequence goes on to something else.
     pub fn target(&self) -> usize {
@@ -94,6 +106,11 @@ impl Sequence {
             Role::Prefill(_) | Role::Prompt(_) => self.prompt_len - 1,
             Role::Sample(_) => self.tokens.len(),
         }
+    }
+
+    /// Leading blocks that may come from the cache.
+    pub fn reuse_max_blocks(&self, block_size: usize) -> usize {
+        if self.cache_reads { (self.tokens.len() - 1) / block_size } else { 0 }
     }
 
     pub fn remaining(&self) -> usize {

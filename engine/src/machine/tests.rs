@@ -1,5 +1,6 @@
 //! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
+mod burst;
 mod history;
 mod resumed;
 
