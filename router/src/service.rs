@@ -144,6 +144,9 @@ impl Held {
         if failed.instance_id.is_empty() || self.booking.is_none() || self.excluded.failed.len() >= EXCLUDED_MAX {
             return;
         }
+        if let Some(booking) = self.booking {
+            self.cluster.lock().failed(booking, &failed.instance_id, failed.reason());
+        }
         if !matches!(failed.reason(), Reason::Full | Reason::Timeout) {
             self.excluded.lost.insert(failed.instance_id.clone());
         }
@@ -154,7 +157,9 @@ impl Held {
     fn release_prefill(&mut self, cached_tokens: Option<u32>) {
         self.attempts = 0;
         if let Some(booking) = self.booking {
-            self.cluster.lock().release_prefill(booking, cached_tokens);
+            let mut state = self.cluster.lock();
+            state.worked(booking);
+            state.release_prefill(booking, cached_tokens);
         }
     }
 }
