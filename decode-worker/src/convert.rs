@@ -45,7 +45,9 @@ pub(crate) enum Invalid {
     NoSampling,
     #[error("samples must be between 1 and {SAMPLES_MAX}")]
     Samples,
-    #[error("generated must name samples in their order, each once, with tokens of the vocabulary and at most max_tokens of them")]
+    #[error(
+        "generated must name samples in their order, each once, with tokens of the vocabulary and at most max_tokens of them"
+    )]
     Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },
@@ -82,7 +84,8 @@ impl Request {
         let generated = request.generated;
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
         let in_order = generated.windows(2).all(|pair| pair[0].sample < pair[1].sample);
-        let resumable = |of: &v1::Generated| of.sample < request.samples && of.tokens.len() <= tokens_max && of.tokens.iter().all(known);
+        let resumable =
+            |of: &v1::Generated| of.sample < request.samples && of.tokens.len() <= tokens_max && of.tokens.iter().all(known);
         if !in_order || !generated.iter().all(resumable) {
             return Err(Invalid::Generated);
         }

@@ -45,9 +45,9 @@ pub(crate) async fn in_time<T>(
 ) -> Result<T, Ended> {
     match limit {
         None => starting.await,
-        Some(limit) => tokio::time::timeout(limit, starting)
-            .await
-            .unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() })),
+        Some(limit) => {
+            tokio::time::timeout(limit, starting).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
+        }
     }
 }
 

@@ -7,9 +7,9 @@ use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, endpoint},
     v1::{
-        AttemptFailed, Candidate, Failure, Generated, GenerateReply, GenerateRequest, Placement, PrefillReleased, Reason, RoutePrompt,
-        RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest, decode_client::DecodeClient,
-        generate_reply, route_reply, route_request, router_client::RouterClient,
+        AttemptFailed, Candidate, Failure, GenerateReply, GenerateRequest, Generated, Placement, PrefillReleased, Reason,
+        RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest,
+        decode_client::DecodeClient, generate_reply, route_reply, route_request, router_client::RouterClient,
     },
 };
 use tokio::{sync::mpsc, time::Instant};

@@ -66,7 +66,10 @@ impl FrontendMetrics {
         Self {
             inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests let in and not yet answered.", &[]),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),
-            migrations: counter("tandem_frontend_migrations_total", "Generations that went on elsewhere after their worker was lost."),
+            migrations: counter(
+                "tandem_frontend_migrations_total",
+                "Generations that went on elsewhere after their worker was lost.",
+            ),
             request_duration: histogram("tandem_frontend_request_duration_seconds", "From a request to the end of its answer."),
             time_to_first_token: histogram(
                 "tandem_frontend_time_to_first_token_seconds",

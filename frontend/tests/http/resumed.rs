@@ -60,7 +60,10 @@ async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
     assert_eq!(events.iter().filter(|event| event["choices"][0]["delta"]["role"].is_string()).count(), 1);
     let last = events.last().expect("there is one");
     assert_eq!(last["usage"]["completion_tokens"], 5, "each token once, the stop token too");
-    assert_eq!(last["usage"]["prompt_tokens_details"]["cached_tokens"], 16, "the number of the attempt that brought the first token");
+    assert_eq!(
+        last["usage"]["prompt_tokens_details"]["cached_tokens"], 16,
+        "the number of the attempt that brought the first token"
+    );
     assert_eq!(last["tandem"]["migrations"], 2);
     assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
     let released = |cached_tokens| Told::Message(RouteMessage::PrefillReleased(PrefillReleased { cached_tokens }));

@@ -119,6 +119,7 @@ impl Parts {
             concurrent_requests: settings.max_concurrent_requests as usize,
             body_max_bytes: settings.max_body_bytes,
             first_token_timeout: FIRST_TOKEN_WAIT,
+            resumes: settings.resumes,
             ..FrontendSettings::new(router.to_string(), model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));

@@ -2,10 +2,7 @@
 
 use crate::harness::{SOON, Setup, Worker};
 use serde_json::{Value, json};
-use std::{
-    net::SocketAddr,
-    time::{Duration, Instant},
-};
+use std::{net::SocketAddr, time::Duration};
 use tandem_engine::sim::SimSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
@@ -15,7 +12,7 @@ use tandem_proto::{
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Answer, Client, Endpoint, prose};
-use tokio::{net::TcpListener, task::JoinSet};
+use tokio::{net::TcpListener, task::JoinSet, time::Instant};
 
 struct Cluster {
     prefills: Vec<Worker>,
