@@ -1,6 +1,7 @@
 //! From the wire and back: requests are checked once, here.
 
-use tandem_engine::{FinishReason, Generate, KvSource, Sampling, TokenLogprobs};
+use std::time::Duration;
+use tandem_engine::{FinishReason, Generate, Generated, KvSource, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 use tandem_proto::v1::{self, GenerateRequest, WorkerRef, finished};
 
@@ -19,12 +20,15 @@ pub(crate) struct Request {
     pub(crate) generate: Generate,
     pub(crate) output: Output,
     pub(crate) prefill: Option<WorkerRef>,
+    /// The prefill must begin within this time.
+    pub(crate) start_within: Option<Duration>,
 }
 
 /// What is needed to tell the client what the engine tells.
 #[derive(Debug)]
 pub(crate) struct Output {
-    pub(crate) samples: u32,
+    /// Those that run.
+    pub(crate) samples: usize,
     pub(crate) stop_tokens: Vec<TokenId>,
     /// Only of requests that want its logprobs.
     pub(crate) prompt: Vec<TokenId>,
@@ -41,6 +45,10 @@ pub(crate) enum Invalid {
     NoSampling,
     #[error("samples must be between 1 and {SAMPLES_MAX}")]
     Samples,
+    #[error(
+        "generated must name samples in their order, each once, with tokens of the vocabulary and at most max_tokens of them"
+    )]
+    Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },
     #[error("the prefill worker must have an instance and an address")]
@@ -73,11 +81,19 @@ impl Request {
             }
         }
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?)?;
+        let generated = request.generated;
+        let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
+        let in_order = generated.windows(2).all(|pair| pair[0].sample < pair[1].sample);
+        let resumable =
+            |of: &v1::Generated| of.sample < request.samples && of.tokens.len() <= tokens_max && of.tokens.iter().all(known);
+        if !in_order || !generated.iter().all(resumable) {
+            return Err(Invalid::Generated);
+        }
         Ok(Self {
             attempt: request.attempt,
             traceparent: request.traceparent,
             output: Output {
-                samples: request.samples,
+                samples: if generated.is_empty() { request.samples as usize } else { generated.len() },
                 stop_tokens: sampling.stop_token_ids.clone(),
                 prompt: if request.prompt_logprobs.is_some() { request.prompt.clone() } else { Vec::new() },
             },
@@ -89,8 +105,10 @@ impl Request {
                 samples: request.samples,
                 kv: if request.prefill.is_some() { KvSource::Remote } else { KvSource::Local },
                 prompt_logprobs: request.prompt_logprobs,
+                generated: generated.into_iter().map(|of| Generated { sample: of.sample, tokens: of.tokens }).collect(),
             },
             prefill: request.prefill,
+            start_within: request.start_within_ms.map(|ms| Duration::from_millis(ms.into())),
         })
     }
 }

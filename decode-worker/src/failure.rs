@@ -22,6 +22,8 @@ pub(crate) enum Ended {
     Refused(#[from] Refusal),
     #[error("the blocks set aside for the prompt were needed for running requests; try again later or elsewhere")]
     Revoked,
+    #[error("the prompt's prefill did not begin in time; try another worker")]
+    NotStarted { culprit: String },
     #[error("no blocks became free in time; try again later or elsewhere")]
     NoBlocks,
     #[error("the prompt's KV did not come in time; try another prefill worker")]
@@ -44,6 +46,7 @@ impl Ended {
             Self::Prefill(failure) => return Ok(failure),
             Self::WrongInstance { asked_for } => (Reason::WrongInstance, asked_for),
             Self::PrefillLost { prefill } => (Reason::PrefillLost, prefill),
+            Self::NotStarted { culprit } => (Reason::Timeout, culprit),
             Self::NotLanded { prefill } => (Reason::Timeout, prefill),
             Self::Draining => (Reason::Draining, instance_id.to_owned()),
             Self::NoBlocks => (Reason::Timeout, instance_id.to_owned()),

@@ -8,7 +8,7 @@ use crate::{
     failure::Ended,
     forward::forward,
     prefill::{Prefill, Said},
-    service::{Client, Worker},
+    service::{Client, Worker, in_time},
 };
 use tandem_engine::{Event, Job, Started};
 use tandem_proto::v1::{PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message};
@@ -18,21 +18,25 @@ use tokio::time::Instant;
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
     request.generate.check(worker.engine.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
-    let Request { attempt, traceparent, generate, output, .. } = request;
+    let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
         request_id: generate.request_id.clone(),
         traceparent,
         attempt,
         instance_id: prefill.instance_id.clone(),
-        prompt: generate.prompt.clone(),
+        prompt: generate.shared(),
         cache_namespace: generate.namespace.as_bytes().to_vec(),
     };
-    let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
-    let scheduled = match prefill.next().await? {
-        Said::Scheduled(scheduled) => scheduled,
-        Said::Failure(failure) => return Err(Ended::Prefill(failure)),
-        Said::Done => return Err(prefill.lost()),
+    let culprit = prefill.instance_id.clone();
+    let starting = async {
+        let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
+        match prefill.next().await? {
+            Said::Scheduled(scheduled) => Ok((prefill, scheduled)),
+            Said::Failure(failure) => Err(Ended::Prefill(failure)),
+            Said::Done => Err(prefill.lost()),
+        }
     };
+    let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
     let deadline = Instant::now() + worker.settings.landing_wait;
     let mut job = worker.engine.generate(generate).await?;

@@ -1,7 +1,7 @@
 //! The `Decode` service: checks a request, then runs it here or with a prefill worker.
 
 use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote};
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, Event};
 use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerMetrics};
 use tandem_proto::{
@@ -34,6 +34,20 @@ pub(crate) struct Client(ReplySender<GenerateReply>);
 impl Client {
     pub(crate) async fn send(&self, message: Message) -> Result<(), ClientGone> {
         self.0.send(GenerateReply { message: Some(message) }).await
+    }
+}
+
+/// What makes a prefill begin, unless it takes longer than it may; `culprit` would be to blame.
+pub(crate) async fn in_time<T>(
+    limit: Option<Duration>,
+    starting: impl Future<Output = Result<T, Ended>>,
+    culprit: &str,
+) -> Result<T, Ended> {
+    match limit {
+        None => starting.await,
+        Some(limit) => {
+            tokio::time::timeout(limit, starting).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
+        }
     }
 }
 
@@ -72,10 +86,16 @@ impl Worker {
     }
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { generate, output, .. } = request;
-        let prompt_tokens = u32::try_from(generate.prompt.len()).unwrap_or(u32::MAX);
-        let mut job = self.engine.generate(generate).await?;
-        let Some(Event::Scheduled { cached_tokens }) = job.next().await else { return Err(Ended::Engine) };
+        let Request { generate, output, start_within, .. } = request;
+        let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
+        let starting = async {
+            let mut job = self.engine.generate(generate).await?;
+            match job.next().await {
+                Some(Event::Scheduled { cached_tokens }) => Ok((job, cached_tokens)),
+                _ => Err(Ended::Engine),
+            }
+        };
+        let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
         self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
         let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
         client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;

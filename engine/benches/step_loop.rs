@@ -61,6 +61,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
             samples: 1,
             kv: KvSource::Local,
             prompt_logprobs: None,
+            generated: Vec::new(),
         };
         let engine = engine.clone();
         listeners.spawn(async move {

@@ -370,6 +370,7 @@ mod tests {
             samples: 1,
             kv: crate::KvSource::Local,
             prompt_logprobs: None,
+            generated: Vec::new(),
         }
     }
 

@@ -13,7 +13,7 @@ pub mod sim;
 
 pub use event::{Event, FinishReason, Started};
 pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
-pub use request::{Generate, KvSource, Prefill, Refusal};
+pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{Sampling, TokenLogprob, TokenLogprobs};
 
 use std::time::Duration;

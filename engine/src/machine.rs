@@ -10,7 +10,7 @@ mod sequence;
 mod tests;
 
 use crate::sampling::{Sampler, logprobs};
-use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Logits, Started, StepOutput, WriteRefused, mix};
+use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, WriteRefused, mix};
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
 use std::collections::{HashMap, VecDeque};
@@ -263,7 +263,7 @@ impl Machine {
         let Role::Prompt(prompt) = std::mem::replace(&mut leader.role, Role::Prefill(sequence::Sending::default())) else {
             unreachable!("only prompts fork");
         };
-        let (job, samples) = (leader.job, prompt.samples);
+        let job = leader.job;
         let started = match &prompt.remote {
             Some(remote) => Started {
                 queue: leader.queued.unwrap_or_default(),
@@ -276,54 +276,55 @@ impl Machine {
         if let Some(logprobs) = prompt.logprobs {
             self.actions.push(Action::Tell(job, Event::PromptLogprobs(logprobs.rows)));
         }
-        if prompt.len_max == leader.prompt_len {
-            release(&mut self.cache, &mut leader);
-            for number in 0..samples {
-                self.finish(job, number, FinishReason::Length);
-            }
-            return;
+        let at_limit = |generated: &Generated| prompt.boundary + generated.tokens.len() >= prompt.len_max;
+        let (ended, going_on): (Vec<_>, Vec<_>) = prompt.samples.into_iter().partition(at_limit);
+        for Generated { sample: number, .. } in ended {
+            self.finish(job, number, FinishReason::Length);
         }
-        let full = leader.computed / self.info.block_size as usize;
-        for number in (0..samples).rev() {
-            let sampler = prompt.sampler.for_sample(number);
+        for (place, Generated { sample: number, tokens: generated }) in going_on.into_iter().enumerate().rev() {
+            let sampler = prompt.sampler.for_sample(number).resumed(&generated);
             let role = Role::Sample(Box::new(Sample { number, sampler, len_max: prompt.len_max }));
-            let mut sample = Sequence {
-                order: (job, number),
-                namespace: leader.namespace.clone(),
-                tokens: leader.tokens.clone(),
-                blocks: Vec::new(),
-                role,
-                ..leader
-            };
-            if number == 0 {
-                sample.blocks = std::mem::take(&mut leader.blocks);
-            } else if !self.share(&leader, full, &mut sample) {
-                // No block for its copy now: it computes the tail itself when there is one.
+            let tokens = [&leader.tokens[..prompt.boundary], &generated].concat();
+            let namespace = leader.namespace.clone();
+            let mut sample = Sequence { order: (job, number), namespace, tokens, blocks: Vec::new(), role, ..leader };
+            if self.share(&mut leader, &mut sample, place == 0) {
+                self.running.push(sample);
+            } else {
+                // No blocks for its own tokens now: it computes them when there are.
                 self.wait_again(sample);
-                continue;
             }
-            self.running.push(sample);
         }
+        release(&mut self.cache, &mut leader);
         self.running.sort_by_key(|sequence| sequence.order);
     }
 
-    /// Gives `sample` the leader's full blocks and a copy of its partial one.
-    fn share(&mut self, leader: &Sequence, full: usize, sample: &mut Sequence) -> bool {
-        let copy = match leader.blocks.get(full) {
-            Some(partial) if !leader.computed.is_multiple_of(self.info.block_size as usize) => match self.cache.allocate() {
-                Ok(to) => Some((*partial, to)),
-                Err(tandem_kv::Full) => return false,
-            },
-            _ => None,
-        };
-        for block in &leader.blocks[..full] {
-            self.cache.pin(*block);
-            sample.blocks.push(*block);
+    /// Gives `sample` the leader's full blocks, a copy of its partial one, and blocks for what else it knows. The `last` to
+    /// share takes the leader's own. All or nothing.
+    fn share(&mut self, leader: &mut Sequence, sample: &mut Sequence, last: bool) -> bool {
+        let size = self.info.block_size as usize;
+        let full = leader.computed / size;
+        let kept = if last { leader.blocks.len() } else { full };
+        let known = if sample.is_decoding() { 0 } else { sample.target().div_ceil(size) };
+        let mut fresh = Vec::new();
+        while kept + fresh.len() < leader.blocks.len().max(known) {
+            match self.cache.allocate() {
+                Ok(block) => fresh.push(block),
+                Err(tandem_kv::Full) => {
+                    fresh.into_iter().for_each(|block| self.cache.release(block));
+                    return false;
+                }
+            }
         }
-        if let Some((from, to)) = copy {
-            self.actions.push(Action::Copy { from, to });
-            sample.blocks.push(to);
+        if last {
+            sample.blocks = std::mem::take(&mut leader.blocks);
+        } else {
+            leader.blocks[..full].iter().for_each(|block| self.cache.pin(*block));
+            sample.blocks = leader.blocks[..full].to_vec();
+            if let (Some(from), Some(to)) = (leader.blocks.get(full), fresh.first()) {
+                self.actions.push(Action::Copy { from: *from, to: *to });
+            }
         }
+        sample.blocks.append(&mut fresh);
         true
     }
 
@@ -400,7 +401,10 @@ impl Machine {
     pub fn load(&self) -> Load {
         let counts = self.cache.counts();
         let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
-        let pending = self.waiting.iter().chain(&self.running).filter(prefilled).map(|sequence| sequence.remaining() as u64);
+        // What another is about to compute is counted there.
+        let elsewhere = |sequence: &Sequence| sequence.twin.map_or(0, |twin| twin.blocks * self.info.block_size as usize);
+        let pending = self.waiting.iter().chain(&self.running).filter(prefilled);
+        let pending = pending.map(|sequence| sequence.remaining().saturating_sub(elsewhere(sequence)) as u64);
         Load {
             running_sequences: (self.running.len() + self.reserved.len()) as u32,
             waiting_requests: self.waiting.len() as u32,

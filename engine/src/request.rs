@@ -31,6 +31,17 @@ pub struct Generate {
     pub kv: KvSource,
     /// Logprobs of the prompt's own tokens, with this many alternatives; the prompt is then computed without cache reads.
     pub prompt_logprobs: Option<u32>,
+    /// Samples that go on where another worker left them: only these run. Empty: all begin.
+    pub generated: Vec<Generated>,
+}
+
+/// What a sample has generated before it came here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Generated {
+    /// Its number.
+    pub sample: u32,
+    /// In order; the first follows the prompt.
+    pub tokens: Vec<TokenId>,
 }
 
 impl Prefill {
@@ -43,7 +54,28 @@ impl Prefill {
 impl Generate {
     /// Refuses what can never run on this engine, however idle it is.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
-        info.check(self.prompt.len(), self.len_max(info), self.samples)
+        let len_max = self.len_max(info);
+        info.check(self.prompt.len(), len_max, self.samples)?;
+        match self.generated.iter().map(|generated| self.prompt.len() + generated.tokens.len()).max() {
+            Some(needed) if needed > len_max => Err(Refusal::BeyondContext {
+                needed: needed.try_into().unwrap_or(u32::MAX),
+                context_length: len_max.try_into().unwrap_or(u32::MAX),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// What all samples that run begin with: the prompt, and what resumed ones have generated alike. Its KV is computed once,
+    /// here or elsewhere, but for its last token.
+    pub fn shared(&self) -> Vec<TokenId> {
+        let mut shared = self.prompt.clone();
+        if let Some((first, others)) = self.generated.split_first() {
+            let alike = |len: usize, other: &Generated| {
+                first.tokens[..len].iter().zip(&other.tokens).take_while(|(token, other)| token == other).count()
+            };
+            shared.extend_from_slice(&first.tokens[..others.iter().fold(first.tokens.len(), alike)]);
+        }
+        shared
     }
 
     /// Tokens a sample may reach, the prompt's included. Without a limit: until the context or the cache is full.

@@ -109,6 +109,12 @@ impl Sampler {
         sampler
     }
 
+    /// The same after tokens that were drawn elsewhere.
+    pub(crate) fn resumed(mut self, generated: &[TokenId]) -> Self {
+        generated.iter().for_each(|token| self.remember(*token));
+        self
+    }
+
     pub(crate) fn is_stop(&self, token: TokenId) -> bool {
         self.sampling.stop_token_ids.contains(&token)
     }
@@ -126,9 +132,13 @@ impl Sampler {
             choose(&self.candidates(&adjusted), uniform(self.sampling.seed, position))
         };
         let logprobs = self.sampling.logprobs.map(|top| logprobs(logits, token, top));
+        self.remember(token);
+        (token, logprobs)
+    }
+
+    fn remember(&mut self, token: TokenId) {
         *self.generated.entry(token).or_default() += 1;
         self.generated_len += 1;
-        (token, logprobs)
     }
 
     /// Logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).

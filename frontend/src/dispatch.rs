@@ -1,4 +1,5 @@
-//! Where a prompt goes: asks the router, opens the decode worker's stream, and tries elsewhere while no token has come.
+//! Where a prompt goes: asks the router, opens the decode worker's stream, and tries elsewhere while no token has come. A
+//! generation that is lost later goes on elsewhere, from the tokens it has: its text is what it would have been.
 
 use crate::{error::reason_label, metrics::FrontendMetrics};
 use std::{sync::Arc, time::Duration};
@@ -6,8 +7,8 @@ use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, endpoint},
     v1::{
-        AttemptFailed, Candidate, Failure, GenerateReply, GenerateRequest, Identity, Placement, PrefillReleased, Reason,
-        RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest,
+        AttemptFailed, Candidate, Failure, GenerateReply, GenerateRequest, Generated, Identity, Placement, PrefillReleased,
+        Reason, RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest,
         decode_client::DecodeClient, generate_reply, route_reply, route_request, router_client::RouterClient,
     },
 };
@@ -17,6 +18,8 @@ use tonic::{Code, Status, Streaming, transport::Channel};
 
 /// How long the end of an answer may wait for the router to have heard all of it.
 const ROUTE_CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// How much later than its limit a worker's word that the limit has passed may arrive.
+const LATE: Duration = Duration::from_secs(2);
 /// How long a question about the cluster's state may take.
 const WORKERS_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -69,10 +72,15 @@ pub(crate) struct Facts {
     pub(crate) first_token_at: Instant,
 }
 
-/// A running generation: the attempt that brought the first token, with both its streams. Dropping it closes them, which ends
-/// the request on the workers and gives the booking back.
+/// A running generation: its latest attempt with both its streams. Dropping it closes them, which ends the request on the
+/// workers and gives the booking back.
 pub(crate) struct Attempt {
+    /// Of the attempt that brought the first token, whoever goes on.
     pub(crate) facts: Facts,
+    number: u32,
+    resumes: u32,
+    /// The decode worker's instance.
+    instance_id: String,
     first: Option<generate_reply::Message>,
     replies: Streaming<GenerateReply>,
     route: Route,
@@ -84,8 +92,8 @@ struct Route {
     replies: Streaming<RouteReply>,
 }
 
-/// An attempt that ended before its first token.
-struct Failed {
+/// An attempt that ended before its last token.
+pub(crate) struct Failed {
     /// The instance to leave out.
     instance_id: String,
     reason: Reason,
@@ -93,14 +101,34 @@ struct Failed {
     message: String,
 }
 
+/// What an attempt is to do: a prompt from its beginning, or what is left of it.
+#[derive(Clone, Copy)]
+struct Work<'a> {
+    prompt: &'a Prompt,
+    /// Samples that go on; empty: all begin.
+    generated: &'a [Generated],
+}
+
 /// Connections to the router and the decode workers.
 pub(crate) struct Dispatcher {
     router: RouterClient<Channel>,
     identity: Identity,
     decoders: Channels,
-    attempts: u32,
-    first_token_timeout: Duration,
+    limits: Limits,
     metrics: Arc<FrontendMetrics>,
+}
+
+/// How long, and how often, the frontend tries.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Placements before a request is given up, and again for each time it goes on elsewhere.
+    pub(crate) attempts: u32,
+    /// An attempt that is not the last begins its prefill, and goes on from token to token, within this time.
+    pub(crate) attempt_timeout: Duration,
+    /// All attempts together have brought a token within this time.
+    pub(crate) first_token_timeout: Duration,
+    /// Times a generation goes on elsewhere.
+    pub(crate) resumes: u32,
 }
 
 impl Dispatcher {
@@ -108,12 +136,12 @@ impl Dispatcher {
     pub(crate) fn new(
         router: &str,
         identity: Identity,
-        attempts: u32,
-        first_token_timeout: Duration,
+        limits: Limits,
         metrics: Arc<FrontendMetrics>,
     ) -> Result<Self, InvalidAddress> {
         let router = RouterClient::new(endpoint(router)?.connect_lazy());
-        Ok(Self { router, identity, decoders: Channels::default(), attempts: attempts.max(1), first_token_timeout, metrics })
+        let limits = Limits { attempts: limits.attempts.max(1), ..limits };
+        Ok(Self { router, identity, decoders: Channels::default(), limits, metrics })
     }
 
     /// What this frontend takes the cluster for.
@@ -133,41 +161,89 @@ impl Dispatcher {
     /// Places the prompt and waits for its first token; tries other placements while there is none. Cancel-safe: dropping
     /// the future closes all streams.
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Attempt, DispatchError> {
-        let limit = self.first_token_timeout;
-        tokio::time::timeout(limit, self.attempt_until_started(prompt)).await.unwrap_or(Err(DispatchError::Timeout { limit }))
+        let limit = self.limits.first_token_timeout;
+        let starting = async {
+            let route = self.open_route(prompt).await?;
+            self.begin(Work { prompt, generated: &[] }, route, 1).await
+        };
+        tokio::time::timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
 
-    async fn attempt_until_started(&self, prompt: &Prompt) -> Result<Attempt, DispatchError> {
-        let mut route = self.open_route(prompt).await?;
-        let mut number = 1;
+    /// Goes on elsewhere after `failed` with the samples that have not ended, from what each has generated. What the first
+    /// attempt has said of the prompt stays. Cancel-safe as [`Dispatcher::start`] is.
+    pub(crate) async fn resume(
+        &self,
+        lost: Attempt,
+        failed: Failed,
+        prompt: &Prompt,
+        generated: &[Generated],
+    ) -> Result<Attempt, DispatchError> {
+        let Attempt { facts, number, resumes, replies, route, .. } = lost;
+        // A worker that only seemed lost must not go on beside its successor.
+        drop(replies);
+        let reason = failed.reason;
+        tracing::debug!(request_id = %prompt.request_id, number, reason = reason_label(reason), instance = %failed.instance_id, "stream lost");
+        if resumes >= self.limits.resumes {
+            return Err(DispatchError::Lost { reason });
+        }
+        let work = Work { prompt, generated };
+        let resuming = async {
+            route.tell(work.failed(failed)).await;
+            match self.begin(work, route, number + 1).await {
+                // The router that held the booking is gone, too.
+                Err(DispatchError::Router(_) | DispatchError::RouterClosed) => {
+                    self.begin(work, self.open_route(prompt).await?, number + 1).await
+                }
+                begun => begun,
+            }
+        };
+        match tokio::time::timeout(self.limits.first_token_timeout, resuming).await {
+            Ok(Ok(attempt)) => {
+                self.metrics.migrations.increment(1);
+                Ok(Attempt { facts, resumes: resumes + 1, ..attempt })
+            }
+            Ok(Err(error)) => {
+                tracing::debug!(request_id = %prompt.request_id, %error, "not resumed");
+                Err(DispatchError::Lost { reason })
+            }
+            Err(_) => Err(DispatchError::Lost { reason }),
+        }
+    }
+
+    /// Runs attempts from the `number`th on until one brings a token.
+    async fn begin(&self, work: Work<'_>, mut route: Route, mut number: u32) -> Result<Attempt, DispatchError> {
+        let last = number + self.limits.attempts - 1;
         loop {
             let placement = route.placement().await?;
-            let failed = match self.attempt(prompt, placement, number).await {
+            let limit = (number < last).then_some(self.limits.attempt_timeout);
+            let failed = match self.attempt(work, placement, number, limit).await {
                 Ok((facts, first, replies)) => {
-                    let cached_tokens = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
+                    // A resumed prompt is longer than what the router foresaw; only the first start can be held against it.
+                    let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
+                    let cached_tokens = reported.filter(|_| work.generated.is_empty());
                     route.tell(route_request::Message::PrefillReleased(PrefillReleased { cached_tokens })).await;
-                    return Ok(Attempt { facts, first: Some(first), replies, route });
+                    let instance_id = decode_instance(&facts.placement);
+                    return Ok(Attempt { facts, number, resumes: 0, instance_id, first: Some(first), replies, route });
                 }
                 Err(failed) => failed,
             };
             self.metrics.attempt_failed(failed.reason);
-            let request_id = &prompt.request_id;
+            let request_id = &work.prompt.request_id;
             tracing::debug!(%request_id, number, reason = reason_label(failed.reason), instance = %failed.instance_id, "attempt failed");
             if failed.reason == Reason::Invalid {
                 return Err(DispatchError::Refused { message: failed.message });
             }
-            if number >= self.attempts {
-                return Err(DispatchError::Attempts { attempts: number, reason: failed.reason });
+            if number >= last {
+                return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason: failed.reason });
             }
             number += 1;
-            let failed = AttemptFailed { instance_id: failed.instance_id, reason: failed.reason.into() };
-            route.tell(route_request::Message::Failed(failed)).await;
+            route.tell(work.failed(failed)).await;
         }
     }
 
     async fn open_route(&self, prompt: &Prompt) -> Result<Route, DispatchError> {
-        // Room for all one request can say: its prompt, a failure an attempt, the release.
-        let (requests, outgoing) = mpsc::channel(self.attempts as usize + 2);
+        // Room for what a start can say: the prompt, a failure an attempt, the release.
+        let (requests, outgoing) = mpsc::channel(self.limits.attempts as usize + 2);
         let first = RoutePrompt {
             request_id: prompt.request_id.clone(),
             traceparent: prompt.traceparent.clone(),
@@ -192,10 +268,12 @@ impl Dispatcher {
 
     async fn attempt(
         &self,
-        prompt: &Prompt,
+        work: Work<'_>,
         placement: Placement,
         number: u32,
+        limit: Option<Duration>,
     ) -> Result<(Facts, generate_reply::Message, Streaming<GenerateReply>), Failed> {
+        let prompt = work.prompt;
         let decode = placement.decode.as_ref().and_then(|candidate| candidate.worker.as_ref());
         let Some(decode) = decode else {
             return Err(Failed { instance_id: String::new(), reason: Reason::Unspecified, message: String::new() });
@@ -212,15 +290,24 @@ impl Dispatcher {
             sampling: Some(prompt.sampling.clone()),
             samples: prompt.samples,
             prefill: placement.prefill.as_ref().and_then(|candidate: &Candidate| candidate.worker.clone()),
-            prompt_logprobs: prompt.prompt_logprobs,
+            // They were told before the first token.
+            prompt_logprobs: prompt.prompt_logprobs.filter(|_| work.generated.is_empty()),
+            generated: work.generated.to_vec(),
+            start_within_ms: limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
         };
         let channel = self.decoders.to(&decode.address).map_err(|_: InvalidAddress| unreachable())?;
         let mut client = DecodeClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let failed = |status: Status| failed_by(&status, &instance_id);
-        let mut replies = client.generate(request).await.map_err(failed)?.into_inner();
+        let silent = || Failed { instance_id: instance_id.clone(), reason: Reason::Timeout, message: String::new() };
+        // The worker knows who is late, and says so; if it does not, it is the culprit.
+        let begins_by = limit.map(|limit| Instant::now() + limit + LATE);
+        let opening = in_time(begins_by, client.generate(request)).await.ok_or_else(silent)?;
+        let mut replies = opening.map_err(failed)?.into_inner();
         let (mut scheduled, mut started) = (None, None);
         loop {
-            match replies.message().await.map_err(failed)?.and_then(|reply| reply.message) {
+            let begins_by = begins_by.filter(|_| scheduled.is_none());
+            let reply = in_time(begins_by, replies.message()).await.ok_or_else(silent)?;
+            match reply.map_err(failed)?.and_then(|reply| reply.message) {
                 Some(generate_reply::Message::Scheduled(message)) => scheduled = Some(message),
                 Some(generate_reply::Message::Started(message)) => started = Some(message),
                 Some(generate_reply::Message::Failure(failure)) => return Err(Failed::by_worker(failure, &instance_id)),
@@ -258,14 +345,31 @@ impl Route {
     }
 }
 
+impl Work<'_> {
+    fn failed(&self, failed: Failed) -> route_request::Message {
+        let generated_tokens = self.generated.iter().map(|generated| generated.tokens.len() as u32).sum();
+        let Failed { instance_id, reason, .. } = failed;
+        route_request::Message::Failed(AttemptFailed { instance_id, reason: reason.into(), generated_tokens })
+    }
+}
+
 impl Attempt {
-    /// The next reply; `None` when the worker has said all.
-    pub(crate) async fn next(&mut self) -> Result<Option<generate_reply::Message>, DispatchError> {
+    /// The next reply. There is always one until every sample has ended: a worker that stops before has failed.
+    pub(crate) async fn next(&mut self) -> Result<generate_reply::Message, Failed> {
         if let Some(first) = self.first.take() {
-            return Ok(Some(first));
+            return Ok(first);
         }
-        let reply = self.replies.message().await.map_err(|status| DispatchError::Lost { reason: reason_of(&status) })?;
-        Ok(reply.and_then(|reply| reply.message))
+        let reply = self.replies.message().await.map_err(|status| failed_by(&status, &self.instance_id))?;
+        match reply.and_then(|reply| reply.message) {
+            Some(generate_reply::Message::Failure(failure)) => Err(Failed::by_worker(failure, &self.instance_id)),
+            Some(reply) => Ok(reply),
+            None => Err(self.failed(Reason::Unspecified)),
+        }
+    }
+
+    /// This attempt is no use any more, because of its decode worker.
+    pub(crate) fn failed(&self, reason: Reason) -> Failed {
+        Failed { instance_id: self.instance_id.clone(), reason, message: String::new() }
     }
 
     /// The answer is whole: lets go of the generation, whatever decode computes ahead, and then of the booking in order.
@@ -282,6 +386,19 @@ impl Failed {
         let reason = failure.reason();
         let instance_id = if failure.instance_id.is_empty() { decode.to_owned() } else { failure.instance_id };
         Self { instance_id, reason, message: failure.message }
+    }
+}
+
+fn decode_instance(placement: &Placement) -> String {
+    let worker = placement.decode.as_ref().and_then(|candidate| candidate.worker.as_ref());
+    worker.map(|worker| worker.instance_id.clone()).unwrap_or_default()
+}
+
+/// `None`: it did not come by then.
+async fn in_time<T>(deadline: Option<Instant>, coming: impl Future<Output = T>) -> Option<T> {
+    match deadline {
+        None => Some(coming.await),
+        Some(deadline) => tokio::time::timeout_at(deadline, coming).await.ok(),
     }
 }
 

@@ -41,6 +41,11 @@ pub struct FrontendSettings {
     pub first_token_timeout: Duration,
     /// Placements tried before a request is given up.
     pub attempts: u32,
+    /// An attempt whose prefill has not begun in this time is tried elsewhere, but for the last: a worker that is stuck, or
+    /// whose queue is longer than others', costs so much and not the whole wait for the first token.
+    pub attempt_timeout: Duration,
+    /// Times a generation whose worker is lost goes on elsewhere with the same text. 0: it ends with an error event.
+    pub resumes: u32,
 }
 
 impl FrontendSettings {
@@ -55,6 +60,8 @@ impl FrontendSettings {
             body_max_bytes: 32 << 20,
             first_token_timeout: Duration::from_secs(60),
             attempts: 3,
+            attempt_timeout: Duration::from_secs(30),
+            resumes: 8,
         }
     }
 }

@@ -37,6 +37,7 @@ pub(crate) struct FrontendMetrics {
     pub(crate) inflight_requests: Gauge,
     pub(crate) ready: Gauge,
     cancelled: Counter,
+    pub(crate) migrations: Counter,
     request_duration: Histogram,
     pub(crate) time_to_first_token: Histogram,
     pub(crate) inter_token_latency: Histogram,
@@ -67,6 +68,10 @@ impl FrontendMetrics {
             inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests let in and not yet answered.", &[]),
             ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),
+            migrations: counter(
+                "tandem_frontend_migrations_total",
+                "Generations that went on elsewhere after their worker was lost.",
+            ),
             request_duration: histogram("tandem_frontend_request_duration_seconds", "From a request to the end of its answer."),
             time_to_first_token: histogram(
                 "tandem_frontend_time_to_first_token_seconds",

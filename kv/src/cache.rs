@@ -165,6 +165,11 @@ impl PrefixCache {
         Ok(Acquired { blocks, cached_blocks: found as u32 })
     }
 
+    /// Leading blocks that [`PrefixCache::acquire`] would find now, at most `max_blocks`.
+    pub fn overlap(&self, namespace: &Namespace, tokens: &[TokenId], max_blocks: u32) -> u32 {
+        self.find(namespace, tokens, max_blocks).len() as u32
+    }
+
     /// One more fresh block, pinned.
     pub fn allocate(&mut self) -> Result<BlockId, Full> {
         self.take().ok_or(Full)

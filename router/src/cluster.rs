@@ -6,6 +6,7 @@
 
 use crate::{
     booked::{Booked, BookingId, BookingKey, Share},
+    breaker::{Breaker, is_fault},
     index::{PrefixIndex, WorkerSlot},
     metrics::{RouterMetrics, WorkerSeries},
     route::{self, Candidate, Policy, Question, Role, Turn, Unplaced},
@@ -100,6 +101,7 @@ struct Member {
     load: Load,
     transfer_bytes_per_second: f64,
     booked: Booked,
+    breaker: Breaker,
     series: WorkerSeries,
 }
 
@@ -215,16 +217,10 @@ impl State {
         let slot = self.free_slots.pop().unwrap_or(WorkerSlot(self.members.len() as u32));
         let series = self.metrics.worker(&info.worker_id);
         let booked = Booked::new(self.settings.seed);
-        let member = Member {
-            info,
-            role,
-            address: address.clone(),
-            slot,
-            load: Load::default(),
-            transfer_bytes_per_second: 0.0,
-            booked,
-            series,
-        };
+        let (load, breaker) = (Load::default(), Breaker::default());
+        let transfer_bytes_per_second = 0.0;
+        let member =
+            Member { info, role, address: address.clone(), slot, load, transfer_bytes_per_second, booked, breaker, series };
         self.members.insert(id, member);
         self.replace(id, snapshot);
         self.not_absent(&address);
@@ -307,9 +303,37 @@ impl State {
         }
     }
 
+    /// The request has its first token: who brought it works.
+    pub(crate) fn worked(&mut self, id: BookingId) {
+        self.each_breaker(id, |member| member.breaker.worked());
+    }
+
+    /// The request failed because of an instance it was placed on.
+    pub(crate) fn failed(&mut self, id: BookingId, instance_id: &str, reason: v1::Reason) {
+        if !is_fault(reason) {
+            return;
+        }
+        let now = Instant::now();
+        self.each_breaker(id, |member| {
+            if member.info.instance_id == instance_id && member.breaker.failed(id, now) {
+                let worker_id = &member.info.worker_id;
+                tracing::warn!(worker_id, instance_id, ?reason, "requests fail on this worker; it is left alone for a while");
+                member.series.breaker_opened.increment(1);
+            }
+        });
+    }
+
+    fn each_breaker(&mut self, id: BookingId, mut of: impl FnMut(&mut Member)) {
+        let Some(booking) = self.bookings.get(&id) else { return };
+        for worker in [Some(booking.decode), booking.prefill].into_iter().flatten() {
+            self.members.get_mut(&worker).into_iter().for_each(&mut of);
+        }
+    }
+
     /// The booking counts nowhere any more.
     pub(crate) fn release(&mut self, id: BookingId) {
         self.release_prefill(id, None);
+        self.each_breaker(id, |member| member.breaker.ended(id));
         let Some(booking) = self.bookings.remove(&id) else { return };
         if let Some(member) = self.members.get_mut(&booking.decode) {
             member.booked.remove(&booking.key);
@@ -357,10 +381,13 @@ impl State {
         let hashes = &asked.hashes[..asked.hashes.len().min(reusable as usize)];
         let leading = self.index.overlap(hashes);
         let members: Vec<(MemberId, &Member)> = self.members.iter().map(|(id, member)| (*id, member)).collect();
-        let candidates = |excluded: &BTreeSet<String>| -> Vec<Candidate> {
+        let now = Instant::now();
+        let candidates = |excluded: &BTreeSet<String>, breakers_count: bool| -> Vec<Candidate> {
             let candidate = |(_, member): &(MemberId, &Member)| {
                 let overlap_blocks = leading.get(member.slot.0 as usize).copied().unwrap_or(0);
-                member.candidate(hashes, overlap_blocks, excluded)
+                let mut candidate = member.candidate(hashes, overlap_blocks, excluded);
+                candidate.excluded |= breakers_count && !member.breaker.admits(now);
+                candidate
             };
             members.iter().map(candidate).collect()
         };
@@ -373,10 +400,10 @@ impl State {
         let turn = Turn { seed: self.settings.seed, number: self.turns };
         self.turns += 1;
         let place = |candidates: &[Candidate]| route::place(&*self.policy, &self.settings.costs, &question, candidates, turn);
-        let mut candidates_now = candidates(&excluded.failed);
+        let mut candidates_now = candidates(&excluded.failed, true);
         let mut choice = place(&candidates_now);
         if choice == Err(Unplaced::AllFailed) {
-            candidates_now = candidates(&excluded.lost);
+            candidates_now = candidates(&excluded.lost, false);
             choice = place(&candidates_now);
         }
         let (choice, candidates) = (choice?, candidates_now);
@@ -406,7 +433,8 @@ impl State {
     fn book(&mut self, booking: Booking, share: Share, overlap_blocks: u32) -> BookingId {
         let on_decode = if booking.prefill.is_some() { Share { tokens: 0, ..share } } else { share };
         for id in [Some(booking.decode), booking.prefill].into_iter().flatten() {
-            let Member { booked, series, .. } = self.members.get_mut(&id).expect("a booking is made on members");
+            let Member { booked, breaker, series, .. } = self.members.get_mut(&id).expect("a booking is made on members");
+            breaker.placed(booking.key.1);
             let key = booking.key.clone();
             match (id == booking.decode, booking.prefill) {
                 (true, None) => {

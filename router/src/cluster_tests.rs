@@ -365,3 +365,35 @@ fn who_does_not_agree_with_the_first_member_does_not_join() {
     story.state.leave(first);
     story.join(WorkerInfo { block_size: 32, ..new() }).expect("the first decides");
 }
+
+#[test]
+fn a_worker_that_fails_requests_is_left_alone_but_never_when_it_is_the_last() {
+    let mut story = Story::with(settings(PrefillPlace::Remote), 2, 1);
+    let asked = story.ask(100, hashes(1, 0, 6));
+    let fail = |story: &mut Story, reason, instance: &str| {
+        let (booking, _) = story.place(&asked);
+        story.state.failed(booking, instance, reason);
+        story.state.release(booking);
+    };
+    for reason in [v1::Reason::Full, v1::Reason::Invalid, v1::Reason::Draining, v1::Reason::WrongInstance] {
+        (0..10).for_each(|_| fail(&mut story, reason, "d0-1"));
+    }
+    (0..10).for_each(|_| fail(&mut story, v1::Reason::Engine, "nobody"));
+    let open = |story: &Story| story.state.members.values().filter(|member| !member.breaker.admits(Instant::now())).count();
+    assert_eq!(open(&story), 0, "what is full, leaving, nonsense or somebody else's is no fault");
+    (0..20).for_each(|_| fail(&mut story, v1::Reason::PrefillLost, "p0-1"));
+    assert_eq!(open(&story), 1);
+    (0..8).for_each(|_| {
+        let (booking, placement) = story.place(&asked);
+        assert_eq!(name(&placement.prefill), "p1");
+        story.state.release(booking);
+    });
+    (0..3).for_each(|_| fail(&mut story, v1::Reason::Timeout, "d0-1"));
+    assert_eq!(open(&story), 2);
+    let (booking, placement) = story.place(&asked);
+    assert_eq!(name(&placement.decode), "d0", "there is no other");
+    story.state.worked(booking);
+    story.state.release(booking);
+    assert!(open(&story) <= 1, "it works again");
+    story.assert_idle();
+}

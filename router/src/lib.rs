@@ -4,6 +4,7 @@
 //! block, `route::place` chooses.
 
 mod booked;
+mod breaker;
 mod cluster;
 mod feed;
 mod index;

@@ -43,6 +43,8 @@ pub(crate) struct WorkerSeries {
     pub(crate) absent: Counter,
     /// Blocks it stored under a parent it does not hold.
     pub(crate) orphaned: Counter,
+    /// Times it was left alone because it failed requests.
+    pub(crate) breaker_opened: Counter,
     stored: Counter,
     removed: Counter,
     cleared: Counter,
@@ -91,6 +93,10 @@ impl RouterMetrics {
                 &[("worker", worker_id), ("tier", "device")],
             ),
             gaps: counter("tandem_router_kv_event_gaps_total", "Gaps in the worker's KV events; each led to a new snapshot."),
+            breaker_opened: counter(
+                "tandem_router_breaker_opened_total",
+                "Times the worker was left alone for a while, as requests failed there.",
+            ),
             absent: skipped("absent"),
             orphaned: skipped("orphaned"),
             stored: event("stored"),

@@ -37,9 +37,11 @@ impl Router for RouterService {
             return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
         };
         let asked = self.check(prompt)?;
-        let held = Held { cluster: self.cluster.clone(), asked, excluded: Excluded::default(), attempts: 0, booking: None };
-        let replies = stream::try_unfold(Route { held, requests, shutdown: self.shutdown.clone() }, Route::next);
-        Ok(Response::new(replies.boxed()))
+        let (cluster, prompt_tokens) = (self.cluster.clone(), asked.prompt_tokens);
+        let mut held = Held { cluster, asked, prompt_tokens, excluded: Excluded::default(), attempts: 0, booking: None };
+        let first = held.place();
+        let later = stream::try_unfold(Route { held, requests, shutdown: self.shutdown.clone() }, Route::next);
+        Ok(Response::new(stream::once(async { Ok(first) }).chain(later).boxed()))
     }
 
     async fn workers(&self, _: Request<WorkersRequest>) -> Result<Response<WorkersReply>, Status> {
@@ -84,10 +86,6 @@ struct Route {
 impl Route {
     /// The next reply, when there is one to give; `None` when the frontend has closed the stream.
     async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
-        if self.held.attempts == 0 {
-            let reply = self.held.place();
-            return Ok(Some((reply, self)));
-        }
         loop {
             let request = tokio::select! {
                 () = self.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
@@ -108,12 +106,19 @@ impl Route {
     }
 }
 
+/// Instances one request may leave out: more than a cluster loses during the longest answer. Later ones are not left out, and
+/// the bound on attempts holds all the same.
+const EXCLUDED_MAX: usize = 256;
+
 /// A request with its booking.
 struct Held {
     cluster: Arc<Cluster>,
     asked: Asked,
-    /// At most one an attempt.
+    /// Of the prompt alone.
+    prompt_tokens: u32,
+    /// At most [`EXCLUDED_MAX`].
     excluded: Excluded,
+    /// Since the last first token.
     attempts: u32,
     booking: Option<BookingId>,
 }
@@ -139,8 +144,12 @@ impl Held {
     }
 
     fn exclude(&mut self, failed: AttemptFailed) {
-        if failed.instance_id.is_empty() || self.booking.is_none() {
+        self.asked.prompt_tokens = self.prompt_tokens.saturating_add(failed.generated_tokens);
+        if failed.instance_id.is_empty() || self.booking.is_none() || self.excluded.failed.len() >= EXCLUDED_MAX {
             return;
+        }
+        if let Some(booking) = self.booking {
+            self.cluster.lock().failed(booking, &failed.instance_id, failed.reason());
         }
         if !matches!(failed.reason(), Reason::Full | Reason::Timeout) {
             self.excluded.lost.insert(failed.instance_id.clone());
@@ -148,9 +157,13 @@ impl Held {
         self.excluded.failed.insert(failed.instance_id);
     }
 
-    fn release_prefill(&self, cached_tokens: Option<u32>) {
+    /// The attempt has brought a token: what may fail from now on is another attempt's, with as many tries.
+    fn release_prefill(&mut self, cached_tokens: Option<u32>) {
+        self.attempts = 0;
         if let Some(booking) = self.booking {
-            self.cluster.lock().release_prefill(booking, cached_tokens);
+            let mut state = self.cluster.lock();
+            state.worked(booking);
+            state.release_prefill(booking, cached_tokens);
         }
     }
 }

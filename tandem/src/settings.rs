@@ -175,6 +175,11 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES", default_value_t = 32 << 20)]
     pub max_body_bytes: usize,
 
+    /// Times an answer that has begun goes on on another worker when its own is lost; 0: it ends with an error event. Past the
+    /// default it is more likely that the request itself breaks workers
+    #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
+    pub resumes: u32,
+
     /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
     #[arg(skip = true)]
     #[serde(skip)]

@@ -34,6 +34,20 @@ fn what_no_worker_can_run_is_refused() {
     for token in [100, u32::MAX] {
         assert_eq!(refused(|request| request.prompt.push(token)), Invalid::UnknownToken);
     }
+    let generated = |sample, tokens: &[u32]| v1::Generated { sample, tokens: tokens.to_vec() };
+    for resumed in [
+        vec![generated(0, &[100])],
+        vec![generated(2, &[])],
+        vec![generated(1, &[]), generated(0, &[])],
+        vec![generated(1, &[]), generated(1, &[])],
+        vec![generated(0, &[1, 2, 3])],
+    ] {
+        let change = |request: &mut GenerateRequest| {
+            (request.samples, request.generated) = (2, resumed);
+            request.sampling.as_mut().expect("set above").max_tokens = Some(2);
+        };
+        assert_eq!(refused(change), Invalid::Generated);
+    }
     for samples in [0, 129, u32::MAX] {
         assert_eq!(refused(|request| request.samples = samples), Invalid::Samples);
     }
@@ -100,7 +114,7 @@ proptest! {
         prop_assert_eq!((generate.prompt, generate.samples), (prompt, samples));
         prop_assert_eq!(generate.kv == KvSource::Remote, remote);
         prop_assert_eq!(generate.namespace.as_bytes(), b"namespace");
-        prop_assert_eq!((output.samples, &output.stop_tokens, output.prompt), (samples, &stop_token_ids, Vec::new()));
+        prop_assert_eq!((output.samples, &output.stop_tokens, output.prompt), (samples as usize, &stop_token_ids, Vec::new()));
         let s = generate.sampling;
         prop_assert_eq!((s.max_tokens, s.min_tokens, s.seed, s.top_k), (max_tokens, min_tokens, seed, top_k));
         prop_assert_eq!((s.temperature, s.top_p, s.min_p), (temperature, top_p, min_p));

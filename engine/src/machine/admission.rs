@@ -1,10 +1,14 @@
 //! Who gets blocks: submission, admission, growth, preemption.
 
-use super::sequence::{JobId, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
+use super::sequence::{JobId, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence, Twin};
 use super::{Action, Machine, Sampler, release};
-use crate::{Event, Generate, KvSource, Prefill, Refusal};
+use crate::{Event, Generate, Generated, KvSource, Prefill, Refusal};
 use std::time::Duration;
 use tandem_kv::Wanted;
+
+/// Whoever computes runs, and each step brings it on; one that is held up for so long by others is not waited for any more.
+/// Half of what a first token may take.
+const TWIN_WAIT_MAX: Duration = Duration::from_secs(30);
 
 impl Machine {
     /// Queues a prefill. Jobs' numbers grow with their arrival.
@@ -23,6 +27,7 @@ impl Machine {
             committed: 0,
             cache_reads: true,
             submitted: now,
+            twin: None,
             queued: None,
             role: Role::Prefill(Sending::default()),
         });
@@ -35,8 +40,13 @@ impl Machine {
     pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
         generate.check(&self.info)?;
         self.check_queue()?;
-        let (prompt_len, samples) = (generate.prompt.len(), generate.samples);
         let len_max = generate.len_max(&self.info);
+        let (boundary, tokens) = (generate.prompt.len(), generate.shared());
+        let begin = |sample| Generated { sample, tokens: Vec::new() };
+        let samples = match generate.generated {
+            none if none.is_empty() => (0..generate.samples).map(begin).collect(),
+            resumed => resumed,
+        };
         let remote = match generate.kv {
             KvSource::Local => None,
             KvSource::Remote => Some(Remote::default()),
@@ -44,25 +54,27 @@ impl Machine {
         let prompt = Prompt {
             sampler: Sampler::new(generate.sampling, &generate.prompt),
             samples,
+            boundary,
             len_max,
             logprobs: generate.prompt_logprobs.map(|top| PromptLogprobs { top, rows: vec![None] }),
             remote,
         };
+        self.live.insert(job, prompt.samples.len() as u32);
         self.waiting.push_back(Sequence {
             job,
             order: (job, 0),
             namespace: generate.namespace,
-            tokens: generate.prompt,
-            prompt_len,
+            prompt_len: tokens.len(),
             blocks: Vec::new(),
             computed: 0,
             committed: 0,
-            cache_reads: prompt.logprobs.is_none() && len_max > prompt_len,
+            cache_reads: prompt.logprobs.is_none() && len_max > boundary,
+            tokens,
             submitted: now,
+            twin: None,
             queued: None,
             role: Role::Prompt(Box::new(prompt)),
         });
-        self.live.insert(job, samples);
         self.taken_in.push(generate.request_id);
         Ok(())
     }
@@ -71,12 +83,18 @@ impl Machine {
         if self.waiting.len() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
     }
 
-    /// Takes waiting sequences in, in their order, while there are blocks for all each has.
+    /// Takes waiting sequences in, in their order, while there are blocks for all each has. Those whose next block is being
+    /// computed for another let others go first, and match it then: a burst of one prompt is computed once.
     pub(super) fn admit(&mut self, now: Duration) {
-        while self.running.len() + self.reserved.len() < self.settings.batch_max as usize {
-            let Some(mut sequence) = self.waiting.pop_front() else { break };
+        let mut place = 0;
+        while self.running.len() + self.reserved.len() < self.settings.batch_max as usize && place < self.waiting.len() {
+            if self.waits_for_twin(place, now) {
+                place += 1;
+                continue;
+            }
+            let mut sequence = self.waiting.remove(place).expect("the place is one of those that wait");
             let size = self.info.block_size as usize;
-            let reuse_max = if sequence.cache_reads { (sequence.tokens.len() - 1) / size } else { 0 };
+            let reuse_max = sequence.reuse_max_blocks(size);
             let len_blocks = sequence.target().div_ceil(size);
             // A block for each sequence that grows, and for a last prompt token that begins one: who comes does not push out who
             // runs, nor is pushed out, at once.
@@ -89,9 +107,10 @@ impl Machine {
             };
             let acquired = self.cache.acquire(&sequence.namespace, &sequence.tokens, wanted);
             let Ok(acquired) = acquired else {
-                self.waiting.push_front(sequence);
+                self.waiting.insert(place, sequence);
                 break;
             };
+            sequence.twin = None;
             sequence.blocks = acquired.blocks;
             sequence.committed = acquired.cached_blocks as usize;
             sequence.computed = sequence.committed * size;
@@ -99,6 +118,42 @@ impl Machine {
             sequence.queued.get_or_insert(now.saturating_sub(sequence.submitted));
             self.start(sequence, first_time, now);
         }
+    }
+
+    /// Whether somebody who runs is about to compute the next block that the sequence at `place` needs. It is looked for
+    /// again when that one has come as far as the two are alike, or has gone.
+    fn waits_for_twin(&mut self, place: usize, now: Duration) -> bool {
+        let Self { cache, waiting, running, settings, info, .. } = self;
+        let (sequence, size) = (&mut waiting[place], info.block_size as usize);
+        if !settings.prefix_caching || sequence.is_remote() {
+            return false;
+        }
+        let since = match sequence.twin {
+            Some(Twin { since, .. }) if now.saturating_sub(since) > TWIN_WAIT_MAX => return false,
+            Some(Twin { order, blocks, since }) => {
+                let twin = running.binary_search_by_key(&order, |other| other.order);
+                if twin.is_ok_and(|twin| running[twin].committed < blocks) {
+                    return true;
+                }
+                since
+            }
+            None => now,
+        };
+        let reuse_max = sequence.reuse_max_blocks(size);
+        let common = |other: &Sequence| {
+            let alike = other.tokens[..other.target()].iter().zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
+            (alike / size).min(reuse_max)
+        };
+        let ahead = running.iter().filter(|other| !other.is_decoding() && other.namespace == sequence.namespace);
+        let ahead = ahead.map(|other| (other.committed, Twin { order: other.order, blocks: common(other), since }));
+        let ahead = ahead.filter(|(committed, twin)| *committed < twin.blocks).map(|(_, twin)| twin);
+        let Some(twin) = ahead.max_by_key(|twin| twin.blocks) else {
+            sequence.twin = None;
+            return false;
+        };
+        let found = cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max as u32) as usize;
+        sequence.twin = (found < twin.blocks).then_some(twin);
+        sequence.twin.is_some()
     }
 
     /// The sequence has its blocks.

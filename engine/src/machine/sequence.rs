@@ -1,6 +1,6 @@
 //! One sequence of tokens and its blocks.
 
-use crate::{Logits, TokenLogprobs, sampling::Sampler};
+use crate::{Generated, Logits, TokenLogprobs, sampling::Sampler};
 use std::time::Duration;
 use tandem_kv::{BlockId, Namespace, TokenId};
 
@@ -15,6 +15,7 @@ pub(super) struct Sequence {
     pub order: (JobId, u32),
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
+    /// Of the tokens at the start: a prompt, with what all its resumed samples have generated alike.
     pub prompt_len: usize,
     /// Pinned once each for this sequence.
     pub blocks: Vec<BlockId>,
@@ -25,6 +26,8 @@ pub(super) struct Sequence {
     /// Blocks may be matched in the cache.
     pub cache_reads: bool,
     pub submitted: Duration,
+    /// Who computes the blocks that this one needs next, while it waits for them.
+    pub twin: Option<Twin>,
     /// From submission to the first taking of blocks; set then.
     pub queued: Option<Duration>,
     pub role: Role,
@@ -34,7 +37,7 @@ pub(super) struct Sequence {
 #[derive(Debug)]
 pub(super) enum Role {
     Prefill(Sending),
-    /// Computes or receives the prompt less its last token, then becomes `samples` sequences of role `Sample`.
+    /// Computes or receives the prompt less its last token, then becomes a sequence of role `Sample` for each of `samples`.
     Prompt(Box<Prompt>),
     Sample(Box<Sample>),
 }
@@ -51,7 +54,10 @@ pub(super) struct Sending {
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub sampler: Sampler,
-    pub samples: u32,
+    /// At least one.
+    pub samples: Vec<Generated>,
+    /// Tokens before those that samples generate.
+    pub boundary: usize,
     /// Tokens a sample may reach, the prompt's included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
@@ -83,6 +89,16 @@ pub(super) struct Sample {
     pub len_max: usize,
 }
 
+/// A running sequence that is about to compute what another one needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Twin {
+    /// Its place in the order.
+    pub order: (JobId, u32),
+    /// Leading blocks the two have in common, and both want.
+    pub blocks: usize,
+    pub since: Duration,
+}
+
 impl Sequence {
     /// Tokens that are to be computed before the sequence goes on to something else.
     pub fn target(&self) -> usize {
@@ -90,6 +106,11 @@ impl Sequence {
             Role::Prefill(_) | Role::Prompt(_) => self.prompt_len - 1,
             Role::Sample(_) => self.tokens.len(),
         }
+    }
+
+    /// Leading blocks that may come from the cache.
+    pub fn reuse_max_blocks(&self, block_size: usize) -> usize {
+        if self.cache_reads { (self.tokens.len() - 1) / block_size } else { 0 }
     }
 
     pub fn remaining(&self) -> usize {

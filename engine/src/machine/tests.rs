@@ -1,6 +1,8 @@
 //! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
+mod burst;
 mod history;
+mod resumed;
 
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
@@ -143,6 +145,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
         samples: 1,
         kv: KvSource::Local,
         prompt_logprobs: None,
+        generated: Vec::new(),
     }
 }
 

@@ -14,7 +14,7 @@ mod shape;
 use crate::{
     FrontendError, FrontendSettings,
     admission::{Admission, Admitted},
-    dispatch::{Dispatcher, Prompt},
+    dispatch::{Dispatcher, Limits, Prompt},
     error::{ApiError, Problem},
     metrics::{Endpoint, FrontendMetrics},
     model::ServedModel,
@@ -64,8 +64,13 @@ impl App {
             revision: settings.model.revision().to_owned(),
             block_size: settings.block_size,
         };
-        let dispatcher =
-            Dispatcher::new(&settings.router, identity, settings.attempts, settings.first_token_timeout, Arc::clone(&metrics))?;
+        let limits = Limits {
+            attempts: settings.attempts,
+            attempt_timeout: settings.attempt_timeout,
+            first_token_timeout: settings.first_token_timeout,
+            resumes: settings.resumes,
+        };
+        let dispatcher = Dispatcher::new(&settings.router, identity, limits, Arc::clone(&metrics))?;
         Ok(Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),

@@ -22,6 +22,7 @@ struct PromptProgress {
     request_id: String,
     usage: PromptUsage,
     facts: Option<Box<Facts>>,
+    migrations: u32,
     /// When each sample's last token came.
     last_token_at: Vec<Option<Instant>>,
 }
@@ -62,6 +63,7 @@ impl Progress {
             request_id,
             usage: PromptUsage { prompt_tokens, ..PromptUsage::default() },
             facts: None,
+            migrations: 0,
             last_token_at: vec![None; samples],
         });
         Self { since, samples, prompts: prompts.collect(), metrics }
@@ -84,6 +86,7 @@ impl Progress {
                 prompt.facts = Some(facts.clone());
             }
             Piece::Delta(delta) if delta.tokens > 0 => prompt.note_tokens(delta, &self.metrics),
+            Piece::Migrated => prompt.migrations += 1,
             Piece::Delta(_) | Piece::PromptLogprobs(_) | Piece::Finished => {}
         }
     }
@@ -147,8 +150,7 @@ impl PromptProgress {
             queue_ms: started.queue_ms,
             kv_transfer_ms: started.kv_transfer_ms,
             kv_transfer_bytes: started.kv_transfer_bytes,
-            // A stream that breaks after its first token is not resumed elsewhere yet.
-            migrations: 0,
+            migrations: self.migrations,
         }
     }
 }

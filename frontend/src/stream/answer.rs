@@ -11,9 +11,10 @@ use crate::{
 };
 use futures::{Stream, StreamExt, stream};
 use std::{collections::VecDeque, sync::Arc};
-use tandem_proto::v1::{Finished, Reason, Token, Tokens, finished, generate_reply};
+use tandem_kv::TokenId;
+use tandem_proto::v1::{Finished, Generated, Reason, Token, Tokens, finished, generate_reply};
 
-/// Places the prompt, waits for its first token, and gives what comes. The stream owns the prompt's attempt: dropping it ends
+/// Places the prompt, waits for its first token, and gives what comes, also from those who go on after a loss. The stream owns the prompt's attempt: dropping it ends
 /// the request everywhere, and it is let go when the last sample has ended, whatever decode computes ahead.
 pub(crate) fn answers(
     dispatcher: Arc<Dispatcher>,
@@ -27,8 +28,15 @@ pub(crate) fn answers(
 
 enum Answer {
     Waiting { dispatcher: Arc<Dispatcher>, prompt: Box<Prompt>, samples: Samples },
-    Running { attempt: Box<Attempt>, samples: Samples },
+    Running(Running),
     Ended,
+}
+
+struct Running {
+    dispatcher: Arc<Dispatcher>,
+    prompt: Box<Prompt>,
+    attempt: Box<Attempt>,
+    samples: Samples,
 }
 
 impl Answer {
@@ -37,38 +45,41 @@ impl Answer {
             Self::Waiting { dispatcher, prompt, samples } => Some(match dispatcher.start(&prompt).await {
                 Ok(attempt) => {
                     let facts = Box::new(attempt.facts.clone());
-                    (Ok(Piece::Started(facts)), Self::Running { attempt: Box::new(attempt), samples })
+                    let running = Running { dispatcher, prompt, attempt: Box::new(attempt), samples };
+                    (Ok(Piece::Started(facts)), Self::Running(running))
                 }
                 Err(error) => (Err(error), Self::Ended),
             }),
-            Self::Running { mut attempt, mut samples } => {
-                let result = loop {
-                    if let Some(piece) = samples.pieces.pop_front() {
-                        break Ok(piece);
-                    }
-                    if samples.all_ended() {
-                        break Ok(Piece::Finished);
-                    }
-                    let reply = match attempt.next().await {
-                        Ok(Some(reply)) => reply,
-                        Ok(None) => break Err(DispatchError::Lost { reason: Reason::Unspecified }),
-                        Err(error) => break Err(error),
-                    };
-                    if let Err(error) = samples.apply(reply) {
-                        break Err(error);
-                    }
-                };
-                let rest = match &result {
-                    Ok(Piece::Finished) => {
-                        attempt.close().await;
-                        Self::Ended
-                    }
-                    Ok(_) => Self::Running { attempt, samples },
-                    Err(_) => Self::Ended,
-                };
-                Some((result, rest))
-            }
+            Self::Running(running) => Some(running.next().await),
             Self::Ended => None,
+        }
+    }
+}
+
+impl Running {
+    async fn next(mut self) -> (Result<Piece, DispatchError>, Answer) {
+        let failed = loop {
+            if let Some(piece) = self.samples.pieces.pop_front() {
+                return (Ok(piece), Answer::Running(self));
+            }
+            if self.samples.all_ended() {
+                self.attempt.close().await;
+                return (Ok(Piece::Finished), Answer::Ended);
+            }
+            match self.attempt.next().await {
+                Ok(reply) => match self.samples.apply(reply) {
+                    Ok(()) => {}
+                    Err(reason) => break self.attempt.failed(reason),
+                },
+                Err(failed) => break failed,
+            }
+        };
+        let Self { dispatcher, prompt, attempt, samples } = self;
+        match dispatcher.resume(*attempt, failed, &prompt, &samples.unfinished()).await {
+            Ok(attempt) => {
+                (Ok(Piece::Migrated), Answer::Running(Self { dispatcher, prompt, attempt: Box::new(attempt), samples }))
+            }
+            Err(error) => (Err(error), Answer::Ended),
         }
     }
 }
@@ -86,7 +97,8 @@ struct Samples {
 struct Sample {
     detokeniser: Detokeniser,
     stop: StopMatcher,
-    tokens: u32,
+    /// All that came before its end, for whoever goes on.
+    tokens: Vec<TokenId>,
     /// Characters decoded, given or held back.
     text_len: usize,
     /// Characters given.
@@ -101,7 +113,7 @@ impl Samples {
         let sample = |_| Sample {
             detokeniser: Detokeniser::default(),
             stop: StopMatcher::new(stop.to_vec()),
-            tokens: 0,
+            tokens: Vec::new(),
             text_len: 0,
             given_len: 0,
             logprobs: VecDeque::new(),
@@ -120,7 +132,14 @@ impl Samples {
         self.samples.iter().all(|sample| sample.ended)
     }
 
-    fn apply(&mut self, reply: generate_reply::Message) -> Result<(), DispatchError> {
+    /// What those that have not ended have generated.
+    fn unfinished(&self) -> Vec<Generated> {
+        let generated = |(sample, state): (u32, &Sample)| Generated { sample, tokens: state.tokens.clone() };
+        (0..).zip(&self.samples).filter(|(_, state)| !state.ended).map(generated).collect()
+    }
+
+    /// Fails with the reason why its attempt is no use any more.
+    fn apply(&mut self, reply: generate_reply::Message) -> Result<(), Reason> {
         match reply {
             generate_reply::Message::Tokens(tokens) => self.tokens(tokens),
             generate_reply::Message::Finished(finished) => self.finished(finished),
@@ -129,17 +148,17 @@ impl Samples {
                 self.pieces.push_back(piece);
                 Ok(())
             }
-            generate_reply::Message::Failure(failure) => Err(DispatchError::Lost { reason: failure.reason() }),
+            generate_reply::Message::Failure(failure) => Err(failure.reason()),
             // They belong before the first token and change nothing now: the facts are frozen.
             generate_reply::Message::Scheduled(_) | generate_reply::Message::Started(_) => Ok(()),
         }
     }
 
-    fn sample(&mut self, index: u32) -> Result<&mut Sample, DispatchError> {
-        self.samples.get_mut(index as usize).ok_or(DispatchError::Lost { reason: Reason::Engine })
+    fn sample(&mut self, index: u32) -> Result<&mut Sample, Reason> {
+        self.samples.get_mut(index as usize).ok_or(Reason::Engine)
     }
 
-    fn tokens(&mut self, Tokens { sample: index, tokens }: Tokens) -> Result<(), DispatchError> {
+    fn tokens(&mut self, Tokens { sample: index, tokens }: Tokens) -> Result<(), Reason> {
         let (model, min_tokens, logprobs) = (Arc::clone(&self.model), self.min_tokens, self.logprobs);
         let sample = self.sample(index)?;
         let mut delta = Delta { sample: index, ..Delta::default() };
@@ -155,11 +174,11 @@ impl Samples {
         Ok(())
     }
 
-    fn finished(&mut self, finished: Finished) -> Result<(), DispatchError> {
+    fn finished(&mut self, finished: Finished) -> Result<(), Reason> {
         let finish = match finished.reason() {
             finished::FinishReason::Stop => Finish::Stop,
             finished::FinishReason::Length => Finish::Length,
-            finished::FinishReason::Unspecified => return Err(DispatchError::Lost { reason: Reason::Engine }),
+            finished::FinishReason::Unspecified => return Err(Reason::Engine),
         };
         let sample = self.sample(finished.sample)?;
         if sample.ended {
@@ -200,7 +219,7 @@ struct Rules {
 
 impl Sample {
     fn push(&mut self, model: &ServedModel, token: Token, rules: Rules, delta: &mut Delta) {
-        self.tokens += 1;
+        self.tokens.push(token.token);
         let mut text = String::new();
         // Special tokens are not for readers.
         if !model.tokenizer.is_special(token.token) {
@@ -210,7 +229,7 @@ impl Sample {
             self.logprobs.push_back(with_offset(token, self.text_len));
         }
         self.text_len += text.chars().count();
-        if self.tokens <= rules.min_tokens {
+        if self.tokens.len() <= rules.min_tokens as usize {
             let before = delta.text.len();
             self.stop.pass(&text, &mut delta.text);
             self.given_len += delta.text[before..].chars().count();

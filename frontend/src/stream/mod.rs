@@ -17,6 +17,8 @@ pub(crate) enum Piece {
     PromptLogprobs(Vec<TokenLogprobs>),
     /// More of a sample.
     Delta(Delta),
+    /// Another worker goes on.
+    Migrated,
     /// All samples have ended. Last.
     Finished,
 }

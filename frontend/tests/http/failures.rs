@@ -27,7 +27,8 @@ async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
 }
 
 fn told_failure(instance_id: &str, reason: Reason) -> Told {
-    Told::Message(RouteMessage::Failed(AttemptFailed { instance_id: instance_id.to_owned(), reason: reason.into() }))
+    let instance_id = instance_id.to_owned();
+    Told::Message(RouteMessage::Failed(AttemptFailed { instance_id, reason: reason.into(), generated_tokens: 0 }))
 }
 
 #[tokio::test]
@@ -145,8 +146,8 @@ async fn a_first_token_that_does_not_come_is_504_and_everything_is_let_go() {
 }
 
 #[tokio::test]
-async fn an_error_after_the_first_token_is_an_event_and_no_done() {
-    let mut cluster = Cluster::start().await;
+async fn with_resuming_off_an_error_after_the_first_token_is_an_event_and_no_done() {
+    let mut cluster = Cluster::with(|settings| settings.resumes = 0).await;
     for ending in [Some(Status::unavailable("x")), None] {
         let options = json!({ "stream": true, "stream_options": { "include_usage": true } });
         let reply = cluster.ask(CHAT, chat(options));
@@ -167,6 +168,7 @@ async fn an_error_after_the_first_token_is_an_event_and_no_done() {
         cluster.routes_closed(1).await;
     }
     assert!(cluster.no_call(), "nothing is tried again after the first token");
+    cluster.counted("tandem_frontend_migrations_total 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="503"} 2"#).await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
     let reply = cluster.ask(CHAT, chat(json!({})));

@@ -4,5 +4,6 @@
 mod answers;
 mod failures;
 mod refusals;
+mod resumed;
 mod support;
 mod usage;

@@ -166,6 +166,7 @@ fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
         samples: 1,
         kv,
         prompt_logprobs: None,
+        generated: Vec::new(),
     }
 }
 

@@ -279,7 +279,8 @@ impl Route {
     }
 
     pub fn failed(&self, instance_id: &str) {
-        let failed = AttemptFailed { instance_id: instance_id.to_owned(), reason: Reason::PrefillLost.into() };
+        let failed =
+            AttemptFailed { instance_id: instance_id.to_owned(), reason: Reason::PrefillLost.into(), generated_tokens: 0 };
         self.say(route_request::Message::Failed(failed));
     }
 

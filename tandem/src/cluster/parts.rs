@@ -126,6 +126,7 @@ impl Parts {
             body_max_bytes: settings.max_body_bytes,
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
+            resumes: settings.resumes,
             ..FrontendSettings::new(router, model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));

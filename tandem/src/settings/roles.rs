@@ -43,6 +43,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("grace-period", ALL),
     ("max-concurrent-requests", WITH_MODEL),
     ("max-body-bytes", &[FRONTEND]),
+    ("resumes", &[FRONTEND]),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),
     ("sim-prefill-overhead-ms", WORKERS),

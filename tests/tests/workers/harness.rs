@@ -130,6 +130,14 @@ impl Worker {
         Self { info, address, engine, metrics, shutdown, ended, runtime: Some(runtime) }
     }
 
+    /// Answers nothing from now on, as a process that is stopped; until the returned value is dropped.
+    pub fn hang(&mut self) -> std::sync::mpsc::Sender<()> {
+        let (awake, asleep) = std::sync::mpsc::channel();
+        // The one thread of its runtime.
+        self.runtime.as_ref().expect("it lives").spawn(async move { asleep.recv() });
+        awake
+    }
+
     pub fn reference(&self) -> WorkerRef {
         WorkerRef {
             worker_id: self.info.worker_id.clone(),

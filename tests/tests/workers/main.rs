@@ -5,3 +5,4 @@ mod failures;
 mod harness;
 mod local;
 mod remote;
+mod resume;

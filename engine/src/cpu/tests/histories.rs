@@ -114,6 +114,7 @@ fn generate(request: &Request, vocab: u32) -> Generate {
         samples: request.samples,
         kv: KvSource::Local,
         prompt_logprobs: None,
+        generated: Vec::new(),
     }
 }
 

@@ -1,144 +1,12 @@
 //! What every transport must do, run for each of them.
 
-use bytes::Bytes;
+mod faults;
+mod rig;
+
+use faults::*;
 use futures::FutureExt;
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex},
-    time::Duration,
-};
-use tandem_transfer::{Loopback, Push, Refused, Sink, Tcp, TransferError, TransferService, Transport};
-use tokio::sync::Semaphore;
-
-const TICKET: u64 = 0xdead_beef_0000_0007;
-const BLOCK_BYTES: usize = 256 << 10;
-/// Time in which something that is not held up would have happened.
-const PENDING: Duration = Duration::from_millis(300);
-/// Time in which everything happens on the slowest machine.
-const SOON: Duration = Duration::from_secs(30);
-
-/// The receiver's memory, with the rules a worker has: a ticket names its missing blocks, each is written once and whole.
-#[derive(Clone)]
-struct Memory(Arc<State>);
-
-struct State {
-    tickets: Mutex<BTreeMap<u64, BTreeMap<u32, Option<Bytes>>>>,
-    /// One permit lets one write happen.
-    allowed: Semaphore,
-    /// One permit for each write that has come.
-    asked: Semaphore,
-}
-
-impl Memory {
-    fn new() -> Self {
-        Self(Arc::new(State {
-            tickets: Mutex::default(),
-            allowed: Semaphore::new(Semaphore::MAX_PERMITS),
-            asked: Semaphore::new(0),
-        }))
-    }
-
-    fn give_out(&self, ticket: u64, missing: impl IntoIterator<Item = u32>) {
-        let missing = missing.into_iter().map(|index| (index, None)).collect();
-        self.0.tickets.lock().expect("not poisoned").insert(ticket, missing);
-    }
-
-    /// Takes the ticket back; gives what had landed.
-    fn revoke(&self, ticket: u64) -> BTreeMap<u32, Bytes> {
-        let blocks = self.0.tickets.lock().expect("not poisoned").remove(&ticket).expect("it was given out");
-        blocks.into_iter().filter_map(|(index, block)| Some((index, block?))).collect()
-    }
-
-    /// From now on writes wait for [`Memory::release`].
-    fn hold(&self) {
-        self.0.allowed.forget_permits(usize::MAX);
-    }
-
-    fn release(&self, writes: usize) {
-        self.0.allowed.add_permits(writes);
-    }
-
-    fn sink(&self) -> Sink {
-        let memory = self.clone();
-        Sink::new(move |ticket, index, payload: Bytes| {
-            let memory = memory.clone();
-            async move {
-                memory.0.asked.add_permits(1);
-                memory.0.allowed.acquire().await.expect("open").forget();
-                let mut tickets = memory.0.tickets.lock().expect("not poisoned");
-                let block = tickets.get_mut(&ticket).and_then(|missing| missing.get_mut(&index)).ok_or(Refused)?;
-                if block.is_some() || payload.len() != BLOCK_BYTES {
-                    return Err(Refused);
-                }
-                *block = Some(payload);
-                Ok(())
-            }
-        })
-    }
-}
-
-/// A transport and a receiver that it reaches.
-struct Rig {
-    transport: Box<dyn Transport>,
-    address: String,
-    memory: Memory,
-    disconnect: Box<dyn FnOnce() + Send>,
-}
-
-impl Rig {
-    fn open(&self, ticket: u64) -> Push {
-        self.transport.open(&self.address, ticket).expect("the address is valid")
-    }
-
-    /// Sends one block and waits until it has landed.
-    async fn send(&self, ticket: u64, index: u32, payload: Bytes) -> Result<(), TransferError> {
-        let mut push = self.open(ticket);
-        push.send(index, payload).await?;
-        push.finish().await
-    }
-}
-
-fn loopback() -> Rig {
-    let (transport, memory) = (Loopback::default(), Memory::new());
-    let address = "decode-0".to_owned();
-    let reachable = transport.add(&address, memory.sink());
-    Rig { transport: Box::new(transport), address, memory, disconnect: Box::new(move || drop(reachable)) }
-}
-
-fn tcp() -> Rig {
-    let memory = Memory::new();
-    // A runtime of its own: shut down, it closes every connection, as a process that dies does.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.set_nonblocking(true).expect("a socket");
-    let address = listener.local_addr().expect("bound").to_string();
-    let service = TransferService::server(memory.sink());
-    runtime.spawn(async move {
-        let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime");
-        let incoming = tandem_proto::link::incoming(listener);
-        tandem_proto::link::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
-    });
-    let runtime = RuntimeGuard(Some(runtime));
-    Rig { transport: Box::new(Tcp::default()), address, memory, disconnect: Box::new(move || drop(runtime)) }
-}
-
-struct RuntimeGuard(Option<tokio::runtime::Runtime>);
-
-impl Drop for RuntimeGuard {
-    fn drop(&mut self) {
-        self.0.take().expect("dropped once").shutdown_background();
-    }
-}
-
-fn block(index: u32) -> Bytes {
-    let mut state = u64::from(index) * 2 + 1;
-    let mut bytes = Vec::with_capacity(BLOCK_BYTES);
-    while bytes.len() < BLOCK_BYTES {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        bytes.extend((state >> 11).to_le_bytes());
-    }
-    bytes.into()
-}
+use rig::*;
+use tandem_transfer::{Tcp, TransferError, Transport};
 
 async fn all_blocks_land_bit_equal_in_any_order(rig: Rig) {
     for (ticket, order) in [(1, [0, 1, 2, 3, 4, 5]), (2, [5, 4, 3, 2, 1, 0]), (3, [3, 0, 5, 1, 4, 2])] {
@@ -347,7 +215,7 @@ macro_rules! conformance {
             $(
                 #[tokio::test]
                 async fn $case() {
-                    tokio::time::timeout(super::SOON, super::$case(super::$transport())).await.expect("it ends");
+                    tokio::time::timeout(super::SOON, super::$case(super::rig::$transport())).await.expect("it ends");
                 }
             )*
         }
@@ -376,6 +244,10 @@ conformance!(loopback, tcp; {
     several_blocks_wait_to_be_written_at_a_time,
     finish_waits_for_the_last_block_to_land,
     what_was_sent_lands_while_the_sender_waits_and_a_broken_push_says_so,
+    a_late_write_is_refused_and_harms_nobody,
+    a_spent_ticket_is_not_used_again,
+    a_push_may_be_dropped_at_every_step,
+    a_thousand_interleavings_keep_what_is_promised,
 });
 
 #[test]

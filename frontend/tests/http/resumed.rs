@@ -1,0 +1,194 @@
+//! Generations whose worker is lost after the first token: others go on, and the client does not notice.
+
+use crate::support::*;
+use hyper::StatusCode;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tandem_proto::v1::{
+    AttemptFailed, Generated, PrefillReleased, Reason, Tokens, finished::FinishReason, generate_reply, route_reply,
+    route_request::Message as RouteMessage,
+};
+use tonic::Status;
+
+fn generated(sample: u32, text: &[u8]) -> Generated {
+    Generated { sample, tokens: text.iter().map(|byte| (*byte).into()).collect() }
+}
+
+fn text(events: &[Value], pointer: &str, choice: u64) -> String {
+    let choices = events.iter().flat_map(|event| event["choices"].as_array().expect("choices"));
+    choices.filter(|of| of["index"] == choice).filter_map(|of| of.pointer(pointer)?.as_str()).collect()
+}
+
+fn lost(instance_id: &str, reason: Reason, generated_tokens: u32) -> Told {
+    Told::Message(RouteMessage::Failed(AttemptFailed {
+        instance_id: instance_id.to_owned(),
+        reason: reason.into(),
+        generated_tokens,
+    }))
+}
+
+#[tokio::test]
+async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
+    let mut cluster = Cluster::start().await;
+    cluster.place(cluster.remote(0, 16));
+    cluster.place(cluster.remote(9, 16));
+    let options = json!({ "stream": true, "stream_options": { "include_usage": true }, "max_tokens": 9 });
+    let reply = cluster.ask(CHAT, chat(options));
+    let first = cluster.call().await;
+    assert!(first.request.generated.is_empty());
+    first.begin(Some(16)).await;
+    // Half of a character, and a character that is whole.
+    first.say(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
+    let before = first.request.clone();
+    first.break_off(Status::unavailable("killed")).await;
+    let second = cluster.call().await;
+    assert_eq!((second.request.attempt, second.request.samples), (2, 1));
+    assert_eq!(second.request.generated, [generated(0, &"aé".as_bytes()[..2])]);
+    assert_eq!((&second.request.prompt, &second.request.sampling), (&before.prompt, &before.sampling));
+    // The second attempt finds more in its cache: nobody's business.
+    second.begin(Some(32)).await;
+    second.say(tokens(0, &"aé".as_bytes()[2..])).await;
+    second.say(generate_reply::Message::Failure(failure(Reason::Engine, "d0-instance"))).await;
+    let third = cluster.call().await;
+    assert_eq!((third.request.attempt, &third.request.generated), (3, &vec![generated(0, "aé".as_bytes())]));
+    third.begin(None).await;
+    third.say(tokens(0, b"!")).await;
+    third.say(finished(0, FinishReason::Stop, Some(7))).await;
+    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    assert!(done);
+    assert_eq!(text(&events, "/delta/content", 0), "aé!");
+    assert_eq!(events.iter().filter(|event| event["choices"][0]["delta"]["role"].is_string()).count(), 1);
+    let last = events.last().expect("there is one");
+    assert_eq!(last["usage"]["completion_tokens"], 5, "each token once, the stop token too");
+    assert_eq!(
+        last["usage"]["prompt_tokens_details"]["cached_tokens"], 16,
+        "the number of the attempt that brought the first token"
+    );
+    assert_eq!(last["tandem"]["migrations"], 2);
+    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
+    let released = |cached_tokens| Told::Message(RouteMessage::PrefillReleased(PrefillReleased { cached_tokens }));
+    assert_eq!(cluster.told().await, released(Some(16)));
+    assert_eq!(cluster.told().await, lost("d0-instance", Reason::Unspecified, 2));
+    assert_eq!(cluster.told().await, released(None), "a longer prompt is not held against what was foreseen");
+    assert_eq!(cluster.told().await, lost("d0-instance", Reason::Engine, 3));
+    assert_eq!(cluster.told().await, released(None));
+    assert_eq!(cluster.told().await, Told::Closed);
+    cluster.counted("tandem_frontend_migrations_total 2").await;
+    cluster.counted("tandem_frontend_request_cached_tokens_count 1").await;
+    cluster.counted("tandem_frontend_request_cached_tokens_sum 16").await;
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+}
+
+#[tokio::test]
+async fn samples_that_ended_are_not_resumed_and_logprobs_go_on() {
+    let mut cluster = Cluster::start().await;
+    let options = json!({ "n": 3, "logprobs": 1, "stop": ["STOP"], "max_tokens": 20 });
+    let reply = cluster.ask(COMPLETIONS, completion("p".into(), options));
+    let first = cluster.call().await;
+    first.begin(Some(0)).await;
+    let likely_tokens = |sample, bytes| generate_reply::Message::Tokens(Tokens { sample, tokens: likely(bytes) });
+    first.say(likely_tokens(0, b"xyz")).await;
+    first.say(finished(0, FinishReason::Length, None)).await;
+    first.say(likely_tokens(1, b"abSTO")).await;
+    // Ended here, whatever its worker still computes.
+    first.say(likely_tokens(2, b"cSTOPd")).await;
+    first.break_off(Status::unavailable("killed")).await;
+    let second = cluster.call().await;
+    assert_eq!((second.request.samples, &second.request.generated), (3, &vec![generated(1, b"abSTO")]));
+    second.begin(Some(0)).await;
+    second.say(likely_tokens(1, b"Nq")).await;
+    second.say(finished(1, FinishReason::Length, None)).await;
+    let (status, body) = soon(reply).await.expect("the client lives").json().await;
+    assert_eq!(status, StatusCode::OK);
+    let choice = |index: usize, key: &str| body["choices"][index][key].clone();
+    assert_eq!([0, 1, 2].map(|index| choice(index, "text")), ["xyz", "abSTONq", "c"]);
+    assert_eq!([0, 1, 2].map(|index| choice(index, "finish_reason")), ["length", "length", "stop"]);
+    assert_eq!(body["choices"][1]["logprobs"]["text_offset"], json!([0, 1, 2, 3, 4, 5, 6]));
+    assert_eq!(body["usage"]["completion_tokens"], 3 + 7 + 5);
+}
+
+#[tokio::test]
+async fn a_prompts_logprobs_are_told_once() {
+    let mut cluster = Cluster::start().await;
+    let options = json!({ "echo": true, "logprobs": 1, "max_tokens": 2, "stream": true });
+    let reply = cluster.ask(COMPLETIONS, completion("p".into(), options));
+    let first = cluster.call().await;
+    first.begin(Some(0)).await;
+    let mut own = likely(b"p");
+    (own[0].logprob, own[0].top) = (None, Vec::new());
+    first.say(prompt_logprobs(own)).await;
+    first.break_off(Status::unavailable("killed before a token")).await;
+    let second = cluster.call().await;
+    assert_eq!((second.request.prompt_logprobs, &second.request.generated), (None, &vec![generated(0, b"")]));
+    second.begin(Some(0)).await;
+    second.say(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ab") })).await;
+    second.say(finished(0, FinishReason::Length, None)).await;
+    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    assert!(done);
+    assert_eq!(text(&events, "/text", 0), "pab");
+}
+
+#[tokio::test]
+async fn resuming_is_bounded_and_ends_with_an_event() {
+    let mut cluster = Cluster::with(|settings| settings.resumes = 2).await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    for _ in 0..3 {
+        let call = cluster.call().await;
+        call.begin(Some(0)).await;
+        call.say(tokens(0, b"a")).await;
+        call.break_off(Status::unavailable("killed")).await;
+    }
+    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
+    cluster.routes_closed(1).await;
+    assert!(cluster.no_call());
+
+    // Each time there are as many attempts as before a first token; when they fail, the loss is told and not their failures.
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"a")).await;
+    call.break_off(Status::unavailable("killed")).await;
+    for _ in 0..3 {
+        cluster.call().await.say(generate_reply::Message::Failure(failure(Reason::Full, ""))).await;
+    }
+    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
+    cluster.routes_closed(1).await;
+    assert!(cluster.no_call());
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"a")).await;
+    cluster.place(route_reply::Message::Failure(failure(Reason::Full, "")));
+    call.break_off(Status::unavailable("killed")).await;
+    let (events, _) = soon(reply).await.expect("the client lives").events().await;
+    assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "nobody is left");
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+}
+
+#[tokio::test]
+async fn a_worker_that_says_nothing_costs_one_attempt_and_not_the_whole_wait() {
+    let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
+    let reply = cluster.ask(CHAT, chat(json!({})));
+    let hung = cluster.call().await;
+    assert_eq!(hung.request.start_within_ms, Some(50), "the worker may say first who is late");
+    hung.closed().await;
+    let second = cluster.call().await;
+    // A prefill that has begun takes its time.
+    second.say(scheduled(Some(0))).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    second.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
+    assert_eq!(cluster.told().await, lost("d0-instance", Reason::Timeout, 0));
+    // The last attempt may take what is left of the first token's limit.
+    let reply = cluster.ask(CHAT, chat(json!({})));
+    for _ in 0..2 {
+        cluster.call().await.say(generate_reply::Message::Failure(failure(Reason::Timeout, ""))).await;
+    }
+    let last = cluster.call().await;
+    assert_eq!(last.request.start_within_ms, None);
+    last.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+}

@@ -1,0 +1,37 @@
+//! Equal prompts that come together.
+
+use anyhow::Result;
+use serde_json::json;
+use tandem::settings::{PrefillPlace, UpSettings};
+use tandem_tests::{Client, Endpoint, prose, sim_settings, start};
+
+/// 32 equal prompts of 4,000 tokens, with 4 prefill workers to scatter over.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_burst_of_equal_prompts_is_computed_at_most_twice() -> Result<()> {
+    const PROMPT_TOKENS: u64 = 4_000;
+    let mut settings = UpSettings { prefill: PrefillPlace::Remote, prefill_workers: 4, ..sim_settings() };
+    settings.sim.sim_speedup = 4.0;
+    let block_size = u64::from(settings.block_size);
+    let cluster = start(settings).await?;
+    let mut text = prose("burst", 2_000);
+    text.truncate(PROMPT_TOKENS as usize);
+    let request = Endpoint::Completions.request(&cluster.model_id(), &text, json!({ "max_tokens": 4, "temperature": 0 }));
+    let mut asking = tokio::task::JoinSet::new();
+    for _ in 0..32 {
+        let (client, request) = (Client::new(cluster.frontend()), request.clone());
+        asking.spawn(async move { client.ask(Endpoint::Completions.path(), &request).await });
+    }
+    let (mut computed, mut texts) = (0, std::collections::BTreeSet::new());
+    while let Some(answer) = asking.join_next().await {
+        let answer = answer??;
+        assert_eq!((answer.status, answer.usage("/prompt_tokens")), (200, PROMPT_TOKENS), "{answer:?}");
+        computed += PROMPT_TOKENS - answer.cached_tokens();
+        texts.insert(answer.text(0));
+    }
+    assert_eq!(texts.len(), 1, "one prompt, one answer");
+    // Beside the prompt itself each computes what is left of it after its full blocks.
+    assert!(computed <= 2 * PROMPT_TOKENS + 32 * block_size, "{computed} tokens were computed");
+    cluster.assert_idle().await?;
+    cluster.stop().await;
+    Ok(())
+}

@@ -1,0 +1,184 @@
+//! Workers that die or hang while a frontend and a router serve clients from them: every answer is what it would have been.
+
+use crate::harness::{SOON, Setup, Worker};
+use serde_json::{Value, json};
+use std::{net::SocketAddr, time::Duration};
+use tandem_engine::sim::SimSettings;
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::{
+    link::{PING_INTERVAL, PING_TIMEOUT},
+    v1::{WorkersRequest, router_client::RouterClient},
+};
+use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_tests::{Answer, Client, Endpoint, prose};
+use tokio::{net::TcpListener, task::JoinSet, time::Instant};
+
+struct Cluster {
+    prefills: Vec<Worker>,
+    decodes: Vec<Worker>,
+    frontend: SocketAddr,
+    router: String,
+    shutdown: Shutdown,
+}
+
+impl Cluster {
+    async fn start(speedup: f64, prefill: PrefillPlace) -> Self {
+        let setup = Setup { sim: SimSettings { speedup, ..Default::default() }, ..Setup::default() };
+        let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
+        for _ in 0..2 {
+            prefills.push(Worker::prefill(&setup).await);
+            decodes.push(Worker::decode(&setup).await);
+        }
+        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+        let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a free port") };
+        let (router_listener, listener) = (bind().await, bind().await);
+        let address = |listener: &TcpListener| listener.local_addr().expect("bound");
+        let (router, frontend) = (address(&router_listener).to_string(), address(&listener));
+        let workers = prefills.iter().chain(&decodes).map(|worker| worker.address.clone()).collect();
+        let settings = RouterSettings { workers, prefill, ..Default::default() };
+        let (told, stop) = (metrics.clone(), shutdown.clone());
+        shutdown.track(async move { tandem_router::run(router_listener, settings, told, stop).await.expect("it routes") });
+        let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
+        let (told, stop) = (metrics, shutdown.clone());
+        shutdown.track(async move { tandem_frontend::run(listener, settings, told, stop).await.expect("it serves") });
+        let cluster = Self { prefills, decodes, frontend, router, shutdown };
+        cluster.members(4).await;
+        cluster
+    }
+
+    /// Waits until the router has so many workers, and no bookings.
+    async fn members(&self, count: usize) {
+        let waiting = async {
+            loop {
+                if let Ok(mut router) = RouterClient::connect(format!("http://{}", self.router)).await {
+                    let view = router.workers(WorkersRequest {}).await.expect("it answers").into_inner();
+                    if view.workers.len() == count && view.bookings == 0 {
+                        return;
+                    }
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(SOON, waiting).await.expect("the router sees its workers and lets go of bookings");
+    }
+
+    fn client(&self) -> Client {
+        Client::new(self.frontend)
+    }
+
+    fn ask_all(&self, requests: &[Value]) -> JoinSet<(usize, Answer)> {
+        let mut asking = JoinSet::new();
+        for (number, request) in requests.iter().cloned().enumerate() {
+            let client = self.client();
+            asking.spawn(async move {
+                let path = Endpoint::Completions.path();
+                (number, client.ask(path, &request).await.expect("every request has an answer"))
+            });
+        }
+        asking
+    }
+
+    /// Texts of all samples, and tokens.
+    async fn answers(&self, mut asking: JoinSet<(usize, Answer)>) -> Vec<(Vec<String>, u64)> {
+        let mut answers = Vec::new();
+        while let Some(answer) = tokio::time::timeout(SOON, asking.join_next()).await.expect("answers come") {
+            let (number, answer) = answer.expect("no panic");
+            assert!(answer.status == 200 && answer.done, "request {number}: {answer:?}");
+            let texts = (0..2).map(|sample| answer.text(sample)).collect();
+            answers.push((number, (texts, answer.usage("/completion_tokens"))));
+        }
+        answers.sort_unstable();
+        answers.into_iter().map(|(_, answer)| answer).collect()
+    }
+
+    async fn counted(&self, name: &str, at_least: f64) {
+        let counting = async {
+            while self.client().metric(name, "").await.expect("it answers") < at_least {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(SOON, counting).await.unwrap_or_else(|_| panic!("{name} does not come to {at_least}"));
+    }
+
+    async fn stop(self) {
+        self.shutdown.run(Duration::ZERO).await;
+    }
+}
+
+fn requests(count: usize, prompt_tokens: usize, max_tokens: u32) -> Vec<Value> {
+    let request = |number: usize| {
+        let sampling = match number % 4 {
+            0 => json!({ "temperature": 0 }),
+            1 => json!({ "seed": number, "n": 2 }),
+            2 => json!({ "seed": number, "frequency_penalty": 0.8, "presence_penalty": 0.3, "logit_bias": { "97": 2 } }),
+            _ => json!({ "temperature": 0, "min_tokens": max_tokens / 2, "stop": ["te"] }),
+        };
+        let mut request = Endpoint::Completions.request("sim", &prose(&number.to_string(), prompt_tokens / 6), sampling);
+        request["max_tokens"] = max_tokens.into();
+        request["ignore_eos"] = (number % 4 != 3).into();
+        request["stream"] = true.into();
+        request["stream_options"] = json!({ "include_usage": true });
+        request
+    };
+    (0..count).map(request).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decode_worker_that_dies_in_the_middle_of_streams_changes_no_answer() {
+    for place in [PrefillPlace::Remote, PrefillPlace::Local] {
+        let mut cluster = Cluster::start(10.0, place).await;
+        let requests = requests(16, 300, 600);
+        let expected = cluster.answers(cluster.ask_all(&requests)).await;
+        assert_eq!(cluster.client().metric("tandem_frontend_migrations_total", "").await.expect("it answers"), 0.0);
+        let asking = cluster.ask_all(&requests);
+        // All have begun.
+        cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
+        cluster.decodes[0].kill();
+        assert!(cluster.answers(asking).await == expected, "{place:?}: an answer is another");
+        cluster.counted("tandem_frontend_migrations_total", 1.0).await;
+        cluster.counted("tandem_frontend_request_cached_tokens_count", 32.0).await;
+        // Nothing fails afterwards, and nothing is held.
+        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected);
+        cluster.members(3).await;
+        cluster.decodes[1].idle().await;
+        cluster.prefills[0].idle().await;
+        cluster.prefills[1].idle().await;
+        cluster.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_worker_that_dies_in_the_middle_of_prompts_changes_no_answer() {
+    let mut cluster = Cluster::start(2.0, PrefillPlace::Remote).await;
+    let requests = requests(12, 3_000, 20);
+    let asking = cluster.ask_all(&requests);
+    cluster.prefills[0].until(|load| load.running_sequences > 0).await;
+    cluster.prefills[0].kill();
+    let answers = cluster.answers(asking).await;
+    cluster.counted("tandem_frontend_attempts_failed_total", 1.0).await;
+    assert!(cluster.answers(cluster.ask_all(&requests)).await == answers, "nothing fails afterwards");
+    cluster.members(3).await;
+    cluster.decodes[0].idle().await;
+    cluster.decodes[1].idle().await;
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decode_worker_that_hangs_is_left_within_the_keep_alive_limit() {
+    let mut cluster = Cluster::start(1.0, PrefillPlace::Local).await;
+    let requests = requests(8, 100, 100);
+    let expected = cluster.answers(cluster.ask_all(&requests)).await;
+    let asking = cluster.ask_all(&requests);
+    cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 16.0).await;
+    let hung = Instant::now();
+    let awake = cluster.decodes[0].hang();
+    assert!(cluster.answers(asking).await == expected, "an answer is another");
+    let limit = PING_INTERVAL + PING_TIMEOUT + Duration::from_secs(5);
+    assert!(hung.elapsed() < limit, "it took {:?}", hung.elapsed());
+    cluster.counted("tandem_frontend_migrations_total", 1.0).await;
+    drop(awake);
+    cluster.decodes[0].idle().await;
+    cluster.decodes[1].idle().await;
+    cluster.stop().await;
+}

@@ -1,0 +1,292 @@
+//! What goes wrong on the way, in every order.
+
+use crate::rig::*;
+use bytes::Bytes;
+use futures::{FutureExt, future::join_all};
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    pin::Pin,
+    time::Duration,
+};
+use tandem_proto::{
+    link,
+    v1::{
+        PushReply, PushRequest,
+        transfer_server::{Transfer, TransferServer},
+    },
+};
+use tandem_transfer::{Tcp, TransferError, Transport};
+use tokio::net::{TcpListener, TcpStream};
+use tonic::{Request, Response, Status, Streaming};
+
+pub async fn a_late_write_is_refused_and_harms_nobody(rig: Rig) {
+    rig.memory.give_out(TICKET, 0..4);
+    rig.memory.hold();
+    let mut late = rig.open(TICKET);
+    late.send(0, block(0)).await.expect("it is missing");
+    let mut finish = late.finish().boxed();
+    let asked = tokio::select! {
+        asked = rig.memory.0.asked.acquire() => asked,
+        _ = &mut finish => panic!("nothing has been written"),
+    };
+    asked.expect("open").forget();
+    // The write is on its way into the memory when its ticket goes, and the place is somebody else's.
+    assert!(rig.memory.revoke(TICKET).is_empty());
+    rig.memory.give_out(TICKET + 1, 0..4);
+    rig.memory.release(8);
+    assert!(matches!(finish.await, Err(TransferError::Refused(_))));
+    rig.send(TICKET + 1, 1, block(1)).await.expect("the next transfer is not harmed");
+    let landed = rig.memory.revoke(TICKET + 1);
+    assert!(landed.len() == 1 && landed[&1] == block(1), "nothing of the late write is there");
+}
+
+pub async fn a_spent_ticket_is_not_used_again(rig: Rig) {
+    rig.memory.give_out(TICKET, 0..2);
+    for index in 0..2 {
+        rig.send(TICKET, index, block(index)).await.expect("it is missing");
+    }
+    for index in 0..3 {
+        assert!(matches!(rig.send(TICKET, index, block(9)).await, Err(TransferError::Refused(_))));
+    }
+    let landed = rig.memory.revoke(TICKET);
+    assert!(landed.len() == 2 && landed.iter().all(|(index, payload)| *payload == block(*index)));
+    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "nor after its end");
+}
+
+/// After so many polls of a transfer of three blocks, in whatever it is doing then.
+pub async fn a_push_may_be_dropped_at_every_step(rig: Rig) {
+    let mut polls = 0;
+    for ticket in 1.. {
+        rig.memory.give_out_for(SMALL, ticket, 0..3);
+        let mut transfer = Box::pin(async {
+            let mut push = rig.open(ticket);
+            for index in 0..3 {
+                push.send(index, content(ticket, index)).await?;
+            }
+            push.finish().await
+        });
+        let mut left = polls;
+        let whole = std::future::poll_fn(|context| {
+            if left == 0 {
+                return std::task::Poll::Ready(None);
+            }
+            left -= 1;
+            transfer.as_mut().poll(context).map(Some)
+        })
+        .await;
+        drop(transfer);
+        let landed = rig.memory.revoke(ticket);
+        assert!(landed.iter().all(|(index, payload)| *payload == content(ticket, *index)), "what landed is whole");
+        match whole {
+            None => polls += 1,
+            Some(result) => {
+                result.expect("nobody broke it off");
+                assert_eq!(landed.len(), 3);
+                return;
+            }
+        }
+    }
+}
+
+const SMALL: usize = 64;
+
+/// Says which block of which ticket it is.
+fn content(ticket: u64, index: u32) -> Bytes {
+    let seed = ((ticket << 32) | u64::from(index)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (0..SMALL as u64).map(|place| (seed.rotate_left(place as u32) >> 7) as u8).collect::<Vec<u8>>().into()
+}
+
+/// Numbers of a seed (Knuth's constants).
+struct Numbers(Cell<u64>);
+
+impl Numbers {
+    fn below(&self, bound: usize) -> usize {
+        self.0.set(self.0.get().wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407));
+        (self.0.get() >> 33) as usize % bound
+    }
+
+    async fn pause(&self) {
+        for _ in 0..self.below(6) {
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    None,
+    WrongTicket,
+    NotMissing,
+    Twice,
+    Short,
+    Dropped,
+}
+
+/// One sender of an interleaving: its blocks, and what it does wrong at one of them.
+#[derive(Debug)]
+struct Sender {
+    ticket: u64,
+    indices: Vec<u32>,
+    fault: Fault,
+    at: usize,
+}
+
+impl Sender {
+    /// `None`: it left by itself.
+    async fn run(&self, rig: &Rig, numbers: &Numbers) -> Option<Result<(), TransferError>> {
+        let Self { ticket, fault, .. } = *self;
+        let mut push = rig.open(if fault == Fault::WrongTicket { ticket ^ (1 << 40) } else { ticket });
+        for (place, index) in self.indices.iter().copied().enumerate() {
+            numbers.pause().await;
+            let bad = match fault {
+                _ if place != self.at => None,
+                Fault::None | Fault::WrongTicket => None,
+                Fault::NotMissing => Some((index + 1_000, content(ticket, index))),
+                Fault::Twice => Some((index, content(ticket, index))),
+                Fault::Short => Some((index, content(ticket, index).slice(1..))),
+                Fault::Dropped => return None,
+            };
+            for (index, payload) in bad.into_iter().chain([(index, content(ticket, index))]) {
+                if let Err(error) = push.send(index, payload).await {
+                    return Some(Err(error));
+                }
+            }
+        }
+        numbers.pause().await;
+        Some(push.finish().await)
+    }
+}
+
+pub async fn a_thousand_interleavings_keep_what_is_promised(rig: Rig) {
+    for seed in 0..1_000_u64 {
+        let numbers = Numbers(Cell::new(seed));
+        let tickets = [seed * 4 + 1, seed * 4 + 2];
+        let mut senders = Vec::new();
+        for ticket in tickets {
+            let blocks = 1 + numbers.below(10) as u32;
+            rig.memory.give_out_for(SMALL, ticket, 0..blocks);
+            // Two senders share a ticket's blocks.
+            let (even, odd): (Vec<u32>, Vec<u32>) = (0..blocks).partition(|index| index % 2 == 0);
+            for mut indices in [even, odd] {
+                let rotation = numbers.below(indices.len().max(1));
+                indices.rotate_left(rotation);
+                let faults =
+                    [Fault::None, Fault::None, Fault::WrongTicket, Fault::NotMissing, Fault::Twice, Fault::Short, Fault::Dropped];
+                let (fault, at) = (faults[numbers.below(faults.len())], numbers.below(indices.len().max(1)));
+                senders.push(Sender { ticket, indices, fault, at });
+            }
+        }
+        let revoked: RefCell<BTreeMap<u64, BTreeMap<u32, Bytes>>> = RefCell::default();
+        let revoking = async {
+            if numbers.below(2) == 0 {
+                for _ in 0..numbers.below(12) {
+                    numbers.pause().await;
+                }
+                revoked.borrow_mut().insert(tickets[0], rig.memory.revoke(tickets[0]));
+            }
+        };
+        let (ends, ()) = tokio::join!(join_all(senders.iter().map(|sender| sender.run(&rig, &numbers))), revoking);
+        let early = revoked.borrow().contains_key(&tickets[0]);
+        let mut landed = revoked.into_inner();
+        for ticket in tickets {
+            landed.entry(ticket).or_insert_with(|| rig.memory.revoke(ticket));
+        }
+        for (ticket, blocks) in &landed {
+            for (index, payload) in blocks {
+                assert!(*payload == content(*ticket, *index), "seed {seed}: block {index} of {ticket} is not its own");
+            }
+        }
+        for (sender, end) in senders.iter().zip(ends) {
+            let of_revoked = early && sender.ticket == tickets[0];
+            let whole = sender.indices.iter().all(|index| landed[&sender.ticket].contains_key(index));
+            let harmless = matches!(sender.fault, Fault::None) || sender.indices.is_empty();
+            match end {
+                Some(Ok(())) => assert!(harmless && (whole || of_revoked), "seed {seed}: {sender:?} was told that all is there"),
+                Some(Err(TransferError::Refused(_))) => {
+                    assert!(!harmless || of_revoked, "seed {seed}: {sender:?} was refused");
+                }
+                Some(Err(error)) => panic!("seed {seed}: {sender:?}: {error}"),
+                None => assert_eq!(sender.fault, Fault::Dropped, "seed {seed}"),
+            }
+            if sender.fault == Fault::WrongTicket {
+                assert!(sender.indices.iter().all(|index| !landed[&sender.ticket].contains_key(index)), "seed {seed}");
+            }
+        }
+    }
+}
+
+/// Takes all blocks and says that one fewer has landed.
+struct Losing;
+
+#[tonic::async_trait]
+impl Transfer for Losing {
+    async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
+        let (mut requests, mut landed_blocks) = (request.into_inner(), 0);
+        while requests.message().await?.is_some() {
+            landed_blocks += 1;
+        }
+        Ok(Response::new(PushReply { landed_blocks: landed_blocks - 1 }))
+    }
+}
+
+#[tokio::test]
+async fn a_block_that_was_lost_is_noticed() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let serving = link::server().add_service(TransferServer::new(Losing)).serve_with_incoming(link::incoming(listener));
+    let pushing = async {
+        let mut push = Tcp::default().open(&address, TICKET).expect("an address");
+        for index in 0..3 {
+            push.send(index, block(index)).await.expect("it is taken");
+        }
+        push.finish().await
+    };
+    tokio::select! {
+        served = serving => panic!("it ends: {served:?}"),
+        ended = tokio::time::timeout(SOON, pushing) => {
+            assert!(matches!(ended.expect("it ends"), Err(TransferError::Gone(_))), "two of three are not all");
+        }
+    }
+}
+
+/// Passes on so many bytes to the receiver, and then nothing in either direction: a cable that was cut.
+async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
+    let (mut from, _) = listener.accept().await.expect("the sender connects");
+    let mut to = TcpStream::connect(receiver).await.expect("the receiver listens");
+    let ((mut from_read, mut from_write), (mut to_read, mut to_write)) = (from.split(), to.split());
+    let mut limited = Pin::new(&mut from_read);
+    let mut limited = tokio::io::AsyncReadExt::take(&mut limited, bytes);
+    let there = tokio::io::copy(&mut limited, &mut to_write);
+    let back = tokio::io::copy(&mut to_read, &mut from_write);
+    tokio::select! {
+        _ = there => {}
+        _ = back => {}
+    }
+    std::future::pending().await
+}
+
+#[tokio::test]
+async fn a_way_that_falls_silent_is_noticed_within_the_keep_alive_limit() {
+    let rig = tcp();
+    rig.memory.give_out(TICKET, 0..20);
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let pushing = async {
+        let mut push = Tcp::default().open(&address, TICKET).expect("an address");
+        for index in 0..20 {
+            push.send(index, block(index)).await?;
+        }
+        push.finish().await
+    };
+    let limit = link::PING_INTERVAL + link::PING_TIMEOUT + Duration::from_secs(5);
+    tokio::select! {
+        () = cable(listener, &rig.address, 3 << 20) => {}
+        ended = tokio::time::timeout(limit, pushing) => {
+            assert!(matches!(ended.expect("within the limit"), Err(TransferError::Gone(_))));
+        }
+    }
+    let landed = rig.memory.revoke(TICKET);
+    assert!(!landed.is_empty() && landed.len() < 20);
+    assert!(landed.iter().all(|(index, payload)| *payload == block(*index)), "what landed is whole");
+}
