@@ -66,25 +66,23 @@ type Accepted = (JobId, mpsc::UnboundedReceiver<Event>);
 impl EngineHandle {
     /// Starts the thread.
     pub fn start(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
-        let (handle, driver) = Self::new(engine, settings);
+        let (handle, driving) = Self::driven(engine, settings);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .build()
             .expect("a runtime without I/O needs nothing from the system");
         std::thread::Builder::new()
             .name("tandem-engine".to_owned())
-            .spawn(move || runtime.block_on(driver.run()))
+            .spawn(move || runtime.block_on(driving))
             .expect("the system can start a thread");
         handle
     }
 
-    /// Drives the engine in a task of the current runtime, under a test's paused time.
-    #[cfg(test)]
-    #[expect(clippy::disallowed_methods, reason = "the test's runtime ends it")]
-    fn start_in_task(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
+    /// What the thread does, for the caller to drive: so simulated engines run under a test's paused time. It ends when the last
+    /// handle and job are gone.
+    pub fn driven(engine: Box<dyn Engine>, settings: EngineSettings) -> (Self, impl Future<Output = ()> + Send) {
         let (handle, driver) = Self::new(engine, settings);
-        tokio::spawn(driver.run());
-        handle
+        (handle, driver.run())
     }
 
     fn new(engine: Box<dyn Engine>, settings: EngineSettings) -> (Self, Driver) {
@@ -353,7 +351,14 @@ mod tests {
     const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 64, batch_max: 16, queue_max: 64, prefix_caching: true };
 
     fn start() -> EngineHandle {
-        EngineHandle::start_in_task(Box::new(SimEngine::new(SimSettings::default())), SETTINGS)
+        start_engine(SimEngine::new(SimSettings::default()))
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "the test's runtime ends it")]
+    fn start_engine(engine: impl Engine) -> EngineHandle {
+        let (handle, driving) = EngineHandle::driven(Box::new(engine), SETTINGS);
+        tokio::spawn(driving);
+        handle
     }
 
     fn generate(max_tokens: u32) -> Generate {
@@ -447,8 +452,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
-        let engine = Failing(SimEngine::new(SimSettings::default()));
-        let engine = EngineHandle::start_in_task(Box::new(engine), SETTINGS);
+        let engine = start_engine(Failing(SimEngine::new(SimSettings::default())));
         let mut job = engine.generate(generate(3)).await.expect("it fits");
         let mut last = None;
         while let Some(event) = job.next().await {

@@ -391,6 +391,9 @@ impl Member {
         let measured = |value: f64| (value > 0.0).then_some(value);
         let capacity = u64::from(self.info.capacity_blocks) * u64::from(self.info.block_size);
         let context = if self.info.context_length == 0 { u64::MAX } else { u64::from(self.info.context_length) };
+        let filled = f64::from(self.load.cached_blocks)
+            + f64::from(self.load.in_use_blocks)
+            + self.booked.tokens() as f64 / f64::from(self.info.block_size);
         let sequences = u64::from(self.load.running_sequences) + u64::from(self.load.waiting_requests) + self.booked.sequences();
         Candidate {
             role: self.role,
@@ -398,6 +401,7 @@ impl Member {
             tokens_max: capacity.min(context),
             overlap_blocks,
             predicted_blocks: self.booked.predicted_blocks(hashes, overlap_blocks),
+            cache_filled: (filled / f64::from(self.info.capacity_blocks)).min(1.0),
             queued_tokens: self.load.pending_prefill_tokens.saturating_add(self.booked.tokens()),
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
             block_bytes: self.info.block_bytes,

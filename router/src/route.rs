@@ -47,6 +47,8 @@ pub struct Candidate {
     pub overlap_blocks: u32,
     /// More leading blocks that placed requests are about to compute there.
     pub predicted_blocks: u32,
+    /// The part of its cache that holds something, what placed requests are about to store included; from 0 to 1.
+    pub cache_filled: f64,
     /// Prompt tokens it has still to compute, those of placed requests it has not reported yet included.
     pub queued_tokens: u64,
     /// Sequences it runs, and those it is about to.
@@ -249,13 +251,18 @@ impl FirstToken {
     fn known_blocks(&self, worker: &Candidate) -> u64 {
         if self.caches_count { u64::from(worker.overlap_blocks) + u64::from(worker.predicted_blocks) } else { 0 }
     }
+
+    fn cache_filled(&self, worker: &Candidate) -> f64 {
+        if self.caches_count { worker.cache_filled } else { 0.0 }
+    }
 }
 
 impl Policy for FirstToken {
     fn prefill(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> f64 {
         let rate = worker.prefill_tokens_per_second.unwrap_or(rates.prefill_tokens_per_second);
         let new = worker.new_tokens(question, self.known_blocks(worker)) as f64;
-        (worker.queued_tokens as f64 + new * (1.0 + rates.costs.work_weight)) / rate * 1e3
+        let displaced = new * self.cache_filled(worker) * rates.costs.displaced_weight;
+        (worker.queued_tokens as f64 + new * (1.0 + rates.costs.work_weight) + displaced) / rate * 1e3
     }
 
     fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> f64 {
