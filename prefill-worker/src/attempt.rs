@@ -93,7 +93,12 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
     job.send_blocks(missing_blocks).await;
     let (mut first_block, mut busy, mut bytes) = (None, Duration::ZERO, 0_u64);
     loop {
-        match job.next().await {
+        let event = tokio::select! {
+            biased;
+            event = job.next() => event,
+            error = push.broken() => return Err(error.into()),
+        };
+        match event {
             Some(Event::Block { index, payload }) => {
                 let began = Instant::now();
                 first_block.get_or_insert(began);
@@ -122,6 +127,9 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod overlap;
 
 #[cfg(test)]
 mod tests {

@@ -27,6 +27,10 @@ pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
+/// Bytes in one piece on their way to a server. KV blocks in HTTP/2's smallest frames (16 KiB) cost both sides half as much time
+/// again; larger frames than this hold up the other streams of their connection.
+const REQUESTS_FRAME: u32 = 1 << 20;
+
 /// Bytes on their way to a client, of one stream: tokens and cache events, thousands of messages. It alone bounds what is kept
 /// for a reader that has stopped: all streams together are not bounded (this is HTTP/2's largest window), or those that are not
 /// read would stop the others. HTTP/2's allowance for small messages nobody has read yet grows with that window, too; when it is
@@ -53,6 +57,7 @@ pub fn server() -> Server {
         .http2_keepalive_timeout(Some(PING_TIMEOUT))
         .initial_stream_window_size(REQUESTS_WINDOW)
         .initial_connection_window_size(REQUESTS_CONNECTION_WINDOW)
+        .max_frame_size(REQUESTS_FRAME)
         .http2_max_pending_accept_reset_streams(Some(GIVEN_UP_MAX))
 }
 

@@ -64,6 +64,12 @@ impl Push {
         }
     }
 
+    /// Keeps blocks moving that were sent; returns only when the push ends early. For who waits before sending the next: without
+    /// it the last ones may stay until then. Cancel-safe.
+    pub async fn broken(&mut self) -> TransferError {
+        ended_early(self.moving.as_mut().await)
+    }
+
     /// Returns when every block that was sent has landed.
     pub async fn finish(self) -> Result<(), TransferError> {
         drop(self.blocks);

@@ -328,6 +328,19 @@ async fn finish_waits_for_the_last_block_to_land(rig: Rig) {
     assert_eq!(rig.memory.revoke(TICKET).len(), 2);
 }
 
+async fn what_was_sent_lands_while_the_sender_waits_and_a_broken_push_says_so(rig: Rig) {
+    rig.memory.give_out(TICKET, 0..1);
+    rig.memory.hold();
+    let mut push = rig.open(TICKET);
+    push.send(0, block(0)).await.expect("it is missing");
+    tokio::select! {
+        error = push.broken() => panic!("nothing is wrong: {error:?}"),
+        asked = rig.memory.0.asked.acquire() => asked.expect("open").forget(),
+    }
+    (rig.disconnect)();
+    assert!(matches!(push.broken().await, TransferError::Gone(_)));
+}
+
 macro_rules! conformance {
     ($transport:ident: $($case:ident),* $(,)?) => {
         mod $transport {
@@ -362,6 +375,7 @@ conformance!(loopback, tcp; {
     a_receiver_that_does_not_write_makes_the_sender_wait,
     several_blocks_wait_to_be_written_at_a_time,
     finish_waits_for_the_last_block_to_land,
+    what_was_sent_lands_while_the_sender_waits_and_a_broken_push_says_so,
 });
 
 #[test]

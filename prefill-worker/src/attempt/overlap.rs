@@ -1,0 +1,244 @@
+//! Blocks travel while later chunks compute: a prompt's way to a decode engine, to the millisecond of virtual time.
+
+use super::*;
+use crate::{PrefillWorkerSettings, link::Link};
+use std::sync::{Arc, Mutex};
+use tandem_engine::{
+    EngineHandle, EngineSettings, Generate, KvSource, Sampling, WriteRefused,
+    sim::{SimEngine, SimSettings},
+};
+use tandem_node::{
+    Metrics, Shutdown,
+    worker::{Direction, Requests, WorkerMetrics},
+};
+use tandem_transfer::{Loopback, Refused, Sink, Transport};
+use tokio::{task::JoinSet, time::sleep};
+
+const BLOCK: u32 = 16;
+/// Tokens in a chunk, but where a test says otherwise.
+const CHUNK: u32 = 64;
+const CHUNKS: u32 = 10;
+/// The last token is decode's to compute.
+const PROMPT: u32 = CHUNK * CHUNKS + 1;
+const DECODED: u32 = 24;
+/// Timers are late by less than a millisecond each, one a chunk.
+const LATE: Duration = Duration::from_millis(CHUNKS as u64);
+
+/// How long a chunk of [`CHUNK`] tokens takes.
+#[derive(Clone, Copy)]
+struct Pace {
+    compute_ms: u32,
+    transfer_ms: u32,
+}
+
+impl Pace {
+    fn compute(self, chunks: u32) -> Duration {
+        Duration::from_millis((self.compute_ms * chunks).into())
+    }
+
+    fn transfer(self, chunks: u32) -> Duration {
+        Duration::from_millis((self.transfer_ms * chunks).into())
+    }
+
+    fn engine(self) -> SimEngine {
+        SimEngine::new(SimSettings {
+            prefill_tokens_per_second: f64::from(CHUNK) / f64::from(self.compute_ms) * 1e3,
+            prefill_overhead: Duration::ZERO,
+            kv_bytes_per_token: 1.0,
+            transfer_bytes_per_second: f64::from(CHUNK) / f64::from(self.transfer_ms) * 1e3,
+            ..SimSettings::default()
+        })
+    }
+}
+
+/// A prefill worker, and the engine of a decode worker that it reaches without a network.
+struct Pair {
+    prefill: Worker,
+    decode: EngineHandle,
+    /// When each block landed, by its index in the prompt.
+    landed: Arc<Mutex<Vec<(u32, Instant)>>>,
+    loopback: Loopback,
+    /// What a decode worker of its own makes of the same prompts.
+    alone: EngineHandle,
+    _drivers: JoinSet<()>,
+}
+
+/// How a handoff went, from the submission of the prefill.
+struct Handoff {
+    /// When all KV was there.
+    started: Duration,
+    /// When each block landed, in the order in which they did.
+    landed: Vec<(u32, Duration)>,
+    tokens: Vec<u32>,
+}
+
+impl Handoff {
+    fn landed_by(&self, time: Duration) -> usize {
+        self.landed.iter().filter(|(_, landed)| *landed <= time).count()
+    }
+}
+
+impl Pair {
+    fn start(pace: Pace, chunk_budget: u32) -> Self {
+        let settings = EngineSettings { chunk_budget, batch_max: 16, queue_max: 16, prefix_caching: true };
+        let mut drivers = JoinSet::new();
+        let mut start = || {
+            let (engine, driving) = EngineHandle::driven(Box::new(pace.engine()), settings);
+            drivers.spawn(driving);
+            engine
+        };
+        let (engine, decode, alone, loopback) = (start(), start(), start(), Loopback::default());
+        let metrics = Arc::new(WorkerMetrics::new(&Metrics::default(), "prefill-0"));
+        let prefill = Worker {
+            instance_id: "instance".to_owned(),
+            sent: metrics.transfer(loopback.name(), Direction::Sent),
+            link: Link::new(engine.info().simulated_block_transfer),
+            engine,
+            settings: PrefillWorkerSettings {
+                worker_id: "prefill-0".to_owned(),
+                model: "sim".to_owned(),
+                revision: "1".to_owned(),
+                report_cached_tokens: true,
+                ticket_wait: Duration::from_secs(10),
+            },
+            metrics,
+            transport: Box::new(loopback.clone()),
+            requests: Requests::new(Shutdown::default()),
+        };
+        Self { prefill, decode, landed: Arc::default(), loopback, alone, _drivers: drivers }
+    }
+
+    /// Computes a prompt on one side and continues it on the other, whose ticket comes after `ticket_after`.
+    async fn handoff(&self, prompt: Vec<u32>, ticket_after: Duration) -> Handoff {
+        let (engine, landed) = (self.decode.clone(), self.landed.clone());
+        let _reachable = self.loopback.add(
+            "decode",
+            Sink::new(move |ticket, index, payload| {
+                let (engine, landed) = (engine.clone(), landed.clone());
+                async move {
+                    engine.write_block(ticket, index, payload).await.map_err(|WriteRefused| Refused)?;
+                    landed.lock().expect("no test panics with the lock").push((index, Instant::now()));
+                    Ok(())
+                }
+            }),
+        );
+        let submitted = Instant::now();
+        let job = self.submit(prompt.clone()).await;
+        sleep(ticket_after).await;
+        let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
+        let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
+        let ticket = Ticket { ticket, address: "decode".to_owned(), missing_blocks };
+        let (sent, started) = tokio::join!(send(&self.prefill, job, ticket), async {
+            assert!(matches!(continued.next().await, Some(Event::Started(_))));
+            submitted.elapsed()
+        });
+        sent.expect("all is sent");
+        let landed = std::mem::take(&mut *self.landed.lock().expect("no test panics with the lock"));
+        Handoff {
+            started,
+            landed: landed.into_iter().map(|(index, landed)| (index, landed - submitted)).collect(),
+            tokens: tokens(continued).await,
+        }
+    }
+
+    /// Computes a prompt that nobody continues.
+    async fn prefill_alone(&self, prompt: Vec<u32>) {
+        let mut job = self.submit(prompt).await;
+        job.send_blocks(Vec::new()).await;
+        assert!(matches!(job.next().await, Some(Event::Computed)));
+    }
+
+    async fn submit(&self, prompt: Vec<u32>) -> Job {
+        let start = PrefillStart { instance_id: "instance".to_owned(), prompt, ..PrefillStart::default() };
+        let mut job = submit(&self.prefill, &start).await.expect("it fits");
+        assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
+        job
+    }
+}
+
+fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
+    Generate {
+        request_id: "request".to_owned(),
+        namespace: Namespace::from_bytes(&[]),
+        prompt,
+        sampling: Sampling { max_tokens: Some(DECODED), ..Sampling::default() },
+        samples: 1,
+        kv,
+        prompt_logprobs: None,
+    }
+}
+
+async fn tokens(mut job: Job) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    while let Some(event) = job.next().await {
+        if let Event::Token { token, .. } = event {
+            tokens.push(token);
+        }
+    }
+    tokens
+}
+
+fn prompt(number: u32) -> Vec<u32> {
+    (0..PROMPT).map(|position| (number * 31 + position * 7) % 250).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handoff_takes_as_long_as_the_slower_of_compute_and_transfer_and_one_chunk_of_the_other() {
+    for (compute_ms, transfer_ms) in [(100, 4), (100, 60), (100, 100), (60, 100), (4, 100)] {
+        let pace = Pace { compute_ms, transfer_ms };
+        let pair = Pair::start(pace, CHUNK);
+        let handoff = pair.handoff(prompt(1), Duration::ZERO).await;
+        let (compute, transfer) = (pace.compute(CHUNKS), pace.transfer(CHUNKS));
+        let expected = compute.max(transfer) + pace.compute(1).min(pace.transfer(1));
+        let of = format!("{:?} for {compute:?} of compute and {transfer:?} of transfer", handoff.started);
+        assert!((expected..=expected + LATE).contains(&handoff.started), "{of}");
+        assert_eq!(handoff.landed.len() as u32, PROMPT / BLOCK, "{of}");
+        let alone = pair.alone.generate(generate(prompt(1), KvSource::Local)).await.expect("it fits");
+        assert_eq!(handoff.tokens, tokens(alone).await, "{of}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_but_the_last_chunk_has_landed_when_that_is_computed_and_in_order() {
+    let pace = Pace { compute_ms: 100, transfer_ms: 80 };
+    let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
+    for chunk in 1..CHUNKS {
+        let landed = handoff.landed_by(pace.compute(chunk + 1)) as u32;
+        assert_eq!(landed, chunk * CHUNK / BLOCK, "when chunk {chunk} is computed, counted from 0");
+    }
+    assert!(handoff.landed.is_sorted(), "one after the other: {:?}", handoff.landed);
+}
+
+/// What overlap is measured against: a chunk that is as long as the prompt leaves nothing to compute meanwhile.
+#[tokio::test(start_paused = true)]
+async fn a_prompt_in_one_chunk_is_computed_and_then_sent() {
+    let pace = Pace { compute_ms: 100, transfer_ms: 80 };
+    let handoff = Pair::start(pace, PROMPT).handoff(prompt(1), Duration::ZERO).await;
+    let (compute, transfer) = (pace.compute(CHUNKS), pace.transfer(CHUNKS));
+    assert_eq!(handoff.landed_by(compute), 0);
+    assert!((compute + transfer..=compute + transfer + LATE).contains(&handoff.started), "{:?}", handoff.started);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_late_ticket_costs_nothing_while_the_transfer_can_catch_up() {
+    let pace = Pace { compute_ms: 100, transfer_ms: 40 };
+    let ticket_after = pace.compute(CHUNKS / 2);
+    let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), ticket_after).await;
+    assert_eq!(handoff.landed_by(ticket_after), 0, "nothing is written without a ticket");
+    let expected = pace.compute(CHUNKS) + pace.transfer(1);
+    assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);
+}
+
+#[tokio::test(start_paused = true)]
+async fn cached_blocks_travel_while_new_chunks_compute() {
+    let pace = Pace { compute_ms: 100, transfer_ms: 10 };
+    let pair = Pair::start(pace, CHUNK);
+    let cached_chunks = CHUNKS / 2;
+    let beginning = prompt(1)[..=(cached_chunks * CHUNK) as usize].to_vec();
+    pair.prefill_alone(beginning).await;
+    let handoff = pair.handoff(prompt(1), Duration::ZERO).await;
+    // A ticket is seen between two steps: the first is under way when it comes.
+    assert_eq!(handoff.landed_by(pace.compute(2)) as u32, (cached_chunks + 1) * CHUNK / BLOCK);
+    let expected = pace.compute(CHUNKS - cached_chunks) + pace.transfer(1);
+    assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);
+}
