@@ -1,5 +1,6 @@
 //! The binary's parts: its command line, where models come from, and the whole cluster in one process.
 
+pub mod audit;
 mod cluster;
 pub mod model;
 pub mod settings;

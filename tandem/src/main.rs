@@ -4,8 +4,9 @@
 
 use std::{ffi::OsStr, process::ExitCode};
 use tandem::{
+    audit,
     model::Store,
-    settings::{Cli, Command, ModelCommand},
+    settings::{AuditCommand, Cli, Command, ModelCommand},
 };
 
 fn main() -> ExitCode {
@@ -34,6 +35,15 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             for model in Store::new(store)?.list()? {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
+        }
+        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers } } => {
+            let mut evidence = audit::read(&client, &ledger, &metrics)?;
+            evidence.lost_workers.extend(lost_workers);
+            let (checked, findings) = audit::check(&evidence);
+            findings.iter().for_each(|finding| print(&format!("{finding}\n")));
+            let audit::Checked { answers, estimates, attempts, workers } = checked;
+            print(&format!("{answers} answers ({estimates} of them estimates), {attempts} attempts, {workers} workers\n"));
+            anyhow::ensure!(findings.is_empty(), "{} things do not reconcile; they are listed above", findings.len());
         }
     }
     Ok(())

@@ -28,11 +28,38 @@ pub enum Command {
     /// Serve a model: router, workers and frontend in this process
     #[command(args_override_self = true)]
     Up(Box<UpCommand>),
+    /// Hold what clients were told against what workers counted
+    Audit {
+        /// What to do.
+        #[command(subcommand)]
+        command: AuditCommand,
+    },
     /// Models on this machine
     Model {
         /// Which.
         #[command(subcommand)]
         command: ModelCommand,
+    },
+}
+
+/// `tandem audit`
+#[derive(Debug, Subcommand)]
+pub enum AuditCommand {
+    /// Compare what clients were told, what workers wrote down (--ledger of `up`) and what was counted; ends with 1 if they differ
+    Check {
+        /// What clients saw, a line of JSON each: {"request_id": the x-request-id, "told": {"prompts": 1, "prompt_tokens": 52,
+        /// "cached_tokens": 48, "source": "worker"}}, without what they did not hear
+        #[arg(long, value_name = "FILE", required = true)]
+        client: Vec<PathBuf>,
+        /// What workers wrote; all files of all workers
+        #[arg(long, value_name = "FILE", required = true)]
+        ledger: Vec<PathBuf>,
+        /// What /metrics showed at the end, when nothing ran any more; one file a process
+        #[arg(long, value_name = "FILE", required = true)]
+        metrics: Vec<PathBuf>,
+        /// A worker that was killed: nobody knows its last counters
+        #[arg(long = "lost-worker", value_name = "ID")]
+        lost_workers: Vec<String>,
     },
 }
 
@@ -149,6 +176,12 @@ pub struct UpSettings {
     /// The longest request body; room for the longest prompt, none for accidents
     #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES", default_value_t = 32 << 20)]
     pub max_body_bytes: usize,
+
+    /// Append a line to this file for every prompt that a worker begins and for what became of it; see `tandem audit check`
+    /// [default: none is kept]
+    #[arg(long, env = "TANDEM_LEDGER", value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ledger: Option<PathBuf>,
 
     /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
     #[arg(skip = true)]

@@ -11,7 +11,7 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
@@ -83,6 +83,7 @@ impl Parts {
             worker_id: format!("prefill-{number}"),
             model: "sim".to_owned(),
             revision: "sim".to_owned(),
+            ledger: Ledger::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
         };
@@ -97,6 +98,7 @@ impl Parts {
             worker_id: "decode-0".to_owned(),
             model: "sim".to_owned(),
             revision: "sim".to_owned(),
+            ledger: Ledger::default(),
             advertise: None,
             report_cached_tokens: true,
             remote_waiting_max: 64,

@@ -13,7 +13,7 @@ use crate::{
 use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::{EngineHandle, EngineSettings};
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_proto::{
     link,
     v1::{WorkersRequest, router_client::RouterClient},
@@ -121,6 +121,10 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
+        let ledger = match &settings.ledger {
+            Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
+            None => Ledger::default(),
+        };
         let parts = Parts::default();
         let mut workers = Vec::new();
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
@@ -136,7 +140,7 @@ impl Cluster {
                 address: local_address(&listener)?,
                 engine: EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings)),
             };
-            parts.worker(&worker, listener, &settings, &loaded, &metrics, &back);
+            parts.worker(&worker, listener, &settings, &loaded, &ledger, &metrics, &back);
             workers.push(worker);
         }
         let router_listener = loopback().await?;

@@ -5,7 +5,7 @@ use crate::settings::{PolicyName, PrefillPlace, UpSettings};
 use std::{future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::FrontendSettings;
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PolicyKind, RouterSettings};
 use tokio::{net::TcpListener, sync::mpsc};
@@ -47,17 +47,19 @@ impl Parts {
         listener: TcpListener,
         settings: &UpSettings,
         loaded: &Loaded,
+        ledger: &Ledger,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let (worker_id, engine) = (worker.id.clone(), worker.engine.clone());
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
+        let ledger = ledger.clone();
         let report_cached_tokens = settings.report_cached_tokens;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
             Role::Prefill => {
                 let settings =
-                    PrefillWorkerSettings { worker_id, model, revision, report_cached_tokens, ticket_wait: TICKET_WAIT };
+                    PrefillWorkerSettings { worker_id, model, revision, ledger, report_cached_tokens, ticket_wait: TICKET_WAIT };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
             Role::Decode => {
@@ -65,6 +67,7 @@ impl Parts {
                     worker_id,
                     model,
                     revision,
+                    ledger,
                     advertise: None,
                     report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
