@@ -277,6 +277,44 @@ impl State {
         v1::WorkersReply { workers: workers.collect(), bookings: self.bookings.len() as u32 }
     }
 
+    /// What is to be placed, and the hashes of the blocks that a worker may reuse.
+    fn question<'a>(&self, asked: &'a Asked, attempt: u32) -> Result<(Question, &'a [SequenceHash]), NotPlaced> {
+        let Some(first) = self.members.values().next() else { return Err(Unplaced::NoDecode.into()) };
+        if !asked.model.is_empty() && asked.model != first.info.model {
+            return Err(NotPlaced::OtherModel);
+        }
+        let block_size = first.info.block_size;
+        // Only blocks that a worker may reuse: one token is always computed, and logits are never cached.
+        let reusable = if asked.prompt_logits { 0 } else { asked.prompt_tokens.saturating_sub(1) / block_size };
+        let hashes = &asked.hashes[..asked.hashes.len().min(reusable as usize)];
+        let prefill = match self.settings.prefill {
+            PrefillPlace::Auto if attempt > 1 && attempt == self.settings.attempts_max => PrefillPlace::Local,
+            place => place,
+        };
+        Ok((Question { prompt_tokens: asked.prompt_tokens, block_size, prefill, prompt_logits: asked.prompt_logits }, hashes))
+    }
+
+    /// What is known of each member, in their order.
+    fn candidates(&self, hashes: &[SequenceHash], excluded: &BTreeSet<String>) -> Vec<Candidate> {
+        let leading = self.index.overlap(hashes);
+        let overlap = |member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
+        self.members.values().map(|member| member.candidate(hashes, overlap(member), excluded)).collect()
+    }
+
+    /// Where the request would be placed now, and why. The next one asked may differ where costs are equal.
+    pub(crate) fn explain(&self, asked: &Asked) -> v1::ExplainReply {
+        let (question, hashes) = match self.question(asked, 1) {
+            Ok(found) => found,
+            Err(why) => return v1::ExplainReply { verdict: why.to_string(), ..Default::default() },
+        };
+        let candidates = self.candidates(hashes, &BTreeSet::new());
+        let turn = Turn { seed: self.settings.seed, number: self.turns };
+        let uses = route::uses(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let choice = route::place(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let members: Vec<&Member> = self.members.values().collect();
+        explain::reply(&members, &candidates, &uses, choice, question.block_size)
+    }
+
     fn choose_and_book(
         &mut self,
         asked: &Asked,
@@ -289,31 +327,12 @@ impl State {
         if self.bookings.len() >= self.settings.bookings_max {
             return Err(NotPlaced::TooManyBookings);
         }
-        let Some(first) = self.members.values().next() else { return Err(Unplaced::NoDecode.into()) };
-        if !asked.model.is_empty() && asked.model != first.info.model {
-            return Err(NotPlaced::OtherModel);
-        }
-        let block_size = first.info.block_size;
-        // Only blocks that a worker may reuse: one token is always computed, and logits are never cached.
-        let reusable = if asked.prompt_logits { 0 } else { asked.prompt_tokens.saturating_sub(1) / block_size };
-        let hashes = &asked.hashes[..asked.hashes.len().min(reusable as usize)];
-        let leading = self.index.overlap(hashes);
-        let members: Vec<(MemberId, &Member)> = self.members.iter().map(|(id, member)| (*id, member)).collect();
-        let candidates = |excluded: &BTreeSet<String>| -> Vec<Candidate> {
-            let candidate = |(_, member): &(MemberId, &Member)| {
-                let overlap_blocks = leading.get(member.slot.0 as usize).copied().unwrap_or(0);
-                member.candidate(hashes, overlap_blocks, excluded)
-            };
-            members.iter().map(candidate).collect()
-        };
-
-        let prefill = match self.settings.prefill {
-            PrefillPlace::Auto if attempt > 1 && attempt == self.settings.attempts_max => PrefillPlace::Local,
-            place => place,
-        };
-        let question = Question { prompt_tokens: asked.prompt_tokens, block_size, prefill, prompt_logits: asked.prompt_logits };
+        let (question, hashes) = self.question(asked, attempt)?;
+        let block_size = question.block_size;
         let turn = Turn { seed: self.settings.seed, number: self.turns };
         self.turns += 1;
+        let members: Vec<(MemberId, &Member)> = self.members.iter().map(|(id, member)| (*id, member)).collect();
+        let candidates = |excluded: &BTreeSet<String>| self.candidates(hashes, excluded);
         let place = |candidates: &[Candidate]| route::place(&*self.policy, &self.settings.costs, &question, candidates, turn);
         let mut candidates_now = candidates(&excluded.failed);
         let mut choice = place(&candidates_now);
@@ -323,11 +342,7 @@ impl State {
         }
         let (choice, candidates) = (choice?, candidates_now);
 
-        let describe = |at: usize| v1::Candidate {
-            worker: Some(members[at].1.reference()),
-            overlap_blocks: candidates[at].overlap_blocks,
-            predicted_blocks: candidates[at].predicted_blocks,
-        };
+        let describe = |at: usize| members[at].1.describe(&candidates[at]);
         let placement =
             v1::Placement { decode: Some(describe(choice.decode)), prefill: choice.prefill.map(describe), block_size };
         let computes = &candidates[choice.prefill.unwrap_or(choice.decode)];
@@ -387,6 +402,11 @@ impl Member {
         }
     }
 
+    fn describe(&self, candidate: &Candidate) -> v1::Candidate {
+        let Candidate { overlap_blocks, predicted_blocks, .. } = *candidate;
+        v1::Candidate { worker: Some(self.reference()), overlap_blocks, predicted_blocks }
+    }
+
     fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, excluded: &BTreeSet<String>) -> Candidate {
         let measured = |value: f64| (value > 0.0).then_some(value);
         let capacity = u64::from(self.info.capacity_blocks) * u64::from(self.info.block_size);
@@ -411,6 +431,9 @@ impl Member {
         }
     }
 }
+
+#[path = "explain.rs"]
+mod explain;
 
 #[cfg(test)]
 #[path = "cluster_tests.rs"]

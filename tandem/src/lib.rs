@@ -2,6 +2,7 @@
 
 pub mod audit;
 mod cluster;
+pub mod explain;
 pub mod model;
 pub mod settings;
 pub mod up;

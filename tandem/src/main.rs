@@ -4,9 +4,9 @@
 
 use std::{ffi::OsStr, process::ExitCode};
 use tandem::{
-    audit,
+    audit, explain,
     model::Store,
-    settings::{AuditCommand, Cli, Command, ModelCommand},
+    settings::{AuditCommand, Cli, Command, ModelCommand, RouteCommand},
 };
 
 fn main() -> ExitCode {
@@ -36,6 +36,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
         }
+        Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
         Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             evidence.lost_workers.extend(lost_workers);

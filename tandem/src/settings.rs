@@ -3,7 +3,10 @@
 //! [`UpSettings`] is the only list of settings. A key of the file is the flag of that name, put before the user's own
 //! flags and left out where the environment sets it, so one parser reads, checks and explains all of them.
 
-use crate::model::{Source, StoreSettings};
+use crate::{
+    explain::ExplainArgs,
+    model::{Source, StoreSettings},
+};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use serde::Serialize;
 use std::{
@@ -34,12 +37,25 @@ pub enum Command {
         #[command(subcommand)]
         command: AuditCommand,
     },
+    /// The router's choices
+    Route {
+        /// What to do.
+        #[command(subcommand)]
+        command: RouteCommand,
+    },
     /// Models on this machine
     Model {
         /// Which.
         #[command(subcommand)]
         command: ModelCommand,
     },
+}
+
+/// `tandem route`
+#[derive(Debug, Subcommand)]
+pub enum RouteCommand {
+    /// Show where a prompt would be placed now, what each worker would cost, and why one wins; nothing is run
+    Explain(ExplainArgs),
 }
 
 /// `tandem audit`
@@ -373,7 +389,7 @@ mod tests {
         let env = |name: &OsStr| (name == "TANDEM_BLOCK_SIZE").then(|| OsString::from("16"));
         match Cli::read(args, env).map_err(|error| error.to_string())?.command {
             Command::Up(up) => Ok(up.settings),
-            Command::Model { .. } => unreachable!("the command is up"),
+            Command::Model { .. } | Command::Audit { .. } | Command::Route { .. } => unreachable!("the command is up"),
         }
     }
 

@@ -276,6 +276,12 @@ impl Client {
         Ok(answer)
     }
 
+    /// Where the request would be placed now, and why.
+    pub async fn explain(&self, path: &str, body: &Value) -> Result<Value> {
+        let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-explain", "true");
+        Ok(request.json(body).send().await?.json().await?)
+    }
+
     /// The text behind a GET.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let response = self.http.get(format!("{}{path}", self.base)).send().await?;
