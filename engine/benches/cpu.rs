@@ -1,70 +1,198 @@
-//! Tokens a second of the CPU back end on one thread: `cargo bench -p tandem-engine --bench cpu -- MODEL.gguf` (or `TANDEM_MODEL`).
+//! Tokens a second of the CPU back end: `cargo bench -p tandem-engine --bench cpu -- [--threads N] [--isa NAME] MODEL.gguf`
+//! (or `TANDEM_MODEL`). Prints medians of seven rounds of each workload.
 //!
-//! Medians of seven rounds: a prompt of 512 tokens in one chunk; decoding after it, alone and eight sequences together;
-//! decoding after 2,048 tokens.
+//! With `--stdin` it runs one round of the workload that each line names and answers with its seconds; the first line of all says
+//! which instruction set is used. So `bench/cpu.sh` takes turns between this engine and another.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
-use std::{path::PathBuf, time::Instant};
+use std::{error::Error, fmt, io, ops::Range, path::PathBuf, str::FromStr, time::Instant};
 use tandem_engine::{
-    Chunk, Engine, Logits,
-    cpu::{CpuEngine, CpuModel, CpuSettings},
+    Chunk, Engine, EngineError, Logits,
+    cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
 };
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
 
 const ROUNDS: usize = 7;
-const PROMPT: u32 = 512;
-const DECODED: u32 = 32;
 const BLOCK: u32 = 16;
-const LONG: u32 = 2_048;
-const BLOCKS_EACH: u32 = (LONG + DECODED) / BLOCK;
+/// A prompt is computed in chunks of as many tokens, as workers do.
+const CHUNK: u32 = 512;
+/// Tokens that each sequence decodes in a round.
+const DECODED: u32 = 32;
+const CONTEXT_MAX: u32 = 2_048;
+const BATCH_MAX: u32 = 8;
+const BLOCKS_EACH: u32 = (CONTEXT_MAX + DECODED) / BLOCK;
 
-fn main() {
-    let argument = std::env::args().skip(1).find(|argument| !argument.starts_with("--"));
-    let Some(path) = argument.or_else(|| std::env::var("TANDEM_MODEL").ok()).map(PathBuf::from) else {
-        println!("skipped: give a .gguf file as argument or in TANDEM_MODEL");
-        return;
-    };
-    let start = Instant::now();
-    let model = CpuModel::load(&Gguf::open(&path).expect("the model opens")).expect("the model loads");
-    println!("load: {:.0} ms, weights {:.1} MB", start.elapsed().as_secs_f64() * 1e3, model.weight_bytes() as f64 / 1e6);
-    let vocabulary = model.config().vocab_size as u32;
-    let settings = CpuSettings { block_size: BLOCK, capacity_blocks: 8 * BLOCKS_EACH };
-    let mut engine = CpuEngine::new(model, settings).expect("the settings are possible");
-    let tokens: Vec<u32> = (0..LONG + DECODED).map(|i| (i * 7919 + 13) % vocabulary).collect();
-    let blocks: Vec<Vec<BlockId>> =
-        (0..8).map(|sequence| (0..BLOCKS_EACH).map(|i| BlockId(sequence * BLOCKS_EACH + i)).collect()).collect();
-    let chunk = |sequence: usize, start: u32, len: u32, logits| Chunk {
-        tokens: &tokens[start as usize..(start + len) as usize],
-        start,
-        blocks: &blocks[sequence],
-        logits,
-    };
-    for sequence in 0..8 {
-        engine.step(&[chunk(sequence, 0, PROMPT, Logits::None)]).expect("the step runs");
-    }
-    report("prefill of 512", PROMPT, || drop(engine.step(&[chunk(0, 0, PROMPT, Logits::None)]).expect("the step runs")));
-    for start in (PROMPT..LONG).step_by(PROMPT as usize) {
-        engine.step(&[chunk(0, start, PROMPT, Logits::None)]).expect("the step runs");
-    }
-    for (context, batch) in [(PROMPT, 1), (PROMPT, 8), (LONG, 1)] {
-        report(&format!("decode after {context}, batch of {batch}"), DECODED * batch as u32, || {
-            for position in context..context + DECODED {
-                let chunks: Vec<_> = (0..batch).map(|sequence| chunk(sequence, position, 1, Logits::Last)).collect();
-                engine.step(&chunks).expect("the step runs");
-            }
-        });
+const WORKLOADS: [Workload; 5] = [
+    Workload::Prefill { len: 512 },
+    Workload::Prefill { len: 2_048 },
+    Workload::Decode { after: 512, batch: 1 },
+    Workload::Decode { after: 2_048, batch: 1 },
+    Workload::Decode { after: 512, batch: 8 },
+];
+
+/// What one round computes.
+#[derive(Clone, Copy)]
+enum Workload {
+    /// A whole prompt, with logits for its last token.
+    Prefill { len: u32 },
+    /// Sequences that have `after` tokens each, together, with logits for every token.
+    Decode { after: u32, batch: u32 },
+}
+
+impl Workload {
+    fn tokens(self) -> u32 {
+        match self {
+            Self::Prefill { len } => len,
+            Self::Decode { batch, .. } => DECODED * batch,
+        }
     }
 }
 
-fn report(what: &str, tokens: u32, mut round: impl FnMut()) {
-    let mut rates: Vec<f64> = (0..ROUNDS)
-        .map(|_| {
-            let start = Instant::now();
-            round();
-            f64::from(tokens) / start.elapsed().as_secs_f64()
-        })
-        .collect();
-    rates.sort_by(f64::total_cmp);
-    println!("{what}: median {:.1} tok/s (from {:.1} to {:.1})", rates[ROUNDS / 2], rates[0], rates[ROUNDS - 1]);
+impl fmt::Display for Workload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Prefill { len } => write!(f, "prefill {len}"),
+            Self::Decode { after, batch } => write!(f, "decode {after} {batch}"),
+        }
+    }
+}
+
+impl FromStr for Workload {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "no workload: {line:?}; give `prefill LENGTH` or `decode AFTER BATCH`, up to {CONTEXT_MAX} tokens and {BATCH_MAX} sequences"
+            )
+        };
+        let number = |word: &str, max| word.parse().ok().filter(|number| (1..=max).contains(number)).ok_or_else(wrong);
+        match line.split_whitespace().collect::<Vec<_>>()[..] {
+            ["prefill", len] => Ok(Self::Prefill { len: number(len, CONTEXT_MAX)? }),
+            ["decode", after, batch] => Ok(Self::Decode { after: number(after, CONTEXT_MAX)?, batch: number(batch, BATCH_MAX)? }),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+/// An engine and the sequences it computes, all of the same tokens.
+struct Bench {
+    engine: CpuEngine,
+    sequences: Sequences,
+    /// How many tokens of each sequence have KV.
+    computed: [u32; BATCH_MAX as usize],
+}
+
+struct Sequences {
+    tokens: Vec<TokenId>,
+    blocks: Vec<Vec<BlockId>>,
+}
+
+impl Sequences {
+    fn chunk(&self, sequence: u32, positions: Range<u32>, logits: Logits) -> Chunk<'_> {
+        let tokens = &self.tokens[positions.start as usize..positions.end as usize];
+        Chunk { tokens, start: positions.start, blocks: &self.blocks[sequence as usize], logits }
+    }
+}
+
+impl Bench {
+    fn new(engine: CpuEngine) -> Self {
+        let vocabulary = engine.describe().vocab_size as u32;
+        let blocks_of = |sequence| (0..BLOCKS_EACH).map(|index| BlockId(sequence * BLOCKS_EACH + index)).collect();
+        let sequences = Sequences {
+            tokens: (0..CONTEXT_MAX + DECODED).map(|position| (position * 7919 + 13) % vocabulary).collect(),
+            blocks: (0..BATCH_MAX).map(blocks_of).collect(),
+        };
+        Self { engine, sequences, computed: [0; BATCH_MAX as usize] }
+    }
+
+    /// Runs one round; the KV of what came before is computed first, if it is not there yet, and not counted.
+    fn seconds(&mut self, workload: Workload) -> Result<f64, EngineError> {
+        if let Workload::Decode { after, batch } = workload {
+            for sequence in 0..batch {
+                self.prefill(sequence, self.computed[sequence as usize]..after)?;
+            }
+        }
+        let start = Instant::now();
+        match workload {
+            Workload::Prefill { len } => self.prefill(0, 0..len)?,
+            Workload::Decode { after, batch } => {
+                for position in after..after + DECODED {
+                    let token = |sequence| self.sequences.chunk(sequence, position..position + 1, Logits::Last);
+                    self.engine.step(&(0..batch).map(token).collect::<Vec<_>>())?;
+                }
+            }
+        }
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    fn prefill(&mut self, sequence: u32, positions: Range<u32>) -> Result<(), EngineError> {
+        let end = positions.end;
+        for start in positions.step_by(CHUNK as usize) {
+            let chunk_end = end.min(start + CHUNK);
+            let logits = if chunk_end == end { Logits::Last } else { Logits::None };
+            self.engine.step(&[self.sequences.chunk(sequence, start..chunk_end, logits)])?;
+            let computed = &mut self.computed[sequence as usize];
+            *computed = chunk_end.max(*computed);
+        }
+        Ok(())
+    }
+}
+
+struct Arguments {
+    model: Option<PathBuf>,
+    threads: usize,
+    isa: Isa,
+    stdin: bool,
+}
+
+impl Arguments {
+    fn read(mut words: impl Iterator<Item = String>) -> Result<Self, Box<dyn Error>> {
+        let mut read =
+            Self { model: std::env::var_os("TANDEM_MODEL").map(PathBuf::from), threads: 1, isa: Isa::detect(), stdin: false };
+        while let Some(word) = words.next() {
+            let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
+            match word.as_str() {
+                "--threads" => read.threads = value()?.parse()?,
+                "--isa" => read.isa = value()?.parse()?,
+                "--stdin" => read.stdin = true,
+                // From cargo.
+                "--bench" => {}
+                option if option.starts_with("--") => {
+                    return Err(format!("no option: {option}; there are --threads N, --isa NAME and --stdin").into());
+                }
+                model => read.model = Some(model.into()),
+            }
+        }
+        Ok(read)
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let Arguments { model, threads, isa, stdin } = Arguments::read(std::env::args().skip(1))?;
+    let Some(path) = model else {
+        println!("skipped: give a .gguf file as argument or in TANDEM_MODEL");
+        return Ok(());
+    };
+    let start = Instant::now();
+    let model = CpuModel::load(&Gguf::open(&path)?)?;
+    let (load_ms, megabytes) = (start.elapsed().as_secs_f64() * 1e3, model.weight_bytes() as f64 / 1e6);
+    let settings = CpuSettings { block_size: BLOCK, capacity_blocks: BATCH_MAX * BLOCKS_EACH, threads, isa };
+    let mut bench = Bench::new(CpuEngine::new(model, settings)?);
+    if stdin {
+        println!("{isa}");
+        for line in io::stdin().lines() {
+            println!("{}", bench.seconds(line?.parse()?)?);
+        }
+        return Ok(());
+    }
+    println!("{isa}, {threads} threads; load: {load_ms:.0} ms, weights {megabytes:.1} MB");
+    for workload in WORKLOADS {
+        let round = |_| Ok(f64::from(workload.tokens()) / bench.seconds(workload)?);
+        let mut rates = (0..ROUNDS).map(round).collect::<Result<Vec<_>, EngineError>>()?;
+        rates.sort_by(f64::total_cmp);
+        println!("{workload}: median {:.1} tok/s (from {:.1} to {:.1})", rates[ROUNDS / 2], rates[0], rates[ROUNDS - 1]);
+    }
+    Ok(())
 }

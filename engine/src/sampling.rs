@@ -1,8 +1,10 @@
 //! From logits to a token: a function of the logits, the sample's history, its seed and the position, and of nothing else.
 //!
 //! The draw of a position depends on the seed and the position alone, so a sequence that was preempted, moved or batched
-//! otherwise draws the same. Exponentials come from `libm`, so they are the same bits on every machine.
+//! otherwise draws the same. Exponentials are made of products and sums in one order, here or in `libm`, so they are the same bits
+//! on every machine.
 
+use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use tandem_kv::TokenId;
@@ -87,8 +89,12 @@ pub(crate) struct Sampler {
     prompt: HashSet<TokenId>,
 }
 
-/// A candidate for the draw and its weight (not normalised).
-type Candidate = (TokenId, f64);
+/// A candidate for the draw and its weight: its likelihood relative to the likeliest token's.
+type Candidate = (TokenId, f32);
+
+/// Tokens of this weight (its logarithm) or less are no candidates: half a million of them together weigh less than the last of the
+/// 53 bits of a draw.
+const LOG_WEIGHT_MIN: f32 = -50.0;
 
 impl Sampler {
     pub(crate) fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
@@ -126,8 +132,12 @@ impl Sampler {
     }
 
     /// Logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).
-    fn adjusted(&self, logits: &[f32]) -> Vec<f32> {
+    fn adjusted<'a>(&self, logits: &'a [f32]) -> Cow<'a, [f32]> {
         let s = &self.sampling;
+        let penalties = s.repetition_penalty != 1.0 || s.frequency_penalty != 0.0 || s.presence_penalty != 0.0;
+        if !penalties && s.logit_bias.is_empty() && self.generated_len >= s.min_tokens {
+            return Cow::Borrowed(logits);
+        }
         let mut adjusted = logits.to_vec();
         if s.repetition_penalty != 1.0 {
             for token in self.prompt.iter().chain(self.generated.keys().filter(|token| !self.prompt.contains(token))) {
@@ -151,7 +161,7 @@ impl Sampler {
                 }
             }
         }
-        adjusted
+        Cow::Owned(adjusted)
     }
 
     /// Temperature, then top-k, top-p (over what top-k kept) and min-p.
@@ -163,10 +173,15 @@ impl Sampler {
             // A penalty beyond what a float holds, or all tokens are stop tokens that may not come yet: nothing to weigh.
             return vec![(likeliest, 1.0)];
         }
-        let weight = |logit: f32| libm::exp(f64::from(logit - max) / f64::from(s.temperature));
-        let mut candidates: Vec<Candidate> = (0..).zip(logits.iter().map(|logit| weight(*logit))).collect();
-        // The likeliest has weight 1, so min-p bounds the weights themselves.
-        candidates.retain(|(_, weight)| *weight > 0.0 && *weight >= f64::from(s.min_p));
+        let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
+        let mut candidates = Vec::with_capacity(logits.len());
+        candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min));
+        for (_, weight) in &mut candidates {
+            *weight = exp((*weight - max) / s.temperature);
+        }
+        if s.min_p > 0.0 {
+            candidates.retain(|(_, weight)| *weight >= s.min_p);
+        }
         if s.top_k > 0 && (s.top_k as usize) < candidates.len() {
             candidates.select_nth_unstable_by(s.top_k as usize - 1, likelier_first);
             candidates.truncate(s.top_k as usize);
@@ -183,7 +198,7 @@ impl Sampler {
 /// Keeps the likeliest candidates that together hold `top_p` of the weight; sorts no more of them than it must.
 fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
     candidates.sort_unstable_by_key(|(token, _)| *token);
-    let wanted = top_p * candidates.iter().map(|(_, weight)| weight).sum::<f64>();
+    let wanted = top_p * total(candidates);
     let mut sorted = 256.min(candidates.len());
     loop {
         if sorted < candidates.len() {
@@ -192,7 +207,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
         candidates[..sorted].sort_unstable_by(likelier_first);
         let mut held = 0.0;
         let kept = candidates[..sorted].iter().position(|(_, weight)| {
-            held += weight;
+            held += f64::from(*weight);
             held >= wanted
         });
         if let Some(last) = kept {
@@ -209,11 +224,32 @@ fn likelier_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
 }
 
+fn total(candidates: &[Candidate]) -> f64 {
+    candidates.iter().map(|(_, weight)| f64::from(*weight)).sum()
+}
+
+/// e^x for x from [`LOG_WEIGHT_MIN`] to 0, within 2e-7 of its value. Nothing but sums and products, of which the compiler makes
+/// several at a time: every token that is drawn takes a vocabulary of them.
+#[inline]
+fn exp(x: f32) -> f32 {
+    /// Added to a number below 2^22 it leaves the nearest whole one in the last bits.
+    const ROUNDING: f32 = 12_582_912.0;
+    /// ln 2 in two parts, the first of few enough bits for exact products.
+    const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
+    // x = n ln 2 + r: 2^n is an exponent, e^r the first terms of its series.
+    let rounded = x * std::f32::consts::LOG2_E + ROUNDING;
+    let n = rounded - ROUNDING;
+    let r = x - n * LN_2[0] - n * LN_2[1];
+    let series =
+        [5_040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0f32].iter().fold(0.0, |sum, factorial| sum * r + 1.0 / factorial);
+    let power = rounded.to_bits().wrapping_sub(ROUNDING.to_bits()).wrapping_add(127) << 23;
+    series * f32::from_bits(power)
+}
+
 fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
-    let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
-    let mut left = uniform * total;
+    let mut left = uniform * total(candidates);
     for (token, weight) in candidates {
-        left -= weight;
+        left -= f64::from(*weight);
         if left < 0.0 {
             return *token;
         }
@@ -223,13 +259,15 @@ fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
 
 /// The likeliest token; of several the one with the lowest id.
 fn argmax(logits: &[f32]) -> TokenId {
-    let mut best = 0;
-    for (token, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = token;
-        }
+    // Eight maxima side by side, so that the compiler compares as many numbers at a time. What is not a number is never larger.
+    let larger = |max: f32, logit: f32| if logit > max { logit } else { max };
+    let mut maxima = [f32::NEG_INFINITY; 8];
+    let (rows, rest) = logits.as_chunks::<8>();
+    for row in rows {
+        maxima = std::array::from_fn(|lane| larger(maxima[lane], row[lane]));
     }
-    best as TokenId
+    let max = maxima.iter().chain(rest).fold(f32::NEG_INFINITY, |max, logit| larger(max, *logit));
+    logits.iter().position(|logit| *logit == max).unwrap_or(0) as TokenId
 }
 
 /// The logprob of `token` among all tokens, and the `top` likeliest.
@@ -270,6 +308,30 @@ mod tests {
     #[test]
     fn greedy_takes_the_lowest_of_equals() {
         assert_eq!(drawn(Sampling { temperature: 0.0, ..Sampling::default() }, &[0.0, 3.0, 3.0, 1.0], 1), [1]);
+    }
+
+    #[test]
+    fn the_likeliest_is_found_wherever_it_is() {
+        for len in [1, 7, 8, 9, 40] {
+            for place in 0..len {
+                let mut logits = vec![-1.0f32; len];
+                logits[place..].fill(2.0);
+                assert_eq!(argmax(&logits), place as TokenId, "of {len}");
+                logits[..place].fill(f32::NAN);
+                assert_eq!(argmax(&logits), place as TokenId, "of {len}");
+            }
+        }
+        assert_eq!(argmax(&[f32::NEG_INFINITY; 9]), 0);
+        assert_eq!(argmax(&[f32::NAN; 9]), 0);
+    }
+
+    #[test]
+    fn weights_are_exponentials() {
+        for x in (0..=500_000).map(|step| step as f32 * -1e-4) {
+            let exact = libm::exp(f64::from(x));
+            assert!((f64::from(exp(x)) - exact).abs() <= 2e-7 * exact, "e^{x}: {}", exp(x));
+        }
+        assert_eq!(exp(0.0), 1.0, "the likeliest token's");
     }
 
     #[test]
@@ -333,6 +395,7 @@ mod tests {
         let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
         assert_eq!(drawn(no_token, &logits, 1), [0]);
         assert_eq!(drawn(Sampling::default(), &[f32::NAN; 3], 1), [0]);
+        assert_eq!(drawn(Sampling::default(), &[f32::NAN, f32::NEG_INFINITY, 1.0], 1), [2]);
     }
 
     #[test]

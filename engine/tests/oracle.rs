@@ -10,7 +10,7 @@ use std::{
 };
 use tandem_engine::{
     Chunk, Engine, Logits,
-    cpu::{CpuEngine, CpuModel, CpuSettings},
+    cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
 };
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
@@ -56,7 +56,8 @@ struct Greedy {
 }
 
 fn engine(model: &Arc<CpuModel>, sequences: usize) -> CpuEngine {
-    let settings = CpuSettings { block_size: BLOCK_SIZE as u32, capacity_blocks: (sequences * SEQUENCE_BLOCKS) as u32 };
+    let capacity_blocks = (sequences * SEQUENCE_BLOCKS) as u32;
+    let settings = CpuSettings { block_size: BLOCK_SIZE as u32, capacity_blocks, threads: 1, isa: Isa::detect() };
     CpuEngine::new(model.clone(), settings).expect("the settings are possible")
 }
 

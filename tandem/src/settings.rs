@@ -161,6 +161,10 @@ pub struct UpSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_capacity_tokens: Option<u32>,
 
+    /// Threads of each worker's engine on the CPU; one, because several workers share the machine
+    #[arg(long, env = "TANDEM_THREADS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub threads: u32,
+
     /// Tokens computed in one step of an engine: long prompts are cut, so that running answers wait for one step at most
     #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub prefill_chunk_budget: u32,

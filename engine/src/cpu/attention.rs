@@ -1,21 +1,19 @@
-//! Causal attention of one chunk's queries over its sequence's KV.
+//! Causal attention over a sequence's KV, read where it lies: in its blocks.
 //!
 //! A query's result is computed in an order that its position alone decides: scores run over a head's numbers, the sum of the
 //! exponentials over 16 interleaved lanes of positions, the values over the positions, each from the first to the last. Queries that
 //! are computed together share only what they read.
 
-use super::{
-    isa::kernel,
-    math::{exp, widen},
-};
+use super::{isa::kernel, math::exp, simd::Simd};
+use half::f16;
+use std::ops::Range;
 use tandem_kv::BlockId;
 
-/// Positions or numbers of a head side by side.
-const LANES: usize = 16;
-/// Queries computed together.
-const ROWS: usize = 4;
+/// Positions whose scores are computed side by side.
+const STRIP: usize = 16;
 
-/// Where the numbers of a layer's KV lie: `[block][layer][k|v][slot][kv_head × head_dim]`.
+/// Where the numbers of a layer's KV lie: keys in `[block][layer][0][kv_head][number][slot]`, so that the scores of neighbouring slots
+/// are computed side by side, values in `[block][layer][1][kv_head][slot][number]`.
 #[derive(Clone, Copy)]
 pub(super) struct KvLayout {
     pub layers: usize,
@@ -26,6 +24,9 @@ pub(super) struct KvLayout {
 }
 
 impl KvLayout {
+    /// After the last block, so that whole vectors can be loaded where a head or a block ends; what is loaded there is not used.
+    pub const PADDING: usize = STRIP;
+
     /// Numbers in the keys (or values) of one token in one layer.
     pub fn row_len(&self) -> usize {
         self.kv_heads * self.head_dim
@@ -36,177 +37,236 @@ impl KvLayout {
         self.layers * 2 * self.block_size * self.row_len()
     }
 
-    /// Where the keys of one token begin in the KV memory, and where its values.
+    /// Heads that share keys and values.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
     #[inline(always)]
-    pub fn keys_and_values(&self, blocks: &[BlockId], layer: usize, position: usize) -> (usize, usize) {
-        let block = blocks[position / self.block_size].0 as usize * self.block_len();
-        let slot = position % self.block_size * self.row_len();
-        let keys = block + layer * 2 * self.block_size * self.row_len() + slot;
-        (keys, keys + self.block_size * self.row_len())
+    fn keys(&self, block: BlockId, layer: usize, kv_head: usize) -> usize {
+        block.0 as usize * self.block_len() + (layer * 2 * self.kv_heads + kv_head) * self.block_size * self.head_dim
+    }
+
+    #[inline(always)]
+    fn values(&self, block: BlockId, layer: usize, kv_head: usize) -> usize {
+        self.keys(block, layer, self.kv_heads + kv_head)
     }
 }
 
-/// One chunk's queries in one layer.
+/// A piece of a sequence in one layer.
 #[derive(Clone, Copy)]
-pub(super) struct Queries<'a> {
-    /// Rows of `heads × head_dim`, turned by their positions and scaled.
-    pub queries: &'a [f32],
+pub(super) struct Place<'a> {
     /// Position of the first row.
     pub start: usize,
-    pub layer: usize,
+    /// The sequence's.
     pub blocks: &'a [BlockId],
+    pub layer: usize,
+}
+
+kernel! {
+    /// Writes rows of keys and values into their blocks, rounded to half precision.
+    pub(super) fn store_kv(_simd, layout: &KvLayout, kv: &mut [u16], place: Place<'_>, keys: &[f32], values: &[f32]) {
+        let (row_len, dim, size) = (layout.row_len(), layout.head_dim, layout.block_size);
+        for (row, (keys, values)) in keys.chunks_exact(row_len).zip(values.chunks_exact(row_len)).enumerate() {
+            let position = place.start + row;
+            let (block, slot) = (place.blocks[position / size], position % size);
+            for kv_head in 0..layout.kv_heads {
+                let into = &mut kv[layout.keys(block, place.layer, kv_head)..][..dim * size];
+                for (into, key) in into.chunks_exact_mut(size).zip(&keys[kv_head * dim..][..dim]) {
+                    into[slot] = narrow(*key);
+                }
+                let into = &mut kv[layout.values(block, place.layer, kv_head) + slot * dim..][..dim];
+                for (into, value) in into.iter_mut().zip(&values[kv_head * dim..][..dim]) {
+                    *into = narrow(*value);
+                }
+            }
+        }
+    }
+}
+
+/// To half precision; what lies beyond it would become infinite, and attention over it not a number.
+#[inline(always)]
+fn narrow(number: f32) -> u16 {
+    f16::from_f32_const(number.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const())).to_bits()
 }
 
 /// Memory that is used again.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// Of one head: 16 positions side by side, in each tile all numbers of the head.
-    keys: Vec<[f32; LANES]>,
-    /// Of one head: 16 numbers of the head side by side, in each all positions.
-    values: Vec<[f32; LANES]>,
-    scores: [Vec<[f32; LANES]>; ROWS],
+    /// Rows side by side, for one number of the head after the other.
+    queries: Vec<f32>,
+    /// Of one row after the other.
+    scores: Vec<f32>,
 }
 
 kernel! {
-    /// `out` has the rows of the queries; the chunk's own keys and values are already in `kv`.
-    pub(super) fn attend(layout: &KvLayout, kv: &[u16], chunk: Queries<'_>, scratch: &mut Scratch, out: &mut [f32]) {
-        let row_len = layout.heads * layout.head_dim;
-        let tokens = chunk.queries.len() / row_len;
-        let positions = chunk.start + tokens;
-        let group = layout.heads / layout.kv_heads;
-        for kv_head in 0..layout.kv_heads {
-            gather(layout, kv, &chunk, kv_head, positions, scratch);
-            let rows = tokens * group;
-            let mut row = 0;
-            while row < rows {
-                let taken = ROWS.min(rows - row);
-                let place = Place { layout, kv_head, first_row: row, group, start: chunk.start, positions };
-                match taken {
-                    1 => attend_rows::<1>(place, chunk.queries, scratch, out),
-                    2 => attend_rows::<2>(place, chunk.queries, scratch, out),
-                    3 => attend_rows::<3>(place, chunk.queries, scratch, out),
-                    _ => attend_rows::<ROWS>(place, chunk.queries, scratch, out),
-                }
-                row += taken;
+    /// Puts each query's result in its place. `rows` has, token after token, the queries of some key heads, turned by their positions and
+    /// scaled; the tokens' own keys and values are already in `kv`.
+    pub(super) fn attend(
+        simd,
+        layout: &KvLayout,
+        kv: &[u16],
+        place: Place<'_>,
+        kv_heads: Range<usize>,
+        rows: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let first_head = kv_heads.start;
+        let token_len = kv_heads.len() * layout.group() * layout.head_dim;
+        let end = rows.len() / token_len * layout.group();
+        for kv_head in kv_heads {
+            let column = (kv_head - first_head) * layout.group() * layout.head_dim;
+            let mut queries = Queries { layout, kv, place, kv_head, token_len, column, first: 0 };
+            while queries.first < end {
+                // As many as the registers hold: keys and values are widened once for them.
+                queries.first += match end - queries.first {
+                    8.. => queries.attend::<S, 8, 1>(simd, rows, scratch),
+                    4.. => queries.attend::<S, 4, 2>(simd, rows, scratch),
+                    3 => queries.attend::<S, 3, 4>(simd, rows, scratch),
+                    2 => queries.attend::<S, 2, 4>(simd, rows, scratch),
+                    _ => queries.attend::<S, 1, 4>(simd, rows, scratch),
+                };
             }
         }
     }
 }
 
-/// Brings one head's keys and values into the order in which they are read.
-#[inline(always)]
-fn gather(layout: &KvLayout, kv: &[u16], chunk: &Queries<'_>, kv_head: usize, positions: usize, scratch: &mut Scratch) {
-    let dim = layout.head_dim;
-    let tiles = positions.div_ceil(LANES);
-    scratch.keys.resize(tiles * dim, [0.0; LANES]);
-    scratch.values.resize(dim.div_ceil(LANES) * positions, [0.0; LANES]);
-    for scores in &mut scratch.scores {
-        scores.resize(tiles, [0.0; LANES]);
-    }
-    for position in 0..positions {
-        let (keys, values) = layout.keys_and_values(chunk.blocks, chunk.layer, position);
-        let keys = &kv[keys + kv_head * dim..][..dim];
-        let values = &kv[values + kv_head * dim..][..dim];
-        let lane = position % LANES;
-        for (into, key) in scratch.keys[position / LANES * dim..][..dim].iter_mut().zip(keys) {
-            into[lane] = widen(*key);
-        }
-        for (tile, values) in values.chunks(LANES).enumerate() {
-            let into = &mut scratch.values[tile * positions + position];
-            for (into, value) in into.iter_mut().zip(values) {
-                *into = widen(*value);
-            }
-        }
-    }
-}
-
-/// Which queries of a chunk are computed together; a row is one head of one token.
-#[derive(Clone, Copy)]
-struct Place<'a> {
+/// Queries that share keys: those of a group's heads, token after token.
+struct Queries<'a> {
     layout: &'a KvLayout,
+    kv: &'a [u16],
+    place: Place<'a>,
     kv_head: usize,
-    first_row: usize,
-    group: usize,
-    start: usize,
-    positions: usize,
+    /// Numbers of one token in the rows.
+    token_len: usize,
+    /// Where in a token's the group's queries begin.
+    column: usize,
+    /// The next to be computed.
+    first: usize,
 }
 
-impl Place<'_> {
-    /// Where a row's numbers begin in the queries and in the result.
+impl Queries<'_> {
+    /// Computes `R` queries, `V` vectors of their results at a time; returns `R`.
     #[inline(always)]
-    fn row_start(&self, r: usize) -> usize {
-        let row = self.first_row + r;
-        (row / self.group * self.layout.heads + self.kv_head * self.group + row % self.group) * self.layout.head_dim
-    }
-}
-
-#[inline(always)]
-fn attend_rows<const R: usize>(place: Place<'_>, queries: &[f32], scratch: &mut Scratch, out: &mut [f32]) {
-    let dim = place.layout.head_dim;
-    let Scratch { keys, values, scores } = scratch;
-    // How many positions each row sees, its own included. Rows are in the order of their positions.
-    let mut seen = [0; R];
-    let mut rows = [&queries[..0]; R];
-    for r in 0..R {
-        seen[r] = place.start + (place.first_row + r) / place.group + 1;
-        rows[r] = &queries[place.row_start(r)..][..dim];
-    }
-    let (fewest, most) = (seen[0], seen[R - 1]);
-    for (tile, keys) in keys.chunks_exact(dim).take(most.div_ceil(LANES)).enumerate() {
-        let mut sums = [[0f32; LANES]; R];
-        multiply(&mut sums, &rows, keys);
+    fn attend<S: Simd, const R: usize, const V: usize>(&self, simd: S, rows: &mut [f32], scratch: &mut Scratch) -> usize {
+        let (dim, group) = (self.layout.head_dim, self.layout.group());
+        // Where each query is, and how many positions it sees, its own included. Queries are in the order of their positions.
+        let (mut at, mut seen) = ([0; R], [0; R]);
+        scratch.queries.resize(dim * R, 0.0);
         for r in 0..R {
-            scores[r][tile] = sums[r];
+            let (token, head) = ((self.first + r) / group, (self.first + r) % group);
+            seen[r] = self.place.start + token + 1;
+            at[r] = token * self.token_len + self.column + head * dim;
+            for (queries, number) in scratch.queries.chunks_exact_mut(R).zip(&rows[at[r]..][..dim]) {
+                queries[r] = *number;
+            }
         }
+        let (fewest, most) = (seen[0], seen[R - 1]);
+        // A whole strip beyond the last block's end may be written.
+        let stride = most.next_multiple_of(self.layout.block_size).next_multiple_of(STRIP) + STRIP;
+        if scratch.scores.len() < stride * R {
+            scratch.scores.resize(stride * R, 0.0);
+        }
+        let scores = &mut scratch.scores[..stride * R];
+        self.scores::<S, R>(simd, &scratch.queries, most, scores, stride);
+        let mut totals = [0f32; R];
+        for (r, scores) in scores.chunks_exact_mut(stride).enumerate() {
+            totals[r] = soften(scores, seen[r]);
+        }
+        let mut column = 0;
+        while column < dim {
+            let mut sums = [[simd.splat(0.0); V]; R];
+            self.add_values(simd, &mut sums, column, 0..fewest, scores, stride);
+            for r in 0..R {
+                let own = fewest..seen[r];
+                self.add_values(simd, std::array::from_mut(&mut sums[r]), column, own, &scores[r * stride..], stride);
+            }
+            for v in 0..V {
+                let first = column + v * S::LANES;
+                let mut lanes = [0f32; STRIP];
+                for r in 0..R {
+                    simd.store(sums[r][v], &mut lanes);
+                    let len = S::LANES.min(dim.saturating_sub(first));
+                    for (into, sum) in rows[at[r] + first.min(dim)..][..len].iter_mut().zip(&lanes) {
+                        *into = sum / totals[r];
+                    }
+                }
+            }
+            column += V * S::LANES;
+        }
+        R
     }
-    let mut totals = [0f32; R];
-    for r in 0..R {
-        totals[r] = soften(&mut scores[r][..seen[r].div_ceil(LANES)], seen[r]);
-    }
-    let mut shared = [&queries[..0]; R];
-    for r in 0..R {
-        shared[r] = &scores[r].as_flattened()[..fewest];
-    }
-    for (tile, values) in values.chunks_exact(place.positions).enumerate() {
-        let mut sums = [[0f32; LANES]; R];
-        multiply(&mut sums, &shared, &values[..fewest]);
-        for r in 0..R {
-            let own = &scores[r].as_flattened()[fewest..seen[r]];
-            multiply(std::array::from_mut(&mut sums[r]), &[own], &values[fewest..seen[r]]);
-            let out = &mut out[place.row_start(r)..][..dim];
-            for (out, sum) in out[tile * LANES..].iter_mut().zip(&sums[r]) {
-                *out = sum / totals[r];
+
+    /// Every query's products with the keys of the positions below `most`; beyond them, anything.
+    #[inline(always)]
+    fn scores<S: Simd, const R: usize>(&self, simd: S, queries: &[f32], most: usize, scores: &mut [f32], stride: usize) {
+        let size = self.layout.block_size;
+        for (index, block) in self.place.blocks[..most.div_ceil(size)].iter().enumerate() {
+            let keys = &self.kv[self.layout.keys(*block, self.place.layer, self.kv_head)..];
+            for slot in (0..size.min(most - index * size)).step_by(S::LANES) {
+                let mut sums = [simd.splat(0.0); R];
+                for (d, queries) in queries.as_chunks::<R>().0.iter().enumerate() {
+                    let keys = simd.load_halves(&keys[d * size + slot..]);
+                    for r in 0..R {
+                        sums[r] = simd.mul_add(simd.splat(queries[r]), keys, sums[r]);
+                    }
+                }
+                for r in 0..R {
+                    simd.store(sums[r], &mut scores[r * stride + index * size + slot..]);
+                }
             }
         }
     }
-}
 
-/// `sums += factors × panel`, one factor after the other.
-#[inline(always)]
-fn multiply<const R: usize>(sums: &mut [[f32; LANES]; R], factors: &[&[f32]; R], panel: &[[f32; LANES]]) {
-    let mut factors = *factors;
-    for factors in &mut factors {
-        *factors = &factors[..panel.len()];
-    }
-    let mut local = *sums;
-    for (k, numbers) in panel.iter().enumerate() {
+    /// Adds the values of these positions, times the scores; numbers of the head from `column`.
+    #[inline(always)]
+    fn add_values<S: Simd, const R: usize, const V: usize>(
+        &self,
+        simd: S,
+        sums: &mut [[S::Floats; V]; R],
+        column: usize,
+        positions: Range<usize>,
+        scores: &[f32],
+        stride: usize,
+    ) {
+        let (dim, size) = (self.layout.head_dim, self.layout.block_size);
+        let mut rows = [&scores[..0]; R];
         for r in 0..R {
-            let factor = factors[r][k];
-            for l in 0..LANES {
-                local[r][l] = factor.mul_add(numbers[l], local[r][l]);
-            }
+            rows[r] = &scores[r * stride..][..positions.end];
         }
+        let mut local = *sums;
+        let mut position = positions.start;
+        while position < positions.end {
+            let (block, slot) = (self.place.blocks[position / size], position % size);
+            let len = (size - slot).min(positions.end - position);
+            let values = &self.kv[self.layout.values(block, self.place.layer, self.kv_head) + slot * dim + column..];
+            for i in 0..len {
+                for v in 0..V {
+                    // Beyond the head there may be less than a vector before the memory ends; nothing of it is used.
+                    if v > 0 && column + v * S::LANES >= dim {
+                        continue;
+                    }
+                    let values = simd.load_halves(&values[i * dim + v * S::LANES..]);
+                    for r in 0..R {
+                        local[r][v] = simd.mul_add(simd.splat(rows[r][position + i]), values, local[r][v]);
+                    }
+                }
+            }
+            position += len;
+        }
+        *sums = local;
     }
-    *sums = local;
 }
 
 /// Makes e^(score − largest) of the first `seen` scores and 0 of the others; returns their sum.
 #[inline(always)]
-fn soften(scores: &mut [[f32; LANES]], seen: usize) -> f32 {
+fn soften(scores: &mut [f32], seen: usize) -> f32 {
+    let (scores, _) = scores.as_chunks_mut::<STRIP>();
+    let scores = &mut scores[..seen.div_ceil(STRIP)];
     scores.as_flattened_mut()[seen..].fill(f32::NEG_INFINITY);
-    let mut largest = [f32::NEG_INFINITY; LANES];
+    let mut largest = [f32::NEG_INFINITY; STRIP];
     for scores in scores.iter() {
-        for l in 0..LANES {
+        for l in 0..STRIP {
             largest[l] = if scores[l] > largest[l] { scores[l] } else { largest[l] };
         }
     }
@@ -214,15 +274,15 @@ fn soften(scores: &mut [[f32; LANES]], seen: usize) -> f32 {
     for lane in largest {
         overall = if lane > overall { lane } else { overall };
     }
+    let mut sums = [0f32; STRIP];
     for scores in scores.iter_mut() {
-        for score in scores {
+        for score in scores.iter_mut() {
             *score = exp(*score - overall);
         }
     }
     scores.as_flattened_mut()[seen..].fill(0.0);
-    let mut sums = [0f32; LANES];
     for scores in scores.iter() {
-        for l in 0..LANES {
+        for l in 0..STRIP {
             sums[l] += scores[l];
         }
     }

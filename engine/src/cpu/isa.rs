@@ -1,62 +1,111 @@
-//! The processor's instruction sets: each kernel is compiled for two of them and chosen when it runs.
+//! The processor's instruction sets: each kernel is compiled for all of them and chosen when it runs.
+
+use super::simd::Plain;
+#[cfg(target_arch = "x86_64")]
+use super::simd::{Avx2, Avx512};
+use std::{fmt, str::FromStr};
 
 /// Which compilation of the kernels runs. All of them give the same bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Isa(Level);
+#[derive(Clone, Copy, Debug)]
+pub struct Isa(pub(super) Level);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Level {
-    Baseline,
-    /// Made by [`Isa::detect`] only: to hold it proves that this processor has AVX2, FMA and F16C.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Level {
+    Baseline(Plain),
     #[cfg(target_arch = "x86_64")]
-    Avx2,
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
 }
 
 impl Isa {
-    /// What the build's target has; runs everywhere.
-    #[cfg(test)]
-    pub const BASELINE: Self = Self(Level::Baseline);
-
     /// The best this processor has.
     pub fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
-            return Self(Level::Avx2);
-        }
-        Self(Level::Baseline)
+        Self::available()[0]
     }
 
-    #[cfg(target_arch = "x86_64")]
-    pub fn has_avx2(self) -> bool {
-        self.0 == Level::Avx2
+    /// All that this processor has, the best first; the last is what the build's target has, which runs everywhere.
+    pub fn available() -> Vec<Self> {
+        let levels = [
+            #[cfg(target_arch = "x86_64")]
+            Avx512::detect().map(Level::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Avx2::detect().map(Level::Avx2),
+            Some(Level::Baseline(Plain)),
+        ];
+        levels.into_iter().flatten().map(Self).collect()
     }
 }
 
-/// Compiles one plain function twice, for the build's target and for AVX2 with FMA, and chooses by the [`Isa`] it is given.
-/// Kernels have no closures: a closure is compiled for the build's target alone when it is not inlined.
-/// Rust neither fuses nor reorders floating-point operations by itself, so the two give the same bits.
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Level::Baseline(_) => "baseline",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(_) => "avx512",
+        })
+    }
+}
+
+/// The processor has no instruction set of this name.
+#[derive(Debug, thiserror::Error)]
+#[error("no instruction set {name} here: this processor has {}", .available.join(", "))]
+pub struct NoSuchIsa {
+    name: String,
+    available: Vec<String>,
+}
+
+impl FromStr for Isa {
+    type Err = NoSuchIsa;
+
+    fn from_str(name: &str) -> Result<Self, NoSuchIsa> {
+        let available = Self::available();
+        available
+            .iter()
+            .copied()
+            .find(|isa| isa.to_string() == name)
+            .ok_or_else(|| NoSuchIsa { name: name.to_owned(), available: available.iter().map(ToString::to_string).collect() })
+    }
+}
+
+/// Compiles one function for the build's target, for AVX2 and for AVX-512, and chooses by the [`Isa`] it is given; the function's first
+/// argument is the instruction set's [`Simd`](super::simd::Simd). Kernels have no closures: a closure is compiled for the build's target alone when it
+/// is not inlined. Rust neither fuses nor reorders floating-point operations by itself, so all give the same bits.
 macro_rules! kernel {
-    ($(#[$meta:meta])* $visibility:vis fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block) => {
+    (
+        $(#[$meta:meta])*
+        $visibility:vis fn $name:ident($simd:ident, $($argument:ident: $kind:ty),* $(,)?) $body:block
+    ) => {
         $(#[$meta])*
         $visibility fn $name(isa: $crate::cpu::isa::Isa, $($argument: $kind),*) {
             #[inline(always)]
-            fn plain($($argument: $kind),*) $body
+            fn plain<S: $crate::cpu::simd::Simd>($simd: S, $($argument: $kind),*) $body
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
-            fn avx2($($argument: $kind),*) {
-                plain($($argument),*)
+            fn avx2(simd: $crate::cpu::simd::Avx2, $($argument: $kind),*) {
+                plain(simd, $($argument),*)
             }
 
             #[cfg(target_arch = "x86_64")]
-            if isa.has_avx2() {
-                // SAFETY: `Isa::detect` makes such a value only where the processor has these features.
-                #[expect(unsafe_code)]
-                return unsafe { avx2($($argument),*) };
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+            fn avx512(simd: $crate::cpu::simd::Avx512, $($argument: $kind),*) {
+                plain(simd, $($argument),*)
             }
-            #[cfg(not(target_arch = "x86_64"))]
-            let _ = isa;
-            plain($($argument),*)
+
+            match isa.0 {
+                $crate::cpu::isa::Level::Baseline(simd) => plain(simd, $($argument),*),
+                // SAFETY: the value proves that the processor has these features.
+                #[cfg(target_arch = "x86_64")]
+                #[expect(unsafe_code)]
+                $crate::cpu::isa::Level::Avx2(simd) => unsafe { avx2(simd, $($argument),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                #[expect(unsafe_code)]
+                $crate::cpu::isa::Level::Avx512(simd) => unsafe { avx512(simd, $($argument),*) },
+            }
         }
     };
 }

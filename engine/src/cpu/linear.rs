@@ -2,450 +2,461 @@
 //!
 //! Every output of every row is a chain of its own: group after group, `sum = fma(scale × step, dot, sum)`, then the group's minimum
 //! in the same way. `dot` is an exact integer: the row is quantised to 8 bits a number with one step a group (Q6_K's two factors a
-//! group are whole numbers and part of it). For float weights it is `sum = fma(x, weight, sum)`, input after input. How many rows are
-//! computed together changes only how often a tile is unpacked.
+//! group are whole numbers and part of it). For float weights it is `sum = fma(x, weight, sum)`, input after input. How many rows and
+//! outputs are computed together, and by which thread, changes only how often a tile is unpacked.
 
 use super::{
-    isa::kernel,
-    math::{round, widen, widen_bf16},
-    weights::{Bf16Tile, F16Tile, F32Tile, GROUP, Matrix, Nibbles, PANEL, Q4_1Tile, Q4_KTile, Q6_KTile, Q8_0Tile, Tiles},
+    isa::{Isa, kernel},
+    math::round,
+    simd::Simd,
+    threads::Threads,
+    weights::{Bf16Tile, F16Tile, F32Tile, GROUP, Matrix, Nibbles, PANEL, Q4_1Tile, Q4_KTile, Q6_KTile, Q8_0Tile, Tiles, Words},
 };
+use std::ops::Range;
 
-/// Rows for which a panel's tiles are unpacked once; their sums (8 KiB) stay in the first-level cache.
-const ROWS_MAX: usize = 64;
-/// Rows whose sums are kept in registers together.
-const ROWS: usize = 4;
+/// Up to so many rows, threads share a matrix by its outputs and each reads its own part; more rows are shared by rows.
+pub(super) const SHARED_ROWS: usize = 16;
+/// A thread's part of a matrix is at least so many weights, a few microseconds of work, if a thread is to have several parts.
+const PART_WEIGHTS: usize = 1 << 17;
 
-/// Rows in 8 bits, stored group by group, in each the rows.
+/// Rows in 8 bits, in each its groups.
 #[derive(Default)]
 pub(super) struct Quantised {
-    rows: usize,
-    /// From −127 to 127, as wide as they are multiplied.
-    quants: Vec<[i16; GROUP]>,
-    scales: Vec<Scale>,
+    row_groups: usize,
+    groups: Vec<Group>,
 }
 
-/// Of one group of one row.
-#[derive(Clone, Copy, Default)]
-struct Scale {
-    /// `x ≈ step × quant`.
+/// 32 numbers: `x ≈ step × quant`.
+#[derive(Clone, Copy)]
+struct Group {
+    /// From −127 to 127.
+    quants: [[i8; 4]; GROUP / 4],
+    /// Of the quants of each half.
+    totals: [i32; 2],
     step: f32,
     /// `step` × the sum of the quants, for formats with a minimum.
     sum: f32,
 }
 
+impl Group {
+    const ZERO: Self = Self { quants: [[0; 4]; GROUP / 4], totals: [0; 2], step: 0.0, sum: 0.0 };
+}
+
 impl Quantised {
-    fn resize(&mut self, rows: usize, inputs: usize) {
-        self.rows = rows;
-        self.quants.resize(rows * inputs.div_ceil(GROUP), [0; GROUP]);
-        self.scales.resize(rows * inputs.div_ceil(GROUP), Scale::default());
+    #[inline(always)]
+    fn row(&self, row: usize) -> &[Group] {
+        &self.groups[row * self.row_groups..][..self.row_groups]
     }
 }
 
 kernel! {
     /// Quantises rows of `inputs` numbers.
-    pub(super) fn quantise(x: &[f32], inputs: usize, into: &mut Quantised) {
-        let rows = x.len() / inputs;
-        into.resize(rows, inputs);
-        for (row, x) in x.chunks_exact(inputs).enumerate() {
-            for (group, x) in x.chunks(GROUP).enumerate() {
+    pub(super) fn quantise(_simd, x: &[f32], inputs: usize, into: &mut Quantised) {
+        into.row_groups = inputs.div_ceil(GROUP);
+        into.groups.resize(x.len() / inputs * into.row_groups, Group::ZERO);
+        for (x, groups) in x.chunks_exact(inputs).zip(into.groups.chunks_exact_mut(into.row_groups)) {
+            for (x, group) in x.chunks(GROUP).zip(groups) {
                 let mut padded = [0f32; GROUP];
                 padded[..x.len()].copy_from_slice(x);
-                let mut largest = 0f32;
-                for x in &padded {
-                    largest = if x.abs() > largest { x.abs() } else { largest };
-                }
-                let step = largest / 127.0;
-                let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
-                let quants = &mut into.quants[group * rows + row];
-                let mut sum = 0i32;
-                for (quant, x) in quants.iter_mut().zip(&padded) {
-                    let rounded = round(x * inverse);
-                    sum += rounded;
-                    *quant = rounded as i16;
-                }
-                into.scales[group * rows + row] = Scale { step, sum: step * sum as f32 };
+                quantise_group(&padded, group);
             }
         }
     }
-}
-
-kernel! {
-    /// `out = x × matrixᵀ` for all rows. `quantised` is of the same `x`.
-    pub(super) fn linear(matrix: &Matrix, x: &[f32], quantised: &Quantised, out: &mut [f32]) {
-        match &matrix.tiles {
-            Tiles::Q4_1(tiles) => integer(tiles, quantised, matrix.outputs, out),
-            Tiles::Q8_0(tiles) => integer(tiles, quantised, matrix.outputs, out),
-            Tiles::Q4_K(tiles) => integer(tiles, quantised, matrix.outputs, out),
-            Tiles::Q6_K(tiles) => integer(tiles, quantised, matrix.outputs, out),
-            Tiles::BF16(tiles) => float(tiles, x, matrix.inputs, matrix.outputs, out),
-            Tiles::F16(tiles) => float(tiles, x, matrix.inputs, matrix.outputs, out),
-            Tiles::F32(tiles) => float(tiles, x, matrix.inputs, matrix.outputs, out),
-        }
-    }
-}
-
-/// A tile whose dot products with quantised rows are whole numbers.
-trait IntegerTile {
-    /// As many products of a weight and a quant can be added in 16 bits.
-    const RUN: usize;
-    const HAS_MINS: bool;
-
-    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]);
-    fn scales(&self) -> [f32; PANEL];
-    fn mins(&self) -> [f32; PANEL];
-    /// Whole numbers by which the dot products of the group's two halves are multiplied, where the format has such.
-    fn factors(&self) -> Option<&[[i8; PANEL]; 2]>;
-    /// Each output's dot product with one row.
-    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL];
 }
 
 #[inline(always)]
-fn widened(halves: &[u16; PANEL]) -> [f32; PANEL] {
-    let mut numbers = [0f32; PANEL];
-    for c in 0..PANEL {
-        numbers[c] = widen(halves[c]);
+fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
+    let (halves, _) = x.as_chunks::<{ GROUP / 2 }>();
+    let mut largest = [0f32; GROUP / 2];
+    for half in halves {
+        for l in 0..GROUP / 2 {
+            largest[l] = if half[l].abs() > largest[l] { half[l].abs() } else { largest[l] };
+        }
     }
-    numbers
+    // Halved again and again: the largest of all is the same in any order.
+    let mut lanes = GROUP / 4;
+    while lanes > 0 {
+        for l in 0..lanes {
+            largest[l] = if largest[l + lanes] > largest[l] { largest[l + lanes] } else { largest[l] };
+        }
+        lanes /= 2;
+    }
+    let overall = largest[0];
+    let step = overall / 127.0;
+    let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
+    let mut rounded = [0i32; GROUP];
+    for i in 0..GROUP {
+        rounded[i] = round(x[i] * inverse);
+    }
+    let mut totals = [0i32; 2];
+    for i in 0..GROUP / 2 {
+        totals[0] += rounded[i];
+        totals[1] += rounded[i + GROUP / 2];
+    }
+    let quants = group.quants.as_flattened_mut();
+    for i in 0..GROUP {
+        quants[i] = rounded[i] as i8;
+    }
+    group.totals = totals;
+    group.step = step;
+    group.sum = step * (totals[0] + totals[1]) as f32;
+}
+
+/// `out = x × matrixᵀ` for all rows and each of the matrices. `quantised` is of the same `x`, whose rows have `inputs` numbers.
+pub(super) fn linear<const N: usize>(
+    threads: &Threads,
+    isa: Isa,
+    (x, inputs, quantised): (&[f32], usize, &Quantised),
+    products: [(&Matrix, &mut [f32]); N],
+) {
+    let rows = x.len() / inputs;
+    let mut parts = Vec::new();
+    for (matrix, out) in products {
+        let panels = matrix.outputs.div_ceil(PANEL);
+        let few = PART_WEIGHTS / (PANEL * inputs) + 1;
+        let each = if rows <= SHARED_ROWS { panels.div_ceil(threads.count()).min(few.max(panels / 64)) } else { panels };
+        let mut rest: Vec<&mut [f32]> = out.chunks_exact_mut(matrix.outputs).collect();
+        for first in (0..panels).step_by(each) {
+            let panels = first..panels.min(first + each);
+            let outputs = matrix.outputs.min(panels.end * PANEL) - first * PANEL;
+            let out =
+                rest.iter_mut().map(|rest| rest.split_off_mut(..outputs).expect("a row has all outputs")).collect::<Vec<_>>();
+            parts.push((matrix, panels, out));
+        }
+    }
+    threads.for_each(parts, |(matrix, panels, mut out)| multiply(isa, matrix, panels, x, quantised, &mut out));
+}
+
+kernel! {
+    /// The outputs of some panels. `out` has them for each row.
+    fn multiply(simd, matrix: &Matrix, panels: Range<usize>, x: &[f32], quantised: &Quantised, out: &mut [&mut [f32]]) {
+        match &matrix.tiles {
+            Tiles::Q4_1(tiles) => integer(simd, tiles, panels, quantised, out),
+            Tiles::Q8_0(tiles) => integer(simd, tiles, panels, quantised, out),
+            Tiles::Q4_K(tiles) => integer(simd, tiles, panels, quantised, out),
+            Tiles::Q6_K(tiles) => integer(simd, tiles, panels, quantised, out),
+            Tiles::BF16(tiles) => float(simd, tiles, panels, x, matrix.inputs, out),
+            Tiles::F16(tiles) => float(simd, tiles, panels, x, matrix.inputs, out),
+            Tiles::F32(tiles) => float(simd, tiles, panels, x, matrix.inputs, out),
+        }
+    }
+}
+
+/// A tile whose dot products with quantised rows are whole numbers. `column` is the first of as many outputs as a vector has lanes.
+trait IntegerTile {
+    const HAS_MINS: bool;
+    /// Unpacked for any number of rows.
+    type Weights<S: Simd>: Copy;
+
+    fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S>;
+    fn dot<S: Simd>(simd: S, weights: &Self::Weights<S>, x: &Group) -> S::Ints;
+    fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats;
+    fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats;
 }
 
 impl Nibbles {
-    // 16 × 15 × 127 = 30,480
-    const RUN: usize = 16;
-
     #[inline(always)]
-    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
-        for (words, into) in self.0.iter().zip(into.as_chunks_mut::<4>().0) {
-            for c in 0..PANEL {
-                let word = words[c];
-                into[0][c] = (word & 15) as i16;
-                into[1][c] = (word >> 4 & 15) as i16;
-                into[2][c] = (word >> 8 & 15) as i16;
-                into[3][c] = (word >> 12) as i16;
-            }
+    fn words<S: Simd>(&self, simd: S, column: usize) -> [S::Bytes; GROUP / 4] {
+        let mut words = [simd.splat_bytes(&[0; 4]); GROUP / 4];
+        for i in 0..GROUP / 8 {
+            let bytes = simd.load_bytes(&self.0[i][column * 4..]);
+            words[i] = simd.low_nibbles(bytes);
+            words[i + GROUP / 8] = simd.high_nibbles(bytes);
         }
+        words
     }
 
+    /// 8 × 2 × 15 × 127 = 30,480
     #[inline(always)]
-    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
-        let mut total = [0i32; PANEL];
-        for half in 0..GROUP / Self::RUN {
-            let mut sums = [0i16; PANEL];
-            for word in half * 4..half * 4 + 4 {
-                let (words, x) = (&self.0[word], [row[word * 4], row[word * 4 + 1], row[word * 4 + 2], row[word * 4 + 3]]);
-                for c in 0..PANEL {
-                    let quants = words[c];
-                    let first =
-                        ((quants & 15) as i16).wrapping_mul(x[0]).wrapping_add(((quants >> 4 & 15) as i16).wrapping_mul(x[1]));
-                    let last =
-                        ((quants >> 8 & 15) as i16).wrapping_mul(x[2]).wrapping_add(((quants >> 12) as i16).wrapping_mul(x[3]));
-                    sums[c] = sums[c].wrapping_add(first).wrapping_add(last);
-                }
-            }
-            for c in 0..PANEL {
-                total[c] += i32::from(sums[c]);
-            }
+    fn dot<S: Simd>(simd: S, words: &[S::Bytes; GROUP / 4], x: &Group) -> S::Ints {
+        let mut sums = simd.no_sums();
+        for i in 0..GROUP / 4 {
+            sums = simd.add_products(sums, words[i], simd.splat_bytes(&x.quants[i]));
         }
-        total
+        simd.ints(sums)
     }
 }
 
+#[inline(always)]
+fn loaded<S: Simd>(simd: S, words: &[Words; GROUP / 4], column: usize) -> [S::Bytes; GROUP / 4] {
+    let mut loaded = [simd.splat_bytes(&[0; 4]); GROUP / 4];
+    for i in 0..GROUP / 4 {
+        loaded[i] = simd.load_bytes(&words[i][column * 4..]);
+    }
+    loaded
+}
+
 impl IntegerTile for Q4_1Tile {
-    const RUN: usize = Nibbles::RUN;
     const HAS_MINS: bool = true;
+    type Weights<S: Simd> = [S::Bytes; GROUP / 4];
 
     #[inline(always)]
-    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
-        self.quants.unpack(into);
+    fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S> {
+        self.quants.words(simd, column)
     }
 
     #[inline(always)]
-    fn scales(&self) -> [f32; PANEL] {
-        widened(&self.scales)
+    fn dot<S: Simd>(simd: S, weights: &Self::Weights<S>, x: &Group) -> S::Ints {
+        Nibbles::dot(simd, weights, x)
     }
 
     #[inline(always)]
-    fn mins(&self) -> [f32; PANEL] {
-        widened(&self.mins)
+    fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
+        simd.load_halves(&self.scales[column..])
     }
 
     #[inline(always)]
-    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
-        None
-    }
-
-    #[inline(always)]
-    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
-        self.quants.dot(row)
+    fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
+        simd.load_halves(&self.mins[column..])
     }
 }
 
 impl IntegerTile for Q4_KTile {
-    const RUN: usize = Nibbles::RUN;
     const HAS_MINS: bool = true;
+    type Weights<S: Simd> = [S::Bytes; GROUP / 4];
 
     #[inline(always)]
-    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
-        self.quants.unpack(into);
+    fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S> {
+        self.quants.words(simd, column)
     }
 
     #[inline(always)]
-    fn scales(&self) -> [f32; PANEL] {
-        let mut scales = widened(&self.scales);
-        for (scale, factor) in scales.iter_mut().zip(&self.factors) {
-            *scale *= f32::from(*factor);
-        }
-        scales
+    fn dot<S: Simd>(simd: S, weights: &Self::Weights<S>, x: &Group) -> S::Ints {
+        Nibbles::dot(simd, weights, x)
     }
 
     #[inline(always)]
-    fn mins(&self) -> [f32; PANEL] {
-        let mut mins = widened(&self.mins);
-        for (min, factor) in mins.iter_mut().zip(&self.min_factors) {
-            *min *= -f32::from(*factor);
-        }
-        mins
+    fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
+        simd.mul(simd.load_halves(&self.scales[column..]), simd.load_u8(&self.factors[column..]))
     }
 
+    /// Taken away, so negative: the sign changes no other bit of a product.
     #[inline(always)]
-    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
-        None
-    }
-
-    #[inline(always)]
-    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
-        self.quants.dot(row)
+    fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
+        let mins = simd.mul(simd.load_halves(&self.mins[column..]), simd.load_u8(&self.min_factors[column..]));
+        simd.mul(mins, simd.splat(-1.0))
     }
 }
 
 impl IntegerTile for Q6_KTile {
-    // 8 × 32 × 127 = 32,512
-    const RUN: usize = 8;
     const HAS_MINS: bool = false;
+    /// The words, and each half's factor.
+    type Weights<S: Simd> = ([S::Bytes; GROUP / 4], [S::Ints; 2]);
 
     #[inline(always)]
-    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
-        for (quants, into) in self.quants.iter().zip(into) {
-            for c in 0..PANEL {
-                into[c] = i16::from(quants[c]);
+    fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S> {
+        let factors = [simd.load_i8(&self.factors[0][column..]), simd.load_i8(&self.factors[1][column..])];
+        (loaded(simd, &self.quants, column), factors)
+    }
+
+    /// Stays below 2 × 16 × 32 × 127 × 128 < 2^24 and is a single-precision number exactly, as all others.
+    #[inline(always)]
+    fn dot<S: Simd>(simd: S, (words, factors): &Self::Weights<S>, x: &Group) -> S::Ints {
+        let mut dot = simd.splat_int(0);
+        for half in 0..2 {
+            // Quants are stored 32 too large.
+            let mut sum = simd.splat_int(-32 * x.totals[half]);
+            for pair in (half * 4..half * 4 + 4).step_by(2) {
+                // 2 × 2 × 63 × 127 = 32,004
+                let sums = simd.add_products(simd.no_sums(), words[pair], simd.splat_bytes(&x.quants[pair]));
+                let sums = simd.add_products(sums, words[pair + 1], simd.splat_bytes(&x.quants[pair + 1]));
+                sum = simd.add_ints(sum, simd.ints(sums));
             }
+            dot = simd.add_ints(dot, simd.mul_ints(sum, factors[half]));
         }
+        dot
     }
 
     #[inline(always)]
-    fn scales(&self) -> [f32; PANEL] {
-        widened(&self.scales)
+    fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
+        simd.load_halves(&self.scales[column..])
     }
 
     #[inline(always)]
-    fn mins(&self) -> [f32; PANEL] {
-        [0.0; PANEL]
-    }
-
-    #[inline(always)]
-    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
-        Some(&self.factors)
-    }
-
-    #[inline(always)]
-    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
-        let mut unpacked = [[0i16; PANEL]; GROUP];
-        self.unpack(&mut unpacked);
-        let [total] = dot_rows(&unpacked, std::array::from_ref(row), Self::RUN, self.factors());
-        total
+    fn mins<S: Simd>(&self, simd: S, _column: usize) -> S::Floats {
+        simd.splat(0.0)
     }
 }
 
 impl IntegerTile for Q8_0Tile {
-    // 2 × 128 × 127 = 32,512
-    const RUN: usize = 2;
     const HAS_MINS: bool = false;
+    type Weights<S: Simd> = [S::Bytes; GROUP / 4];
 
     #[inline(always)]
-    fn unpack(&self, into: &mut [[i16; PANEL]; GROUP]) {
-        for (quants, into) in self.quants.iter().zip(into) {
-            for c in 0..PANEL {
-                into[c] = i16::from(quants[c]);
-            }
+    fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S> {
+        let mut words = loaded(simd, &self.quants, column);
+        for words in &mut words {
+            *words = simd.signed(*words);
         }
+        words
     }
 
     #[inline(always)]
-    fn scales(&self) -> [f32; PANEL] {
-        widened(&self.scales)
-    }
-
-    #[inline(always)]
-    fn mins(&self) -> [f32; PANEL] {
-        [0.0; PANEL]
-    }
-
-    #[inline(always)]
-    fn factors(&self) -> Option<&[[i8; PANEL]; 2]> {
-        None
-    }
-
-    #[inline(always)]
-    fn dot(&self, row: &[i16; GROUP]) -> [i32; PANEL] {
-        let mut total = [0i32; PANEL];
-        for (quants, x) in self.quants.as_chunks::<2>().0.iter().zip(row.as_chunks::<2>().0) {
-            for c in 0..PANEL {
-                let sum = i16::from(quants[0][c]).wrapping_mul(x[0]).wrapping_add(i16::from(quants[1][c]).wrapping_mul(x[1]));
-                total[c] += i32::from(sum);
-            }
+    fn dot<S: Simd>(simd: S, weights: &Self::Weights<S>, x: &Group) -> S::Ints {
+        let mut sums = simd.no_signed_sums(x.totals[0] + x.totals[1]);
+        for i in 0..GROUP / 4 {
+            sums = simd.add_signed_products(sums, weights[i], simd.splat_bytes(&x.quants[i]));
         }
-        total
+        sums
+    }
+
+    #[inline(always)]
+    fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
+        simd.load_halves(&self.scales[column..])
+    }
+
+    #[inline(always)]
+    fn mins<S: Simd>(&self, simd: S, _column: usize) -> S::Floats {
+        simd.splat(0.0)
     }
 }
 
+/// A panel's results of some rows.
+type Sums<const R: usize> = [[f32; PANEL]; R];
+
 #[inline(always)]
-fn integer<T: IntegerTile>(tiles: &[T], x: &Quantised, outputs: usize, out: &mut [f32]) {
-    let groups = tiles.len() / outputs.div_ceil(PANEL);
-    let mut unpacked = [[0i16; PANEL]; GROUP];
-    let mut sums = [[0f32; PANEL]; ROWS_MAX];
-    for (block, out) in out.chunks_mut(ROWS_MAX * outputs).enumerate() {
-        let (first, rows) = (block * ROWS_MAX, out.len() / outputs);
-        for (panel, tiles) in tiles.chunks_exact(groups).enumerate() {
-            sums[..rows].fill([0.0; PANEL]);
-            for (group, tile) in tiles.iter().enumerate() {
-                let (scales, mins) = (tile.scales(), tile.mins());
-                let at = group * x.rows + first;
-                let (fours, rest) = x.quants[at..at + rows].as_chunks::<ROWS>();
-                let row_scales = &x.scales[at..at + rows];
-                if !fours.is_empty() {
-                    tile.unpack(&mut unpacked);
-                }
-                for (four, quants) in fours.iter().enumerate() {
-                    let dots = dot_rows::<ROWS>(&unpacked, quants, T::RUN, tile.factors());
-                    for (r, dots) in dots.iter().enumerate() {
-                        accumulate::<T>(&mut sums[four * ROWS + r], dots, &scales, &mins, row_scales[four * ROWS + r]);
+fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, x: &Quantised, out: &mut [&mut [f32]]) {
+    let groups = x.row_groups;
+    let first_panel = panels.start;
+    for panel in panels {
+        let tiles = &tiles[panel * groups..][..groups];
+        let at = (panel - first_panel) * PANEL;
+        let mut row = 0;
+        while row < out.len() {
+            // As many rows as the registers hold: a vector of weights is unpacked once for them.
+            let left = out.len() - row;
+            row += match left {
+                8.. if S::LANES == 16 => store(&integer_rows::<S, T, 8, 1>(simd, tiles, x, row), at, &mut out[row..]),
+                4.. => store(&integer_rows::<S, T, 4, 1>(simd, tiles, x, row), at, &mut out[row..]),
+                2.. => store(&integer_rows::<S, T, 2, 1>(simd, tiles, x, row), at, &mut out[row..]),
+                _ if S::LANES == 16 => store(&integer_rows::<S, T, 1, 2>(simd, tiles, x, row), at, &mut out[row..]),
+                _ => store(&integer_rows::<S, T, 1, 4>(simd, tiles, x, row), at, &mut out[row..]),
+            };
+        }
+    }
+}
+
+/// `R` rows, `V` vectors of outputs at a time.
+#[inline(always)]
+fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
+    simd: S,
+    tiles: &[T],
+    x: &Quantised,
+    row: usize,
+) -> Sums<R> {
+    let mut rows = [&x.groups[..0]; R];
+    for r in 0..R {
+        rows[r] = &x.row(row + r)[..tiles.len()];
+    }
+    let mut out = [[0f32; PANEL]; R];
+    for column in (0..PANEL).step_by(S::LANES * V) {
+        let mut sums = [[simd.splat(0.0); V]; R];
+        for (g, tile) in tiles.iter().enumerate() {
+            for v in 0..V {
+                let column = column + v * S::LANES;
+                let weights = tile.weights(simd, column);
+                let (scales, mins) = (tile.scales(simd, column), tile.mins(simd, column));
+                for r in 0..R {
+                    let group = &rows[r][g];
+                    let dots = simd.floats(T::dot(simd, &weights, group));
+                    sums[r][v] = simd.mul_add(simd.mul(scales, simd.splat(group.step)), dots, sums[r][v]);
+                    if T::HAS_MINS {
+                        sums[r][v] = simd.mul_add(mins, simd.splat(group.sum), sums[r][v]);
                     }
-                }
-                for (r, quants) in rest.iter().enumerate() {
-                    let r = fours.len() * ROWS + r;
-                    accumulate::<T>(&mut sums[r], &tile.dot(quants), &scales, &mins, row_scales[r]);
-                }
-            }
-            store(&sums[..rows], panel, outputs, out);
-        }
-    }
-}
-
-/// With factors, a dot product stays below 2 × 16 × 32 × 127 × 128 < 2^24 and is a single-precision number exactly, as all others.
-#[inline(always)]
-fn dot_rows<const R: usize>(
-    weights: &[[i16; PANEL]; GROUP],
-    rows: &[[i16; GROUP]; R],
-    run: usize,
-    factors: Option<&[[i8; PANEL]; 2]>,
-) -> [[i32; PANEL]; R] {
-    let mut total = [[0i32; PANEL]; R];
-    for start in (0..GROUP).step_by(run) {
-        let mut sums = [[0i16; PANEL]; R];
-        for k in start..start + run {
-            for r in 0..R {
-                let x = rows[r][k];
-                for c in 0..PANEL {
-                    sums[r][c] = sums[r][c].wrapping_add(weights[k][c].wrapping_mul(x));
                 }
             }
         }
         for r in 0..R {
-            for c in 0..PANEL {
-                let factor = match factors {
-                    None => 1,
-                    Some(factors) => i32::from(factors[start / (GROUP / 2)][c]),
-                };
-                total[r][c] += factor * i32::from(sums[r][c]);
+            for v in 0..V {
+                simd.store(sums[r][v], &mut out[r][column + v * S::LANES..]);
             }
         }
     }
-    total
-}
-
-#[inline(always)]
-fn accumulate<T: IntegerTile>(
-    sums: &mut [f32; PANEL],
-    dots: &[i32; PANEL],
-    scales: &[f32; PANEL],
-    mins: &[f32; PANEL],
-    row: Scale,
-) {
-    for c in 0..PANEL {
-        sums[c] = (scales[c] * row.step).mul_add(dots[c] as f32, sums[c]);
-        if T::HAS_MINS {
-            sums[c] = mins[c].mul_add(row.sum, sums[c]);
-        }
-    }
+    out
 }
 
 /// A tile of floats.
 trait FloatTile {
-    fn numbers(&self) -> [[f32; PANEL]; GROUP];
+    /// The weights of one input for the outputs from `column`.
+    fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats;
 }
 
 impl FloatTile for F16Tile {
     #[inline(always)]
-    fn numbers(&self) -> [[f32; PANEL]; GROUP] {
-        let mut numbers = [[0f32; PANEL]; GROUP];
-        for (into, halves) in numbers.iter_mut().zip(&self.0) {
-            for c in 0..PANEL {
-                into[c] = widen(halves[c]);
-            }
-        }
-        numbers
+    fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats {
+        simd.load_halves(&self.0[input][column..])
     }
 }
 
 impl FloatTile for Bf16Tile {
     #[inline(always)]
-    fn numbers(&self) -> [[f32; PANEL]; GROUP] {
-        let mut numbers = [[0f32; PANEL]; GROUP];
-        for (into, bits) in numbers.iter_mut().zip(&self.0) {
-            for c in 0..PANEL {
-                into[c] = widen_bf16(bits[c]);
-            }
-        }
-        numbers
+    fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats {
+        simd.load_bf16(&self.0[input][column..])
     }
 }
 
 impl FloatTile for F32Tile {
     #[inline(always)]
-    fn numbers(&self) -> [[f32; PANEL]; GROUP] {
-        self.0
+    fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats {
+        simd.load(&self.0[input][column..])
     }
 }
 
 #[inline(always)]
-fn float<T: FloatTile>(tiles: &[T], x: &[f32], inputs: usize, outputs: usize, out: &mut [f32]) {
+fn float<S: Simd, T: FloatTile>(simd: S, tiles: &[T], panels: Range<usize>, x: &[f32], inputs: usize, out: &mut [&mut [f32]]) {
     let groups = inputs.div_ceil(GROUP);
-    let mut sums = [[0f32; PANEL]; ROWS_MAX];
-    for (x, out) in x.chunks(ROWS_MAX * inputs).zip(out.chunks_mut(ROWS_MAX * outputs)) {
-        let rows = out.len() / outputs;
-        for (panel, tiles) in tiles.chunks_exact(groups).enumerate() {
-            sums[..rows].fill([0.0; PANEL]);
-            for (group, tile) in tiles.iter().enumerate() {
-                let weights = tile.numbers();
-                for (sums, x) in sums.iter_mut().zip(x.chunks_exact(inputs)) {
-                    let x = &x[group * GROUP..inputs.min((group + 1) * GROUP)];
-                    for (x, weights) in x.iter().zip(&weights) {
-                        for c in 0..PANEL {
-                            sums[c] = x.mul_add(weights[c], sums[c]);
-                        }
-                    }
-                }
-            }
-            store(&sums[..rows], panel, outputs, out);
+    let first_panel = panels.start;
+    for panel in panels {
+        let tiles = &tiles[panel * groups..][..groups];
+        let at = (panel - first_panel) * PANEL;
+        let mut row = 0;
+        while row < out.len() {
+            let (left, x) = (out.len() - row, &x[row * inputs..]);
+            row += match left {
+                8.. if S::LANES == 16 => store(&float_rows::<S, T, 8, 2>(simd, tiles, x, inputs), at, &mut out[row..]),
+                4.. => store(&float_rows::<S, T, 4, 2>(simd, tiles, x, inputs), at, &mut out[row..]),
+                _ if S::LANES == 16 => store(&float_rows::<S, T, 1, 2>(simd, tiles, x, inputs), at, &mut out[row..]),
+                _ => store(&float_rows::<S, T, 1, 4>(simd, tiles, x, inputs), at, &mut out[row..]),
+            };
         }
     }
 }
 
-/// Of the last panel only the columns that are outputs.
 #[inline(always)]
-fn store(sums: &[[f32; PANEL]], panel: usize, outputs: usize, out: &mut [f32]) {
-    let columns = PANEL.min(outputs - panel * PANEL);
-    for (sums, out) in sums.iter().zip(out.chunks_exact_mut(outputs)) {
-        out[panel * PANEL..][..columns].copy_from_slice(&sums[..columns]);
+fn float_rows<S: Simd, T: FloatTile, const R: usize, const V: usize>(simd: S, tiles: &[T], x: &[f32], inputs: usize) -> Sums<R> {
+    let mut out = [[0f32; PANEL]; R];
+    for column in (0..PANEL).step_by(S::LANES * V) {
+        let mut sums = [[simd.splat(0.0); V]; R];
+        for (g, tile) in tiles.iter().enumerate() {
+            let first = g * GROUP;
+            for input in 0..GROUP.min(inputs - first) {
+                let mut weights = [simd.splat(0.0); V];
+                for v in 0..V {
+                    weights[v] = tile.load(simd, input, column + v * S::LANES);
+                }
+                for r in 0..R {
+                    let x = simd.splat(x[r * inputs + first + input]);
+                    for v in 0..V {
+                        sums[r][v] = simd.mul_add(x, weights[v], sums[r][v]);
+                    }
+                }
+            }
+        }
+        for r in 0..R {
+            for v in 0..V {
+                simd.store(sums[r][v], &mut out[r][column + v * S::LANES..]);
+            }
+        }
     }
+    out
+}
+
+/// Of the last panel only the columns that are outputs. Returns how many rows they were.
+#[inline(always)]
+fn store<const R: usize>(sums: &Sums<R>, at: usize, out: &mut [&mut [f32]]) -> usize {
+    for (sums, out) in sums.iter().zip(out) {
+        let columns = PANEL.min(out.len() - at);
+        out[at..][..columns].copy_from_slice(&sums[..columns]);
+    }
+    R
 }

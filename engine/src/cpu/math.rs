@@ -52,7 +52,7 @@ pub(super) fn round(x: f32) -> i32 {
 
 kernel! {
     /// `out = x ÷ √(mean(x²) + eps) × weight`, for every row.
-    pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    pub(super) fn rms_norm(_simd, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
             let factor = inverse_root(x, eps);
@@ -65,7 +65,7 @@ kernel! {
 
 kernel! {
     /// The same where `x` is, for rows as short as `weight`, such as heads.
-    pub(super) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+    pub(super) fn rms_norm_in_place(_simd, x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let factor = inverse_root(x, eps);
             for (x, weight) in x.iter_mut().zip(weight) {
@@ -97,7 +97,7 @@ fn inverse_root(x: &[f32], eps: f32) -> f32 {
 
 kernel! {
     /// `gate = gate ÷ (1 + e^−gate) × up`.
-    pub(super) fn swiglu(gate: &mut [f32], up: &[f32]) {
+    pub(super) fn swiglu(_simd, gate: &mut [f32], up: &[f32]) {
         for (gate, up) in gate.iter_mut().zip(up) {
             *gate = *gate / (1.0 + exp(-*gate)) * up;
         }
@@ -106,7 +106,7 @@ kernel! {
 
 kernel! {
     /// `x += y`.
-    pub(super) fn add(x: &mut [f32], y: &[f32]) {
+    pub(super) fn add(_simd, x: &mut [f32], y: &[f32]) {
         for (x, y) in x.iter_mut().zip(y) {
             *x += y;
         }
@@ -115,7 +115,7 @@ kernel! {
 
 kernel! {
     /// Adds the same to every row.
-    pub(super) fn add_to_rows(x: &mut [f32], bias: &[f32]) {
+    pub(super) fn add_to_rows(_simd, x: &mut [f32], bias: &[f32]) {
         for row in x.chunks_exact_mut(bias.len()) {
             for (x, bias) in row.iter_mut().zip(bias) {
                 *x += bias;
@@ -127,7 +127,7 @@ kernel! {
 kernel! {
     /// Turns every head's pairs by their angle and multiplies all by `factor`. `turns` has the angles' cosines and sines, half a
     /// head of pairs for every row of `x`.
-    pub(super) fn rotate(x: &mut [f32], row_len: usize, turns: &[[f32; 2]], rope: &Rope, factor: f32) {
+    pub(super) fn rotate(_simd, x: &mut [f32], row_len: usize, turns: &[[f32; 2]], rope: &Rope, factor: f32) {
         let pairs = rope.frequencies.len();
         for (row, turns) in x.chunks_exact_mut(row_len).zip(turns.chunks_exact(pairs)) {
             for head in row.chunks_exact_mut(2 * pairs) {

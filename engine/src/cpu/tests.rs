@@ -10,7 +10,14 @@ mod refusals;
 #[path = "../../../model/tests/writer/mod.rs"]
 mod writer;
 
-use super::*;
+use super::{
+    linear::{Quantised, linear, quantise},
+    math::*,
+    *,
+};
+use crate::Logits;
+use half::f16;
+use tandem_kv::TokenId;
 use tandem_model::Gguf;
 use writer::{Writer, kind};
 
@@ -284,16 +291,25 @@ fn model(sizes: Sizes) -> Arc<CpuModel> {
     CpuModel::load(&gguf(file(sizes, 1))).expect("the model loads")
 }
 
-const SETTINGS: CpuSettings = CpuSettings { block_size: 4, capacity_blocks: 64 };
+const BLOCK_SIZE: u32 = 4;
+const CAPACITY_BLOCKS: u32 = 64;
+
+fn settings() -> CpuSettings {
+    CpuSettings { block_size: BLOCK_SIZE, capacity_blocks: CAPACITY_BLOCKS, threads: 1, isa: Isa::detect() }
+}
 
 fn engine(model: &Arc<CpuModel>) -> CpuEngine {
-    CpuEngine::new(model.clone(), SETTINGS).expect("the settings are possible")
+    engine_with(model, settings())
+}
+
+fn engine_with(model: &Arc<CpuModel>, settings: CpuSettings) -> CpuEngine {
+    CpuEngine::new(model.clone(), settings).expect("the settings are possible")
 }
 
 /// Room for a whole context, in blocks that are not in order.
 fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
-    let each = SETTINGS.capacity_blocks / sequences;
-    (0..each.min(CONTEXT / SETTINGS.block_size)).rev().map(|i| BlockId(i * sequences + sequence)).collect()
+    let each = CAPACITY_BLOCKS / sequences;
+    (0..each.min(CONTEXT / BLOCK_SIZE)).rev().map(|i| BlockId(i * sequences + sequence)).collect()
 }
 
 fn tokens(seed: u64, len: usize, vocab: u32) -> Vec<TokenId> {

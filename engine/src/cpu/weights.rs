@@ -1,8 +1,8 @@
 //! Weight matrices, packed once for the kernels, most of them in nearly the bytes that the file has.
 //!
 //! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file's formats), a *tile* one group
-//! of one panel. Tiles of a panel follow each other, and within a tile the 32 outputs of one input lie side by side, so that the kernels'
-//! innermost loops run over outputs, every output by itself.
+//! of one panel. Tiles of a panel follow each other, and within a tile the 32 outputs lie side by side, so that the kernels'
+//! innermost loops run over outputs, every output by itself. Quants come in *words*: four inputs of one output, a byte each.
 
 use super::{
     CpuError,
@@ -51,9 +51,12 @@ macro_rules! each_type {
     };
 }
 
-/// Quants from 0 to 15: word `i` holds the inputs `4i` to `4i + 3`, the first in the lowest four bits.
+/// Each output's words of one set of four inputs.
+pub(super) type Words = [u8; PANEL * 4];
+
+/// Quants from 0 to 15: row `i` has the inputs from `4i` in the lower halves of its bytes, those from `4i + 16` in the upper ones.
 #[derive(Clone)]
-pub(super) struct Nibbles(pub [[u16; PANEL]; GROUP / 4]);
+pub(super) struct Nibbles(pub [Words; GROUP / 8]);
 
 /// `weight = scale × quant + min`.
 #[derive(Clone)]
@@ -77,22 +80,22 @@ pub(super) struct Q4_KTile {
     pub min_factors: [u8; PANEL],
 }
 
-/// `weight = scale × factor × quant`, quants from −32 to 31, a factor for each half of the group.
+/// `weight = scale × factor × (quant − 32)`, quants from 0 to 63, a factor for each half of the group.
 #[derive(Clone)]
 #[expect(non_camel_case_types, reason = "the format's own name")]
 #[repr(align(64))]
 pub(super) struct Q6_KTile {
-    pub quants: [[i8; PANEL]; GROUP],
+    pub quants: [Words; GROUP / 4],
     /// Of 256 inputs, and so the same in eight tiles.
     pub scales: [u16; PANEL],
     pub factors: [[i8; PANEL]; 2],
 }
 
-/// `weight = scale × quant`.
+/// `weight = scale × quant`, quants from −128 to 127.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Q8_0Tile {
-    pub quants: [[i8; PANEL]; GROUP],
+    pub quants: [Words; GROUP / 4],
     pub scales: [u16; PANEL],
 }
 
@@ -133,23 +136,27 @@ fn is_finite(half: u16) -> bool {
     half & 0x7c00 != 0x7c00
 }
 
-impl Nibbles {
-    const ZERO: Self = Self([[0; PANEL]; GROUP / 4]);
+const NO_WORDS: [Words; GROUP / 4] = [[0; PANEL * 4]; GROUP / 4];
 
-    fn put(&mut self, column: usize, quants: impl Fn(usize) -> u8) {
-        for (word, words) in self.0.iter_mut().enumerate() {
-            words[column] = (0..4).fold(0, |bits, i| bits | u16::from(quants(word * 4 + i)) << (i * 4));
+/// Where in its words an input of an output lies.
+fn place(column: usize, input: usize) -> (usize, usize) {
+    (input / 4, column * 4 + input % 4)
+}
+
+impl Nibbles {
+    const ZERO: Self = Self([[0; PANEL * 4]; GROUP / 8]);
+
+    /// Puts 16 bytes of which byte `i` holds input `i` in its lower half and input `i + 16` in its upper half.
+    fn put(&mut self, column: usize, bytes: &[u8]) {
+        for (words, four) in self.0.iter_mut().zip(bytes.as_chunks::<4>().0) {
+            words[column * 4..][..4].copy_from_slice(four);
         }
     }
 
     fn get(&self, column: usize, input: usize) -> f32 {
-        f32::from(self.0[input / 4][column] >> (input % 4 * 4) & 15)
+        let (row, at) = place(column, input % 16);
+        f32::from(self.0[row][at] >> (input / 16 * 4) & 15)
     }
-}
-
-/// 32 quants as Q4_0 and Q4_1 store them: byte `i` holds input `i` in its low half and input `i + 16` in its high half.
-fn halves_of(bytes: &[u8]) -> impl Fn(usize) -> u8 {
-    |input| bytes[input % 16] >> (input / 16 * 4) & 15
 }
 
 impl Tile for Q4_1Tile {
@@ -159,7 +166,7 @@ impl Tile for Q4_1Tile {
     fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         self.scales[column] = half_at(block, 0);
         self.mins[column] = half_at(block, 2);
-        self.quants.put(column, halves_of(&block[4..]));
+        self.quants.put(column, &block[4..20]);
         is_finite(self.scales[column]) && is_finite(self.mins[column])
     }
 
@@ -183,7 +190,7 @@ impl Tile for FromQ4_0 {
         let min = f16::from_f32(scale.to_f32() * -8.0);
         self.0.scales[column] = scale.to_bits();
         self.0.mins[column] = min.to_bits();
-        self.0.quants.put(column, halves_of(&block[2..]));
+        self.0.quants.put(column, &block[2..18]);
         scale.is_finite() && min.is_finite()
     }
 
@@ -211,8 +218,9 @@ impl Tile for Q4_KTile {
             (low & 15 | packed[group - 4] >> 6 << 4, low >> 4 | packed[group] >> 6 << 4)
         };
         // 32 bytes hold two groups, one in their low halves and one in their high halves.
-        let bytes = &block[16 + group / 2 * 32..][..32];
-        self.quants.put(column, |input| bytes[input] >> (group % 2 * 4) & 15);
+        let (bytes, shift) = (&block[16 + group / 2 * 32..][..32], group % 2 * 4);
+        let pairs: [u8; 16] = std::array::from_fn(|i| bytes[i] >> shift & 15 | (bytes[i + 16] >> shift & 15) << 4);
+        self.quants.put(column, &pairs);
         is_finite(self.scales[column]) && is_finite(self.mins[column])
     }
 
@@ -226,7 +234,7 @@ impl Tile for Q4_KTile {
 impl Tile for Q6_KTile {
     const BLOCK_BYTES: usize = 210;
     const BLOCK_GROUPS: usize = 8;
-    const ZERO: Self = Self { quants: [[0; PANEL]; GROUP], scales: [0; PANEL], factors: [[0; PANEL]; 2] };
+    const ZERO: Self = Self { quants: NO_WORDS, scales: [0; PANEL], factors: [[0; PANEL]; 2] };
 
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
         // Each 128 inputs have 64 bytes of low four bits (two groups in the low halves, then two in the high ones) and 32 bytes
@@ -234,10 +242,11 @@ impl Tile for Q6_KTile {
         let (part, quarter) = (group / 4, group % 4);
         let low = &block[part * 64 + quarter % 2 * 32..][..32];
         let high = &block[128 + part * 32..][..32];
-        for (input, quants) in self.quants.iter_mut().enumerate() {
+        for input in 0..GROUP {
             let low = low[input] >> (quarter / 2 * 4) & 15;
             let high = high[input] >> (quarter * 2) & 3;
-            quants[column] = (low | high << 4) as i8 - 32;
+            let (row, at) = place(column, input);
+            self.quants[row][at] = low | high << 4;
         }
         for (half, factors) in self.factors.iter_mut().enumerate() {
             factors[column] = block[192 + group * 2 + half] as i8;
@@ -248,24 +257,26 @@ impl Tile for Q6_KTile {
 
     fn get(&self, column: usize, input: usize) -> f32 {
         let scale = widen(self.scales[column]) * f32::from(self.factors[input / 16][column]);
-        scale * f32::from(self.quants[input][column])
+        let (row, at) = place(column, input);
+        scale * (f32::from(self.quants[row][at]) - 32.0)
     }
 }
 
 impl Tile for Q8_0Tile {
     const BLOCK_BYTES: usize = 34;
-    const ZERO: Self = Self { quants: [[0; PANEL]; GROUP], scales: [0; PANEL] };
+    const ZERO: Self = Self { quants: NO_WORDS, scales: [0; PANEL] };
 
     fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         self.scales[column] = half_at(block, 0);
-        for (quants, byte) in self.quants.iter_mut().zip(&block[2..]) {
-            quants[column] = *byte as i8;
+        for (words, four) in self.quants.iter_mut().zip(block[2..].as_chunks::<4>().0) {
+            words[column * 4..][..4].copy_from_slice(four);
         }
         is_finite(self.scales[column])
     }
 
     fn get(&self, column: usize, input: usize) -> f32 {
-        widen(self.scales[column]) * f32::from(self.quants[input][column])
+        let (row, at) = place(column, input);
+        widen(self.scales[column]) * f32::from(self.quants[row][at] as i8)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
 use std::{sync::Arc, time::Duration};
 use tandem_engine::{
     Engine,
-    cpu::{CpuEngine, CpuModel, CpuSettings},
+    cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
@@ -60,7 +60,9 @@ impl Loaded {
         let (block_size, capacity_blocks) = (settings.block_size, settings.capacity_blocks());
         match &self.device {
             Device::Cpu(weights) => {
-                let engine = CpuEngine::new(weights.clone(), CpuSettings { block_size, capacity_blocks });
+                let threads = settings.threads as usize;
+                let settings = CpuSettings { block_size, capacity_blocks, threads, isa: Isa::detect() };
+                let engine = CpuEngine::new(weights.clone(), settings);
                 Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
             }
             Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(sim_settings(settings), vocabulary.clone()))),

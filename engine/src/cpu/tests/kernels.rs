@@ -1,7 +1,10 @@
-//! Each kernel compiled for the build's target and for this processor: the same bits.
+//! Each kernel, compiled for the build's target and for all that this processor has: the same bits.
 
 use super::*;
-use crate::cpu::weights::Matrix;
+use crate::cpu::{
+    attention::{Place, Scratch, attend, store_kv},
+    weights::Matrix,
+};
 use proptest::prelude::*;
 use tandem_model::{Pairs, Rope};
 
@@ -17,13 +20,18 @@ fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| number(random)).collect()
 }
 
-/// The results of a kernel under both compilations.
-fn both(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> [Vec<u32>; 2] {
-    [Isa::BASELINE, Isa::detect()].map(|isa| {
+/// The result of a kernel, which must be the same under every compilation.
+fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
+    let mut results = Isa::available().into_iter().map(|isa| {
         let mut out = vec![0.0; len];
         kernel(isa, &mut out);
-        bits(&out)
-    })
+        (isa, bits(&out))
+    });
+    let (best, result) = results.next().unwrap();
+    for (isa, other) in results {
+        assert_eq!(other, result, "{isa} and {best}");
+    }
+    result
 }
 
 /// Every type of weight that has a kernel, and how many numbers share a scale.
@@ -50,12 +58,21 @@ proptest! {
             let file = gguf(Writer::default().tensor("w", &[inputs as u64, outputs as u64], kind, data));
             let matrix = Matrix::load(&file, "w", outputs, inputs).unwrap();
             let x = wild(&mut random, rows * inputs);
-            let [baseline, best] = both(rows * outputs, |isa, out| {
+            let threads = Threads::new(1 + (seed % 3) as usize).unwrap();
+            let together = same(rows * outputs, |isa, out| {
                 let mut quantised = Quantised::default();
                 quantise(isa, &x, inputs, &mut quantised);
-                linear(isa, &matrix, &x, &quantised, out);
+                linear(&threads, isa, (&x, inputs, &quantised), [(&matrix, out)]);
             });
-            prop_assert_eq!(baseline, best);
+            for (row, together) in together.chunks(outputs).enumerate().step_by(5) {
+                let x = &x[row * inputs..][..inputs];
+                let alone = same(outputs, |isa, out| {
+                    let mut quantised = Quantised::default();
+                    quantise(isa, x, inputs, &mut quantised);
+                    linear(&threads, isa, (x, inputs, &quantised), [(&matrix, out)]);
+                });
+                prop_assert_eq!(together, &alone[..], "row {}", row);
+            }
         }
     }
 
@@ -63,26 +80,29 @@ proptest! {
     fn norms_and_gates(seed in any::<u64>(), rows in 1usize..5, width in 1usize..100) {
         let mut random = Random::new(seed);
         let (x, y, weight) = (wild(&mut random, rows * width), wild(&mut random, rows * width), wild(&mut random, width));
-        let [baseline, best] = both(rows * width, |isa, out| rms_norm(isa, &x, &weight, 1e-5, out));
-        prop_assert_eq!(baseline, best);
-        let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); rms_norm_in_place(isa, out, &weight, 1e-5) });
-        prop_assert_eq!(&baseline, &bits(&{ let mut out = vec![0.0; rows * width]; rms_norm(Isa::detect(), &x, &weight, 1e-5, &mut out); out }));
-        prop_assert_eq!(baseline, best);
-        let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); add_to_rows(isa, out, &weight) });
-        prop_assert_eq!(baseline, best);
-        let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); swiglu(isa, out, &y) });
-        prop_assert_eq!(baseline, best);
-        let [baseline, best] = both(rows * width, |isa, out| { out.copy_from_slice(&x); add(isa, out, &y) });
-        prop_assert_eq!(baseline, best);
+        let len = rows * width;
+        let normed = same(len, |isa, out| rms_norm(isa, &x, &weight, 1e-5, out));
+        let in_place = same(len, |isa, out| { out.copy_from_slice(&x); rms_norm_in_place(isa, out, &weight, 1e-5) });
+        prop_assert_eq!(normed, in_place);
+        same(len, |isa, out| { out.copy_from_slice(&x); add_to_rows(isa, out, &weight) });
+        same(len, |isa, out| { out.copy_from_slice(&x); swiglu(isa, out, &y) });
+        same(len, |isa, out| { out.copy_from_slice(&x); add(isa, out, &y) });
     }
 
     #[test]
-    fn attention(seed in any::<u64>(), before in 0usize..60, new in 1usize..30, group in 1usize..4, pairs in 1usize..20) {
+    fn attention(
+        seed in any::<u64>(), before in 0usize..60, new in 1usize..30, kv_heads in 1usize..3, group in 1usize..4, pairs in 1usize..20,
+        block_size in 1usize..40,
+    ) {
         let mut random = Random::new(seed);
-        let (block_size, kv_heads, head_dim) = (4, 2, pairs * 2);
+        let head_dim = pairs * 2;
         let layout = KvLayout { layers: 1, block_size, heads: kv_heads * group, kv_heads, head_dim };
         let blocks: Vec<_> = (0..(before + new).div_ceil(block_size) as u32).rev().map(BlockId).collect();
-        let kv: Vec<u16> = (0..blocks.len() * layout.block_len()).map(|_| f16::from_f32(random.number() * 4.0).to_bits()).collect();
+        let mut kv = vec![0x7e00; blocks.len() * layout.block_len() + KvLayout::PADDING];
+        let place = Place { start: 0, blocks: &blocks, layer: 0 };
+        let mut kv_rows = || wild(&mut random, (before + new) * layout.row_len());
+        let (keys, values) = (kv_rows(), kv_rows());
+        store_kv(Isa::detect(), &layout, &mut kv, place, &keys, &values);
         let row_len = layout.heads * head_dim;
         let x = wild(&mut random, new * row_len);
         let mut angles = Vec::new();
@@ -90,13 +110,22 @@ proptest! {
         let style = if seed % 2 == 0 { Pairs::Adjacent } else { Pairs::Halves };
         let rope = Rope { pairs: style, frequencies, magnitude: 1.0 };
         (0..new).for_each(|row| turns((before + row) as u32, &rope, &mut angles));
-        let [baseline, best] = both(new * row_len, |isa, out| {
-            let mut queries = x.clone();
-            rotate(isa, &mut queries, row_len, &angles, &rope, 0.3);
-            let chunk = Queries { queries: &queries, start: before, layer: 0, blocks: &blocks };
-            attend(isa, &layout, &kv, chunk, &mut Scratch::default(), out);
+        let together = same(new * row_len, |isa, out| {
+            out.copy_from_slice(&x);
+            rotate(isa, out, row_len, &angles, &rope, 0.3);
+            attend(isa, &layout, &kv, Place { start: before, ..place }, 0..kv_heads, out, &mut Scratch::default());
         });
-        prop_assert_eq!(baseline, best);
+        prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "what lies beyond the positions has no part");
+        // Every head of every token by itself.
+        let group_len = group * head_dim;
+        let alone: Vec<u32> = (0..new * kv_heads).flat_map(|piece| same(group_len, |isa, out| {
+            let (token, head) = (piece / kv_heads, piece % kv_heads);
+            let mut row = x[token * row_len..][..row_len].to_vec();
+            rotate(isa, &mut row, row_len, &angles[token * pairs..][..pairs], &rope, 0.3);
+            out.copy_from_slice(&row[head * group_len..][..group_len]);
+            attend(isa, &layout, &kv, Place { start: before + token, ..place }, head..head + 1, out, &mut Scratch::default());
+        })).collect();
+        prop_assert_eq!(together, alone);
     }
 }
 

@@ -85,7 +85,7 @@ fn copied_blocks_continue_with_the_same_bits() {
     let expected = run(&mut prefill, &tokens, &from, &[60]);
     let mut decode = engine(&model);
     let mut payload = vec![0xaa; prefill.describe().block_bytes];
-    for (from, to) in from.iter().zip(&to).take(60 / SETTINGS.block_size as usize) {
+    for (from, to) in from.iter().zip(&to).take(60 / BLOCK_SIZE as usize) {
         prefill.read_block(*from, &mut payload);
         decode.write_block(*to, &payload);
         let mut again = vec![0; payload.len()];
@@ -109,9 +109,9 @@ fn a_block_is_one_extent_of_layers_keys_and_values() {
     let model = model(ODD);
     let engine = engine(&model);
     let info = engine.describe();
-    let expected = ODD.layers * 2 * SETTINGS.block_size * ODD.kv_heads * ODD.head_dim * 2;
+    let expected = ODD.layers * 2 * BLOCK_SIZE * ODD.kv_heads * ODD.head_dim * 2;
     assert_eq!(info.block_bytes, expected as usize);
-    assert_eq!((info.block_size, info.capacity_blocks), (SETTINGS.block_size, SETTINGS.capacity_blocks));
+    assert_eq!((info.block_size, info.capacity_blocks), (BLOCK_SIZE, CAPACITY_BLOCKS));
     assert_eq!((info.vocab_size, info.context_length), (ODD.vocab as usize, CONTEXT));
 }
 
@@ -125,17 +125,19 @@ fn weights_are_as_small_as_in_the_file() {
 }
 
 #[test]
-fn the_processor_does_not_matter() {
-    if Isa::detect() == Isa::BASELINE {
-        return;
-    }
+fn neither_the_processor_nor_the_threads_matter() {
     for sizes in all_sizes() {
         let model = model(sizes);
-        let tokens = tokens(11, 40, sizes.vocab);
-        let mut baseline = CpuEngine::with_isa(model.clone(), SETTINGS, Isa::BASELINE).unwrap();
-        let mut best = engine(&model);
-        let expected = run(&mut baseline, &tokens, &scattered(0, 2), &[23, 1]);
-        assert_eq!(bits(&run(&mut best, &tokens, &scattered(0, 2), &[23, 1])), bits(&expected), "{sizes:?}");
-        assert!(best.kv == baseline.kv, "KV of {sizes:?}");
+        let tokens = tokens(11, 70, sizes.vocab);
+        let mut baseline = engine_with(&model, CpuSettings { isa: *Isa::available().last().unwrap(), ..settings() });
+        let expected = run(&mut baseline, &tokens, &scattered(0, 2), &[43, 1]);
+        for isa in Isa::available() {
+            for threads in [1, 2, 3] {
+                let mut engine = engine_with(&model, CpuSettings { isa, threads, ..settings() });
+                let logits = run(&mut engine, &tokens, &scattered(0, 2), &[43, 1]);
+                assert_eq!(bits(&logits), bits(&expected), "{sizes:?} on {isa} with {threads} threads");
+                assert!(engine.kv == baseline.kv, "KV of {sizes:?} on {isa} with {threads} threads");
+            }
+        }
     }
 }

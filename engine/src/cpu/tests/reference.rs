@@ -26,7 +26,7 @@ fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
             let x = random.numbers(rows * inputs);
             let (mut quants, mut out) = (Quantised::default(), vec![f32::NAN; rows * outputs]);
             quantise(Isa::detect(), &x, inputs, &mut quants);
-            linear(Isa::detect(), &matrix, &x, &quants, &mut out);
+            linear(&Threads::new(1).unwrap(), Isa::detect(), (&x, inputs, &quants), [(&matrix, &mut out)]);
             for (out, x) in out.chunks(outputs).zip(x.chunks(inputs)) {
                 // Half a step of the largest number (here at most 1) for each product.
                 let step = if quantised { 0.5 / 127.0 } else { 1e-6 };

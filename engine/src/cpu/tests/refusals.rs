@@ -63,7 +63,8 @@ fn weights_that_are_not_finite_are_refused() {
 fn impossible_kv_memories_are_refused() {
     let model = model(QUANTISED);
     for (block_size, capacity_blocks) in [(0, 1), (1, 0), (u32::MAX, u32::MAX)] {
-        let error = CpuEngine::new(model.clone(), CpuSettings { block_size, capacity_blocks }).err().expect("refused");
+        let error =
+            CpuEngine::new(model.clone(), CpuSettings { block_size, capacity_blocks, ..settings() }).err().expect("refused");
         assert!(matches!(error, CpuError::Settings { .. }), "{error}");
     }
 }
@@ -78,7 +79,7 @@ fn impossible_steps_are_refused_whole_and_change_nothing() {
     let kv = engine.kv.clone();
     let chunk = |tokens, start, blocks| Chunk { tokens, start, blocks, logits: Logits::Last };
     let beyond_vocabulary = [QUANTISED.vocab];
-    let beyond_memory = [BlockId(SETTINGS.capacity_blocks)];
+    let beyond_memory = [BlockId(CAPACITY_BLOCKS)];
     let other = tokens(77, 8, QUANTISED.vocab);
     for (bad, what) in [
         (chunk(&[], 8, &blocks), "empty"),

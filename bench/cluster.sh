@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Measures the default cluster; exit code 1 when a goal is not met. --write writes docs/bench/cluster.md, --help says more.
+# TANDEM_MODEL: the model [default: the default model, fetched].
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+cargo build --release --locked -p tandem
+tandem="${CARGO_TARGET_DIR:-target}/release/tandem"
+if [ -z "${TANDEM_MODEL:-}" ]; then
+    lines=$("$tandem" model fetch)
+    TANDEM_MODEL=${lines##*$'\n'}
+fi
+exec python3 bench/cluster.py --tandem "$tandem" --model "$TANDEM_MODEL" "$@"

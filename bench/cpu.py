@@ -1,0 +1,342 @@
+"""Measures our CPU back end against llama.cpp, in turns, and says which goals are met. `bench/cpu.sh` starts it."""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import platform
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+HERE = pathlib.Path(__file__).resolve().parent
+RESULT = HERE.parent / "docs/bench/cpu.md"
+ROUNDS_MIN = 7
+WARM_UPS = 2
+THREADS = (1, 2)
+KEPT_MIN = 0.4
+# llama.cpp's threads wait for each other by spinning, for a while after their work, too.
+PAUSE_S = 0.05
+# llama.cpp on busy processors may take a minute for a round.
+ANSWER_MAX_S = 300
+OTHERS_MAX = 0.1
+TICKS = os.sysconf("SC_CLK_TCK")
+INSTRUCTIONS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+# Ends with whoever started it, however that ends.
+BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(1_000_000): pass"
+
+
+@dataclass(frozen=True)
+class Workload:
+    line: str
+    name: str
+    tokens: int
+    goal: float
+    avx2_goal: float | None = None
+    also_busy: bool = False
+    sequences: int = 1
+
+    def goal_of(self, isa):
+        return self.avx2_goal if self.avx2_goal and isa == "avx2" else self.goal
+
+
+WORKLOADS = (
+    Workload("prefill 512", "prefill of 512", 512, 2.0, avx2_goal=1.2, also_busy=True),
+    Workload("prefill 2048", "prefill of 2,048, chunks of 512", 2048, 2.0, avx2_goal=1.2),
+    Workload("decode 2048 1", "decode of 32 after 2,048", 32, 1.0),
+    Workload("decode 512 1", "decode of 32 after 512", 32, 1.0, also_busy=True),
+    Workload("decode 512 8", "decode of 32 after 512, 8 sequences", 8 * 32, 2.0, sequences=8),
+)
+
+
+class Side:
+    """A process that computes one round of a workload for each line it is sent."""
+
+    def __init__(self, name, command):
+        self.name = name
+        # A group of its own: Ctrl-C reaches this script only, which then ends the others.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, process_group=0
+        )
+        self.greeting = self.answer()
+
+    def answer(self):
+        if not select.select([self.process.stdout], [], [], ANSWER_MAX_S)[0]:
+            sys.exit(f"{self.name} took more than {ANSWER_MAX_S} s for a round: stop other work on this machine")
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} ended early with {self.process.wait()}; its error is above")
+        return line.strip()
+
+    def seconds(self, workload):
+        time.sleep(PAUSE_S)
+        self.process.stdin.write(workload.line + "\n")
+        return float(self.answer())
+
+    def processor_s(self):
+        words = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / TICKS
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Sides:
+    """The processes, each started when first asked for and ended with this."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.running = {}
+        self.references = {}
+
+    def side(self, name, *command):
+        if command not in self.running:
+            self.running[command] = Side(name, command)
+        return self.running[command]
+
+    def ours(self, threads, *isa):
+        return self.side("our engine", self.arguments.ours, "--stdin", "--threads", str(threads), *isa, self.arguments.model)
+
+    def reference(self, workload, threads):
+        """llama.cpp in whichever of its settings is the fastest for the workload."""
+        key = (workload, threads)
+        if key not in self.references:
+            script = [sys.executable, str(HERE / "cpu_reference.py"), "--threads", str(threads), self.arguments.model]
+            settings = [[], ["--flash"]]
+            if workload.sequences > 1:
+                settings += [[*setting, "--unified"] for setting in settings]
+            candidates = [self.side(" ".join(["llama.cpp", *setting]), *script, *setting) for setting in settings]
+            self.references[key] = min(candidates, key=lambda side: min(warm_up(side, workload)))
+        return self.references[key]
+
+    def end(self):
+        for side in self.running.values():
+            side.end()
+
+
+class OtherWork:
+    """How much of the machine's processors is used by anything but what is measured, from here on."""
+
+    def __init__(self, sides):
+        self.sides = sides
+        self.start = self.seconds()
+
+    def seconds(self):
+        user, nice, system, idle, wait, *rest = map(int, pathlib.Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+        busy = (user + nice + system + sum(rest)) / TICKS
+        measured = time.process_time() + sum(side.processor_s() for side in self.sides.running.values())
+        return busy - measured, busy + (idle + wait) / TICKS
+
+    def share(self):
+        (others, everything), (others_before, everything_before) = self.seconds(), self.start
+        return max(0.0, (others - others_before) / (everything - everything_before))
+
+
+def warm_up(side, workload):
+    return [side.seconds(workload) for _ in range(WARM_UPS)]
+
+
+@contextlib.contextmanager
+def busy_loops():
+    """One for each processor this script may use."""
+    loops = []
+    try:
+        for _ in os.sched_getaffinity(0):
+            loops.append(subprocess.Popen([sys.executable, "-c", BUSY_LOOP], process_group=0))
+        # Until all of them have left their start behind.
+        time.sleep(0.3)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+def turns(sides, workload, rounds, conditions=(contextlib.nullcontext,)):
+    """Tokens a second, as [condition][side][round].
+
+    In every round each side has one turn under each condition; who is first changes."""
+    rates = [[[] for _ in sides] for _ in conditions]
+    for number in range(rounds):
+        step = -1 if number % 2 else 1
+        for condition, of_condition in list(zip(conditions, rates))[::step]:
+            with condition():
+                for side, of_side in list(zip(sides, of_condition))[::step]:
+                    of_side.append(workload.tokens / side.seconds(workload))
+    return rates
+
+
+def ratios(these, those):
+    return [this / that for this, that in zip(these, those, strict=True)]
+
+
+def shown(values, pattern):
+    low, middle, high = (pattern.format(value) for value in (min(values), statistics.median(values), max(values)))
+    return f"**{middle}** ({low}..{high})"
+
+
+class Report:
+    def __init__(self):
+        self.all_met = True
+
+    def judged(self, values, goal, pattern):
+        """Cells: what is judged, the goal, whether it is met."""
+        met = statistics.median(values) >= goal
+        self.all_met &= met
+        return f"{shown(values, pattern)} | ≥ {pattern.format(goal)} | {'met' if met else '**not met**'}"
+
+
+def quiet_table(sides, report, rounds):
+    lines = [
+        "| workload | threads | ours, tok/s | llama.cpp, tok/s | its settings | ours ÷ llama.cpp | goal | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for workload in WORKLOADS:
+        for threads in THREADS:
+            reference = sides.reference(workload, threads)
+            ours = [sides.ours(threads)]
+            if workload.avx2_goal and ours[0].greeting == "avx512":
+                ours.append(sides.ours(threads, "--isa", "avx2"))
+            for side in ours:
+                warm_up(side, workload)
+            [[theirs, *rates]] = turns([reference, *ours], workload, rounds)
+            for side, rate in zip(ours, rates, strict=True):
+                lines.append(
+                    f"| {workload.name}, {side.greeting} | {threads} | {shown(rate, '{:.0f}')} | {shown(theirs, '{:.0f}')} "
+                    f"| {reference.name.removeprefix('llama.cpp').strip() or '–'} "
+                    f"| {report.judged(ratios(rate, theirs), workload.goal_of(side.greeting), '{:.2f}')} |"
+                )
+                progress(lines[-1])
+    return "\n".join(lines)
+
+
+def busy_table(sides, report, rounds):
+    lines = [
+        "| workload | threads | | quiet, tok/s | busy, tok/s | busy ÷ quiet | goal | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for workload in (workload for workload in WORKLOADS if workload.also_busy):
+        for threads in THREADS:
+            pair = [sides.ours(threads), sides.reference(workload, threads)]
+            for side in pair:
+                warm_up(side, workload)
+            quiet, busy = turns(pair, workload, rounds, (contextlib.nullcontext, busy_loops))
+            for name, before, beside in zip(("ours", "llama.cpp"), quiet, busy, strict=True):
+                kept = ratios(beside, before)
+                judged = report.judged(kept, KEPT_MIN, "{:.0%}") if name == "ours" else f"{shown(kept, '{:.0%}')} | |"
+                lines.append(
+                    f"| {workload.name} | {threads} | {name} | {shown(before, '{:.0f}')} | {shown(beside, '{:.1f}')} | {judged} |"
+                )
+                progress(lines[-1])
+    return "\n".join(lines)
+
+
+def progress(line):
+    print(line, file=sys.stderr, flush=True)
+
+
+def processor_lines():
+    return pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+
+
+def processor_flags():
+    return re.search(r"^flags\s*: (.*)$", processor_lines(), re.M)[1].split()
+
+
+def machine():
+    name, family, model = (
+        re.search(rf"^{key}\s*: (.*)$", processor_lines(), re.M)[1] for key in ("model name", "cpu family", "model")
+    )
+    processors = len(os.sched_getaffinity(0))
+    flags = processor_flags()
+    sets = ", ".join(flag for flag in INSTRUCTIONS if flag in flags)
+    return f"{name} (family {family}, model {model}), {processors} processors; {sets}. Linux {platform.release()}."
+
+
+def output(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE).stdout.strip()
+
+
+def versions(sides):
+    import llama_cpp
+
+    commit = output("git", "describe", "--always", "--dirty", "--exclude=*")
+    built = sides.reference(WORKLOADS[0], THREADS[0]).greeting
+    return f"Tandem at {commit}, {output('rustc', '--version')}; llama-cpp-python {llama_cpp.__version__}, {built}."
+
+
+def document(arguments, sides):
+    """The whole page, and whether every goal is met."""
+    load = "load average {:.2f}, {:.2f}, {:.2f}".format(*os.getloadavg())
+    others = OtherWork(sides)
+    time.sleep(2)
+    progress(f"{load}; other work takes {others.share():.0%} of the processors")
+    if arguments.write and others.share() > OTHERS_MAX:
+        sys.exit(f"a result that is kept needs a quiet machine: stop what takes more than {OTHERS_MAX:.0%} of the processors")
+    report = Report()
+    others = OtherWork(sides)
+    quiet = quiet_table(sides, report, arguments.rounds)
+    others_share = others.share()
+    progress(f"other work took {others_share:.1%} of the processors")
+    busy = busy_table(sides, report, arguments.rounds)
+    command = "bench/cpu.sh" + (f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS_MIN else "")
+    page = f"""# The CPU back end against llama.cpp
+
+Measured by `{command}` (`--write` writes this page), nothing else running: {load} at the start, and
+all other work took {others_share:.1%} of the processors until the second table.
+
+- Model: {pathlib.Path(arguments.model).name}. The same tokens for both, keys and values in half precision, chunks of 512.
+- Machine: {machine()}
+- Versions: {versions(sides)}
+
+Both sides are long-lived processes and take turns: {arguments.rounds} rounds of ours, then theirs, the other way round in every second
+one. Figures are medians and, in brackets, the least and the most; a ratio is the median of the ratios of single rounds. A prefill
+computes logits for the last token, decoding for every token. llama.cpp is taken in the fastest of its settings for the workload (flash
+attention or not; for several sequences, one KV buffer or one each).
+
+{quiet}
+
+## Beside other work
+
+The same with one busy loop for each processor beside it, quiet and busy rounds in turns. A fair share of {len(os.sched_getaffinity(0))} processors
+with as many loops beside is two thirds for one thread and a half for two.
+
+{busy}
+"""
+    return page, report.all_met
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="bench/cpu.sh", description=__doc__)
+    parser.add_argument("--ours", required=True, help="the compiled engine/benches/cpu.rs (given by bench/cpu.sh)")
+    parser.add_argument("--model", required=True, help="a .gguf file (given by bench/cpu.sh: TANDEM_MODEL or the default model)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="of every workload (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cpu.md, not to the output")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
+        parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
+    if len(os.sched_getaffinity(0)) < max(THREADS):
+        parser.error(f"this needs {max(THREADS)} processors")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    sides = Sides(arguments)
+    try:
+        page, all_met = document(arguments, sides)
+    finally:
+        sides.end()
+    if arguments.write:
+        RESULT.write_text(page)
+        progress(f"written to {RESULT.relative_to(HERE.parent)}")
+    else:
+        print(page)
+    sys.exit(0 if all_met else 1)
+
+
+if __name__ == "__main__":
+    main()

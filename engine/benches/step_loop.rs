@@ -1,0 +1,113 @@
+//! What a step costs besides the engine: `cargo bench -p tandem-engine --bench step_loop`.
+//!
+//! 64 sequences decode on a simulated device whose steps seem to take no time, and each has a listener, as on a worker. The
+//! cost is the time from the end of one engine step to the beginning of the next: taking results, sampling, telling every
+//! job, publishing loads and cache events, planning. Medians of all steps of a round, and of seven rounds.
+//!
+//! With the simulator's own small vocabulary, of which four tokens are likely: what the goal is about. And with a vocabulary of
+//! SmolLM2's size of which every token may be drawn, as of a model: there sampling is what costs.
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+
+use std::{
+    sync::mpsc,
+    time::{Duration, Instant},
+};
+use tandem_engine::{
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, Generate, KvSource, Sampling, StepOutput,
+    sim::{SimEngine, SimSettings, Vocabulary},
+};
+use tandem_kv::{BlockId, Namespace};
+
+const ROUNDS: usize = 7;
+const BATCH: u32 = 64;
+const PROMPT: u32 = 128;
+/// Measured in a round.
+const STEPS: usize = 100;
+const VOCABULARY: usize = 49_152;
+/// What a step may cost with the simulator's own vocabulary.
+const GOAL: Duration = Duration::from_micros(50);
+
+fn main() {
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+    let drawn = Sampling::default();
+    let filtered = Sampling { top_p: 0.9, top_k: 40, ..Sampling::default() };
+    for size in [Vocabulary::default().size, VOCABULARY] {
+        for (sampling, how) in [(&greedy, "greedy"), (&drawn, "temperature 1"), (&filtered, "temperature 1, top-k 40, top-p 0.9")]
+        {
+            let mut rounds: Vec<Duration> = (0..ROUNDS).map(|_| round(size, sampling)).collect();
+            rounds.sort_unstable();
+            let (median, low, high) = (rounds[ROUNDS / 2], rounds[0], rounds[ROUNDS - 1]);
+            println!("{size} tokens, {how}: median {median:.1?} a step (from {low:.1?} to {high:.1?})");
+        }
+    }
+    println!("goal: below {GOAL:?} with the simulator's vocabulary");
+}
+
+/// The median time between two steps of a full batch.
+fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
+    let (gaps, measured) = mpsc::channel();
+    let settings = SimSettings { speedup: f64::INFINITY, capacity_blocks: 1 << 20, ..SimSettings::default() };
+    let vocabulary = Vocabulary { size: vocabulary_size, ..Vocabulary::default() };
+    let engine = Measured { engine: SimEngine::with_vocabulary(settings, vocabulary), ended: None, gaps };
+    let settings = EngineSettings { chunk_budget: 512, batch_max: BATCH, queue_max: BATCH, prefix_caching: true };
+    let engine = EngineHandle::start(Box::new(engine), settings);
+    let listeners = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("a plain runtime");
+    for number in 0..BATCH {
+        let generate = Generate {
+            request_id: number.to_string(),
+            namespace: Namespace::new("bench", "", "", ""),
+            prompt: (0..PROMPT).map(|position| (number * 31 + position * 7) % 250).collect(),
+            sampling: Sampling { max_tokens: None, seed: u64::from(number), ..sampling.clone() },
+            samples: 1,
+            kv: KvSource::Local,
+            prompt_logprobs: None,
+        };
+        let engine = engine.clone();
+        listeners.spawn(async move {
+            let mut job = engine.generate(generate).await.expect("it fits");
+            while job.next().await.is_some() {}
+        });
+    }
+    let mut gaps: Vec<Duration> = measured.iter().take(STEPS).collect();
+    assert_eq!(gaps.len(), STEPS, "the engine runs");
+    *gaps.select_nth_unstable(STEPS / 2).1
+}
+
+/// A device that takes no time, and tells how long it was left alone before each step of a full batch.
+struct Measured {
+    engine: SimEngine,
+    /// The last step, if it was of a full batch.
+    ended: Option<Instant>,
+    gaps: mpsc::Sender<Duration>,
+}
+
+impl Engine for Measured {
+    fn describe(&self) -> EngineInfo {
+        self.engine.describe()
+    }
+
+    fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
+        let decodes = chunks.len() == BATCH as usize && chunks.iter().all(|chunk| chunk.tokens.len() == 1);
+        if let (true, Some(ended)) = (decodes, self.ended) {
+            // After the last that is wanted nobody listens.
+            let _ = self.gaps.send(ended.elapsed());
+        }
+        let mut output = self.engine.step(chunks)?;
+        if self.engine.describe().vocab_size == VOCABULARY {
+            for (token, logit) in output.logits.iter_mut().enumerate() {
+                // Between e^-8 and e^-24 of the likeliest.
+                *logit = logit.max(-4.0 - (token * 7 % 17) as f32);
+            }
+        }
+        self.ended = decodes.then(Instant::now);
+        Ok(output)
+    }
+
+    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+        self.engine.read_block(block, into);
+    }
+
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+        self.engine.write_block(block, bytes);
+    }
+}

@@ -1,0 +1,221 @@
+//! The operations from which the kernels' inner loops are made, for each instruction set.
+//!
+//! A vector has [`Simd::LANES`] numbers. Every operation does the same to each lane as [`Plain`] does, bit for bit. All of it must be
+//! inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel) makes one).
+
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use super::math::{widen, widen_bf16};
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+/// An instruction set. Its value is the proof that the processor has it.
+pub(super) trait Simd: Copy {
+    /// Numbers in a vector: 8 or 16.
+    const LANES: usize;
+    /// Single-precision numbers.
+    type Floats: Copy;
+    /// Whole numbers of 32 bits.
+    type Ints: Copy;
+    /// Four whole numbers of 8 bits for each lane.
+    type Bytes: Copy;
+    /// Sums of a few products, perhaps narrower than [`Self::Ints`].
+    type Sums: Copy;
+
+    fn splat(self, number: f32) -> Self::Floats;
+    /// The first numbers of a slice that has at least so many, as with all that is loaded.
+    fn load(self, from: &[f32]) -> Self::Floats;
+    fn load_halves(self, from: &[u16]) -> Self::Floats;
+    fn load_bf16(self, from: &[u16]) -> Self::Floats;
+    /// Whole numbers from 0 to 255.
+    fn load_u8(self, from: &[u8]) -> Self::Floats;
+    fn store(self, numbers: Self::Floats, into: &mut [f32]);
+    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a × b + c`, rounded once.
+    fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Of whole numbers up to 2^24, which are exact.
+    fn floats(self, ints: Self::Ints) -> Self::Floats;
+
+    fn splat_int(self, number: i32) -> Self::Ints;
+    fn load_i8(self, from: &[i8]) -> Self::Ints;
+    fn add_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
+    fn mul_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
+
+    fn load_bytes(self, from: &[u8]) -> Self::Bytes;
+    /// The same four in every lane.
+    fn splat_bytes(self, four: &[i8; 4]) -> Self::Bytes;
+    /// Each byte's lower four bits.
+    fn low_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
+    /// Each byte's upper four bits.
+    fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
+
+    fn no_sums(self) -> Self::Sums;
+    /// Adds the dot products of each lane's four. The weights are not negative; weights × 127, added up since
+    /// [`Self::no_sums`] over pairs of a lane's four, stay below 2^15.
+    fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums;
+    fn ints(self, sums: Self::Sums) -> Self::Ints;
+
+    /// Signed weights as [`Self::add_signed_products`] takes them.
+    fn signed(self, bytes: Self::Bytes) -> Self::Bytes;
+    /// Where sums of signed products begin, given the sum of all the `x` that will come.
+    fn no_signed_sums(self, x_total: i32) -> Self::Ints;
+    /// Adds the dot products of each lane's four, weights from −128 to 127 and `x` from −127 to 127.
+    fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints;
+}
+
+/// Arrays, for any processor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plain;
+
+const LANES: usize = 8;
+
+/// An array made lane by lane; a closure would not be compiled for the instruction set.
+macro_rules! lanes {
+    ($lane:ident => $value:expr) => {{
+        let mut lanes = [Default::default(); LANES];
+        for $lane in 0..LANES {
+            lanes[$lane] = $value;
+        }
+        lanes
+    }};
+}
+
+/// The dot product of a lane's four, added to what there is.
+#[inline(always)]
+fn add_dot(sum: i32, weights: [i32; 4], x: [u8; 4]) -> i32 {
+    let mut sum = sum;
+    for i in 0..4 {
+        sum += weights[i] * i32::from(x[i] as i8);
+    }
+    sum
+}
+
+impl Simd for Plain {
+    const LANES: usize = LANES;
+    type Floats = [f32; LANES];
+    type Ints = [i32; LANES];
+    type Bytes = [[u8; 4]; LANES];
+    type Sums = [i32; LANES];
+
+    #[inline(always)]
+    fn splat(self, number: f32) -> Self::Floats {
+        [number; LANES]
+    }
+
+    #[inline(always)]
+    fn load(self, from: &[f32]) -> Self::Floats {
+        lanes!(l => from[l])
+    }
+
+    #[inline(always)]
+    fn load_halves(self, from: &[u16]) -> Self::Floats {
+        lanes!(l => widen(from[l]))
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, from: &[u16]) -> Self::Floats {
+        lanes!(l => widen_bf16(from[l]))
+    }
+
+    #[inline(always)]
+    fn load_u8(self, from: &[u8]) -> Self::Floats {
+        lanes!(l => f32::from(from[l]))
+    }
+
+    #[inline(always)]
+    fn store(self, numbers: Self::Floats, into: &mut [f32]) {
+        into[..LANES].copy_from_slice(&numbers);
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats {
+        lanes!(l => a[l] * b[l])
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats {
+        lanes!(l => a[l].mul_add(b[l], c[l]))
+    }
+
+    #[inline(always)]
+    fn floats(self, ints: Self::Ints) -> Self::Floats {
+        lanes!(l => ints[l] as f32)
+    }
+
+    #[inline(always)]
+    fn splat_int(self, number: i32) -> Self::Ints {
+        [number; LANES]
+    }
+
+    #[inline(always)]
+    fn load_i8(self, from: &[i8]) -> Self::Ints {
+        lanes!(l => i32::from(from[l]))
+    }
+
+    #[inline(always)]
+    fn add_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
+        lanes!(l => a[l] + b[l])
+    }
+
+    #[inline(always)]
+    fn mul_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
+        lanes!(l => a[l] * b[l])
+    }
+
+    #[inline(always)]
+    fn load_bytes(self, from: &[u8]) -> Self::Bytes {
+        lanes!(l => [from[l * 4], from[l * 4 + 1], from[l * 4 + 2], from[l * 4 + 3]])
+    }
+
+    #[inline(always)]
+    fn splat_bytes(self, four: &[i8; 4]) -> Self::Bytes {
+        [[four[0] as u8, four[1] as u8, four[2] as u8, four[3] as u8]; LANES]
+    }
+
+    #[inline(always)]
+    fn low_nibbles(self, bytes: Self::Bytes) -> Self::Bytes {
+        lanes!(l => [bytes[l][0] & 15, bytes[l][1] & 15, bytes[l][2] & 15, bytes[l][3] & 15])
+    }
+
+    #[inline(always)]
+    fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes {
+        lanes!(l => [bytes[l][0] >> 4, bytes[l][1] >> 4, bytes[l][2] >> 4, bytes[l][3] >> 4])
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> Self::Sums {
+        [0; LANES]
+    }
+
+    #[inline(always)]
+    fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums {
+        lanes!(l => {
+            let w = weights[l];
+            add_dot(sums[l], [w[0].into(), w[1].into(), w[2].into(), w[3].into()], x[l])
+        })
+    }
+
+    #[inline(always)]
+    fn ints(self, sums: Self::Sums) -> Self::Ints {
+        sums
+    }
+
+    #[inline(always)]
+    fn signed(self, bytes: Self::Bytes) -> Self::Bytes {
+        bytes
+    }
+
+    #[inline(always)]
+    fn no_signed_sums(self, _x_total: i32) -> Self::Ints {
+        [0; LANES]
+    }
+
+    #[inline(always)]
+    fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints {
+        lanes!(l => {
+            let w = weights[l];
+            add_dot(sums[l], [(w[0] as i8).into(), (w[1] as i8).into(), (w[2] as i8).into(), (w[3] as i8).into()], x[l])
+        })
+    }
+}
