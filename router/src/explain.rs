@@ -72,7 +72,7 @@ fn verdict(members: &[&Member], uses: &[Uses], decode: usize, prefill: Option<us
             )
         }
     };
-    others.sort_by(|a, b| a.is_none().cmp(&b.is_none()));
+    others.sort_by_key(Option::is_none);
     let others: Vec<String> = others.into_iter().flatten().map(|(what, ms)| format!("{what} {ms:.1} ms")).collect();
     let than = if others.is_empty() { "there is no other way".to_owned() } else { others.join(", ") };
     format!("{chosen} is cheapest with {:.1} ms; {than}", ms.unwrap_or_default())

@@ -121,11 +121,10 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        let ledger = match &settings.ledger {
-            Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
-            None => Ledger::default(),
-        };
-        let parts = Parts::default();
+        let mut parts = Parts::default();
+        if let Some(path) = &settings.ledger {
+            parts.ledger = Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?;
+        }
         let mut workers = Vec::new();
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
         for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
@@ -140,7 +139,7 @@ impl Cluster {
                 address: local_address(&listener)?,
                 engine: EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings)),
             };
-            parts.worker(&worker, listener, &settings, &loaded, &ledger, &metrics, &back);
+            parts.worker(&worker, listener, &settings, &loaded, &metrics, &back);
             workers.push(worker);
         }
         let router_listener = loopback().await?;

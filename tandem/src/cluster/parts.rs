@@ -17,6 +17,8 @@ const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
 /// Starts parts and hears of their ends.
 pub(super) struct Parts {
+    /// Of all workers.
+    pub(super) ledger: Ledger,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
 }
@@ -31,7 +33,7 @@ struct Report {
 impl Default for Parts {
     fn default() -> Self {
         let (reports, ends) = mpsc::unbounded_channel();
-        Self { ends, reports }
+        Self { ledger: Ledger::default(), ends, reports }
     }
 }
 
@@ -47,13 +49,12 @@ impl Parts {
         listener: TcpListener,
         settings: &UpSettings,
         loaded: &Loaded,
-        ledger: &Ledger,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let (worker_id, engine) = (worker.id.clone(), worker.engine.clone());
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
-        let ledger = ledger.clone();
+        let ledger = self.ledger.clone();
         let report_cached_tokens = settings.report_cached_tokens;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
