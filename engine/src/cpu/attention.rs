@@ -3,6 +3,7 @@
 //! A query's result is computed in an order that its position alone decides: scores run over a head's numbers, the sum of the
 //! exponentials over 16 interleaved lanes of positions, the values over the positions, each from the first to the last. Queries that
 //! are computed together share only what they read.
+#![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{isa::kernel, math::exp, simd::Simd};
 use half::f16;

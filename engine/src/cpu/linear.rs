@@ -4,6 +4,7 @@
 //! in the same way. `dot` is an exact integer: the row is quantised to 8 bits a number with one step a group (Q6_K's two factors a
 //! group are whole numbers and part of it). For float weights it is `sum = fma(x, weight, sum)`, input after input. How many rows and
 //! outputs are computed together, and by which thread, changes only how often a tile is unpacked.
+#![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{
     isa::{Isa, kernel},

@@ -2,6 +2,7 @@
 
 mod directory;
 mod goldens;
+mod histories;
 mod kernels;
 mod promises;
 mod reference;

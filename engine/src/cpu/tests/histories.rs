@@ -1,0 +1,155 @@
+//! The step machine on this back end: whatever a request shares a worker with, its tokens and probabilities are the same bits.
+
+use super::*;
+use crate::{
+    EngineSettings, Event, Generate, KvSource, Sampling,
+    machine::{Action, JobId, Machine},
+};
+use proptest::{prelude::*, test_runner::TestRunner};
+use std::{cell::Cell, collections::BTreeMap};
+use tandem_kv::Namespace;
+
+/// A worker without its thread.
+struct Worker {
+    machine: Machine,
+    engine: CpuEngine,
+    heard: BTreeMap<JobId, Vec<Event>>,
+    now: Duration,
+}
+
+impl Worker {
+    fn new(engine: CpuEngine, settings: EngineSettings) -> Self {
+        let machine = Machine::new(engine.describe(), settings, 1);
+        Self { machine, engine, heard: BTreeMap::new(), now: Duration::ZERO }
+    }
+
+    fn act(&mut self) {
+        for action in self.machine.take_actions() {
+            match action {
+                Action::Tell(job, event) => self.heard.entry(job).or_default().push(event),
+                Action::Copy { from, to } => {
+                    let mut payload = vec![0; self.engine.describe().block_bytes];
+                    self.engine.read_block(from, &mut payload);
+                    self.engine.write_block(to, &payload);
+                }
+                Action::Read { .. } | Action::End(_) => {}
+            }
+        }
+        self.machine.check_invariants();
+    }
+
+    /// One step; false when there was nothing to do.
+    fn step(&mut self) -> bool {
+        self.now += Duration::from_millis(1);
+        let plan = self.machine.plan(self.now);
+        self.act();
+        let Some(plan) = plan else { return false };
+        let output = self.engine.step(&self.machine.chunks(&plan)).expect("the step runs");
+        self.machine.complete(&plan, &output, Duration::from_millis(1), self.now);
+        self.act();
+        true
+    }
+
+    /// What a job's samples have said: tokens, and the bits of their probabilities and their rivals'.
+    fn said(&self, job: JobId) -> Vec<(u32, TokenId, Vec<u32>)> {
+        let said = |event: &Event| match event {
+            Event::Token { sample, token, logprobs: Some(logprobs) } => {
+                let top = logprobs.top.iter().flat_map(|top| [top.token, top.logprob.to_bits()]);
+                Some((*sample, *token, [logprobs.logprob.to_bits()].into_iter().chain(top).collect()))
+            }
+            _ => None,
+        };
+        let mut said: Vec<_> = self.heard.get(&job).into_iter().flatten().filter_map(said).collect();
+        said.sort_by_key(|(sample, ..)| *sample);
+        said
+    }
+
+    fn cached(&self, job: JobId) -> u32 {
+        let cached = |event: &Event| match event {
+            Event::Scheduled { cached_tokens } => Some(*cached_tokens),
+            _ => None,
+        };
+        self.heard[&job].iter().find_map(cached).expect("every job is scheduled")
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Request {
+    /// Prompts of a family begin alike.
+    family: u64,
+    len: usize,
+    max_tokens: u32,
+    samples: u32,
+    greedy: bool,
+    /// Steps before the next request comes.
+    steps: usize,
+}
+
+fn requests() -> impl Strategy<Value = Vec<Request>> {
+    let request = (0..2u64, 1..64usize, 1..16u32, 1..3u32, any::<bool>(), 0..6usize);
+    let request = request.prop_map(|(family, len, max_tokens, samples, greedy, steps)| Request {
+        family,
+        len,
+        max_tokens,
+        samples,
+        greedy,
+        steps,
+    });
+    prop::collection::vec(request, 2..8)
+}
+
+fn generate(request: &Request, vocab: u32) -> Generate {
+    let sampling = Sampling {
+        max_tokens: Some(request.max_tokens),
+        temperature: if request.greedy { 0.0 } else { 1.0 },
+        logprobs: Some(3),
+        seed: request.len as u64,
+        ..Sampling::default()
+    };
+    Generate {
+        request_id: "g".to_owned(),
+        namespace: Namespace::new("random", "", "", ""),
+        prompt: tokens(request.family, request.len, vocab),
+        sampling,
+        samples: request.samples,
+        kv: KvSource::Local,
+        prompt_logprobs: None,
+    }
+}
+
+const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 100_000, batch_max: 64, queue_max: 64, prefix_caching: true };
+
+/// Cold, whole and alone on the one side; on the other cached, cut into chunks of any budget, in batches of any composition, preempted for
+/// want of blocks, on any number of threads.
+#[test]
+fn any_history_gives_the_bits_of_a_request_alone() {
+    let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));
+    let models: Vec<_> = [QUANTISED, BLOCKS, QWEN3].map(|sizes| (model(sizes), sizes.vocab)).into();
+    let mut runner = TestRunner::new(ProptestConfig { cases: 256, ..ProptestConfig::default() });
+    let history = (requests(), 0..models.len(), 24..40u32, 1..70u32, 1..3usize);
+    let outcome = runner.run(&history, |(requests, which, capacity_blocks, chunk_budget, threads)| {
+        let (model, vocab) = &models[which];
+        let engine = engine_with(model, CpuSettings { capacity_blocks, threads, ..settings() });
+        let mut worker = Worker::new(engine, EngineSettings { chunk_budget, batch_max: 6, ..SETTINGS });
+        for (job, request) in (0..).zip(&requests) {
+            let _ = worker.machine.generate(job, generate(request, *vocab), worker.now);
+            for _ in 0..request.steps {
+                worker.step();
+            }
+        }
+        while worker.step() {}
+        preemptions.set(preemptions.get() + worker.machine.load().preemptions);
+        for (job, request) in (0..).zip(&requests).filter(|(job, _)| worker.heard.contains_key(job)) {
+            let mut alone = Worker::new(engine_with(model, settings()), SETTINGS);
+            alone.machine.generate(0, generate(request, *vocab), alone.now).expect("the job fits");
+            while alone.step() {}
+            prop_assert_eq!(alone.said(0).len() as u32, request.max_tokens * request.samples);
+            prop_assert_eq!(worker.said(job), alone.said(0), "job {}", job);
+            cached_tokens.set(cached_tokens.get() + worker.cached(job));
+        }
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
+    assert!(preemptions.get() > 20, "{} preemptions: the caches are too large", preemptions.get());
+    assert!(cached_tokens.get() > 1_000, "{} cached tokens: the prompts share too little", cached_tokens.get());
+}
