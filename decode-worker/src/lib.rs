@@ -18,7 +18,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, EngineInfo, WriteRefused};
 use tandem_node::{
     Metrics, Shutdown,
-    worker::{ControlService, Direction, Requests, Watch, Watched, WorkerMetrics},
+    worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
     link::{Channels, MESSAGE_BYTES_MAX},
@@ -39,6 +39,8 @@ pub struct DecodeWorkerSettings {
     pub model: String,
     /// What its weights are.
     pub revision: String,
+    /// Where every prompt is accounted for.
+    pub ledger: Ledger,
     /// host:port at which prefill workers reach this worker; absent: where it listens.
     pub advertise: Option<String>,
     /// Off: `Scheduled` of local prefills says nothing about cached tokens. Only to test what a cluster makes of such a worker.
@@ -82,7 +84,9 @@ pub async fn run(
     };
     let info = worker_info(&settings, engine.info());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "decode worker starts");
+    let ledger = settings.ledger.of(&settings.worker_id, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
+    metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());
     let watched = watch(&engine)().await.ok_or(DecodeWorkerError::EngineGone)?;
     let worker = Worker {
@@ -92,6 +96,7 @@ pub async fn run(
         metrics: metrics.clone(),
         received: metrics.transfer("tcp", Direction::Received),
         requests: requests.clone(),
+        ledger,
         channels: Channels::default(),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
         settings,

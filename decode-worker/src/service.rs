@@ -3,7 +3,9 @@
 use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote};
 use std::{sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, Event};
-use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerMetrics};
+use tandem_node::worker::{
+    ClientGone, LedgerEntry, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics,
+};
 use tandem_proto::{
     link::Channels,
     v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message},
@@ -22,18 +24,32 @@ pub(crate) struct Worker {
     pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) received: TransferMetrics,
     pub(crate) requests: Requests,
+    pub(crate) ledger: WorkerLedger,
     pub(crate) channels: Channels,
     pub(crate) remote_waiting: Semaphore,
 }
 
 pub(crate) struct Service(pub(crate) Arc<Worker>);
 
-/// The client of one request.
-pub(crate) struct Client(ReplySender<GenerateReply>);
+/// The client of one attempt.
+pub(crate) struct Client {
+    replies: ReplySender<GenerateReply>,
+    /// What it has seen of the attempt is the attempt's outcome.
+    entry: LedgerEntry,
+}
 
 impl Client {
     pub(crate) async fn send(&self, message: Message) -> Result<(), ClientGone> {
-        self.0.send(GenerateReply { message: Some(message) }).await
+        let outcome: Option<fn(&LedgerEntry)> = match &message {
+            Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => Some(LedgerEntry::began),
+            Message::Failure(_) => Some(LedgerEntry::failed),
+            Message::Scheduled(_) | Message::Started(_) => None,
+        };
+        self.replies.send(GenerateReply { message: Some(message) }).await?;
+        if let Some(tell) = outcome {
+            tell(&self.entry);
+        }
+        Ok(())
     }
 }
 
@@ -58,8 +74,9 @@ impl Decode for Service {
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let (worker, request) = (self.0.clone(), request.into_inner());
         let span = tracing::debug_span!("generate", request_id = request.request_id, attempt = request.attempt);
-        let replies =
-            self.0.requests.start(|replies| async move { worker.serve(request, Client(replies)).await }.instrument(span));
+        let entry = worker.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
+        let serve = |replies| async move { worker.serve(request, Client { replies, entry }).await }.instrument(span);
+        let replies = self.0.requests.start(serve);
         Ok(Response::new(replies))
     }
 }
@@ -86,8 +103,9 @@ impl Worker {
     }
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { generate, output, start_within, .. } = request;
+        let Request { attempt, generate, output, start_within, .. } = request;
         let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
+        let request_id = generate.request_id.clone();
         let starting = async {
             let mut job = self.engine.generate(generate).await?;
             match job.next().await {
@@ -97,6 +115,7 @@ impl Worker {
         };
         let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
         self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
+        self.ledger.scheduled(&request_id, attempt, prompt_tokens, cached_tokens);
         let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
         client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
         forward(&mut job, output, client).await

@@ -65,7 +65,7 @@ pub(crate) struct Machine {
     ticket_state: u64,
 }
 
-/// Of the latest steps: ratios of sums that fade, so that a step of few tokens weighs little.
+/// Of the latest steps: ratios of weighted sums that fade.
 #[derive(Debug, Default)]
 struct Rates {
     prefill_tokens: f64,
@@ -232,7 +232,7 @@ impl Machine {
                 }
             }
         }
-        self.rates.measure(&stats);
+        self.rates.measure(&stats, self.settings.chunk_budget);
         for sequence in running {
             self.settle(sequence, now);
         }
@@ -439,16 +439,24 @@ impl Machine {
 }
 
 impl Rates {
-    /// Only steps of one kind tell that kind's rate.
-    fn measure(&mut self, stats: &StepStats) {
+    /// Only steps of one kind tell that kind's rate. A step of prompts weighs as much as it has tokens, and fades the others by its
+    /// part of a full one: steps of a few new tokens after long cached prefixes take a step's fixed time, and say little of what a
+    /// prompt's worth of tokens will take.
+    fn measure(&mut self, stats: &StepStats, chunk_budget: u32) {
         let seconds = stats.duration.as_secs_f64();
-        let (amount, time, newest) = match (stats.prefill_tokens, stats.decode_tokens) {
-            (0, _) => (&mut self.decode_steps, &mut self.decode_seconds, 1.0),
-            (tokens, 0) => (&mut self.prefill_tokens, &mut self.prefill_seconds, f64::from(tokens)),
-            _ => return,
-        };
-        *amount = *amount * FADE + newest;
-        *time = *time * FADE + seconds;
+        match (stats.prefill_tokens, stats.decode_tokens) {
+            (0, _) => {
+                self.decode_steps = self.decode_steps * FADE + 1.0;
+                self.decode_seconds = self.decode_seconds * FADE + seconds;
+            }
+            (tokens, 0) => {
+                let tokens = f64::from(tokens);
+                let fade = FADE.powf(tokens / f64::from(chunk_budget));
+                self.prefill_tokens = self.prefill_tokens * fade + tokens * tokens;
+                self.prefill_seconds = self.prefill_seconds * fade + tokens * seconds;
+            }
+            _ => {}
+        }
     }
 
     /// 0 before the first measurement.

@@ -7,9 +7,9 @@ use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, endpoint},
     v1::{
-        AttemptFailed, Candidate, Failure, GenerateReply, GenerateRequest, Generated, Identity, Placement, PrefillReleased,
-        Reason, RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply, WorkersRequest,
-        decode_client::DecodeClient, generate_reply, route_reply, route_request, router_client::RouterClient,
+        AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Generated, Identity,
+        Placement, PrefillReleased, Reason, RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply,
+        WorkersRequest, decode_client::DecodeClient, generate_reply, route_reply, route_request, router_client::RouterClient,
     },
 };
 use tokio::{sync::mpsc, time::Instant};
@@ -153,6 +153,21 @@ impl Dispatcher {
     pub(crate) async fn workers(&self) -> Result<WorkersReply, DispatchError> {
         let mut router = self.router.clone();
         match tokio::time::timeout(WORKERS_TIMEOUT, router.workers(WorkersRequest {})).await {
+            Ok(reply) => Ok(reply.map_err(|status| DispatchError::Router(Box::new(status)))?.into_inner()),
+            Err(_) => Err(DispatchError::Timeout { limit: WORKERS_TIMEOUT }),
+        }
+    }
+
+    /// Where the router would place the prompt now, and why.
+    pub(crate) async fn explain(&self, prompt: &Prompt) -> Result<ExplainReply, DispatchError> {
+        let request = ExplainRequest {
+            model: prompt.model.clone(),
+            sequence_hashes: prompt.sequence_hashes.clone(),
+            prompt_tokens: prompt.tokens.len() as u32,
+            prompt_logits: prompt.prompt_logprobs.is_some(),
+        };
+        let mut router = self.router.clone();
+        match tokio::time::timeout(WORKERS_TIMEOUT, router.explain(request)).await {
             Ok(reply) => Ok(reply.map_err(|status| DispatchError::Router(Box::new(status)))?.into_inner()),
             Err(_) => Err(DispatchError::Timeout { limit: WORKERS_TIMEOUT }),
         }

@@ -22,13 +22,15 @@ pub(crate) async fn attempt(
 ) -> Result<(), Ended> {
     let mut job = submit(worker, &start).await?;
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
-    drop(start);
+    let (request_id, attempt) = (start.request_id, start.attempt);
+    drop(start.prompt);
 
     let cached_tokens = match job.next().await {
         Some(Event::Scheduled { cached_tokens }) => cached_tokens,
         _ => return Err(Ended::Engine),
     };
     worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
+    worker.ledger.scheduled(&request_id, attempt, prompt_tokens, cached_tokens);
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
 

@@ -16,7 +16,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, EngineInfo};
 use tandem_node::{
     Metrics, Shutdown,
-    worker::{ControlService, Direction, Requests, Watch, Watched, WorkerMetrics},
+    worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
     link::MESSAGE_BYTES_MAX,
@@ -37,6 +37,8 @@ pub struct PrefillWorkerSettings {
     pub model: String,
     /// What its weights are.
     pub revision: String,
+    /// Where every prompt is accounted for.
+    pub ledger: Ledger,
     /// Off: `Scheduled` says nothing about cached tokens. Only to test what a cluster makes of such a worker.
     pub report_cached_tokens: bool,
     /// A computed prompt is let go when the decode worker has not said by then where its blocks may go.
@@ -64,7 +66,9 @@ pub async fn run(
 ) -> Result<(), PrefillWorkerError> {
     let info = worker_info(&settings, engine.info());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "prefill worker starts");
+    let ledger = settings.ledger.of(&settings.worker_id, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
+    metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());
     let watched = watch(&engine)().await.ok_or(PrefillWorkerError::EngineGone)?;
     let transport = Tcp::default();
@@ -75,6 +79,7 @@ pub async fn run(
         transport: Box::new(transport),
         metrics: metrics.clone(),
         requests: requests.clone(),
+        ledger,
         engine: engine.clone(),
         settings,
     };

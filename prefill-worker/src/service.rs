@@ -8,7 +8,7 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_engine::EngineHandle;
-use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerMetrics};
+use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics};
 use tandem_proto::v1::{
     PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill,
 };
@@ -26,6 +26,7 @@ pub(crate) struct Worker {
     pub(crate) transport: Box<dyn Transport>,
     pub(crate) link: Link,
     pub(crate) requests: Requests,
+    pub(crate) ledger: WorkerLedger,
 }
 
 pub(crate) struct Service(pub(crate) Arc<Worker>);

@@ -359,6 +359,49 @@ impl State {
         }
     }
 
+    /// What is to be placed, and the hashes of the blocks that a worker may reuse.
+    fn question<'a>(&self, asked: &'a Asked, attempt: u32) -> Result<(Question, &'a [SequenceHash]), NotPlaced> {
+        let Some(first) = self.members.values().next() else { return Err(Unplaced::NoDecode.into()) };
+        if !asked.model.is_empty() && asked.model != first.info.model {
+            return Err(NotPlaced::OtherModel);
+        }
+        let block_size = first.info.block_size;
+        // Only blocks that a worker may reuse: one token is always computed, and logits are never cached.
+        let reusable = if asked.prompt_logits { 0 } else { asked.prompt_tokens.saturating_sub(1) / block_size };
+        let hashes = &asked.hashes[..asked.hashes.len().min(reusable as usize)];
+        let prefill = match self.settings.prefill {
+            PrefillPlace::Auto if attempt > 1 && attempt == self.settings.attempts_max => PrefillPlace::Local,
+            place => place,
+        };
+        Ok((Question { prompt_tokens: asked.prompt_tokens, block_size, prefill, prompt_logits: asked.prompt_logits }, hashes))
+    }
+
+    /// What is known of each member, in their order. At a time, those whose breakers are open then are excluded too.
+    fn candidates(&self, hashes: &[SequenceHash], excluded: &BTreeSet<String>, breakers_at: Option<Instant>) -> Vec<Candidate> {
+        let leading = self.index.overlap(hashes);
+        let candidate = |member: &Member| {
+            let overlap_blocks = leading.get(member.slot.0 as usize).copied().unwrap_or(0);
+            let mut candidate = member.candidate(hashes, overlap_blocks, excluded);
+            candidate.excluded |= breakers_at.is_some_and(|now| !member.breaker.admits(now));
+            candidate
+        };
+        self.members.values().map(candidate).collect()
+    }
+
+    /// Where the request would be placed now, and why. The next one asked may differ where costs are equal.
+    pub(crate) fn explain(&self, asked: &Asked) -> v1::ExplainReply {
+        let (question, hashes) = match self.question(asked, 1) {
+            Ok(found) => found,
+            Err(why) => return v1::ExplainReply { verdict: why.to_string(), ..Default::default() },
+        };
+        let candidates = self.candidates(hashes, &BTreeSet::new(), Some(Instant::now()));
+        let turn = Turn { seed: self.settings.seed, number: self.turns };
+        let uses = route::uses(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let choice = route::place(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let members: Vec<&Member> = self.members.values().collect();
+        explain::reply(&members, &candidates, &uses, choice, question.block_size)
+    }
+
     fn choose_and_book(
         &mut self,
         asked: &Asked,
@@ -371,48 +414,23 @@ impl State {
         if self.bookings.len() >= self.settings.bookings_max {
             return Err(NotPlaced::TooManyBookings);
         }
-        let Some(first) = self.members.values().next() else { return Err(Unplaced::NoDecode.into()) };
-        if !asked.model.is_empty() && asked.model != first.info.model {
-            return Err(NotPlaced::OtherModel);
-        }
-        let block_size = first.info.block_size;
-        // Only blocks that a worker may reuse: one token is always computed, and logits are never cached.
-        let reusable = if asked.prompt_logits { 0 } else { asked.prompt_tokens.saturating_sub(1) / block_size };
-        let hashes = &asked.hashes[..asked.hashes.len().min(reusable as usize)];
-        let leading = self.index.overlap(hashes);
-        let members: Vec<(MemberId, &Member)> = self.members.iter().map(|(id, member)| (*id, member)).collect();
-        let now = Instant::now();
-        let candidates = |excluded: &BTreeSet<String>, breakers_count: bool| -> Vec<Candidate> {
-            let candidate = |(_, member): &(MemberId, &Member)| {
-                let overlap_blocks = leading.get(member.slot.0 as usize).copied().unwrap_or(0);
-                let mut candidate = member.candidate(hashes, overlap_blocks, excluded);
-                candidate.excluded |= breakers_count && !member.breaker.admits(now);
-                candidate
-            };
-            members.iter().map(candidate).collect()
-        };
-
-        let prefill = match self.settings.prefill {
-            PrefillPlace::Auto if attempt > 1 && attempt == self.settings.attempts_max => PrefillPlace::Local,
-            place => place,
-        };
-        let question = Question { prompt_tokens: asked.prompt_tokens, block_size, prefill, prompt_logits: asked.prompt_logits };
+        let (question, hashes) = self.question(asked, attempt)?;
+        let block_size = question.block_size;
         let turn = Turn { seed: self.settings.seed, number: self.turns };
         self.turns += 1;
+        let members: Vec<(MemberId, &Member)> = self.members.iter().map(|(id, member)| (*id, member)).collect();
+        let now = Instant::now();
+        let candidates = |excluded: &BTreeSet<String>, breakers: Option<Instant>| self.candidates(hashes, excluded, breakers);
         let place = |candidates: &[Candidate]| route::place(&*self.policy, &self.settings.costs, &question, candidates, turn);
-        let mut candidates_now = candidates(&excluded.failed, true);
+        let mut candidates_now = candidates(&excluded.failed, Some(now));
         let mut choice = place(&candidates_now);
         if choice == Err(Unplaced::AllFailed) {
-            candidates_now = candidates(&excluded.lost, false);
+            candidates_now = candidates(&excluded.lost, None);
             choice = place(&candidates_now);
         }
         let (choice, candidates) = (choice?, candidates_now);
 
-        let describe = |at: usize| v1::Candidate {
-            worker: Some(members[at].1.reference()),
-            overlap_blocks: candidates[at].overlap_blocks,
-            predicted_blocks: candidates[at].predicted_blocks,
-        };
+        let describe = |at: usize| members[at].1.describe(&candidates[at]);
         let placement =
             v1::Placement { decode: Some(describe(choice.decode)), prefill: choice.prefill.map(describe), block_size };
         let computes = &candidates[choice.prefill.unwrap_or(choice.decode)];
@@ -473,10 +491,18 @@ impl Member {
         }
     }
 
+    fn describe(&self, candidate: &Candidate) -> v1::Candidate {
+        let Candidate { overlap_blocks, predicted_blocks, .. } = *candidate;
+        v1::Candidate { worker: Some(self.reference()), overlap_blocks, predicted_blocks }
+    }
+
     fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, excluded: &BTreeSet<String>) -> Candidate {
         let measured = |value: f64| (value > 0.0).then_some(value);
         let capacity = u64::from(self.info.capacity_blocks) * u64::from(self.info.block_size);
         let context = if self.info.context_length == 0 { u64::MAX } else { u64::from(self.info.context_length) };
+        let filled = f64::from(self.load.cached_blocks)
+            + f64::from(self.load.in_use_blocks)
+            + self.booked.tokens() as f64 / f64::from(self.info.block_size);
         let sequences = u64::from(self.load.running_sequences) + u64::from(self.load.waiting_requests) + self.booked.sequences();
         Candidate {
             role: self.role,
@@ -484,6 +510,7 @@ impl Member {
             tokens_max: capacity.min(context),
             overlap_blocks,
             predicted_blocks: self.booked.predicted_blocks(hashes, overlap_blocks),
+            cache_filled: (filled / f64::from(self.info.capacity_blocks)).min(1.0),
             queued_tokens: self.load.pending_prefill_tokens.saturating_add(self.booked.tokens()),
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
             block_bytes: self.info.block_bytes,
@@ -493,6 +520,9 @@ impl Member {
         }
     }
 }
+
+#[path = "explain.rs"]
+mod explain;
 
 #[cfg(test)]
 #[path = "cluster_tests.rs"]

@@ -397,3 +397,41 @@ fn a_worker_that_fails_requests_is_left_alone_but_never_when_it_is_the_last() {
     assert!(open(&story) <= 1, "it works again");
     story.assert_idle();
 }
+
+#[test]
+fn an_explanation_is_what_would_be_placed_and_books_nothing() {
+    for place in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
+        let mut story = Story::with(settings(place), 3, 2);
+        story.stored("p1", &hashes(1, 0, 40));
+        story.stored("d1", &hashes(1, 0, 10));
+        story.says("p2", vec![], Load { pending_prefill_tokens: 5_000, ..Default::default() }, &[]);
+        story.says("d0", vec![], Load { running_sequences: 9, ..Default::default() }, &[]);
+        let asked = story.ask(1_001, hashes(1, 0, 62));
+        let explained = story.state.explain(&asked);
+        story.assert_idle();
+        assert_eq!(explained.workers.len(), 5);
+        for worker in &explained.workers {
+            let costs = [&worker.as_prefill, &worker.as_decode, &worker.alone];
+            let prefills = worker.role() == worker_info::Role::Prefill;
+            let expected = [prefills, !prefills, !prefills];
+            let allowed = [place != PrefillPlace::Local, place != PrefillPlace::Local, place != PrefillPlace::Remote];
+            for ((cost, expected), allowed) in costs.into_iter().zip(expected).zip(allowed) {
+                assert_eq!(cost.is_some(), expected && allowed, "{place:?} {worker:?}");
+                let Some(cost) = cost else { continue };
+                let parts =
+                    cost.queue_ms + cost.compute_ms + cost.others_ms + cost.transfer_ms + cost.handoff_ms + cost.streams_ms;
+                assert!((cost.total_ms - parts).abs() < 1e-9 && cost.total_ms > 0.0, "{cost:?}");
+            }
+        }
+        let (booking, placement) = story.place(&asked);
+        assert_eq!(explained.placement, Some(placement.clone()), "{}", explained.verdict);
+        let chosen = placement.prefill.as_ref().map_or(name(&placement.decode) + " alone", |_| name(&placement.prefill));
+        assert!(explained.verdict.contains(&chosen) && explained.verdict.contains("ms; "), "{}", explained.verdict);
+        story.state.release(booking);
+        story.assert_idle();
+    }
+    let mut story = Story::new(settings(PrefillPlace::Auto));
+    let asked = story.ask(10, hashes(1, 0, 0));
+    let explained = story.state.explain(&asked);
+    assert!(explained.placement.is_none() && explained.verdict.contains("no decode worker"), "{}", explained.verdict);
+}

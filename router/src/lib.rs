@@ -12,6 +12,8 @@ mod metrics;
 mod route;
 mod service;
 mod settings;
+#[cfg(test)]
+mod simulation;
 mod watch;
 
 pub use index::{PrefixIndex, Skipped, WorkerSlot};

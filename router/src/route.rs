@@ -47,6 +47,8 @@ pub struct Candidate {
     pub overlap_blocks: u32,
     /// More leading blocks that placed requests are about to compute there.
     pub predicted_blocks: u32,
+    /// The part of its cache that holds something, what placed requests are about to store included; from 0 to 1.
+    pub cache_filled: f64,
     /// Prompt tokens it has still to compute, those of placed requests it has not reported yet included.
     pub queued_tokens: u64,
     /// Sequences it runs, and those it is about to.
@@ -119,14 +121,55 @@ pub struct Standing {
     pub turn: Turn,
 }
 
+/// What using a worker costs: estimated milliseconds to the first token and what others pay, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Until what waits there is computed.
+    pub queue_ms: f64,
+    /// To compute the new tokens.
+    pub compute_ms: f64,
+    /// What others will wait for that, and lose from a full cache.
+    pub others_ms: f64,
+    /// Of the blocks it lacks.
+    pub transfer_ms: f64,
+    /// Of the handoff itself.
+    pub handoff_ms: f64,
+    /// Of the sequences that run there.
+    pub streams_ms: f64,
+    /// Of policies that estimate no time.
+    pub rank: f64,
+}
+
+impl Cost {
+    /// What the choice is made by.
+    pub fn total(&self) -> f64 {
+        self.queue_ms + self.compute_ms + self.others_ms + self.transfer_ms + self.handoff_ms + self.streams_ms + self.rank
+    }
+
+    fn rank(rank: f64) -> Self {
+        Self { rank, ..Self::default() }
+    }
+}
+
+/// What each use of a worker costs; `None` where it cannot be used so.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Uses {
+    /// As the prefill worker.
+    pub prefill: Option<Cost>,
+    /// As the decode worker that receives KV.
+    pub decode: Option<Cost>,
+    /// As the decode worker that prefills, too.
+    pub local: Option<Cost>,
+}
+
 /// Costs of using a worker; the lowest wins. They need to be comparable with each other only.
 pub trait Policy: Send + Sync {
     /// As the prefill worker.
-    fn prefill(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> f64;
+    fn prefill(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost;
     /// As the decode worker that receives KV.
-    fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> f64;
+    fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost;
     /// As the decode worker that prefills, too.
-    fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> f64;
+    fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost;
 }
 
 /// The policy of this kind.
@@ -147,19 +190,16 @@ pub fn place(
     workers: &[Candidate],
     turn: Turn,
 ) -> Result<Choice, Unplaced> {
-    let rates = Rates::new(costs, workers);
-    let decoders = able(workers, Role::Decode, question);
-    let prefillers = able(workers, Role::Prefill, question);
-    let cheapest = |able: &[usize], cost: &dyn Fn(&Candidate, Standing) -> f64| {
-        let standing = |place: usize| Standing { place: place as u64, of: able.len() as u64, turn };
-        let costs = able.iter().enumerate().map(|(place, at)| (*at, cost(&workers[*at], standing(place))));
+    let uses = uses(policy, costs, question, workers, turn);
+    let cheapest = |cost: fn(&Uses) -> Option<Cost>| {
+        let costs = uses.iter().enumerate().filter_map(|(at, uses)| Some((at, cost(uses)?.total())));
         costs.min_by(|(a, cost_a), (b, cost_b)| {
             cost_a.total_cmp(cost_b).then_with(|| turn.draw(*a as u64).cmp(&turn.draw(*b as u64)))
         })
     };
-    let local = || cheapest(&decoders, &|worker, standing| policy.local(question, &rates, worker, standing));
-    let decode = || cheapest(&decoders, &|worker, standing| policy.decode(question, &rates, worker, standing));
-    let prefill = || cheapest(&prefillers, &|worker, standing| policy.prefill(question, &rates, worker, standing));
+    let local = || cheapest(|uses| uses.local);
+    let decode = || cheapest(|uses| uses.decode);
+    let prefill = || cheapest(|uses| uses.prefill);
     let no_decode = || why_none(workers, Role::Decode, question);
 
     match question.allowed() {
@@ -183,6 +223,31 @@ pub fn place(
             }
         }
     }
+}
+
+/// What each worker's uses cost that the request may make of it.
+pub fn uses(policy: &dyn Policy, costs: &Costs, question: &Question, workers: &[Candidate], turn: Turn) -> Vec<Uses> {
+    let rates = Rates::new(costs, workers);
+    let place = question.allowed();
+    let mut uses = vec![Uses::default(); workers.len()];
+    for role in [Role::Decode, Role::Prefill] {
+        let able = able(workers, role, question);
+        for (number, at) in able.iter().enumerate() {
+            let (worker, standing) = (&workers[*at], Standing { place: number as u64, of: able.len() as u64, turn });
+            let remote = place != PrefillPlace::Local;
+            uses[*at] = match role {
+                Role::Prefill => {
+                    Uses { prefill: remote.then(|| policy.prefill(question, &rates, worker, standing)), ..Uses::default() }
+                }
+                Role::Decode => Uses {
+                    prefill: None,
+                    decode: remote.then(|| policy.decode(question, &rates, worker, standing)),
+                    local: (place != PrefillPlace::Remote).then(|| policy.local(question, &rates, worker, standing)),
+                },
+            };
+        }
+    }
+    uses
 }
 
 /// Those that can take the request.
@@ -249,27 +314,35 @@ impl FirstToken {
     fn known_blocks(&self, worker: &Candidate) -> u64 {
         if self.caches_count { u64::from(worker.overlap_blocks) + u64::from(worker.predicted_blocks) } else { 0 }
     }
+
+    fn cache_filled(&self, worker: &Candidate) -> f64 {
+        if self.caches_count { worker.cache_filled } else { 0.0 }
+    }
 }
 
 impl Policy for FirstToken {
-    fn prefill(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> f64 {
+    fn prefill(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> Cost {
         let rate = worker.prefill_tokens_per_second.unwrap_or(rates.prefill_tokens_per_second);
         let new = worker.new_tokens(question, self.known_blocks(worker)) as f64;
-        (worker.queued_tokens as f64 + new * (1.0 + rates.costs.work_weight)) / rate * 1e3
+        let others = new * (rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight);
+        let ms = |tokens: f64| tokens / rate * 1e3;
+        Cost { queue_ms: ms(worker.queued_tokens as f64), compute_ms: ms(new), others_ms: ms(others), ..Cost::default() }
     }
 
-    fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> f64 {
+    fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> Cost {
         let held = if self.caches_count { worker.overlap_blocks } else { 0 };
         let lacking = question.prompt_tokens.saturating_sub(1).div_ceil(question.block_size).saturating_sub(held);
         let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / rates.transfer_bytes_per_second * 1e3;
-        rates.costs.handoff_ms + transfer_ms + decode_load_ms(rates, worker)
+        let streams_ms = decode_load_ms(rates, worker);
+        Cost { transfer_ms, handoff_ms: rates.costs.handoff_ms, streams_ms, ..Cost::default() }
     }
 
-    fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> f64 {
+    fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost {
         let rate = worker.prefill_tokens_per_second.unwrap_or(rates.prefill_tokens_per_second);
         let new = worker.new_tokens(question, self.known_blocks(worker)) as f64;
         let held_up_ms = new / rate * 1e3 * f64::from(worker.sequences) * rates.costs.interference;
-        self.prefill(question, rates, worker, standing) + held_up_ms + decode_load_ms(rates, worker)
+        let prefill = self.prefill(question, rates, worker, standing);
+        Cost { others_ms: prefill.others_ms + held_up_ms, streams_ms: decode_load_ms(rates, worker), ..prefill }
     }
 }
 
@@ -287,16 +360,16 @@ impl RoundRobin {
 }
 
 impl Policy for RoundRobin {
-    fn prefill(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> f64 {
-        Self::distance(standing)
+    fn prefill(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> Cost {
+        Cost::rank(Self::distance(standing))
     }
 
-    fn decode(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> f64 {
-        Self::distance(standing)
+    fn decode(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> Cost {
+        Cost::rank(Self::distance(standing))
     }
 
-    fn local(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> f64 {
-        ONLY_IF_ALONE + Self::distance(standing)
+    fn local(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> Cost {
+        Cost::rank(ONLY_IF_ALONE + Self::distance(standing))
     }
 }
 
@@ -304,18 +377,18 @@ impl Policy for RoundRobin {
 struct Random;
 
 impl Policy for Random {
-    fn prefill(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> f64 {
-        standing.turn.draw(standing.place) as f64 / u64::MAX as f64
+    fn prefill(&self, _: &Question, _: &Rates, _: &Candidate, standing: Standing) -> Cost {
+        Cost::rank(standing.turn.draw(standing.place) as f64 / u64::MAX as f64)
     }
 
-    fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> f64 {
+    fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost {
         // Another draw than the prefill side's, or the two sides would always be chosen alike.
         let turn = Turn { seed: !standing.turn.seed, ..standing.turn };
         self.prefill(question, rates, worker, Standing { turn, ..standing })
     }
 
-    fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> f64 {
-        ONLY_IF_ALONE + self.decode(question, rates, worker, standing)
+    fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost {
+        Cost::rank(ONLY_IF_ALONE + self.decode(question, rates, worker, standing).rank)
     }
 }
 

@@ -10,6 +10,7 @@ fn worker(role: Role) -> Candidate {
         tokens_max: 100_000,
         overlap_blocks: 0,
         predicted_blocks: 0,
+        cache_filled: 0.0,
         queued_tokens: 0,
         sequences: 0,
         block_bytes: 16_000,
@@ -57,6 +58,10 @@ fn the_prefill_worker_with_the_shortest_wait_wins() {
     // 50 blocks are 800 tokens; they are worth a queue of their compute and a quarter, and no more.
     assert_eq!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 999)), 1);
     assert_ne!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 1_001)), 1);
+    // What it would push out of a full cache counts a quarter of the new tokens: 400 of 1,600.
+    assert_ne!(chosen(&|w| w[1].cache_filled = 0.01), 1);
+    assert_eq!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens, w[3].queued_tokens) = (1.0, 401, 401)), 1);
+    assert_ne!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens) = (1.0, 399)), 1);
     // Not measured: as good as the others, neither better nor worse.
     assert_ne!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].queued_tokens) = (None, 1)), 1);
     assert_eq!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].overlap_blocks) = (None, 1)), 1);
@@ -199,6 +204,7 @@ fn absurd_reports_are_survived() {
         block_bytes: u64::MAX,
         overlap_blocks: u32::MAX,
         predicted_blocks: u32::MAX,
+        cache_filled: 1.0,
         prefill_tokens_per_second: Some(f64::MIN_POSITIVE),
         transfer_bytes_per_second: Some(f64::MIN_POSITIVE),
         decode_step_ms: Some(f64::MAX),

@@ -11,8 +11,8 @@ use std::{pin::Pin, sync::Arc};
 use tandem_kv::SequenceHash;
 use tandem_node::Shutdown;
 use tandem_proto::v1::{
-    AttemptFailed, Failure, Reason, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, route_reply,
-    route_request::Message, router_server::Router,
+    AttemptFailed, ExplainReply, ExplainRequest, Failure, Reason, RoutePrompt, RouteReply, RouteRequest, WorkersReply,
+    WorkersRequest, route_reply, route_request::Message, router_server::Router,
 };
 use tokio::time::timeout;
 use tonic::{Request, Response, Status, Streaming};
@@ -42,6 +42,15 @@ impl Router for RouterService {
         let first = held.place();
         let later = stream::try_unfold(Route { held, requests, shutdown: self.shutdown.clone() }, Route::next);
         Ok(Response::new(stream::once(async { Ok(first) }).chain(later).boxed()))
+    }
+
+    async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainReply>, Status> {
+        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits } = request.into_inner();
+        let request_id = "explain".to_owned();
+        let prompt =
+            RoutePrompt { request_id, model, sequence_hashes, prompt_tokens, prompt_logits, samples: 1, ..Default::default() };
+        let asked = self.check(prompt)?;
+        Ok(Response::new(self.cluster.lock().explain(&asked)))
     }
 
     async fn workers(&self, _: Request<WorkersRequest>) -> Result<Response<WorkersReply>, Status> {

@@ -97,6 +97,10 @@ pub struct Costs {
     /// The part of a prompt's own compute that is charged again, because others will wait behind it. 0.25: without it, waiting
     /// for a block that is being computed and computing it elsewhere cost the same, and bursts of one prompt scatter.
     pub work_weight: f64,
+    /// The part of a prompt's own compute that is charged for what it pushes out of a full cache. 0.25: the least recently used
+    /// is asked for again once in four times, say; in an empty cache nothing is pushed out, so prompts nobody holds spread over
+    /// the caches before any of them overflows.
+    pub displaced_weight: f64,
     /// How much a millisecond of prefill on a decode worker costs for each sequence it holds up there. 1: the wait of a stream
     /// that runs is as bad as the wait of one that starts.
     pub interference: f64,
@@ -110,6 +114,7 @@ impl Default for Costs {
             transfer_bytes_per_second: 1e9,
             handoff_ms: 5.0,
             work_weight: 0.25,
+            displaced_weight: 0.25,
             interference: 1.0,
         }
     }

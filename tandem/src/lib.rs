@@ -1,6 +1,8 @@
 //! The binary's parts: its command line, where models come from, the whole cluster in one process, and its roles as processes.
 
+pub mod audit;
 mod cluster;
+pub mod explain;
 pub mod model;
 pub mod serve;
 pub mod settings;

@@ -4,10 +4,10 @@
 
 use std::{ffi::OsStr, process::ExitCode};
 use tandem::{
-    Cluster, Process, StartError,
+    Cluster, Process, StartError, audit, explain,
     model::Store,
     serve::{self, Served},
-    settings::{Cli, Command, ModelCommand, Own, Serve},
+    settings::{AuditCommand, Cli, Command, ModelCommand, Own, RouteCommand, Serve},
 };
 
 fn main() -> ExitCode {
@@ -39,6 +39,16 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             for model in Store::new(store)?.list()? {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
+        }
+        Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
+        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers } } => {
+            let mut evidence = audit::read(&client, &ledger, &metrics)?;
+            evidence.lost_workers.extend(lost_workers);
+            let (checked, findings) = audit::check(&evidence);
+            findings.iter().for_each(|finding| print(&format!("{finding}\n")));
+            let audit::Checked { answers, estimates, attempts, workers } = checked;
+            print(&format!("{answers} answers ({estimates} of them estimates), {attempts} attempts, {workers} workers\n"));
+            anyhow::ensure!(findings.is_empty(), "{} things do not reconcile; they are listed above", findings.len());
         }
     }
     Ok(())

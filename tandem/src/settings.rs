@@ -8,7 +8,10 @@ mod roles;
 pub(crate) use roles::CLUSTER;
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 
-use crate::model::{Source, StoreSettings};
+use crate::{
+    explain::ExplainArgs,
+    model::{Source, StoreSettings},
+};
 use clap::{Args, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use serde::Serialize;
 use std::{
@@ -45,11 +48,51 @@ pub enum Command {
     /// Run a frontend: the OpenAI API of a cluster
     #[command(args_override_self = true)]
     Frontend(Box<Serve<FrontendFlags>>),
+    /// Hold what clients were told against what workers counted
+    Audit {
+        /// What to do.
+        #[command(subcommand)]
+        command: AuditCommand,
+    },
+    /// The router's choices
+    Route {
+        /// What to do.
+        #[command(subcommand)]
+        command: RouteCommand,
+    },
     /// Models on this machine
     Model {
         /// Which.
         #[command(subcommand)]
         command: ModelCommand,
+    },
+}
+
+/// `tandem route`
+#[derive(Debug, Subcommand)]
+pub enum RouteCommand {
+    /// Show where a prompt would be placed now, what each worker would cost, and why one wins; nothing is run
+    Explain(ExplainArgs),
+}
+
+/// `tandem audit`
+#[derive(Debug, Subcommand)]
+pub enum AuditCommand {
+    /// Compare what clients were told, what workers wrote down (--ledger of `up`) and what was counted; ends with 1 if they differ
+    Check {
+        /// What clients saw, a line of JSON each: {"request_id": the x-request-id, "told": {"prompts": 1, "prompt_tokens": 52,
+        /// "cached_tokens": 48, "source": "worker"}}, without what they did not hear
+        #[arg(long, value_name = "FILE", required = true)]
+        client: Vec<PathBuf>,
+        /// What workers wrote; all files of all workers
+        #[arg(long, value_name = "FILE", required = true)]
+        ledger: Vec<PathBuf>,
+        /// What /metrics showed at the end, when nothing ran any more; one file a process
+        #[arg(long, value_name = "FILE", required = true)]
+        metrics: Vec<PathBuf>,
+        /// A worker that was killed: nobody knows its last counters
+        #[arg(long = "lost-worker", value_name = "ID")]
+        lost_workers: Vec<String>,
     },
 }
 
@@ -180,6 +223,12 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 
+    /// Append a line to this file for every prompt that a worker begins and for what became of it; see `tandem audit check`
+    /// [default: none is kept]
+    #[arg(long, env = "TANDEM_LEDGER", value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ledger: Option<PathBuf>,
+
     /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
     #[arg(skip = true)]
     #[serde(skip)]
@@ -286,7 +335,7 @@ impl Command {
             Self::PrefillWorker(worker) => worker.config.as_deref(),
             Self::DecodeWorker(worker) => worker.config.as_deref(),
             Self::Frontend(frontend) => frontend.config.as_deref(),
-            Self::Model { .. } => None,
+            Self::Audit { .. } | Self::Route { .. } | Self::Model { .. } => None,
         }
     }
 }

@@ -4,23 +4,30 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use std::future::Future;
 use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tandem::Cluster;
+use tandem::audit::{self, ClientLine, Source, Told};
 use tandem::settings::{EngineKind, UpSettings};
 use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
+use tempfile::TempDir;
 
-/// A cluster in this process, on ports of its own.
-pub struct TestCluster(Cluster);
+/// A cluster in this process, on ports of its own, which keeps a ledger.
+pub struct TestCluster(Cluster, TempDir);
 
 /// What ought to happen happens within this time, or never.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// In a cluster's own folder.
+const LEDGER: &str = "ledger";
 /// How often something that cannot be awaited is looked at.
 const GLANCE: Duration = Duration::from_millis(5);
 
 /// The whole cluster as `tandem up` starts it.
-pub async fn start(settings: UpSettings) -> Result<TestCluster> {
-    Ok(TestCluster(Cluster::start(settings).await?))
+pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
+    let folder = tempfile::tempdir()?;
+    settings.ledger = Some(folder.path().join(LEDGER));
+    Ok(TestCluster(Cluster::start(settings).await?, folder))
 }
 
 /// Simulated devices, a hundred times as fast as the cost model says.
@@ -95,6 +102,27 @@ impl TestCluster {
         .await
     }
 
+    /// When nothing runs, the books agree: what the clients of `client` (all there were) have been told, what the workers have
+    /// written down, what everybody has counted.
+    pub async fn assert_accounts(&self, client: &Client) -> Result<audit::Checked> {
+        self.assert_idle().await?;
+        let mut last = Vec::new();
+        for _ in 0..200 {
+            let mut evidence = audit::read(&[], &[self.1.path().join(LEDGER)], &[])?;
+            evidence.client = client.log().iter().map(|(line, _)| line.clone()).collect();
+            evidence.metrics.add(&client.get("/metrics").await?.1);
+            let (checked, findings) = audit::check(&evidence);
+            if findings.is_empty() {
+                return Ok(checked);
+            }
+            last = findings;
+            // The ledger's last lines may be on their way to the disk.
+            tokio::time::sleep(GLANCE).await;
+        }
+        let findings: Vec<String> = last.iter().map(ToString::to_string).collect();
+        anyhow::bail!("the books do not agree:\n{}", findings.join("\n"))
+    }
+
     /// Ends it.
     pub async fn stop(self) {
         self.0.stop().await;
@@ -129,6 +157,8 @@ async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -
 pub struct Client {
     http: reqwest::Client,
     base: String,
+    /// What was asked and told, with the prompts of each request; shared by all clones.
+    log: Arc<Mutex<Vec<(ClientLine, usize)>>>,
 }
 
 /// A whole answer: one JSON body, or the frames of a stream.
@@ -177,25 +207,59 @@ impl Client {
     /// A client of the frontend at this address.
     pub fn new(frontend: SocketAddr) -> Self {
         let http = reqwest::Client::builder().no_proxy().build().expect("a plain client needs nothing from the system");
-        Self { http, base: format!("http://{frontend}") }
+        Self { http, base: format!("http://{frontend}"), log: Arc::default() }
     }
 
     /// Sends a request; the body of the response is not read yet.
     pub async fn send(&self, path: &str, body: &Value) -> Result<reqwest::Response> {
+        Ok(self.send_logged(path, body).await?.0)
+    }
+
+    async fn send_logged(&self, path: &str, body: &Value) -> Result<(reqwest::Response, usize)> {
+        let entry = {
+            let mut log = self.log();
+            let prompts = match &body["prompt"] {
+                Value::Array(prompts) if !prompts.iter().all(Value::is_u64) => prompts.len(),
+                _ => 1,
+            };
+            log.push((ClientLine { request_id: None, told: None }, prompts));
+            log.len() - 1
+        };
         let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-details", "true");
-        Ok(request.json(body).send().await?)
+        let response = request.json(body).send().await?;
+        let id = response.headers().get("x-request-id").and_then(|id| id.to_str().ok()).map(str::to_owned);
+        self.log()[entry].0.request_id = id;
+        Ok((response, entry))
+    }
+
+    fn log(&self) -> MutexGuard<'_, Vec<(ClientLine, usize)>> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes an answer's usage, if it has told one and is whole.
+    fn note(&self, entry: usize, answer: &Answer) {
+        let usage = &answer.last()["usage"];
+        let (Some(prompt_tokens), true) = (usage["prompt_tokens"].as_u64(), answer.done) else { return };
+        let details = answer.details();
+        let of_prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
+        let estimate = of_prompts.iter().any(|prompt| prompt["cached_tokens_source"] != "worker");
+        let source = if estimate { Source::RouterEstimate } else { Source::Worker };
+        let line = &mut self.log()[entry];
+        line.0.told = Some(Told { prompts: line.1, prompt_tokens, cached_tokens: answer.cached_tokens(), source });
     }
 
     /// Sends a request and reads the whole answer, streamed if `body` says so. Checks what every stream must keep.
     pub async fn ask(&self, path: &str, body: &Value) -> Result<Answer> {
-        let response = self.send(path, body).await?;
+        let (response, entry) = self.send_logged(path, body).await?;
         let status = response.status().as_u16();
         let streamed =
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let text = response.text().await?;
         if !streamed {
             let body = serde_json::from_str(&text).with_context(|| format!("status {status}, not JSON: {text}"))?;
-            return Ok(Answer { status, frames: vec![body], done: true });
+            let answer = Answer { status, frames: vec![body], done: true };
+            self.note(entry, &answer);
+            return Ok(answer);
         }
         let mut answer = Answer { status, frames: Vec::new(), done: false };
         for frame in text.split_terminator("\n\n") {
@@ -206,7 +270,16 @@ impl Client {
                 data => answer.frames.push(serde_json::from_str(data).with_context(|| format!("not JSON: {data:?}"))?),
             }
         }
+        if !answer.frames.is_empty() {
+            self.note(entry, &answer);
+        }
         Ok(answer)
+    }
+
+    /// Where the request would be placed now, and why.
+    pub async fn explain(&self, path: &str, body: &Value) -> Result<Value> {
+        let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-explain", "true");
+        Ok(request.json(body).send().await?.json().await?)
     }
 
     /// The text behind a GET.

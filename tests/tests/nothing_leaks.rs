@@ -57,7 +57,7 @@ async fn half_the_clients_vanish_at_random_phases() -> Result<()> {
         while let Some(ended) = clients.join_next().await {
             ended??;
         }
-        cluster.assert_idle().await?;
+        cluster.assert_accounts(&client).await?;
         let cancelled = client.metric("tandem_frontend_cancelled_total", "").await?;
         assert!((60.0..=100.0).contains(&cancelled), "{prefill:?}: {cancelled} of about 100 were seen to go");
         cluster.stop().await;

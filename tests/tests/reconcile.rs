@@ -65,8 +65,7 @@ fn told(answer: &Answer, prompts: u64) -> Account {
 }
 
 /// Requests `numbers`, all at a time.
-async fn asked(cluster: &TestCluster, numbers: std::ops::Range<u64>) -> Result<Account> {
-    let client = Client::new(cluster.frontend());
+async fn asked(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<u64>) -> Result<Account> {
     let mut clients = tokio::task::JoinSet::new();
     for number in numbers {
         let (client, (endpoint, body, prompts)) = (client.clone(), request(&cluster.model_id(), number));
@@ -80,8 +79,7 @@ async fn asked(cluster: &TestCluster, numbers: std::ops::Range<u64>) -> Result<A
 }
 
 /// Clients that go away: the prompt tokens of those that had a first token, and of those that may have had none.
-async fn abandoned(cluster: &TestCluster, clients: u64) -> Result<(u64, u64)> {
-    let client = Client::new(cluster.frontend());
+async fn abandoned(cluster: &TestCluster, client: &Client, clients: u64) -> Result<(u64, u64)> {
     let (mut scheduled, mut uncertain) = (0, 0);
     let mut leaving = tokio::task::JoinSet::new();
     for number in 0..clients {
@@ -139,10 +137,10 @@ async fn accounts_agree(settings: UpSettings, source: &str) -> Result<()> {
     let client = Client::new(cluster.frontend());
     let workers = async |name: &str| counted(&client, &format!("tandem_worker_{name}"), "").await;
 
-    let mut told = asked(&cluster, 0..100).await?;
+    let mut told = asked(&cluster, &client, 0..100).await?;
     // The router knows by now what they have left in the caches.
     cluster.settle_events().await?;
-    told += asked(&cluster, 100..200).await?;
+    told += asked(&cluster, &client, 100..200).await?;
     assert!(told.cached_tokens > 0, "{told:?}");
     assert_eq!(counted_by_the_frontend(&client, source).await?, told, "{place:?}");
     // Nothing was tried twice, so the workers have seen each prompt once: whoever prefilled it.
@@ -154,7 +152,7 @@ async fn accounts_agree(settings: UpSettings, source: &str) -> Result<()> {
     }
 
     // What is refused or abandoned is in no sum of the frontend; the workers count what they began.
-    let (more, abandoned) = tokio::join!(asked(&cluster, 200..260), abandoned(&cluster, 40));
+    let (more, abandoned) = tokio::join!(asked(&cluster, &client, 200..260), abandoned(&cluster, &client, 40));
     told += more?;
     let (scheduled, uncertain) = abandoned?;
     let refused = Endpoint::Chat.request(&cluster.model_id(), "x", json!({ "n": 0 }));
@@ -168,6 +166,9 @@ async fn accounts_agree(settings: UpSettings, source: &str) -> Result<()> {
     assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
     let begun = workers("prompt_tokens_total").await? - told.prompt_tokens;
     assert!((scheduled..=scheduled + uncertain).contains(&begun), "{place:?}: {scheduled} + {uncertain}, {begun}");
+    let checked = cluster.assert_accounts(&client).await?;
+    assert_eq!(checked.answers as u64, told.requests);
+    assert_eq!(checked.estimates > 0, source != "worker");
     cluster.stop().await;
     Ok(())
 }

@@ -3,6 +3,7 @@
 use super::{
     App, Incoming,
     events::events,
+    explain::explain,
     progress::Progress,
     shape::{Choice, Envelope, Logprobs, Shape},
     unix_seconds,
@@ -59,6 +60,9 @@ struct Echo {
 
 /// Answers when the first token is there, or an error: status and headers wait for it.
 pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
+    if incoming.explain {
+        return explain(&incoming.app, job).await;
+    }
     let stream_usage = job.options.stream;
     let mut run = Run::new(incoming, job);
     let Some(usage) = stream_usage else { return run.whole().await };

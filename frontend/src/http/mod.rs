@@ -5,6 +5,7 @@ mod body;
 mod chat;
 mod completions;
 mod events;
+mod explain;
 mod health;
 mod models;
 mod progress;
@@ -39,6 +40,7 @@ const PROMPTS_MAX: usize = 128;
 const ENCODE_INLINE_BYTES: usize = 4 << 10;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
+const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// What all requests share.
@@ -114,6 +116,8 @@ struct Incoming {
     /// Taken by a streamed answer, which finishes it.
     admitted: Option<Admitted>,
     details: bool,
+    /// Instead of an answer, why it would be placed where.
+    explain: bool,
     traceparent: String,
 }
 
@@ -131,9 +135,10 @@ where
         }
     };
     let id = uuid::Uuid::new_v4().simple().to_string();
-    let (details, traceparent) = (wants_details(&parts.headers), traceparent(&parts.headers));
+    let wants = |name| parts.headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
+    let (details, explain, traceparent) = (wants(DETAILS), wants(EXPLAIN), traceparent(&parts.headers));
     let body_max_bytes = app.body_max_bytes;
-    let mut incoming = Incoming { app, id, admitted, details, traceparent };
+    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent };
     let result = match body::read(body, body_max_bytes).await {
         Ok(body) => answer(&mut incoming, body).await,
         Err(error) => Err(error),
@@ -221,10 +226,6 @@ async fn encode<T: Send + 'static>(
         return encode();
     }
     tokio::task::spawn_blocking(encode).await.unwrap_or(Err(ApiError::Encode))
-}
-
-fn wants_details(headers: &HeaderMap) -> bool {
-    headers.get(DETAILS).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
 }
 
 /// The client's trace, if it is one (W3C: `00-…-…-01`).

@@ -15,8 +15,9 @@ use std::{
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{
-    Candidate, Failure, Finished, GenerateReply, GenerateRequest, Placement, PromptLogprobs, Reason, RouteReply, RouteRequest,
-    Scheduled, Started, Token, Tokens, WorkerInfo, WorkerRef, WorkerView, WorkersReply, WorkersRequest,
+    Candidate, ExplainReply, ExplainRequest, Failure, Finished, GenerateReply, GenerateRequest, Placement, PromptLogprobs,
+    Reason, RouteReply, RouteRequest, Scheduled, Started, Token, Tokens, WorkerInfo, WorkerRef, WorkerView, WorkersReply,
+    WorkersRequest,
     decode_server::{Decode, DecodeServer},
     finished::FinishReason,
     generate_reply, route_reply, route_request,
@@ -100,6 +101,10 @@ impl Router for FakeRouter {
             told.send(Told::Closed).ok();
         });
         Ok(tonic::Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
+        Ok(tonic::Response::new(ExplainReply { verdict: "because".to_owned(), ..ExplainReply::default() }))
     }
 
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {

@@ -27,6 +27,7 @@ pub struct WorkerMetrics {
     decode_step: Histogram,
     mixed_step: Histogram,
     preemptions: Counter,
+    capacity_blocks: Gauge,
     totals: Mutex<CacheTotals>,
     transfer_bytes_per_second: Mutex<f64>,
 }
@@ -121,11 +122,17 @@ impl WorkerMetrics {
             decode_step: step("decode"),
             mixed_step: step("mixed"),
             preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),
+            capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "KV blocks in all.", &[worker]),
             totals: Mutex::default(),
             transfer_bytes_per_second: Mutex::default(),
             registry: registry.clone(),
             worker_id: worker_id.to_owned(),
         }
+    }
+
+    /// How many blocks the worker has.
+    pub fn set_capacity(&self, blocks: u32) {
+        self.capacity_blocks.set(blocks);
     }
 
     /// Counts a prompt whose prefill begins here, once.

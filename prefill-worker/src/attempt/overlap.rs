@@ -9,7 +9,7 @@ use tandem_engine::{
 };
 use tandem_node::{
     Metrics, Shutdown,
-    worker::{Direction, Requests, WorkerMetrics},
+    worker::{Direction, Ledger, Requests, WorkerMetrics},
 };
 use tandem_transfer::{Loopback, Refused, Sink, Transport};
 use tokio::{task::JoinSet, time::sleep};
@@ -99,9 +99,11 @@ impl Pair {
                 worker_id: "prefill-0".to_owned(),
                 model: "sim".to_owned(),
                 revision: "1".to_owned(),
+                ledger: Ledger::default(),
                 report_cached_tokens: true,
                 ticket_wait: Duration::from_secs(10),
             },
+            ledger: Ledger::default().of("prefill-0", &Metrics::default()),
             metrics,
             transport: Box::new(loopback.clone()),
             requests: Requests::new(Shutdown::default()),

@@ -17,6 +17,15 @@ pub enum StartError {
         #[source]
         cause: std::io::Error,
     },
+    /// Nobody could audit what it serves.
+    #[error("the ledger {} cannot be opened ({cause}); choose another file with --ledger", .path.display())]
+    Ledger {
+        /// As it was set.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        cause: std::io::Error,
+    },
     /// The system does not tell which port it chose.
     #[error("the address of a socket cannot be read ({0})")]
     LocalAddress(#[source] std::io::Error),

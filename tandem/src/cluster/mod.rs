@@ -143,7 +143,7 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        let parts = Parts::new(CLUSTER);
+        let parts = Parts::new(CLUSTER, &settings)?;
         let mut workers = Vec::new();
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
         for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {

@@ -5,7 +5,7 @@ use crate::settings::{PolicyName, PrefillPlace, UpSettings};
 use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, discovery::Workers};
+use tandem_node::{Metrics, Shutdown, discovery::Workers, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::v1::Identity;
 use tandem_router::{PolicyKind, RouterSettings};
@@ -19,6 +19,8 @@ const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 /// Starts parts and hears of their ends: all of them in `up`, one in a process of its own.
 pub(super) struct Parts {
     cluster: String,
+    /// Of all workers.
+    ledger: Ledger,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
 }
@@ -31,10 +33,14 @@ struct Report {
 }
 
 impl Parts {
-    /// Parts of the cluster of this name.
-    pub(super) fn new(cluster: &str) -> Self {
+    /// Parts of the cluster of this name, whose workers share a ledger.
+    pub(super) fn new(cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
+        let ledger = match &settings.ledger {
+            Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
+            None => Ledger::default(),
+        };
         let (reports, ends) = mpsc::unbounded_channel();
-        Self { cluster: cluster.to_owned(), ends, reports }
+        Ok(Self { cluster: cluster.to_owned(), ledger, ends, reports })
     }
 
     /// The end of the first part that has ended.
@@ -53,12 +59,20 @@ impl Parts {
     ) {
         let (worker_id, engine, cluster) = (worker.id.clone(), worker.engine.clone(), self.cluster.clone());
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
+        let ledger = self.ledger.clone();
         let report_cached_tokens = settings.report_cached_tokens;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
             Role::Prefill => {
-                let settings =
-                    PrefillWorkerSettings { worker_id, cluster, model, revision, report_cached_tokens, ticket_wait: TICKET_WAIT };
+                let settings = PrefillWorkerSettings {
+                    worker_id,
+                    cluster,
+                    model,
+                    revision,
+                    ledger,
+                    report_cached_tokens,
+                    ticket_wait: TICKET_WAIT,
+                };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
             Role::Decode => {
@@ -67,6 +81,7 @@ impl Parts {
                     cluster,
                     model,
                     revision,
+                    ledger,
                     advertise: worker.advertise.clone(),
                     report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.

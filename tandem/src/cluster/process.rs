@@ -35,7 +35,7 @@ impl Process {
     pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
         is_built(settings.engine)?;
-        let mut process = Self::new(&own.cluster);
+        let mut process = Self::new(&own.cluster, &settings)?;
         let listener = listen(settings.listen, "--listen").await?;
         let served = load_served(&settings).await?;
         process.name = format!("frontend for {}", served.id());
@@ -48,7 +48,7 @@ impl Process {
     /// A router. Its workers need not be there yet.
     pub async fn router(command: Serve<RouterFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
-        let mut process = Self::new(&own.process.cluster);
+        let mut process = Self::new(&own.process.cluster, &settings)?;
         let (listener, _) = process.open(settings.listen, &own.process, can_place).await?;
         process.name = "router".to_owned();
         let model = settings.served_model_name.as_deref();
@@ -69,7 +69,7 @@ impl Process {
 
     async fn worker(role: Role, settings: UpSettings, own: PrefillFlags, advertise: Option<String>) -> Result<Self, StartError> {
         is_built(settings.engine)?;
-        let mut process = Self::new(&own.process.cluster);
+        let mut process = Self::new(&own.process.cluster, &settings)?;
         let (listener, address) = process.open(settings.listen, &own.process, answers).await?;
         let loaded = load(&settings).await?;
         let id = own.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
@@ -81,15 +81,15 @@ impl Process {
         Ok(process)
     }
 
-    fn new(cluster: &str) -> Self {
-        Self {
+    fn new(cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
+        Ok(Self {
             name: String::new(),
             places: Vec::new(),
-            parts: Parts::new(cluster),
+            parts: Parts::new(cluster, settings)?,
             metrics: Metrics::default(),
             service: Shutdown::default(),
             admin: Shutdown::default(),
-        }
+        })
     }
 
     /// Takes the socket for gRPC and starts the admin endpoint, which asks `probe` over that socket whether the process is ready.

@@ -44,6 +44,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("max-concurrent-requests", WITH_MODEL),
     ("max-body-bytes", &[FRONTEND]),
     ("resumes", &[FRONTEND]),
+    ("ledger", WORKERS),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),
     ("sim-prefill-overhead-ms", WORKERS),

@@ -6,7 +6,7 @@ use tandem_engine::{
     EngineHandle, EngineSettings,
     sim::{SimEngine, SimSettings},
 };
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     link::endpoint,
@@ -80,6 +80,7 @@ impl Worker {
             worker_id: "prefill-0".to_owned(),
             model: "sim".to_owned(),
             revision: "1".to_owned(),
+            ledger: Ledger::default(),
             report_cached_tokens: setup.report_cached_tokens,
             ticket_wait: setup.ticket_wait,
         };
@@ -95,6 +96,7 @@ impl Worker {
             worker_id: "decode-0".to_owned(),
             model: "sim".to_owned(),
             revision: "1".to_owned(),
+            ledger: Ledger::default(),
             advertise: None,
             report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,

@@ -1,0 +1,69 @@
+//! Header `x-tandem-explain: true`: instead of an answer, where the request's prompts would be placed now, and why.
+
+use super::{App, answer::Job};
+use crate::{dispatch::Prompt, error::ApiError};
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use tandem_proto::v1::{Candidate, Cost, ExplainReply, ExplainedWorker, worker_info::Role};
+
+/// Asks the router about every prompt; nothing is booked or run.
+pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
+    let mut prompts = Vec::with_capacity(job.prompts.len());
+    for (prompt, _) in job.prompts {
+        let reply = app.dispatcher.explain(&prompt).await?;
+        prompts.push(explained(&prompt, &reply));
+    }
+    Ok(Json(json!({ "object": "tandem.explanation", "model": app.model.id(), "prompts": prompts })).into_response())
+}
+
+fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
+    let placement = reply.placement.as_ref();
+    let name = |candidate: Option<&Candidate>| {
+        candidate.and_then(|chosen| chosen.worker.as_ref()).map(|worker| worker.worker_id.clone())
+    };
+    json!({
+        "prompt_tokens": prompt.tokens.len(),
+        "block_size": reply.block_size,
+        "reusable_blocks": prompt.sequence_hashes.len(),
+        "prefill_worker": name(placement.and_then(|placement| placement.prefill.as_ref())),
+        "decode_worker": name(placement.and_then(|placement| placement.decode.as_ref())),
+        "verdict": reply.verdict,
+        "workers": reply.workers.iter().map(worker).collect::<Vec<_>>(),
+    })
+}
+
+fn worker(worker: &ExplainedWorker) -> Value {
+    let role = match worker.role() {
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+        Role::Unspecified => "unknown",
+    };
+    json!({
+        "worker": worker.worker.as_ref().map(|worker| worker.worker_id.as_str()),
+        "role": role,
+        "overlap_blocks": worker.overlap_blocks,
+        "predicted_blocks": worker.predicted_blocks,
+        "queued_tokens": worker.queued_tokens,
+        "sequences": worker.sequences,
+        "cache_filled": worker.cache_filled,
+        "as_prefill": worker.as_prefill.as_ref().map(cost),
+        "as_decode": worker.as_decode.as_ref().map(cost),
+        "alone": worker.alone.as_ref().map(cost),
+    })
+}
+
+fn cost(cost: &Cost) -> Value {
+    json!({
+        "total_ms": cost.total_ms,
+        "queue_ms": cost.queue_ms,
+        "compute_ms": cost.compute_ms,
+        "others_ms": cost.others_ms,
+        "transfer_ms": cost.transfer_ms,
+        "handoff_ms": cost.handoff_ms,
+        "streams_ms": cost.streams_ms,
+        "rank": cost.rank,
+    })
+}

@@ -1,0 +1,308 @@
+//! The ledger: what a worker found in its cache for each prompt it began, and what became of each attempt, a line of JSON each.
+//!
+//! `scheduled` comes from the worker that counted (the one that sends `Scheduled`), `ended` from the decode worker that owns the
+//! attempt. Two lines instead of one, each as soon as it is true: a worker that is killed has said what it had counted, and
+//! only the owner knows whether a first token came. `docs/adr/007-ledger.md` says how they are read together.
+//!
+//! Nobody waits for the disk: lines go through a bounded queue to a thread of their own; those that do not fit, or cannot be
+//! written, are lost and counted.
+
+use crate::Metrics;
+use ::metrics::Counter;
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, BufWriter, Write},
+    path::Path,
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    thread::JoinHandle,
+};
+
+/// Lines that wait for the disk: seconds of a busy cluster's, a few megabytes.
+const LINES_MAX: usize = 16_384;
+
+/// What became of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// Its first token is the request's: its count stands, whatever comes later.
+    Won,
+    /// It continues what an earlier attempt began: that one's count stands.
+    Superseded,
+    /// Nobody wanted it any more before its first token.
+    Cancelled,
+    /// It broke off before its first token, and said why.
+    Failed,
+}
+
+/// A line of the ledger.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "line", rename_all = "snake_case", deny_unknown_fields)]
+pub enum LedgerLine {
+    /// A prompt's prefill began.
+    Scheduled {
+        /// Of the prompt: the frontend's id and, behind a dash, the prompt's place in its request.
+        request_id: String,
+        /// From 1.
+        attempt: u32,
+        /// Who counted.
+        worker: String,
+        /// Tokens.
+        prompt: u32,
+        /// Tokens found.
+        cached: u32,
+        /// `prompt − cached`.
+        computed: u32,
+        /// Tokens found, by the tiers that exist.
+        by_tier: BTreeMap<String, u32>,
+    },
+    /// The attempt has its outcome.
+    Ended {
+        /// As in `scheduled`.
+        request_id: String,
+        /// As in `scheduled`.
+        attempt: u32,
+        /// Who owned it.
+        worker: String,
+        /// What became of it.
+        outcome: Outcome,
+    },
+}
+
+/// A process's ledger. Cheap to clone; the default keeps none.
+#[derive(Clone, Default)]
+pub struct Ledger(Option<Arc<Writer>>);
+
+impl std::fmt::Debug for Ledger {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "Ledger(open)" } else { "Ledger(none)" })
+    }
+}
+
+struct Writer {
+    /// `None` only while it is dropped.
+    lines: Option<SyncSender<Queued>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Queued {
+    text: String,
+    lost: Counter,
+}
+
+impl Ledger {
+    /// Appends to this file, which is made if it is not there.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = File::options().append(true).create(true).open(path)?;
+        Self::write_to(file)
+    }
+
+    fn write_to(to: impl Write + Send + 'static) -> io::Result<Self> {
+        let (lines, queued) = sync_channel(LINES_MAX);
+        let thread = std::thread::Builder::new().name("tandem-ledger".to_owned()).spawn(move || write(&queued, to))?;
+        Ok(Self(Some(Arc::new(Writer { lines: Some(lines), thread: Some(thread) }))))
+    }
+
+    /// One worker's side of it.
+    pub fn of(&self, worker_id: &str, metrics: &Metrics) -> WorkerLedger {
+        let help = "Lines of the ledger that were lost: the disk was too slow or refused them.";
+        let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
+        WorkerLedger { ledger: self.clone(), worker: worker_id.into(), lost }
+    }
+}
+
+/// Waits until the lines that are queued are with the system.
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.lines = None;
+        if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
+            tracing::error!("the ledger's thread has panicked; its last lines are lost");
+        }
+    }
+}
+
+/// Until all senders are gone. Whatever is queued is written before anything is waited for.
+fn write(queued: &Receiver<Queued>, to: impl Write) {
+    let mut to = BufWriter::new(to);
+    let mut told = false;
+    while let Ok(first) = queued.recv() {
+        let batch: Vec<Queued> = std::iter::once(first).chain(queued.try_iter().take(LINES_MAX)).collect();
+        let written = batch.iter().try_for_each(|line| to.write_all(line.text.as_bytes())).and_then(|()| to.flush());
+        if let Err(error) = written {
+            batch.iter().for_each(|line| line.lost.increment(1));
+            if !std::mem::replace(&mut told, true) {
+                tracing::error!(%error, "the ledger cannot be written; lines are lost until it can");
+            }
+        } else {
+            told = false;
+        }
+    }
+}
+
+/// What one worker writes. Cheap to clone.
+#[derive(Clone)]
+pub struct WorkerLedger {
+    ledger: Ledger,
+    worker: Arc<str>,
+    lost: Counter,
+}
+
+impl WorkerLedger {
+    /// A prompt's prefill begins here, with `cached` of its tokens found on the device.
+    pub fn scheduled(&self, request_id: &str, attempt: u32, prompt: u32, cached: u32) {
+        self.append(|worker| LedgerLine::Scheduled {
+            request_id: request_id.to_owned(),
+            attempt,
+            worker,
+            prompt,
+            cached,
+            computed: prompt.saturating_sub(cached),
+            by_tier: [("device".to_owned(), cached)].into(),
+        });
+    }
+
+    /// An attempt owned here, which is `Cancelled` unless something else becomes of it before this is dropped. `resumes`: it
+    /// goes on with what an earlier one began.
+    pub fn attempt(&self, request_id: &str, attempt: u32, resumes: bool) -> LedgerEntry {
+        let open = (request_id.to_owned(), attempt, if resumes { Outcome::Superseded } else { Outcome::Won });
+        LedgerEntry { ledger: self.clone(), open: Mutex::new(Some(open)) }
+    }
+
+    fn append(&self, line: impl FnOnce(String) -> LedgerLine) {
+        let Some(lines) = self.ledger.0.as_ref().and_then(|writer| writer.lines.as_ref()) else { return };
+        let mut text = serde_json::to_string(&line((*self.worker).to_owned())).expect("a line is plain values");
+        text.push('\n');
+        if lines.try_send(Queued { text, lost: self.lost.clone() }).is_err() {
+            self.lost.increment(1);
+        }
+    }
+}
+
+/// An attempt without an outcome yet.
+pub struct LedgerEntry {
+    ledger: WorkerLedger,
+    open: Mutex<Option<(String, u32, Outcome)>>,
+}
+
+impl LedgerEntry {
+    /// Its first token is on the way to the client. Only the first outcome counts.
+    pub fn began(&self) {
+        self.settle(None);
+    }
+
+    /// It has broken off. Only the first outcome counts.
+    pub fn failed(&self) {
+        self.settle(Some(Outcome::Failed));
+    }
+
+    fn settle(&self, outcome: Option<Outcome>) {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some((request_id, attempt, begun)) = open else { return };
+        let outcome = outcome.unwrap_or(begun);
+        self.ledger.append(|worker| LedgerLine::Ended { request_id, attempt, worker, outcome });
+    }
+}
+
+impl Drop for LedgerEntry {
+    fn drop(&mut self) {
+        self.settle(Some(Outcome::Cancelled));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk that one can hold.
+    #[derive(Clone, Default)]
+    struct Disk {
+        text: Arc<Mutex<Vec<u8>>>,
+        refuses: bool,
+    }
+
+    impl Write for Disk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if self.refuses {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            self.text.lock().expect("nobody panics with it").extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn lost(metrics: &Metrics) -> u64 {
+        let text = metrics.render();
+        let line = text.lines().find_map(|line| line.strip_prefix("tandem_worker_ledger_lost_total{worker=\"p0\"} "));
+        line.and_then(|value| value.parse().ok()).expect("it is counted from the start")
+    }
+
+    fn outcomes(disk: &Disk) -> Vec<Outcome> {
+        let text = String::from_utf8(disk.text.lock().expect("nobody panics with it").clone()).expect("text");
+        let lines = text.lines().map(|line| serde_json::from_str(line).expect("what is written can be read"));
+        lines.filter_map(|line| if let LedgerLine::Ended { outcome, .. } = line { Some(outcome) } else { None }).collect()
+    }
+
+    #[test]
+    fn every_attempt_has_one_outcome_and_the_end_waits_for_the_last_line() {
+        let (disk, metrics) = (Disk::default(), Metrics::default());
+        let ledger = Ledger::write_to(disk.clone()).expect("a thread");
+        let worker = ledger.of("p0", &metrics);
+        worker.scheduled("a \"name\"\n", 1, 100, 96);
+        let won = worker.attempt("a", 1, false);
+        won.began();
+        won.failed();
+        worker.attempt("a", 2, true).began();
+        worker.attempt("a", 3, false).failed();
+        drop(worker.attempt("a", 4, true));
+        drop((won, worker, ledger));
+        assert_eq!(outcomes(&disk), [Outcome::Won, Outcome::Superseded, Outcome::Failed, Outcome::Cancelled]);
+        let text = String::from_utf8(disk.text.lock().expect("nobody panics with it").clone()).expect("text");
+        assert_eq!(
+            text.lines().next(),
+            Some(
+                r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}}"#
+            )
+        );
+        assert_eq!(lost(&metrics), 0);
+    }
+
+    #[test]
+    fn lines_that_do_not_fit_or_cannot_be_written_are_counted() {
+        let (disk, metrics) = (Disk::default(), Metrics::default());
+        let held = disk.text.lock().expect("nobody panics with it");
+        let ledger = Ledger::write_to(disk.clone()).expect("a thread");
+        let worker = ledger.of("p0", &metrics);
+        // One batch may be on its way to the disk, which is held.
+        for _ in 0..=2 * LINES_MAX + 1 {
+            worker.scheduled("a", 1, 1, 0);
+        }
+        let dropped = lost(&metrics);
+        assert!(dropped >= 1 && dropped <= LINES_MAX as u64 + 2, "{dropped}");
+        drop(held);
+        drop((worker, ledger));
+        let lines = disk.text.lock().expect("nobody panics with it").iter().filter(|byte| **byte == b'\n').count();
+        assert_eq!(lines as u64 + dropped, 2 * LINES_MAX as u64 + 2);
+
+        let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("a thread");
+        ledger.of("p0", &metrics).scheduled("a", 1, 1, 0);
+        drop(ledger);
+        assert_eq!(lost(&metrics), dropped + 1);
+    }
+
+    #[test]
+    fn without_a_ledger_nothing_is_written_or_lost() {
+        let metrics = Metrics::default();
+        let worker = Ledger::default().of("p0", &metrics);
+        worker.scheduled("a", 1, 1, 0);
+        worker.attempt("a", 1, false).began();
+        assert_eq!(lost(&metrics), 0);
+    }
+}

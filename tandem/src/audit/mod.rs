@@ -1,0 +1,325 @@
+//! `tandem audit check`: what clients were told, what workers have written down, and what was counted, held against each other.
+//!
+//! Pure: three kinds of evidence in, findings out. `docs/adr/007-ledger.md` has the rules.
+
+mod evidence;
+mod metrics;
+#[cfg(test)]
+mod tests;
+
+pub use evidence::{ClientLine, Evidence, EvidenceError, Source, Told, read};
+pub use metrics::Samples;
+
+use std::collections::{BTreeMap, BTreeSet};
+use tandem_node::worker::{LedgerLine, Outcome};
+
+/// Something that does not reconcile, and where.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the fields are")]
+pub enum Finding {
+    /// A line contradicts itself.
+    #[error(
+        "prompt {prompt} attempt {attempt}: {worker}'s line does not add up (computed + cached = prompt, tiers = cached < prompt)"
+    )]
+    Arithmetic { prompt: String, attempt: u32, worker: String },
+    /// An attempt was counted more than once.
+    #[error("prompt {prompt} attempt {attempt}: counted {times} times, an attempt is counted once")]
+    Twice { prompt: String, attempt: u32, times: usize },
+    /// Its owner says that an attempt won, and nobody has counted it.
+    #[error("prompt {prompt} attempt {attempt}: won, but no worker has counted it; is a worker's ledger missing?")]
+    Uncounted { prompt: String, attempt: u32 },
+    /// A client has an answer, and prompts of it have no winner.
+    #[error(
+        "request {request}: the client has its answer, but of its {prompts} prompts {won} won; is a worker's ledger missing?"
+    )]
+    NoWinner { request: String, prompts: usize, won: usize },
+    /// A client was told something else than was counted.
+    #[error("request {request}: the client was told {told} {what} tokens, the winning attempts ({attempts}) counted {counted}")]
+    Differs { request: String, what: &'static str, told: u64, counted: u64, attempts: String },
+    /// The ledgers know requests that no client asked.
+    #[error("{count} requests won that no client knows of (such as {example}), {explained} clients left without knowing theirs")]
+    Unasked { count: usize, example: String, explained: usize },
+    /// A sum of the frontend is not what the answers add up to.
+    #[error("{series} is {found}, the finished answers add up to {expected}")]
+    FrontendSum { series: &'static str, found: f64, expected: Range },
+    /// A worker's counter is not what its ledger adds up to.
+    #[error("{series}{{worker=\"{worker}\"}} is {found}, its ledger adds up to {expected}")]
+    WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
+    /// A worker wrote into a ledger and its metrics are not there.
+    #[error("worker {worker} is in the ledger but not in the metrics; add them, or say --lost-worker {worker} if it was killed")]
+    NoMetrics { worker: String },
+    /// Evidence that is known to be missing.
+    #[error("worker {worker} has lost {lines} lines of its ledger; what they said cannot be checked")]
+    LinesLost { worker: String, lines: f64 },
+    /// Blocks are missing or too many.
+    #[error("worker {worker}: {free} free + {cached} cached + {in_use} in use are not its {capacity} blocks")]
+    Blocks { worker: String, free: f64, cached: f64, in_use: f64, capacity: f64 },
+    /// Something is held although nothing runs.
+    #[error("{series} is {found} though nothing runs: it leaks, or the cluster was not idle yet")]
+    Held { series: String, found: f64 },
+}
+
+/// What a sum may be. Where clients went away, whether the frontend finished their answers nobody else knows.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Range {
+    /// Of answers that clients have.
+    pub min: f64,
+    /// And of those that they did not wait for.
+    pub max: f64,
+}
+
+impl std::fmt::Display for Range {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.min == self.max { write!(f, "{}", self.min) } else { write!(f, "{} to {}", self.min, self.max) }
+    }
+}
+
+impl Range {
+    fn add(&mut self, finished: bool, value: u64) {
+        self.max += value as f64;
+        if finished {
+            self.min += value as f64;
+        }
+    }
+
+    fn holds(self, value: f64) -> bool {
+        (self.min..=self.max).contains(&value)
+    }
+}
+
+/// One attempt as the ledgers have it.
+#[derive(Default)]
+struct Attempt {
+    /// Who counted, prompt and cached tokens.
+    counted: Vec<(String, u32, u32)>,
+    won: bool,
+}
+
+/// The attempt whose count stands.
+struct Winner<'a> {
+    attempt: u32,
+    worker: &'a str,
+    prompt: u64,
+    cached: u64,
+}
+
+/// What was checked, for people.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Checked {
+    /// Answers that clients have.
+    pub answers: usize,
+    /// Of them, those whose cached tokens are marked as an estimate.
+    pub estimates: usize,
+    /// Attempts in the ledgers.
+    pub attempts: usize,
+    /// Workers with metrics.
+    pub workers: usize,
+}
+
+/// Everything that does not reconcile.
+pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
+    let mut findings = Vec::new();
+    let prompts = attempts(&evidence.ledger, &mut findings);
+    let mut requests: BTreeMap<&str, Vec<Option<Winner<'_>>>> = BTreeMap::new();
+    for (prompt, attempts) in &prompts {
+        requests.entry(request_of(prompt)).or_default().push(winner(prompt, attempts, &mut findings));
+    }
+    let sums = check_clients(evidence, &requests, &mut findings);
+    for (series, expected) in sums {
+        let found = evidence.metrics.sum(series.0, series.1);
+        if !expected.holds(found) {
+            findings.push(Finding::FrontendSum { series: series.0, found, expected });
+        }
+    }
+    check_workers(evidence, &mut findings);
+    let checked = Checked {
+        answers: evidence.client.iter().filter(|line| line.answer().is_some()).count(),
+        estimates: evidence.client.iter().filter_map(ClientLine::answer).filter(|told| told.source != Source::Worker).count(),
+        attempts: prompts.values().map(BTreeMap::len).sum(),
+        workers: evidence.metrics.values("tandem_worker_kv_capacity_blocks", "worker").len(),
+    };
+    (checked, findings)
+}
+
+/// A prompt's id is its request's and, behind a dash, its place in it.
+fn request_of(prompt: &str) -> &str {
+    prompt.rsplit_once('-').map_or(prompt, |(request, _)| request)
+}
+
+/// The ledgers by prompt and attempt.
+fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeMap<&'a str, BTreeMap<u32, Attempt>> {
+    let mut prompts: BTreeMap<&str, BTreeMap<u32, Attempt>> = BTreeMap::new();
+    for line in ledger {
+        match line {
+            LedgerLine::Scheduled { request_id, attempt, worker, prompt, cached, computed, by_tier } => {
+                let tiers: u64 = by_tier.values().map(|tokens| u64::from(*tokens)).sum();
+                if u64::from(*computed) + u64::from(*cached) != u64::from(*prompt)
+                    || tiers != u64::from(*cached)
+                    || cached >= prompt
+                {
+                    let (prompt, worker) = (request_id.clone(), worker.clone());
+                    findings.push(Finding::Arithmetic { prompt, attempt: *attempt, worker });
+                }
+                let entry = prompts.entry(request_id).or_default().entry(*attempt).or_default();
+                entry.counted.push((worker.clone(), *prompt, *cached));
+            }
+            LedgerLine::Ended { request_id, attempt, outcome, .. } => {
+                let entry = prompts.entry(request_id).or_default().entry(*attempt).or_default();
+                entry.won |= *outcome == Outcome::Won;
+            }
+        }
+    }
+    for (prompt, attempts) in &prompts {
+        for (attempt, entry) in attempts.iter().filter(|(_, entry)| entry.counted.len() > 1) {
+            let (prompt, times) = ((*prompt).to_owned(), entry.counted.len());
+            findings.push(Finding::Twice { prompt, attempt: *attempt, times });
+        }
+    }
+    prompts
+}
+
+/// The last attempt that won. An earlier one had its first token on the way when the frontend gave it up: it is superseded.
+fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
+    let (attempt, entry) = attempts.iter().rev().find(|(_, entry)| entry.won)?;
+    let Some((worker, tokens, cached)) = entry.counted.first() else {
+        findings.push(Finding::Uncounted { prompt: prompt.to_owned(), attempt: *attempt });
+        return None;
+    };
+    Some(Winner { attempt: *attempt, worker, prompt: u64::from(*tokens), cached: u64::from(*cached) })
+}
+
+type Requests<'a> = BTreeMap<&'a str, Vec<Option<Winner<'a>>>>;
+
+/// A series and what its labels contain.
+type Series = (&'static str, &'static str);
+
+const PROMPTS: Series = ("tandem_frontend_request_cached_tokens_count", "");
+const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
+const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
+const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
+
+/// Compares each client's answer with the winners; returns what the frontend's sums must be.
+fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Vec<Finding>) -> [(Series, Range); 4] {
+    let [mut prompts, mut prompt_tokens, mut cached_tokens, mut by_workers] = [Range::default(); 4];
+    let mut known = BTreeSet::new();
+    let mut gone_unknown = 0;
+    for line in &evidence.client {
+        let winners = line.request_id.as_deref().and_then(|request| requests.get(request));
+        match &line.request_id {
+            Some(request) => drop(known.insert(request.as_str())),
+            None => gone_unknown += 1,
+        }
+        let Some(told) = line.answer() else {
+            // Without an answer; the frontend may have finished it, whatever the client heard.
+            for winner in winners.into_iter().flatten().flatten() {
+                prompts.add(false, 1);
+                prompt_tokens.add(false, winner.prompt);
+                cached_tokens.add(false, winner.prompt);
+                by_workers.add(false, winner.cached);
+            }
+            continue;
+        };
+        let request = line.request_id.clone().unwrap_or_default();
+        let winners: Vec<&Winner<'_>> = winners.into_iter().flatten().flatten().collect();
+        prompts.add(true, told.prompts as u64);
+        prompt_tokens.add(true, told.prompt_tokens);
+        cached_tokens.add(true, told.cached_tokens);
+        if told.source == Source::Worker {
+            by_workers.add(true, told.cached_tokens);
+        } else if told.prompts > 1 {
+            // Some of its prompts may have been counted.
+            by_workers.add(false, told.cached_tokens);
+        }
+        if winners.len() != told.prompts {
+            findings.push(Finding::NoWinner { request, prompts: told.prompts, won: winners.len() });
+            continue;
+        }
+        let attempts: Vec<String> =
+            winners.iter().map(|winner| format!("attempt {} on {}", winner.attempt, winner.worker)).collect();
+        let mut compare = |what, told, counted| {
+            if told != counted {
+                let (request, attempts) = (request.clone(), attempts.join(", "));
+                findings.push(Finding::Differs { request, what, told, counted, attempts });
+            }
+        };
+        compare("prompt", told.prompt_tokens, winners.iter().map(|winner| winner.prompt).sum());
+        // An estimate is marked as one: it may differ.
+        if told.source == Source::Worker {
+            compare("cached", told.cached_tokens, winners.iter().map(|winner| winner.cached).sum());
+        }
+    }
+    let won = |winners: &Vec<Option<Winner<'_>>>| winners.iter().any(Option::is_some);
+    let unasked: Vec<_> = requests.iter().filter(|(request, winners)| !known.contains(**request) && won(winners)).collect();
+    for winner in unasked.iter().flat_map(|(_, winners)| winners.iter().flatten()) {
+        prompts.add(false, 1);
+        prompt_tokens.add(false, winner.prompt);
+        cached_tokens.add(false, winner.prompt);
+        by_workers.add(false, winner.cached);
+    }
+    if let Some((example, _)) = unasked.first().filter(|_| unasked.len() > gone_unknown) {
+        findings.push(Finding::Unasked { count: unasked.len(), example: (**example).to_owned(), explained: gone_unknown });
+    }
+    [(PROMPTS, prompts), (PROMPT_TOKENS, prompt_tokens), (CACHED_TOKENS, cached_tokens), (CACHED_BY_WORKERS, by_workers)]
+}
+
+/// What a worker has counted, by its ledger.
+#[derive(Clone, Copy, Default)]
+struct Tally {
+    prompts: f64,
+    prompt_tokens: f64,
+    cached_tokens: f64,
+}
+
+fn check_workers(evidence: &Evidence, findings: &mut Vec<Finding>) {
+    let metrics = &evidence.metrics;
+    let mut tallies: BTreeMap<&str, Tally> = BTreeMap::new();
+    for line in &evidence.ledger {
+        if let LedgerLine::Scheduled { worker, prompt, cached, .. } = line {
+            let tally = tallies.entry(worker).or_default();
+            tally.prompts += 1.0;
+            tally.prompt_tokens += f64::from(*prompt);
+            tally.cached_tokens += f64::from(*cached);
+        }
+    }
+    let capacities = metrics.values("tandem_worker_kv_capacity_blocks", "worker");
+    for worker in tallies.keys().filter(|worker| !capacities.contains_key(**worker) && !evidence.lost_workers.contains(**worker))
+    {
+        findings.push(Finding::NoMetrics { worker: (*worker).to_owned() });
+    }
+    for (worker, capacity) in &capacities {
+        let of_worker = format!("worker=\"{worker}\"");
+        let sum = |series, labels: &str| metrics.sum_of(series, &[&of_worker, labels]);
+        let tally = tallies.get(worker.as_str()).copied().unwrap_or_default();
+        for (series, expected) in [
+            ("tandem_worker_prefix_cache_requests_total", tally.prompts),
+            ("tandem_worker_prompt_tokens_total", tally.prompt_tokens),
+            ("tandem_worker_cached_tokens_total", tally.cached_tokens),
+        ] {
+            let found = sum(series, "");
+            if found != expected && !evidence.lost_workers.contains(worker) {
+                findings.push(Finding::WorkerSum { series, worker: worker.clone(), found, expected });
+            }
+        }
+        let lines = sum("tandem_worker_ledger_lost_total", "");
+        if lines > 0.0 {
+            findings.push(Finding::LinesLost { worker: worker.clone(), lines });
+        }
+        let [free, cached, in_use] =
+            ["free", "cached", "in_use"].map(|state| sum("tandem_worker_kv_blocks", &format!("state=\"{state}\"")));
+        if free + cached + in_use != *capacity {
+            findings.push(Finding::Blocks { worker: worker.clone(), free, cached, in_use, capacity: *capacity });
+        }
+        if in_use > 0.0 {
+            findings.push(Finding::Held {
+                series: format!("tandem_worker_kv_blocks{{{of_worker},state=\"in_use\"}}"),
+                found: in_use,
+            });
+        }
+    }
+    for series in ["tandem_router_bookings", "tandem_frontend_inflight_requests"] {
+        let found = metrics.sum(series, "");
+        if found > 0.0 {
+            findings.push(Finding::Held { series: series.to_owned(), found });
+        }
+    }
+}

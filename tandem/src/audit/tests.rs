@@ -1,0 +1,198 @@
+//! Books that agree, and each way in which they may not.
+
+use super::*;
+
+fn scheduled(prompt: &str, attempt: u32, worker: &str, tokens: u32, cached: u32) -> LedgerLine {
+    LedgerLine::Scheduled {
+        request_id: prompt.to_owned(),
+        attempt,
+        worker: worker.to_owned(),
+        prompt: tokens,
+        cached,
+        computed: tokens - cached,
+        by_tier: [("device".to_owned(), cached)].into(),
+    }
+}
+
+fn ended(prompt: &str, attempt: u32, outcome: Outcome) -> LedgerLine {
+    LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
+}
+
+fn answered(request: &str, prompts: usize, prompt_tokens: u64, cached_tokens: u64, source: Source) -> ClientLine {
+    ClientLine { request_id: Some(request.to_owned()), told: Some(Told { prompts, prompt_tokens, cached_tokens, source }) }
+}
+
+fn metrics(change: &[(&str, &str)]) -> Samples {
+    let mut text = r#"# TYPE tandem_worker_kv_blocks gauge
+tandem_frontend_request_cached_tokens_count 4
+tandem_frontend_request_prompt_tokens_sum 400
+tandem_frontend_request_cached_tokens_sum 160
+tandem_frontend_cached_tokens_total{source="worker",tier="device"} 128
+tandem_frontend_cached_tokens_total{source="router_estimate",tier="unknown"} 32
+tandem_frontend_inflight_requests 0
+tandem_router_bookings 0
+tandem_worker_kv_capacity_blocks{worker="p0"} 100
+tandem_worker_kv_blocks{worker="p0",state="free"} 60
+tandem_worker_kv_blocks{worker="p0",state="cached"} 40
+tandem_worker_kv_blocks{worker="p0",state="in_use"} 0
+tandem_worker_prefix_cache_requests_total{worker="p0",result="hit"} 4
+tandem_worker_prefix_cache_requests_total{worker="p0",result="miss"} 2
+tandem_worker_prompt_tokens_total{worker="p0"} 600
+tandem_worker_cached_tokens_total{worker="p0",tier="device"} 208
+tandem_worker_ledger_lost_total{worker="p0"} 0
+"#
+    .to_owned();
+    for (from, to) in change {
+        assert!(text.contains(from), "{from}");
+        text = text.replace(from, to);
+    }
+    let mut samples = Samples::default();
+    samples.add(&text);
+    samples
+}
+
+/// A plain answer, one after a failed attempt, one of an estimate, a batch of which both were found, and somebody who left.
+fn agreeing() -> Evidence {
+    use Outcome::{Cancelled, Failed, Superseded, Won};
+    Evidence {
+        client: vec![
+            answered("a", 1, 100, 48, Source::Worker),
+            answered("b", 1, 100, 64, Source::Worker),
+            answered("c", 1, 100, 32, Source::RouterEstimate),
+            answered("e", 1, 100, 16, Source::Worker),
+            ClientLine { request_id: None, told: None },
+        ],
+        ledger: vec![
+            scheduled("a-0", 1, "p0", 100, 48),
+            ended("a-0", 1, Won),
+            // Not the first attempt's number, nor the resumed one's.
+            scheduled("b-0", 1, "p0", 100, 0),
+            ended("b-0", 1, Failed),
+            ended("b-0", 2, Won),
+            scheduled("b-0", 2, "p0", 100, 64),
+            ended("b-0", 3, Superseded),
+            scheduled("c-0", 1, "p0", 100, 80),
+            ended("c-0", 1, Won),
+            scheduled("gone-0", 1, "p0", 100, 0),
+            ended("gone-0", 1, Cancelled),
+            scheduled("e-0", 1, "p0", 100, 16),
+            ended("e-0", 1, Won),
+        ],
+        metrics: metrics(&[]),
+        lost_workers: BTreeSet::new(),
+    }
+}
+
+fn findings(change: impl FnOnce(&mut Evidence)) -> Vec<Finding> {
+    let mut evidence = agreeing();
+    change(&mut evidence);
+    check(&evidence).1
+}
+
+#[test]
+fn books_that_agree_have_no_findings() {
+    let (checked, findings) = check(&agreeing());
+    assert_eq!(findings, []);
+    assert_eq!(checked, Checked { answers: 4, estimates: 1, attempts: 7, workers: 1 });
+}
+
+#[test]
+fn every_way_not_to_agree_is_told() {
+    type Change = Box<dyn Fn(&mut Evidence)>;
+    let told = |at: usize, change: fn(&mut Told)| -> Change {
+        Box::new(move |evidence| change(evidence.client[at].told.as_mut().expect("an answer")))
+    };
+    let counted =
+        |from: &'static str, to: &'static str| -> Change { Box::new(move |evidence| evidence.metrics = metrics(&[(from, to)])) };
+    let without = |at: usize| -> Change { Box::new(move |evidence| drop(evidence.ledger.remove(at))) };
+    let ways: Vec<(&str, Change)> = vec![
+        ("told 64 cached tokens, the winning attempts (attempt 1 on p0) counted 48", told(0, |told| told.cached_tokens = 64)),
+        ("told 101 prompt tokens", told(2, |told| told.prompt_tokens = 101)),
+        ("of its 2 prompts 1 won", told(0, |told| told.prompts = 2)),
+        ("of its 1 prompts 0 won", without(1)),
+        ("prompt b-0 attempt 2: won, but no worker has counted it", without(5)),
+        ("prompt_tokens_total{worker=\"p0\"} is 600, its ledger adds up to 500", without(2)),
+        ("prompt a-0 attempt 1: counted 2 times", Box::new(|evidence| evidence.ledger.push(scheduled("a-0", 1, "p0", 1, 0)))),
+        (
+            "does not add up",
+            Box::new(|evidence| {
+                evidence.ledger[0] = LedgerLine::Scheduled {
+                    request_id: "a-0".to_owned(),
+                    attempt: 1,
+                    worker: "p0".to_owned(),
+                    prompt: 100,
+                    cached: 48,
+                    computed: 100,
+                    by_tier: [("device".to_owned(), 48)].into(),
+                }
+            }),
+        ),
+        (
+            "2 requests won that no client knows of (such as x-y), 1 clients left",
+            Box::new(|evidence| {
+                for prompt in ["x-y-0", "z-0"] {
+                    evidence.ledger.extend([scheduled(prompt, 1, "p0", 9, 0), ended(prompt, 1, Outcome::Won)]);
+                }
+            }),
+        ),
+        ("request_cached_tokens_count is 5, the finished answers add up to 4", counted("tokens_count 4", "tokens_count 5")),
+        ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),
+        ("request_cached_tokens_sum is 161", counted("cached_tokens_sum 160", "cached_tokens_sum 161")),
+        ("frontend_cached_tokens_total is 127", counted("\"device\"} 128", "\"device\"} 127")),
+        ("prefix_cache_requests_total{worker=\"p0\"} is 7, its ledger adds up to 6", counted("\"hit\"} 4", "\"hit\"} 5")),
+        ("cached_tokens_total{worker=\"p0\"} is 209", counted("\"device\"} 208", "\"device\"} 209")),
+        ("has lost 3 lines", counted("lost_total{worker=\"p0\"} 0", "lost_total{worker=\"p0\"} 3")),
+        ("60 free + 39 cached + 0 in use are not its 100 blocks", counted("\"cached\"} 40", "\"cached\"} 39")),
+        ("state=\"in_use\"} is 1 though nothing runs", counted("\"in_use\"} 0", "\"in_use\"} 1")),
+        ("tandem_router_bookings is 1 though", counted("bookings 0", "bookings 1")),
+        ("tandem_frontend_inflight_requests is 2 though", counted("inflight_requests 0", "inflight_requests 2")),
+        (
+            "worker p9 is in the ledger but not in the metrics",
+            Box::new(|evidence| {
+                evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
+            }),
+        ),
+    ];
+    for (expected, change) in ways {
+        let found: Vec<String> = findings(|evidence| change(evidence)).iter().map(ToString::to_string).collect();
+        assert!(found.iter().any(|finding| finding.contains(expected)), "{expected}: {found:#?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_known_is_allowed_for_and_nothing_else() {
+    let left = |evidence: &mut Evidence| evidence.client[3].told = None;
+    assert_eq!(findings(left), [], "the frontend may have finished an answer whose client has left");
+    let finished_less =
+        metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
+    assert_eq!(findings(|evidence| (evidence.client[3].told, evidence.metrics) = (None, finished_less.clone())), [], "or not");
+    assert_ne!(findings(|evidence| evidence.metrics = finished_less.clone()), [], "but not when the client has it");
+    let lost = |evidence: &mut Evidence| {
+        evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
+        evidence.lost_workers.insert("p9".to_owned());
+    };
+    assert_eq!(findings(lost), [], "a killed worker's counters are gone");
+    let twice = |evidence: &mut Evidence| {
+        evidence.ledger.push(ended("b-0", 1, Outcome::Won));
+    };
+    assert_eq!(findings(twice), [], "of two that began, the later one stands");
+}
+
+#[test]
+fn files_are_read_and_mistakes_have_a_place() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("it can be written");
+        vec![path]
+    };
+    let client = file("client", "{\"request_id\":\"a\",\"told\":{\"prompt_tokens\":5,\"cached_tokens\":0}}\n\n{}\n");
+    let ledger = file("ledger", &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("plain values") + "\n"));
+    let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all is understood");
+    assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, told: None }]);
+    assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
+    assert_eq!(evidence.metrics.sum("x", ""), 1.0);
+    let bad = read(&file("bad", "{}\n{\"told\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
+    assert!(bad.contains("bad line 2"), "{bad}");
+    assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());
+}

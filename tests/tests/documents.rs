@@ -1,0 +1,210 @@
+//! Many questions about more documents than one worker can hold: the router keeps each document where it is, and the workers
+//! evenly busy. The whole cluster, over sockets, in one thread and in a time of its own.
+
+use anyhow::{Context, Result};
+use serde_json::json;
+use std::collections::VecDeque;
+use std::time::Duration;
+use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_engine::{
+    EngineHandle, EngineSettings,
+    sim::{SimEngine, SimSettings},
+};
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_tests::{Client, Endpoint};
+use tokio::net::TcpListener;
+
+const DOCUMENTS: u32 = 40;
+const DOCUMENT_TOKENS: u32 = 1_500;
+const QUESTIONS: u32 = 10;
+const QUESTION_TOKENS: u32 = 12;
+const CONCURRENCY: usize = 8;
+const PREFILL_WORKERS: usize = 4;
+const BLOCK_SIZE: u32 = 64;
+/// Fifteen documents.
+const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
+const SOON: Duration = Duration::from_secs(60);
+
+/// Drives `story` in paused time: a millisecond passes when everybody has done all there was to do. Time never runs ahead of
+/// what is on its way through a socket, as it would if the runtime moved it whenever it finds nothing to do.
+fn in_paused_time<T>(story: impl Future<Output = T>) -> T {
+    /// More turns than one millisecond's longest chain of messages has.
+    const TURNS: usize = 40;
+    let clock = async {
+        tokio::time::pause();
+        loop {
+            for _ in 0..TURNS {
+                tokio::task::yield_now().await;
+            }
+            tokio::time::advance(Duration::from_millis(1)).await;
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        tokio::select! {
+            biased;
+            told = story => told,
+            () = clock => unreachable!("time does not end"),
+        }
+    })
+}
+
+/// The parts of a cluster, as tasks of this thread.
+struct Parts {
+    metrics: Metrics,
+    shutdown: Shutdown,
+}
+
+impl Parts {
+    async fn listener() -> Result<(TcpListener, String)> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?.to_string();
+        Ok((listener, address))
+    }
+
+    fn engine(&self, capacity_tokens: u32) -> EngineHandle {
+        let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() };
+        let settings = EngineSettings { chunk_budget: 512, batch_max: 256, queue_max: 64, prefix_caching: true };
+        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings);
+        self.shutdown.spawn(driving);
+        engine
+    }
+
+    fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
+        self.shutdown.track(async move { part.await.expect("a part runs until it is stopped") });
+    }
+
+    async fn prefill_worker(&self, number: usize) -> Result<String> {
+        let (listener, address) = Self::listener().await?;
+        let settings = PrefillWorkerSettings {
+            worker_id: format!("prefill-{number}"),
+            cluster: "tandem".to_owned(),
+            model: "sim".to_owned(),
+            revision: "sim".to_owned(),
+            ledger: Ledger::default(),
+            report_cached_tokens: true,
+            ticket_wait: SOON,
+        };
+        let engine = self.engine(PREFILL_CAPACITY_TOKENS);
+        self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    async fn decode_worker(&self) -> Result<String> {
+        let (listener, address) = Self::listener().await?;
+        let settings = DecodeWorkerSettings {
+            worker_id: "decode-0".to_owned(),
+            cluster: "tandem".to_owned(),
+            model: "sim".to_owned(),
+            revision: "sim".to_owned(),
+            ledger: Ledger::default(),
+            advertise: None,
+            report_cached_tokens: true,
+            remote_waiting_max: 64,
+            landing_wait: SOON,
+        };
+        let engine = self.engine(65_536);
+        self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    async fn router(&self, workers: Vec<String>, seed: u64) -> Result<String> {
+        let (listener, address) = Self::listener().await?;
+        let settings =
+            RouterSettings { workers: workers.into_iter().collect(), prefill: PrefillPlace::Remote, seed, ..Default::default() };
+        self.run(tandem_router::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    async fn frontend(&self, router: String) -> Result<Client> {
+        let (listener, address) = Self::listener().await?;
+        let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
+        self.run(tandem_frontend::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(Client::new(address.parse()?))
+    }
+}
+
+/// Tokens that `of` decides.
+fn tokens(of: u64, count: u32) -> Vec<u32> {
+    let mut state = of.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mut token = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32 % 250
+    };
+    (0..count).map(|_| token()).collect()
+}
+
+/// All questions in an order that `seed` decides, as prompts.
+fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
+    let all = (0..u64::from(DOCUMENTS)).flat_map(|document| (0..u64::from(QUESTIONS)).map(move |question| (document, question)));
+    let mut prompts: Vec<Vec<u32>> = all
+        .map(|(document, question)| {
+            let mut prompt = tokens(document, DOCUMENT_TOKENS);
+            prompt.extend(tokens(1_000 + document * 100 + question, QUESTION_TOKENS));
+            prompt
+        })
+        .collect();
+    for (place, draw) in tokens(seed ^ 0xD0C5, prompts.len() as u32 * 2).chunks(2).enumerate().skip(1) {
+        prompts.swap(place, (draw[0] * 250 + draw[1]) as usize % (place + 1));
+    }
+    prompts.into()
+}
+
+/// Cached of all prompt tokens, and the requests of the busiest prefill worker by their mean.
+async fn ask_all(seed: u64) -> Result<(f64, f64)> {
+    let parts = Parts { metrics: Metrics::default(), shutdown: Shutdown::default() };
+    let mut workers = Vec::new();
+    for number in 0..PREFILL_WORKERS {
+        workers.push(parts.prefill_worker(number).await?);
+    }
+    workers.push(parts.decode_worker().await?);
+    let client = parts.frontend(parts.router(workers, seed).await?).await?;
+    let view_has_all = async || {
+        let joined = parts.metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
+        joined == PREFILL_WORKERS + 1
+    };
+    while !view_has_all().await {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+
+    let prompts = std::sync::Mutex::new(prompts(seed));
+    let asking = || async {
+        let (mut prompt_tokens, mut cached_tokens) = (0, 0);
+        loop {
+            let Some(prompt) = prompts.lock().expect("nobody panics with it").pop_front() else { break };
+            let body = json!({ "model": "sim", "prompt": prompt, "max_tokens": 8 });
+            let answer = client.ask(Endpoint::Completions.path(), &body).await?;
+            anyhow::ensure!(answer.status == 200, "{answer:?}");
+            prompt_tokens += answer.usage("/prompt_tokens");
+            cached_tokens += answer.cached_tokens();
+        }
+        anyhow::Ok((prompt_tokens, cached_tokens))
+    };
+    let askers = futures::future::try_join_all((0..CONCURRENCY).map(|_| asking())).await?;
+    let (prompt_tokens, cached_tokens) = askers.iter().fold((0, 0), |sum, asker| (sum.0 + asker.0, sum.1 + asker.1));
+
+    let mut placed = Vec::new();
+    for number in 0..PREFILL_WORKERS {
+        let labels = format!("worker=\"prefill-{number}\",kind=\"prefill\"");
+        placed.push(client.metric("tandem_router_placements_total", &labels).await?);
+    }
+    let placed_max = placed.iter().copied().reduce(f64::max).context("there are workers")?;
+    let placed_mean = placed.iter().sum::<f64>() / PREFILL_WORKERS as f64;
+    assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each was tried once: {placed:?}");
+    parts.shutdown.run(Duration::ZERO).await;
+    Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
+}
+
+/// 0.876 of all tokens could be found: all blocks of a document but for its first question.
+#[test]
+fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
+    for seed in 1..=3 {
+        let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
+        assert!(hit_rate >= 0.82, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
+        assert!(busiest <= 1.2, "seed {seed}: the busiest worker had {busiest:.2} times the mean");
+    }
+    Ok(())
+}
