@@ -318,16 +318,24 @@ def main():
     parser.add_argument("--ours", required=True, help="the compiled engine/benches/cpu.rs (given by bench/cpu.sh)")
     parser.add_argument("--model", required=True, help="a .gguf file (given by bench/cpu.sh: TANDEM_MODEL or the default model)")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="of every workload (default: %(default)s)")
+    parser.add_argument("--only", choices=("quiet", "busy"), help="print this table alone")
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cpu.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
         parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
+    if arguments.only and arguments.write:
+        parser.error("the page has both tables: --write goes without --only")
     if len(os.sched_getaffinity(0)) < max(THREADS):
         parser.error(f"this needs {max(THREADS)} processors")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     sides = Sides(arguments)
     try:
-        page, all_met = document(arguments, sides)
+        if arguments.only:
+            report = Report()
+            page = {"quiet": quiet_table, "busy": busy_table}[arguments.only](sides, report, arguments.rounds)
+            all_met = report.all_met
+        else:
+            page, all_met = document(arguments, sides)
     finally:
         sides.end()
     if arguments.write:
