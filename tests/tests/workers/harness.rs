@@ -28,6 +28,8 @@ pub const BLOCK_BYTES: u64 = 128;
 /// What a test may want otherwise.
 #[derive(Clone)]
 pub struct Setup {
+    /// Which of its role the worker is.
+    pub number: usize,
     pub sim: SimSettings,
     pub engine: EngineSettings,
     pub report_cached_tokens: bool,
@@ -39,6 +41,7 @@ pub struct Setup {
 impl Default for Setup {
     fn default() -> Self {
         Self {
+            number: 0,
             sim: SimSettings { speedup: 100.0, ..Default::default() },
             engine: EngineSettings { chunk_budget: 64, batch_max: 32, queue_max: 64, prefix_caching: true },
             report_cached_tokens: true,
@@ -77,9 +80,9 @@ impl Worker {
     pub async fn prefill(setup: &Setup) -> Self {
         let settings = PrefillWorkerSettings {
             cluster: "tandem".to_owned(),
-            worker_id: "prefill-0".to_owned(),
+            worker_id: format!("prefill-{}", setup.number),
             model: "sim".to_owned(),
-            revision: "1".to_owned(),
+            revision: "sim".to_owned(),
             ledger: Ledger::default(),
             report_cached_tokens: setup.report_cached_tokens,
             ticket_wait: setup.ticket_wait,
@@ -93,9 +96,9 @@ impl Worker {
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
             cluster: "tandem".to_owned(),
-            worker_id: "decode-0".to_owned(),
+            worker_id: format!("decode-{}", setup.number),
             model: "sim".to_owned(),
-            revision: "1".to_owned(),
+            revision: "sim".to_owned(),
             ledger: Ledger::default(),
             advertise: None,
             report_cached_tokens: setup.report_cached_tokens,

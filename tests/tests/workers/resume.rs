@@ -24,9 +24,9 @@ struct Cluster {
 
 impl Cluster {
     async fn start(speedup: f64, prefill: PrefillPlace) -> Self {
-        let setup = Setup { sim: SimSettings { speedup, ..Default::default() }, ..Setup::default() };
         let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
-        for _ in 0..2 {
+        for number in 0..2 {
+            let setup = Setup { number, sim: SimSettings { speedup, ..Default::default() }, ..Setup::default() };
             prefills.push(Worker::prefill(&setup).await);
             decodes.push(Worker::decode(&setup).await);
         }
