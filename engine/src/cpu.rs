@@ -1,8 +1,8 @@
 //! A model on the CPU: Llamas and Qwens.
 //!
 //! What a token's result is depends on the tokens, their positions and the KV before them, bit for bit: not on the chunks of a
-//! step, not on where chunks begin, not on the processor, not on the number of threads. Every sum has one order (see the kernels' files), whole numbers are summed
-//! exactly, and nothing comes from a mathematics library that differs between machines.
+//! step, not on where chunks begin, not on the processor, not on the number of threads. Every sum has one order (see the kernels'
+//! files), whole numbers are summed exactly, and nothing comes from a mathematics library that differs between machines.
 
 mod attention;
 mod isa;
