@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must pass, in one command: format, clippy, docs, the model, all tests. From any folder, on a fresh
-# machine with Rust and Python's pip; the network is used for package registries only.
+# machine with Rust, Python's pip and apt-get; the network is used for package registries only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -38,7 +38,20 @@ tools() {
         PATH="$PWD/target/ci-venv/bin:$PATH"
         export PATH
     fi
+    servers
     cargo --version
+}
+
+# etcd and NATS, for the tests of discovery and of the event plane; Prometheus, for those of the boards and alerts.
+servers() {
+    local missing=()
+    command -v etcd >/dev/null || missing+=(etcd-server)
+    command -v nats-server >/dev/null || missing+=(nats-server)
+    command -v promtool >/dev/null || missing+=(prometheus)
+    [ "${#missing[@]}" -eq 0 ] && return
+    command -v apt-get >/dev/null || fail "missing for the tests: ${missing[*]}; install etcd 3.4, nats-server 2.9 and prometheus 2.42, or later ones"
+    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}" ||
+        fail "missing for the tests: ${missing[*]}; as root: apt-get install ${missing[*]}"
 }
 
 model() {

@@ -35,6 +35,8 @@ pub(crate) enum Ended {
     Prefill(Failure),
     #[error("the engine failed; try another worker")]
     Engine,
+    #[error("the engine hangs; try another worker")]
+    Hung,
 }
 
 impl Ended {
@@ -54,7 +56,7 @@ impl Ended {
             Self::Invalid(_) | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
                 (Reason::Invalid, instance_id.to_owned())
             }
-            Self::Engine | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
+            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
         };
         Ok(Failure { reason: reason.into(), message, instance_id: culprit })
     }

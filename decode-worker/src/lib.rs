@@ -12,20 +12,21 @@ mod prefill;
 mod remote;
 mod service;
 
-use futures::FutureExt;
+use futures::{FutureExt, future::OptionFuture};
 use service::{Service, Worker};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, EngineInfo, WriteRefused};
 use tandem_node::{
     Metrics, Shutdown,
+    events::Broker,
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
-    link::{Channels, MESSAGE_BYTES_MAX},
+    link::{Channels, Listener, MESSAGE_BYTES_MAX},
     v1::{WorkerInfo, decode_server::DecodeServer, worker_info::Role},
 };
 use tandem_transfer::{Refused, Sink, TransferService};
-use tokio::{net::TcpListener, sync::Semaphore};
+use tokio::sync::Semaphore;
 use tonic::service::Routes;
 
 /// What a decode worker is told by its operator.
@@ -41,6 +42,8 @@ pub struct DecodeWorkerSettings {
     pub revision: String,
     /// Where every prompt is accounted for.
     pub ledger: Ledger,
+    /// Where changes of the cache are published, beside the streams of those who watch.
+    pub broker: Option<Broker>,
     /// host:port at which prefill workers reach this worker; absent: where it listens.
     pub advertise: Option<String>,
     /// Off: `Scheduled` of local prefills says nothing about cached tokens. Only to test what a cluster makes of such a worker.
@@ -72,12 +75,13 @@ pub enum DecodeWorkerError {
 
 /// Serves `Decode`, `Transfer` and `Control` until the process drains and every request has ended.
 pub async fn run(
-    listener: TcpListener,
+    listener: impl Into<Listener>,
     engine: EngineHandle,
     settings: DecodeWorkerSettings,
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), DecodeWorkerError> {
+    let listener = listener.into();
     let address = match settings.advertise.clone() {
         Some(address) => address,
         None => own_address(listener.local_addr()?)?,
@@ -88,7 +92,10 @@ pub async fn run(
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
     metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());
-    let watched = watch(&engine)().await.ok_or(DecodeWorkerError::EngineGone)?;
+    let watch = watch(&engine);
+    let watched = (watch.start)().await.ok_or(DecodeWorkerError::EngineGone)?;
+    let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
+    let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
     let worker = Worker {
         instance_id: info.instance_id.clone(),
         address,
@@ -97,19 +104,21 @@ pub async fn run(
         received: metrics.transfer("tcp", Direction::Received),
         requests: requests.clone(),
         ledger,
-        channels: Channels::default(),
+        channels: Channels::on(listener.network()),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
         settings,
     };
-    let control = ControlService::new(info, watch(&engine), metrics.clone(), requests.clone(), shutdown);
+    let control = ControlService::new(info, watch, metrics.clone(), requests.clone(), shutdown, broker);
     let decode = DecodeServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let routes = Routes::default()
         .add_service(control.into_server())
         .add_service(decode)
         .add_service(TransferService::server(sink(engine)));
     tokio::select! {
+        biased;
         served = requests.serve(listener, routes) => Ok(served?),
         () = metrics.follow(watched) => Err(DecodeWorkerError::EngineGone),
+        Some(()) = OptionFuture::from(published) => Err(DecodeWorkerError::EngineGone),
     }
 }
 
@@ -134,15 +143,23 @@ fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerIn
 }
 
 fn watch(engine: &EngineHandle) -> Watch {
-    let engine = engine.clone();
-    Arc::new(move || {
+    let start = {
         let engine = engine.clone();
-        async move {
-            let (snapshot, batches) = engine.watch().await?;
-            Some(Watched { snapshot, load: engine.load(), batches })
-        }
-        .boxed()
-    })
+        Arc::new(move || {
+            let engine = engine.clone();
+            async move {
+                let (snapshot, batches) = engine.watch().await?;
+                Some(Watched { snapshot, load: engine.load(), batches })
+            }
+            .boxed()
+        })
+    };
+    let engine = engine.clone();
+    let hung = Arc::new(move || {
+        let engine = engine.clone();
+        async move { engine.hung().await }.boxed()
+    });
+    Watch { start, hung }
 }
 
 /// The engine's thread decides about every block.

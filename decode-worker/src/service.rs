@@ -83,7 +83,12 @@ impl Decode for Service {
 
 impl Worker {
     async fn serve(&self, request: GenerateRequest, client: Client) -> Result<(), ClientGone> {
-        let Err(ended) = self.run(request, &client).await else { return Ok(()) };
+        let ended = tokio::select! {
+            biased;
+            ended = self.run(request, &client) => ended,
+            () = self.engine.hung() => Err(Ended::Hung),
+        };
+        let Err(ended) = ended else { return Ok(()) };
         tracing::debug!(%ended, "generation ended early");
         client.send(Message::Failure(ended.tell(&self.instance_id)?)).await
     }

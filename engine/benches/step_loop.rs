@@ -49,7 +49,14 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     let settings = SimSettings { speedup: f64::INFINITY, capacity_blocks: 1 << 20, ..SimSettings::default() };
     let vocabulary = Vocabulary { size: vocabulary_size, ..Vocabulary::default() };
     let engine = Measured { engine: SimEngine::with_vocabulary(settings, vocabulary), ended: None, gaps };
-    let settings = EngineSettings { chunk_budget: 512, batch_max: BATCH, queue_max: BATCH, prefix_caching: true };
+    let settings = EngineSettings {
+        chunk_budget: 512,
+        batch_max: BATCH,
+        queue_max: BATCH,
+        prefix_caching: true,
+        unheard_max: 1_024,
+        step_max: Duration::from_secs(60),
+    };
     let engine = EngineHandle::start(Box::new(engine), settings);
     let listeners = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("a plain runtime");
     for number in 0..BATCH {

@@ -1,16 +1,17 @@
 //! The thread that owns an engine and its step machine, and the handles to it.
 //!
-//! Commands wait while a step runs; those that have come by its end are taken before the next one. A job's events go through a channel that is
-//! bounded by the job itself (its tokens, its blocks), so that a slow listener never holds up the steps of others.
+//! Commands wait while a step runs; those that have come by its end are taken before the next one. A job's events go through a channel in
+//! which there is always room for them: a generation whose listener is behind pauses before its next token, and a prefill tells each of
+//! its blocks once, all of which it holds. So a slow listener holds up nobody else, loses nothing, and costs a bounded memory.
 
 use crate::machine::{Action, JobId, Machine};
 use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal};
 use bytes::Bytes;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tandem_kv::{KvBatch, Load, Snapshot, StepStats};
-use tokio::sync::{Notify, broadcast, mpsc, oneshot, watch};
+use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
 /// How a worker's steps are made.
@@ -24,6 +25,10 @@ pub struct EngineSettings {
     pub queue_max: u32,
     /// Off: nothing is reused and 0 is reported.
     pub prefix_caching: bool,
+    /// Events that a generation's listener may be behind; beyond it the generation pauses until half of them have been heard.
+    pub unheard_max: u32,
+    /// An engine that is at one step for so long hangs ([`EngineHandle::hung`]).
+    pub step_max: Duration,
 }
 
 /// The block was not written: the ticket is unknown or spent, or the block is not one that is missing, or its size is wrong.
@@ -38,18 +43,25 @@ pub struct EngineHandle {
     commands: mpsc::Sender<Command>,
     wake: Arc<Notify>,
     load: watch::Receiver<Load>,
+    at_work: watch::Receiver<Option<Instant>>,
+    step_max: Duration,
+    go_on_at: usize,
 }
 
 /// One job on the engine. Dropping it cancels the job at the next step and gives back all it holds.
 pub struct Job {
     id: JobId,
-    events: mpsc::UnboundedReceiver<Event>,
+    events: mpsc::Receiver<Event>,
+    /// Left in the channel when a paused job may go on.
+    go_on_at: usize,
     commands: mpsc::Sender<Command>,
     wake: Arc<Notify>,
 }
 
 /// Commands in flight; senders wait beyond that.
 const COMMANDS_MAX: usize = 256;
+/// `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and a last word.
+const ONCE_A_JOB: usize = 5;
 /// Batches a slow watcher may be behind before it has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 
@@ -61,12 +73,14 @@ enum Command {
     Watch(oneshot::Sender<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)>),
 }
 
-type Accepted = (JobId, mpsc::UnboundedReceiver<Event>);
+type Accepted = (JobId, mpsc::Receiver<Event>);
 
 impl EngineHandle {
     /// Starts the thread.
     pub fn start(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
-        let (handle, driving) = Self::driven(engine, settings);
+        // From the system's randomness: the standard library seeds every hasher with it.
+        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0u8);
+        let (handle, driving) = Self::driven(engine, settings, seed);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .build()
@@ -79,32 +93,34 @@ impl EngineHandle {
     }
 
     /// What the thread does, for the caller to drive: so simulated engines run under a test's paused time. It ends when the last
-    /// handle and job are gone.
-    pub fn driven(engine: Box<dyn Engine>, settings: EngineSettings) -> (Self, impl Future<Output = ()> + Send) {
-        let (handle, driver) = Self::new(engine, settings);
+    /// handle and job are gone. Tickets are drawn from the seed.
+    pub fn driven(engine: Box<dyn Engine>, settings: EngineSettings, seed: u64) -> (Self, impl Future<Output = ()> + Send) {
+        let (handle, driver) = Self::new(engine, settings, seed);
         (handle, driver.run())
     }
 
-    fn new(engine: Box<dyn Engine>, settings: EngineSettings) -> (Self, Driver) {
+    fn new(engine: Box<dyn Engine>, settings: EngineSettings, seed: u64) -> (Self, Driver) {
         let info = engine.describe();
-        // From the system's randomness: the standard library seeds every hasher with it.
-        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0u8);
         let machine = Machine::new(info.clone(), settings, seed);
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let (load, watched) = watch::channel(machine.load());
+        let (at_work, working) = watch::channel(None);
         let wake = Arc::new(Notify::new());
         let driver = Driver {
             engine,
             machine,
             commands: received,
-            jobs: HashMap::new(),
+            jobs: BTreeMap::new(),
+            unheard_max: (settings.unheard_max as usize).max(1),
             next_job: 0,
             wake: Arc::clone(&wake),
             batches: broadcast::Sender::new(BATCHES_MAX),
             load,
+            at_work,
             started: Instant::now(),
         };
-        (Self { info: Arc::new(info), commands, wake, load: watched }, driver)
+        let (info, go_on_at) = (Arc::new(info), driver.unheard_max / 2);
+        (Self { info, commands, wake, load: watched, at_work: working, step_max: settings.step_max, go_on_at }, driver)
     }
 
     /// What the engine is.
@@ -126,7 +142,7 @@ impl EngineHandle {
         // Whoever stops waiting for the answer drops a job that it never held: the thread must look then too.
         let _wake = WakeOnDrop(&self.wake);
         let (id, events) = self.ask(command).await.ok_or(Refusal::Gone)??;
-        Ok(Job { id, events, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })
+        Ok(Job { id, events, go_on_at: self.go_on_at, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })
     }
 
     /// Writes one block under a ticket; returns when it is in the engine's memory.
@@ -152,6 +168,19 @@ impl EngineHandle {
         let _ = self.load.clone().wait_for(condition).await;
     }
 
+    /// Resolves when the engine has been at one step (or at one block that is written) for longer than it may, at once if it is so now.
+    /// Jobs that wait for others, for blocks or for their own listeners do not make it hang, nor does having nothing to do.
+    pub async fn hung(&self) {
+        loop {
+            let now = Instant::now();
+            let by = self.at_work.borrow().unwrap_or(now) + self.step_max;
+            if by <= now {
+                return;
+            }
+            tokio::time::sleep_until(by).await;
+        }
+    }
+
     /// `None` when the engine is gone.
     async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
@@ -161,9 +190,14 @@ impl EngineHandle {
 }
 
 impl Job {
-    /// The next event; `None` after the last.
+    /// The next event; `None` after the last. Cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
-        self.events.recv().await
+        let event = self.events.recv().await;
+        // While it is paused nothing comes after what is here: it passes this number, one by one.
+        if self.events.len() == self.go_on_at {
+            self.wake.notify_one();
+        }
+        event
     }
 
     /// Prefill: tells these blocks as [`Event::Block`] as soon as each is computed. Once a job.
@@ -188,38 +222,59 @@ impl Drop for WakeOnDrop<'_> {
     }
 }
 
+/// Who hears a job's events.
+struct Listener {
+    events: mpsc::Sender<Event>,
+    /// What it may be behind. Prefills never wait for it: their blocks are held, computed or not.
+    unheard_max: usize,
+    /// The job waits for it.
+    behind: bool,
+}
+
 /// The owner of the engine.
 struct Driver {
     engine: Box<dyn Engine>,
     machine: Machine,
     commands: mpsc::Receiver<Command>,
-    jobs: HashMap<JobId, mpsc::UnboundedSender<Event>>,
+    /// In their order: what is given back by many at a time is given back in the same order each time.
+    jobs: BTreeMap<JobId, Listener>,
+    unheard_max: usize,
     next_job: JobId,
     wake: Arc<Notify>,
     batches: broadcast::Sender<Arc<KvBatch>>,
     load: watch::Sender<Load>,
+    /// Since when it has been at what it does now; `None` while it waits for something to do.
+    at_work: watch::Sender<Option<Instant>>,
     started: Instant,
 }
 
 impl Driver {
     async fn run(mut self) {
         loop {
+            self.at_work.send_replace(Some(Instant::now()));
             // Those that are here now: more may come as long as they are answered, and running sequences wait meanwhile.
             for _ in 0..self.commands.len() {
                 let Ok(command) = self.commands.try_recv() else { break };
                 self.obey(command);
             }
-            self.cancel_dropped_jobs();
-            let plan = self.machine.plan(self.now());
+            self.look_after_listeners();
+            // One look at the clock: what is not yet due for the plan is due after it.
+            let now = self.now();
+            let plan = self.machine.plan(now);
             self.act();
             let Some(plan) = plan else {
                 self.publish(None);
+                self.at_work.send_replace(None);
+                let deadline = self.machine.next_deadline(now).map(|deadline| self.started + deadline);
                 tokio::select! {
-                    command = self.commands.recv() => match command {
-                        Some(command) => self.obey(command),
-                        None => return,
-                    },
+                    biased;
+                    command = self.commands.recv() => {
+                        let Some(command) = command else { return };
+                        self.at_work.send_replace(Some(Instant::now()));
+                        self.obey(command);
+                    }
                     () = self.wake.notified() => {}
+                    () = tokio::time::sleep_until(deadline.unwrap_or(self.started)), if deadline.is_some() => {}
                 }
                 continue;
             };
@@ -252,14 +307,22 @@ impl Driver {
     fn obey(&mut self, command: Command) {
         let now = self.now();
         match command {
-            Command::Prefill(prefill, reply) => self.accept(reply, |machine, job| machine.prefill(job, prefill, now)),
-            Command::Generate(generate, reply) => self.accept(reply, |machine, job| machine.generate(job, generate, now)),
+            Command::Prefill(prefill, reply) => {
+                let blocks = prefill.prompt.len().div_ceil(self.machine.info().block_size as usize);
+                self.accept(reply, blocks, usize::MAX, |machine, job| machine.prefill(job, prefill, now));
+            }
+            Command::Generate(generate, reply) => {
+                // The step in which it comes to be too far behind brings each sample one more, and each has an end.
+                let samples = (generate.samples as usize).max(generate.generated.len());
+                let room = self.unheard_max + 2 * samples;
+                self.accept(reply, room, self.unheard_max, |machine, job| machine.generate(job, generate, now));
+            }
             Command::SendBlocks(job, indices) => self.machine.send_blocks(job, indices),
             Command::Write { ticket, index, payload, reply } => {
                 let target = self.machine.write(ticket, index, payload.len(), now);
                 if let Ok(block) = target {
                     self.engine.write_block(block, &payload);
-                    self.machine.start_landed(now);
+                    self.machine.landed(ticket, now);
                 }
                 // A sender that has gone does not want to know.
                 let _ = reply.send(target.map(drop));
@@ -273,30 +336,39 @@ impl Driver {
         self.act();
     }
 
+    /// `room` is for events that come more than once a job.
     fn accept(
         &mut self,
         reply: oneshot::Sender<Result<Accepted, Refusal>>,
+        room: usize,
+        unheard_max: usize,
         submit: impl FnOnce(&mut Machine, JobId) -> Result<(), Refusal>,
     ) {
         let job = self.next_job;
         self.next_job += 1;
         let accepted = submit(&mut self.machine, job).map(|()| {
-            let (events, receiver) = mpsc::unbounded_channel();
-            self.jobs.insert(job, events);
+            let (events, receiver) = mpsc::channel(room + ONCE_A_JOB);
+            self.jobs.insert(job, Listener { events, unheard_max, behind: false });
             (job, receiver)
         });
         // If the caller has gone, so has the receiver, and the job is cancelled as a dropped one.
         let _ = reply.send(accepted);
     }
 
-    fn cancel_dropped_jobs(&mut self) {
+    /// Jobs that nobody listens to any more are cancelled; those whose listeners are behind pause, and go on when these have caught up.
+    fn look_after_listeners(&mut self) {
         let machine = &mut self.machine;
-        self.jobs.retain(|job, events| {
-            let wanted = !events.is_closed();
-            if !wanted {
+        self.jobs.retain(|job, Listener { events, unheard_max, behind }| {
+            if events.is_closed() {
                 machine.cancel(*job);
+                return false;
             }
-            wanted
+            let unheard = events.max_capacity() - events.capacity();
+            let was_behind = std::mem::replace(behind, unheard > if *behind { *unheard_max / 2 } else { *unheard_max - 1 });
+            if *behind != was_behind {
+                machine.pause(*job, *behind);
+            }
+            true
         });
     }
 
@@ -305,12 +377,12 @@ impl Driver {
             match action {
                 Action::Tell(job, event) => self.tell(job, event),
                 Action::Copy { from, to } => {
-                    let mut payload = vec![0; self.machine.block_bytes()];
+                    let mut payload = vec![0; self.machine.info().block_bytes];
                     self.engine.read_block(from, &mut payload);
                     self.engine.write_block(to, &payload);
                 }
                 Action::Read { job, index, block } => {
-                    let mut payload = vec![0; self.machine.block_bytes()];
+                    let mut payload = vec![0; self.machine.info().block_bytes];
                     self.engine.read_block(block, &mut payload);
                     self.tell(job, Event::Block { index, payload: payload.into() });
                 }
@@ -322,9 +394,10 @@ impl Driver {
     }
 
     fn tell(&self, job: JobId, event: Event) {
-        if let Some(events) = self.jobs.get(&job) {
+        if let Some(Listener { events, .. }) = self.jobs.get(&job) {
+            let told = events.try_send(event);
             // A listener that has gone is noticed before the next step.
-            let _ = events.send(event);
+            assert!(!matches!(told, Err(TrySendError::Full(_))), "a job's channel has room for all its events");
         }
     }
 
@@ -342,144 +415,4 @@ impl Driver {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sim::{SimEngine, SimSettings};
-    use crate::{Sampling, StepOutput};
-    use tandem_kv::{BlockId, Change, Namespace};
-
-    const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 64, batch_max: 16, queue_max: 64, prefix_caching: true };
-
-    fn start() -> EngineHandle {
-        start_engine(SimEngine::new(SimSettings::default()))
-    }
-
-    #[expect(clippy::disallowed_methods, reason = "the test's runtime ends it")]
-    fn start_engine(engine: impl Engine) -> EngineHandle {
-        let (handle, driving) = EngineHandle::driven(Box::new(engine), SETTINGS);
-        tokio::spawn(driving);
-        handle
-    }
-
-    fn generate(max_tokens: u32) -> Generate {
-        Generate {
-            request_id: "request".to_owned(),
-            namespace: Namespace::new("sim", "", "", ""),
-            prompt: (0..100).collect(),
-            sampling: Sampling { max_tokens: Some(max_tokens), ..Sampling::default() },
-            samples: 1,
-            kv: crate::KvSource::Local,
-            prompt_logprobs: None,
-            generated: Vec::new(),
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_dropped_job_gives_its_blocks_back() {
-        let engine = start();
-        let mut job = engine.generate(generate(10_000)).await.expect("it fits");
-        while !matches!(job.next().await, Some(Event::Token { .. })) {}
-        assert!(engine.load().in_use_blocks > 0);
-        drop(job);
-        engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_job_that_is_never_held_gives_its_blocks_back() {
-        let engine = start();
-        let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
-        // Asks, and leaves when the engine has answered.
-        std::future::poll_fn(|context| std::task::Poll::Ready(submitting.as_mut().poll(context).is_pending())).await;
-        engine.wait_for_load(|load| load.in_use_blocks > 0).await;
-        drop(submitting);
-        let idle = engine.wait_for_load(|load| load.in_use_blocks == 0 && load.waiting_requests == 0);
-        tokio::time::timeout(Duration::from_secs(60), idle).await.expect("the blocks are given back");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn events_end_after_the_last_sample() {
-        let engine = start();
-        let mut job = engine.generate(generate(3)).await.expect("it fits");
-        let mut last = None;
-        while let Some(event) = job.next().await {
-            last = Some(event);
-        }
-        assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_watcher_sees_every_change_once() {
-        let engine = start();
-        let (empty, mut first) = engine.watch().await.expect("the engine runs");
-        assert_eq!((empty.at_event_id, empty.stored.len()), (0, 0));
-        let mut job = engine.generate(generate(40)).await.expect("it fits");
-        while job.next().await.is_some() {}
-        let (snapshot, _second) = engine.watch().await.expect("the engine runs");
-        let (mut ids, mut hashes, mut taken_in) = (Vec::new(), Vec::new(), Vec::new());
-        while let Ok(batch) = first.try_recv() {
-            taken_in.extend(batch.taken_in.clone());
-            for event in &batch.events {
-                ids.push(event.event_id);
-                if let Change::Stored(chain) = &event.change {
-                    hashes.extend(chain.sequence_hashes.clone());
-                }
-            }
-        }
-        assert_eq!(taken_in, ["request"]);
-        assert_eq!(ids, (1..=snapshot.at_event_id).collect::<Vec<_>>());
-        let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
-        assert_eq!(stored, hashes);
-    }
-
-    struct Failing(SimEngine);
-
-    impl Engine for Failing {
-        fn describe(&self) -> EngineInfo {
-            self.0.describe()
-        }
-        fn step(&mut self, chunks: &[crate::Chunk<'_>]) -> Result<StepOutput, crate::EngineError> {
-            match chunks.iter().any(|chunk| chunk.tokens.contains(&99)) {
-                true => Err(crate::EngineError("the device is on fire".into())),
-                false => self.0.step(chunks),
-            }
-        }
-        fn read_block(&self, block: BlockId, into: &mut [u8]) {
-            self.0.read_block(block, into);
-        }
-        fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
-            self.0.write_block(block, bytes);
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
-        let engine = start_engine(Failing(SimEngine::new(SimSettings::default())));
-        let mut job = engine.generate(generate(3)).await.expect("it fits");
-        let mut last = None;
-        while let Some(event) = job.next().await {
-            last = Some(event);
-        }
-        assert!(matches!(last, Some(Event::Failed)), "{last:?}");
-        let mut job = engine.generate(Generate { prompt: vec![1, 2], ..generate(3) }).await.expect("it fits");
-        while let Some(event) = job.next().await {
-            last = Some(event);
-        }
-        assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
-    }
-
-    #[test]
-    fn on_its_own_thread_it_works_outside_any_runtime() {
-        let engine =
-            EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 1_000.0, ..SimSettings::default() })), SETTINGS);
-        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a plain runtime");
-        let events = runtime.block_on(async {
-            let mut job = engine.generate(generate(3)).await.expect("it fits");
-            let mut events = 0;
-            while job.next().await.is_some() {
-                events += 1;
-            }
-            events
-        });
-        assert_eq!(events, 6);
-    }
-}
+mod tests;

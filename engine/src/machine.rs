@@ -5,15 +5,17 @@
 //! All prompts are cut the same way: `Prefill` and `Prompt` sequences compute all tokens but the last, samples compute the rest.
 
 mod admission;
+mod rates;
 mod sequence;
 #[cfg(test)]
 mod tests;
 
 use crate::sampling::{Sampler, logprobs};
 use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, WriteRefused, mix};
+use rates::Rates;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, StepStats};
 
@@ -56,7 +58,7 @@ pub(crate) struct Machine {
     /// Prefills that are computed, until their jobs are dropped.
     held: Vec<Sequence>,
     /// Samples that have not finished, by job.
-    live: HashMap<JobId, u32>,
+    live: BTreeMap<JobId, u32>,
     actions: Vec<Action>,
     taken_in: Vec<String>,
     rates: Rates,
@@ -65,22 +67,10 @@ pub(crate) struct Machine {
     ticket_state: u64,
 }
 
-/// Of the latest steps: ratios of weighted sums that fade.
-#[derive(Debug, Default)]
-struct Rates {
-    prefill_tokens: f64,
-    prefill_seconds: f64,
-    decode_steps: f64,
-    decode_seconds: f64,
-}
-
 /// Prefill goes on beside a full decode batch, however small the budget.
 const PREFILL_TOKENS_MIN: usize = 16;
 /// Rows of logits are large: a prompt that wants them all is cut into chunks of this many tokens.
 const LOGIT_ROWS_MAX: usize = 64;
-/// What is left of a sum after another step of its kind.
-const FADE: f64 = 0.9;
-
 impl Machine {
     pub fn new(info: EngineInfo, settings: EngineSettings, seed: u64) -> Self {
         let cache = PrefixCache::new(CacheSettings {
@@ -96,7 +86,7 @@ impl Machine {
             reserved: Vec::new(),
             running: Vec::new(),
             held: Vec::new(),
-            live: HashMap::new(),
+            live: BTreeMap::new(),
             actions: Vec::new(),
             taken_in: Vec::new(),
             rates: Rates::default(),
@@ -114,6 +104,12 @@ impl Machine {
         }
         self.waiting.retain(|sequence| sequence.job != job);
         self.live.remove(&job);
+    }
+
+    /// A job whose listener is `behind` computes nothing until it is not.
+    pub fn pause(&mut self, job: JobId, behind: bool) {
+        let all = self.reserved.iter_mut().chain(&mut self.running).chain(&mut self.waiting);
+        all.filter(|sequence| sequence.job == job).for_each(|sequence| sequence.paused = behind);
     }
 
     /// Says which blocks of a prefill to tell; those that are computed are told now.
@@ -145,13 +141,17 @@ impl Machine {
         Ok(self.reserved[place].blocks[index as usize])
     }
 
-    /// Starts the prompts whose last block has been written.
-    pub fn start_landed(&mut self, now: Duration) {
-        let landed: Vec<Sequence> = self.reserved.extract_if(.., |sequence| remote(sequence).missing.is_empty()).collect();
-        for mut sequence in landed {
-            sequence.computed = sequence.target();
-            self.commit(&mut sequence);
-            self.fork(sequence, now);
+    /// What was to be written under the ticket so far is in its place: full blocks with none missing before them are offered to
+    /// the cache, and the prompt starts after its last one.
+    pub fn landed(&mut self, ticket: u64, now: Duration) {
+        let Some(place) = self.reserved.iter_mut().position(|sequence| remote(sequence).ticket == ticket) else { return };
+        let mut sequence = self.reserved.remove(place);
+        let next = remote(&mut sequence).missing.iter().min().copied();
+        sequence.computed = next.map_or(sequence.target(), |next| (next * self.info.block_size) as usize);
+        self.commit(&mut sequence);
+        match next {
+            Some(_) => self.reserved.insert(place, sequence),
+            None => self.fork(sequence, now),
         }
     }
 
@@ -163,10 +163,11 @@ impl Machine {
         self.grow();
         let mut chunks = Vec::new();
         // A prompt may have become more samples than there is room for: the youngest wait, with their blocks.
-        let batch = &self.running[..self.running.len().min(self.settings.batch_max as usize)];
-        let decodes = batch.iter().filter(|sequence| sequence.is_decoding()).count();
+        let active = self.running.iter().enumerate().filter(|(_, sequence)| !sequence.paused);
+        let batch = active.take(self.settings.batch_max as usize);
+        let decodes = batch.clone().filter(|(_, sequence)| sequence.is_decoding()).count();
         let mut budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
-        for (place, sequence) in batch.iter().enumerate() {
+        for (place, sequence) in batch {
             let mut len = sequence.remaining();
             if !sequence.is_decoding() {
                 len = len.min(budget);
@@ -233,7 +234,10 @@ impl Machine {
             }
         }
         self.rates.measure(&stats, self.settings.chunk_budget);
-        for sequence in running {
+        // Most go on: they stay where they are.
+        let settled: Vec<Sequence> = running.extract_if(.., |sequence| is_settled(sequence)).collect();
+        self.running = running;
+        for sequence in settled {
             self.settle(sequence, now);
         }
         self.tell_sent_prefills();
@@ -375,8 +379,8 @@ impl Machine {
         self.cache.clear();
     }
 
-    pub fn block_bytes(&self) -> usize {
-        self.info.block_bytes
+    pub fn info(&self) -> &EngineInfo {
+        &self.info
     }
 
     pub fn take_actions(&mut self) -> Vec<Action> {
@@ -401,10 +405,8 @@ impl Machine {
     pub fn load(&self) -> Load {
         let counts = self.cache.counts();
         let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
-        // What another is about to compute is counted there.
-        let elsewhere = |sequence: &Sequence| sequence.twin.map_or(0, |twin| twin.blocks * self.info.block_size as usize);
         let pending = self.waiting.iter().chain(&self.running).filter(prefilled);
-        let pending = pending.map(|sequence| sequence.remaining().saturating_sub(elsewhere(sequence)) as u64);
+        let pending = pending.map(|sequence| self.own_tokens(sequence) as u64);
         Load {
             running_sequences: (self.running.len() + self.reserved.len()) as u32,
             waiting_requests: self.waiting.len() as u32,
@@ -438,38 +440,6 @@ impl Machine {
     }
 }
 
-impl Rates {
-    /// Only steps of one kind tell that kind's rate. A step of prompts weighs as much as it has tokens, and fades the others by its
-    /// part of a full one: steps of a few new tokens after long cached prefixes take a step's fixed time, and say little of what a
-    /// prompt's worth of tokens will take.
-    fn measure(&mut self, stats: &StepStats, chunk_budget: u32) {
-        let seconds = stats.duration.as_secs_f64();
-        match (stats.prefill_tokens, stats.decode_tokens) {
-            (0, _) => {
-                self.decode_steps = self.decode_steps * FADE + 1.0;
-                self.decode_seconds = self.decode_seconds * FADE + seconds;
-            }
-            (tokens, 0) => {
-                let tokens = f64::from(tokens);
-                let fade = FADE.powf(tokens / f64::from(chunk_budget));
-                self.prefill_tokens = self.prefill_tokens * fade + tokens * tokens;
-                self.prefill_seconds = self.prefill_seconds * fade + tokens * seconds;
-            }
-            _ => {}
-        }
-    }
-
-    /// 0 before the first measurement.
-    fn prefill_tokens_per_second(&self) -> f64 {
-        if self.prefill_seconds > 0.0 { self.prefill_tokens / self.prefill_seconds } else { 0.0 }
-    }
-
-    /// 0 before the first measurement.
-    fn decode_step_ms(&self) -> f64 {
-        if self.decode_steps > 0.0 { self.decode_seconds / self.decode_steps * 1e3 } else { 0.0 }
-    }
-}
-
 /// Asks for the reading of blocks that are wanted and computed, in their order.
 fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, block_size: usize) {
     let finished = match sequence.remaining() {
@@ -480,6 +450,14 @@ fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, bloc
     let Some(wanted) = &mut sending.wanted else { return };
     while let Some(index) = wanted.pop_if(|index| (*index as usize) < finished) {
         actions.push(Action::Read { job: sequence.job, index, block: sequence.blocks[index as usize] });
+    }
+}
+
+/// Has come to what it was to come to.
+fn is_settled(sequence: &Sequence) -> bool {
+    match &sequence.role {
+        Role::Prefill(_) | Role::Prompt(_) => sequence.remaining() == 0,
+        Role::Sample(sample) => finish_reason(sequence, sample).is_some(),
     }
 }
 

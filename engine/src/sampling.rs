@@ -82,7 +82,7 @@ impl Default for Sampling {
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     sampling: Sampling,
-    /// How often each token was generated.
+    /// How often each token was generated; empty while no penalty asks for it.
     generated: HashMap<TokenId, u32>,
     generated_len: u32,
     /// For the repetition penalty; empty while that is off.
@@ -137,15 +137,21 @@ impl Sampler {
     }
 
     fn remember(&mut self, token: TokenId) {
-        *self.generated.entry(token).or_default() += 1;
+        if self.penalises() {
+            *self.generated.entry(token).or_default() += 1;
+        }
         self.generated_len += 1;
+    }
+
+    fn penalises(&self) -> bool {
+        let s = &self.sampling;
+        s.repetition_penalty != 1.0 || s.frequency_penalty != 0.0 || s.presence_penalty != 0.0
     }
 
     /// Logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).
     fn adjusted<'a>(&self, logits: &'a [f32]) -> Cow<'a, [f32]> {
         let s = &self.sampling;
-        let penalties = s.repetition_penalty != 1.0 || s.frequency_penalty != 0.0 || s.presence_penalty != 0.0;
-        if !penalties && s.logit_bias.is_empty() && self.generated_len >= s.min_tokens {
+        if !self.penalises() && s.logit_bias.is_empty() && self.generated_len >= s.min_tokens {
             return Cow::Borrowed(logits);
         }
         let mut adjusted = logits.to_vec();

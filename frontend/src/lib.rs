@@ -8,6 +8,7 @@ mod admission;
 mod dispatch;
 mod error;
 mod http;
+mod listen;
 mod metrics;
 mod model;
 mod prompt;
@@ -19,14 +20,18 @@ pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 
 use axum::serve::ListenerExt;
+use listen::{Arriving, Impatient};
 use std::{sync::Arc, time::Duration};
-use tandem_node::{Metrics, Shutdown};
-use tokio::net::TcpListener;
+use tandem_node::{
+    Metrics, Shutdown,
+    discovery::{DiscoveryError, Workers},
+};
+use tandem_proto::link::Listener;
 
 /// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
-    /// `host:port` of the router's gRPC.
-    pub router: String,
+    /// Of the routers' gRPC. Each request goes to one of those that are well; any can take over what another has booked.
+    pub routers: Workers,
     /// The operator's name of the cluster; a router of another is not used.
     pub cluster: String,
     /// What is served.
@@ -46,13 +51,16 @@ pub struct FrontendSettings {
     pub attempt_timeout: Duration,
     /// Times a generation whose worker is lost goes on elsewhere with the same text. 0: it ends with an error event.
     pub resumes: u32,
+    /// A client that reads nothing of what is there for it is gone after this: its request would hold its permit
+    /// for ever. 5 minutes: nobody pauses an answer for longer and still wants the rest of it.
+    pub unread_max: Duration,
 }
 
 impl FrontendSettings {
-    /// The defaults for a router and a model.
+    /// The defaults for one router and a model.
     pub fn new(router: impl Into<String>, model: ServedModel) -> Self {
         Self {
-            router: router.into(),
+            routers: Workers::List(vec![router.into()]),
             cluster: "tandem".to_owned(),
             model,
             block_size: 16,
@@ -62,6 +70,7 @@ impl FrontendSettings {
             attempts: 3,
             attempt_timeout: Duration::from_secs(30),
             resumes: 8,
+            unread_max: Duration::from_secs(300),
         }
     }
 }
@@ -69,9 +78,9 @@ impl FrontendSettings {
 /// The frontend cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
-    /// The router's address is not one.
+    /// The list of routers cannot be used.
     #[error(transparent)]
-    Router(#[from] tandem_proto::link::InvalidAddress),
+    Routers(#[from] DiscoveryError),
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
@@ -83,7 +92,7 @@ pub enum FrontendError {
 /// Serves HTTP until the process drains and every request has ended, or until it stops. While it drains, new requests are
 /// refused with 503; what still runs at the stop ends with an error event.
 pub async fn run(
-    listener: TcpListener,
+    listener: impl Into<Listener>,
     settings: FrontendSettings,
     metrics: Metrics,
     shutdown: Shutdown,
@@ -91,19 +100,34 @@ pub async fn run(
     if settings.block_size == 0 {
         return Err(FrontendError::BlockSize);
     }
-    let app = Arc::new(http::App::new(settings, &metrics, shutdown.clone())?);
+    let listener = listener.into();
+    let routers = settings.routers.clone().open(&metrics)?;
+    let unread_max = settings.unread_max;
+    let app = Arc::new(http::App::new(settings, routers.now(), listener.network(), &metrics, shutdown.clone()));
     let drained = app.admission().clone().drained();
-    let listener = listener.tap_io(|socket| {
-        // Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
-        if let Err(error) = socket.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY cannot be set");
+    let routes = http::routes(Arc::clone(&app));
+    let server = async move {
+        match listener {
+            Listener::Tcp(listener) => {
+                let listener = listener.tap_io(|socket| {
+                    // Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
+                    if let Err(error) = socket.set_nodelay(true) {
+                        tracing::debug!(%error, "TCP_NODELAY cannot be set");
+                    }
+                });
+                axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
+            }
+            Listener::Memory(arriving, _) => {
+                let listener = Arriving(arriving);
+                axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
+            }
         }
-    });
-    let server = axum::serve(listener, http::routes(Arc::clone(&app))).with_graceful_shutdown(drained);
+    };
     tokio::select! {
+        biased;
         result = server => Ok(result?),
         () = after_stop(&shutdown) => Ok(()),
-        never = app.tell_readiness() => match never {},
+        never = app.follow(routers) => match never {},
     }
 }
 

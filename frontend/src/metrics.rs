@@ -38,6 +38,8 @@ pub(crate) struct FrontendMetrics {
     pub(crate) ready: Gauge,
     cancelled: Counter,
     pub(crate) migrations: Counter,
+    pub(crate) rebooked: Counter,
+    pub(crate) routers_well: Gauge,
     request_duration: Histogram,
     pub(crate) time_to_first_token: Histogram,
     pub(crate) inter_token_latency: Histogram,
@@ -64,6 +66,13 @@ impl FrontendMetrics {
     pub(crate) fn new(registry: &Metrics, model: &str) -> Self {
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
+        // What should not happen stands at 0 until it does: an alert sees the step from 0 to 1, not one from nothing to 1.
+        for reason in (0..).map_while(|number| Reason::try_from(number).ok()) {
+            attempts_failed(registry, reason).increment(0);
+        }
+        for source in [CachedSource::RouterEstimate, CachedSource::Unknown] {
+            unreported_prompts(registry, source).increment(0);
+        }
         Self {
             inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests let in and not yet answered.", &[]),
             ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
@@ -72,6 +81,11 @@ impl FrontendMetrics {
                 "tandem_frontend_migrations_total",
                 "Generations that went on elsewhere after their worker was lost.",
             ),
+            rebooked: counter(
+                "tandem_frontend_rebooked_total",
+                "Running requests booked with another router after theirs was lost or left.",
+            ),
+            routers_well: registry.gauge("tandem_frontend_routers", "Routers that could place a request.", &[]),
             request_duration: histogram("tandem_frontend_request_duration_seconds", "From a request to the end of its answer."),
             time_to_first_token: histogram(
                 "tandem_frontend_time_to_first_token_seconds",
@@ -121,10 +135,7 @@ impl FrontendMetrics {
 
     /// An attempt ended before its first token.
     pub(crate) fn attempt_failed(&self, reason: Reason) {
-        const NAME: &str = "tandem_frontend_attempts_failed_total";
-        self.registry
-            .counter(NAME, "Attempts that ended before their first token.", &[("reason", reason_label(reason))])
-            .increment(1);
+        attempts_failed(&self.registry, reason).increment(1);
     }
 
     /// A prompt's answer is whole: counted once, whatever the endpoint, streamed or not, usage asked for or not.
@@ -173,9 +184,7 @@ impl FrontendMetrics {
         }
         let fell_silent = reporting.remove(worker);
         drop(reporting);
-        const UNREPORTED: &str = "tandem_frontend_unreported_prompts_total";
-        let help = "Finished prompts whose worker reported no cached tokens.";
-        self.registry.counter(UNREPORTED, help, &[("source", cached.source.label())]).increment(1);
+        unreported_prompts(&self.registry, cached.source).increment(1);
         if fell_silent {
             tracing::warn!(worker, "the worker has stopped reporting cached tokens; their number is estimated");
             const SILENT: &str = "tandem_frontend_reports_stopped_total";
@@ -195,6 +204,16 @@ impl FrontendMetrics {
     pub(crate) fn render(&self) -> String {
         self.registry.render()
     }
+}
+
+fn attempts_failed(registry: &Metrics, reason: Reason) -> Counter {
+    const NAME: &str = "tandem_frontend_attempts_failed_total";
+    registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason_label(reason))])
+}
+
+fn unreported_prompts(registry: &Metrics, source: CachedSource) -> Counter {
+    const NAME: &str = "tandem_frontend_unreported_prompts_total";
+    registry.counter(NAME, "Finished prompts whose worker reported no cached tokens.", &[("source", source.label())])
 }
 
 #[cfg(test)]
@@ -228,6 +247,23 @@ mod tests {
         }
         assert!(!text.contains("attic"), "{text}");
         assert!(!text.contains("reports_stopped"), "p1 never reported: {text}");
+    }
+
+    #[test]
+    fn what_should_not_happen_stands_at_0_until_it_does() {
+        let registry = Metrics::default();
+        let metrics = FrontendMetrics::new(&registry, "m");
+        metrics.attempt_failed(Reason::PrefillLost);
+        let text = registry.render();
+        for line in [
+            r#"tandem_frontend_attempts_failed_total{reason="unreachable"} 0"#,
+            r#"tandem_frontend_attempts_failed_total{reason="prefill_lost"} 1"#,
+            r#"tandem_frontend_attempts_failed_total{reason="draining"} 0"#,
+            r#"tandem_frontend_unreported_prompts_total{source="router_estimate"} 0"#,
+            r#"tandem_frontend_unreported_prompts_total{source="unknown"} 0"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in {text}");
+        }
     }
 
     #[test]

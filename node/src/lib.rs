@@ -2,12 +2,17 @@
 
 pub mod admin;
 pub mod discovery;
+pub mod events;
 pub mod metrics;
+pub mod retry;
+mod secret;
 mod shutdown;
 pub mod telemetry;
 pub mod worker;
 
 pub use metrics::Metrics;
+pub use retry::Tries;
+pub use secret::Secret;
 pub use shutdown::Shutdown;
 
 /// A new `instance_id`: one run of a process.

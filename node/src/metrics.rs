@@ -4,7 +4,7 @@
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 /// Hands out metric handles and renders them all in Prometheus' text format. Cheap to clone.
 #[derive(Clone)]
@@ -14,6 +14,9 @@ pub struct Metrics(Arc<PrometheusRecorder>);
 pub type LabelPair<'a> = (&'static str, &'a str);
 
 const METADATA: Metadata<'static> = Metadata::new("tandem", Level::INFO, None);
+
+/// A busy frontend's histograms are told some ten thousand values in this time: a hundred kilobytes.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Histogram buckets by the unit a name ends with.
 const BUCKETS: [(&str, &[f64]); 4] = [
@@ -57,6 +60,16 @@ impl Metrics {
     pub fn render(&self) -> String {
         self.0.handle().render()
     }
+
+    /// Puts the values that histograms were told into their buckets, now and then, until it is dropped. Before that each value is
+    /// kept by itself: without upkeep, memory grows for as long as nobody reads the page.
+    pub async fn upkeep(self) {
+        let handle = self.0.handle();
+        loop {
+            tokio::time::sleep(UPKEEP_INTERVAL).await;
+            handle.run_upkeep();
+        }
+    }
 }
 
 fn key(name: &'static str, labels: &[LabelPair<'_>]) -> Key {
@@ -67,6 +80,31 @@ fn key(name: &'static str, labels: &[LabelPair<'_>]) -> Key {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test(start_paused = true)]
+    async fn values_that_nobody_reads_do_not_pile_up() {
+        const VALUES: u32 = 500_000;
+        let resident = || {
+            let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
+            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
+            line.split_whitespace().next().and_then(|kib| kib.parse::<u32>().ok()).expect("a number") * 1024
+        };
+        let metrics = Metrics::default();
+        let histogram = metrics.histogram("tandem_frontend_inter_token_latency_seconds", "Gaps.", &[]);
+        let mut upkeep = tokio::task::JoinSet::new();
+        upkeep.spawn(metrics.upkeep());
+        let mut early = 0;
+        for round in 0..40 {
+            (0..VALUES).for_each(|value| histogram.record(f64::from(value)));
+            tokio::time::sleep(2 * UPKEEP_INTERVAL).await;
+            if round == 4 {
+                early = resident();
+            }
+        }
+        let grown = resident().saturating_sub(early);
+        assert!(grown < 10 * VALUES * size_of::<f64>() as u32, "{grown} bytes more than after 5 of 40 rounds");
+    }
 
     #[test]
     fn two_recorders_do_not_mix_and_series_share_one_family() {

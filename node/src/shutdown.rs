@@ -23,6 +23,7 @@ impl Shutdown {
         let stopped = self.stopped.clone();
         self.tasks.spawn(async move {
             tokio::select! {
+                biased;
                 () = stopped.cancelled() => {}
                 () = task => {}
             }

@@ -3,9 +3,16 @@
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
 
+/// NATS' client, as it calls itself in logs.
+const NATS: &str = "async_nats";
+
 /// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`.
 pub fn init(filter: &str) -> Result<(), InvalidFilter> {
-    let filter = EnvFilter::try_new(filter)?;
+    let mut filter = EnvFilter::try_new(filter)?;
+    if !filter.to_string().contains(NATS) {
+        // It tells every try to connect; we tell what matters of it.
+        filter = filter.add_directive(format!("{NATS}=off").parse()?);
+    }
     fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal()).init();
     Ok(())
 }

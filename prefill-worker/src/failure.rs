@@ -25,6 +25,8 @@ pub(crate) enum Ended {
     Transfer(#[from] TransferError),
     #[error("the engine failed; try another worker")]
     Engine,
+    #[error("the engine hangs; try another worker")]
+    Hung,
     /// Not a failure of the attempt but of the peer.
     #[error("{0}")]
     Protocol(Protocol),
@@ -70,7 +72,7 @@ impl Ended {
             | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
                 (Reason::Invalid, instance_id.to_owned())
             }
-            Self::Engine | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
+            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
             Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
                 (Reason::PrefillLost, instance_id.to_owned())
             }

@@ -9,21 +9,21 @@ mod failure;
 mod link;
 mod service;
 
-use futures::FutureExt;
+use futures::{FutureExt, future::OptionFuture};
 use link::Link;
 use service::{Service, Worker};
 use std::{sync::Arc, time::Duration};
 use tandem_engine::{EngineHandle, EngineInfo};
 use tandem_node::{
     Metrics, Shutdown,
+    events::Broker,
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
-    link::MESSAGE_BYTES_MAX,
+    link::{Listener, MESSAGE_BYTES_MAX},
     v1::{WorkerInfo, prefill_server::PrefillServer, worker_info::Role},
 };
 use tandem_transfer::{Tcp, Transport};
-use tokio::net::TcpListener;
 use tonic::service::Routes;
 
 /// What a prefill worker is told by its operator.
@@ -39,6 +39,8 @@ pub struct PrefillWorkerSettings {
     pub revision: String,
     /// Where every prompt is accounted for.
     pub ledger: Ledger,
+    /// Where changes of the cache are published, beside the streams of those who watch.
+    pub broker: Option<Broker>,
     /// Off: `Scheduled` says nothing about cached tokens. Only to test what a cluster makes of such a worker.
     pub report_cached_tokens: bool,
     /// A computed prompt is let go when the decode worker has not said by then where its blocks may go.
@@ -58,20 +60,24 @@ pub enum PrefillWorkerError {
 
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
 pub async fn run(
-    listener: TcpListener,
+    listener: impl Into<Listener>,
     engine: EngineHandle,
     settings: PrefillWorkerSettings,
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), PrefillWorkerError> {
+    let listener = listener.into();
     let info = worker_info(&settings, engine.info());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "prefill worker starts");
     let ledger = settings.ledger.of(&settings.worker_id, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
     metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());
-    let watched = watch(&engine)().await.ok_or(PrefillWorkerError::EngineGone)?;
-    let transport = Tcp::default();
+    let watch = watch(&engine);
+    let watched = (watch.start)().await.ok_or(PrefillWorkerError::EngineGone)?;
+    let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
+    let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
+    let transport = Tcp::on(listener.network());
     let worker = Worker {
         instance_id: info.instance_id.clone(),
         sent: metrics.transfer(transport.name(), Direction::Sent),
@@ -83,12 +89,14 @@ pub async fn run(
         engine: engine.clone(),
         settings,
     };
-    let control = ControlService::new(info, watch(&engine), metrics.clone(), requests.clone(), shutdown);
+    let control = ControlService::new(info, watch, metrics.clone(), requests.clone(), shutdown, broker);
     let prefill = PrefillServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let routes = Routes::default().add_service(control.into_server()).add_service(prefill);
     tokio::select! {
+        biased;
         served = requests.serve(listener, routes) => Ok(served?),
         () = metrics.follow(watched) => Err(PrefillWorkerError::EngineGone),
+        Some(()) = OptionFuture::from(published) => Err(PrefillWorkerError::EngineGone),
     }
 }
 
@@ -109,13 +117,21 @@ fn worker_info(settings: &PrefillWorkerSettings, engine: &EngineInfo) -> WorkerI
 }
 
 fn watch(engine: &EngineHandle) -> Watch {
-    let engine = engine.clone();
-    Arc::new(move || {
+    let start = {
         let engine = engine.clone();
-        async move {
-            let (snapshot, batches) = engine.watch().await?;
-            Some(Watched { snapshot, load: engine.load(), batches })
-        }
-        .boxed()
-    })
+        Arc::new(move || {
+            let engine = engine.clone();
+            async move {
+                let (snapshot, batches) = engine.watch().await?;
+                Some(Watched { snapshot, load: engine.load(), batches })
+            }
+            .boxed()
+        })
+    };
+    let engine = engine.clone();
+    let hung = Arc::new(move || {
+        let engine = engine.clone();
+        async move { engine.hung().await }.boxed()
+    });
+    Watch { start, hung }
 }

@@ -3,7 +3,7 @@
 use crate::{
     PrefillWorkerSettings,
     attempt::attempt,
-    failure::{Protocol, Told},
+    failure::{Ended, Protocol, Told},
     link::Link,
 };
 use std::sync::Arc;
@@ -56,7 +56,12 @@ impl Worker {
         messages: Streaming<PrefillRequest>,
         replies: ReplySender<PrefillReply>,
     ) -> Result<(), ClientGone> {
-        let last = match attempt(self, start, messages, &replies).await {
+        let ended = tokio::select! {
+            biased;
+            ended = attempt(self, start, messages, &replies) => ended,
+            () = self.engine.hung() => Err(Ended::Hung),
+        };
+        let last = match ended {
             Ok(()) => prefill_reply::Message::Done(PrefillDone {}),
             Err(ended) => {
                 tracing::debug!(%ended, "prefill ended early");

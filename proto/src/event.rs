@@ -1,6 +1,7 @@
 //! KV events and the batches they travel in.
 
 use crate::{WireError, v1};
+use prost::Message;
 use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, StoredChain};
 
 impl From<&StoredChain> for v1::Stored {
@@ -50,8 +51,51 @@ pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEven
         last_event_id: batch.last_event_id.max(above),
         events: batch.events.iter().filter(|event| event.event_id > above).map(Into::into).collect(),
         load: Some(v1::Load { taken_in: batch.taken_in.clone(), ..(&batch.load).into() }),
+        sent_unix_us: 0,
     }
 }
+
+/// The batch in parts of at most so many bytes, each a batch by itself. An event that alone is longer becomes a batch without
+/// events: who gets it misses the event by its number.
+pub fn split_batch(batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvEventBatch> {
+    if batch.encoded_len() <= bytes_max {
+        return vec![batch];
+    }
+    let v1::KvEventBatch { instance_id, last_event_id, events, load, sent_unix_us } = batch;
+    let part = |last_event_id| v1::KvEventBatch {
+        instance_id: instance_id.clone(),
+        last_event_id,
+        load: load.clone(),
+        sent_unix_us,
+        events: Vec::new(),
+    };
+    // With the longest number, and what a list's item and length may take besides.
+    let empty = part(u64::MAX).encoded_len();
+    let (mut parts, mut room) = (Vec::<v1::KvEventBatch>::new(), 0);
+    for event in events {
+        let (event_id, bytes) = (event.event_id, event.encoded_len() + ITEM_BYTES_MAX);
+        let fits = empty + bytes <= bytes_max;
+        if parts.is_empty() || !fits || bytes > room {
+            parts.push(part(event_id));
+            room = bytes_max.saturating_sub(empty);
+        }
+        let last = parts.last_mut().expect("there is one now");
+        last.last_event_id = event_id;
+        if fits {
+            last.events.push(event);
+            room -= bytes;
+        } else {
+            room = 0;
+        }
+    }
+    if parts.is_empty() {
+        parts.push(part(last_event_id));
+    }
+    parts
+}
+
+/// A tag and a length before an item of a list.
+const ITEM_BYTES_MAX: usize = 6;
 
 /// Checks that the batch's own ids have no gap; whether one lies before its first is the receiver's to see.
 /// `step` is not on the wire.
@@ -128,6 +172,30 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn parts_of_a_batch_are_short_and_together_the_batch(batch in batch(), bytes_max in 40..900_usize) {
+            let wire = v1::KvEventBatch { load: None, ..event_batch("i", &batch, 0) };
+            let parts = split_batch(wire.clone(), bytes_max);
+            let mut wanted = wire.events.iter();
+            for part in &parts {
+                prop_assert!(part.encoded_len() <= bytes_max, "{} bytes, {bytes_max} are allowed", part.encoded_len());
+                // An event that is too long is told by its number.
+                if part.events.is_empty() && let Some(missed) = wanted.next() {
+                    prop_assert_eq!(missed.event_id, part.last_event_id);
+                    prop_assert!(missed.encoded_len() + 40 > bytes_max);
+                }
+                for event in &part.events {
+                    prop_assert_eq!(Some(event), wanted.next());
+                }
+                let whole = v1::KvEventBatch { load: Some(v1::Load::default()), ..part.clone() };
+                prop_assert!(KvBatch::try_from(whole).is_ok());
+            }
+            prop_assert_eq!(wanted.next(), None);
+            prop_assert_eq!(parts.last().map(|part| part.last_event_id), Some(wire.last_event_id));
+        }
+    }
+
     #[test]
     fn what_breaks_the_protocol_is_refused() {
         let cleared = |event_id| v1::KvEvent { event_id, change: Some(v1::kv_event::Change::Cleared(v1::Cleared {})) };
@@ -136,6 +204,7 @@ mod tests {
             last_event_id,
             events: events.to_vec(),
             load: Some(v1::Load::default()),
+            sent_unix_us: 0,
         };
         let error = |wire| KvBatch::try_from(wire).expect_err("it breaks the protocol");
         assert_eq!(error(batch(3, &[cleared(1), cleared(3)])), WireError::EventIds { after: 1, found: 3 });

@@ -9,7 +9,7 @@ mod scheduled;
 mod snapshot;
 
 pub use error::WireError;
-pub use event::event_batch;
+pub use event::{event_batch, split_batch};
 pub use identity::Difference;
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 

@@ -3,6 +3,10 @@
 //! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle: held streams are how
 //! the parts notice each other's end.
 
+mod network;
+
+pub use network::{Dial, Listener, Network};
+
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
@@ -90,19 +94,27 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
 
 /// One connection a peer, shared by all calls to it. Cheap to clone.
 #[derive(Clone, Default)]
-pub struct Channels(Arc<Mutex<HashMap<String, Channel>>>);
+pub struct Channels {
+    network: Network,
+    open: Arc<Mutex<HashMap<String, Channel>>>,
+}
 
 impl Channels {
+    /// None yet, on this network.
+    pub fn on(network: Network) -> Self {
+        Self { network, open: Arc::default() }
+    }
+
     /// The connection to `host:port`. It is made by the first call on it.
     pub fn to(&self, address: &str) -> Result<Channel, InvalidAddress> {
-        let mut channels = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut channels = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(channel) = channels.get(address) {
             return Ok(channel.clone());
         }
         if channels.len() == CHANNELS_MAX {
             channels.clear();
         }
-        let channel = endpoint(address)?.connect_lazy();
+        let channel = self.network.connect_lazy(&endpoint(address)?);
         channels.insert(address.to_owned(), channel.clone());
         Ok(channel)
     }

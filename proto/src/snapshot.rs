@@ -48,6 +48,12 @@ impl SnapshotAssembly {
         Self { so_far: None, hashes: 0, hashes_max }
     }
 
+    /// Forgets the chunks so far.
+    pub fn clear(&mut self) {
+        self.so_far = None;
+        self.hashes = 0;
+    }
+
     /// Takes the next chunk; gives the snapshot when it was the last, and is empty again then.
     pub fn push(&mut self, chunk: v1::SnapshotChunk) -> Result<Option<Snapshot>, WireError> {
         let (instance_id, snapshot) = self

@@ -6,7 +6,7 @@
 
 use crate::index::Keyed;
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, VecDeque},
     sync::Arc,
 };
 use tandem_kv::SequenceHash;
@@ -27,10 +27,16 @@ pub(crate) struct Share {
     pub(crate) sequences: u32,
 }
 
+/// Requests of a worker's latest reports that are remembered, for bookings which other routers tell of later than the worker does.
+/// A second of a busy worker's; the news takes milliseconds.
+const TAKEN_IN_MAX: usize = 1_024;
+
 /// All that is booked on one worker.
 pub(crate) struct Booked {
     bookings: u32,
     unreported: BTreeMap<BookingKey, Share>,
+    /// The latest [`TAKEN_IN_MAX`].
+    taken_in: VecDeque<Arc<str>>,
     tokens: u64,
     sequences: u64,
     /// Block → prompts in computation that have it. As prompts are whole, it is prefix-closed.
@@ -39,7 +45,14 @@ pub(crate) struct Booked {
 
 impl Booked {
     pub(crate) fn new(key: u64) -> Self {
-        Self { bookings: 0, unreported: BTreeMap::new(), tokens: 0, sequences: 0, predicted: HashMap::with_hasher(Keyed(key)) }
+        Self {
+            bookings: 0,
+            unreported: BTreeMap::new(),
+            taken_in: VecDeque::new(),
+            tokens: 0,
+            sequences: 0,
+            predicted: HashMap::with_hasher(Keyed(key)),
+        }
     }
 
     /// Requests placed here, reported or not.
@@ -80,11 +93,25 @@ impl Booked {
     /// The worker's report has come to include the request.
     pub(crate) fn taken_in(&mut self, request_id: &str) {
         let request_id: Arc<str> = request_id.into();
+        if self.taken_in.len() == TAKEN_IN_MAX {
+            self.taken_in.pop_front();
+        }
+        self.taken_in.push_back(request_id.clone());
         let all = (request_id.clone(), BookingId(0))..=(request_id, BookingId(u64::MAX));
         let keys: Vec<BookingKey> = self.unreported.range(all).map(|(key, _)| key.clone()).collect();
         for key in keys {
             self.report(&key);
         }
+    }
+
+    /// Whether one of the worker's latest reports has come to include the request.
+    pub(crate) fn has_taken_in(&self, request_id: &str) -> bool {
+        self.taken_in.iter().any(|taken_in| **taken_in == *request_id)
+    }
+
+    /// What of a booking is not in the worker's report.
+    pub(crate) fn unreported(&self, key: &BookingKey) -> Share {
+        self.unreported.get(key).copied().unwrap_or_default()
     }
 
     /// The worker's report includes all it has taken in, and which requests these are was lost.

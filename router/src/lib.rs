@@ -6,9 +6,11 @@
 mod booked;
 mod breaker;
 mod cluster;
+mod exchange;
 mod feed;
 mod index;
 mod metrics;
+mod peers;
 mod route;
 mod service;
 mod settings;
@@ -20,6 +22,7 @@ pub use index::{PrefixIndex, Skipped, WorkerSlot};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
 use cluster::Cluster;
+use peers::Peering;
 use service::RouterService;
 use std::{
     collections::{BTreeMap, btree_map::Entry::Vacant},
@@ -29,10 +32,14 @@ use std::{
 };
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::{DiscoveryError, Members},
+    discovery::{DiscoveryError, Members, Workers},
 };
-use tandem_proto::{link, v1::router_server::RouterServer};
-use tokio::{net::TcpListener, task::JoinSet};
+use tandem_proto::{
+    link::{self, Listener},
+    v1::router_server::RouterServer,
+};
+use tokio::task::JoinSet;
+use tonic::transport::Endpoint;
 use watch::Watcher;
 
 /// Why a router cannot run.
@@ -46,48 +53,108 @@ pub enum RouterError {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// Routes until the shutdown: new streams are refused when it drains, those that are open may end until it stops.
-/// Dropping the future ends the following of workers; streams end with the shutdown.
+/// Workers that were listed at the start and have not answered after this are not waited for: longer than it takes to find
+/// that a host is not there.
+const AWAIT_WORKERS: Duration = Duration::from_secs(5);
+
+/// Routes until the shutdown: new streams are refused when it drains, and frontends are asked to take those that are open
+/// elsewhere; they may end until it stops. Dropping the future ends the following of workers; streams end with the shutdown.
 pub async fn run(
-    listener: TcpListener,
+    listener: impl Into<Listener>,
     settings: RouterSettings,
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), RouterError> {
-    let cluster = Arc::new(Cluster::new(settings.clone(), metrics));
-    let following = follow(settings.workers.clone().open()?, cluster.clone(), settings.silence_max);
+    let listener = listener.into();
+    let cluster = Arc::new(Cluster::new(settings.clone(), metrics.clone()));
+    let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
+    let alone = matches!(&settings.peers, Workers::List(list) if list.is_empty());
+    let (silence_max, bookings_max) = (settings.silence_max, settings.bookings_max);
+    let (cluster_of, network_of, broker) = (&cluster, listener.network(), settings.broker.clone());
+    let workers = follow(
+        workers,
+        Followed {
+            who: "workers",
+            one: |address: String, endpoint| {
+                cluster_of.lock().await_worker(&address);
+                let (cluster, network, broker) = (cluster_of.clone(), network_of.clone(), broker.clone());
+                Watcher { cluster, network, address, endpoint, silence_max, broker }.run()
+            },
+            is_there: |address: &str| cluster_of.lock().has_member_at(address),
+            left: || cluster_of.left(),
+        },
+    );
+    let peers = follow(
+        peers,
+        Followed {
+            who: "routers",
+            one: |address: String, endpoint| {
+                let (cluster, network) = (cluster_of.clone(), network_of.clone());
+                Peering { cluster, network, address, endpoint, silence_max, bookings_max }.run()
+            },
+            is_there: |address: &str| cluster_of.lock().has_peer_at(address),
+            left: || cluster_of.peer_left(),
+        },
+    );
+    let patience = async {
+        tokio::time::sleep(AWAIT_WORKERS).await;
+        cluster.lock().await_nobody();
+        std::future::pending().await
+    };
     // A booking is a held stream, and one frontend may hold them all.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
-    let service = RouterServer::new(RouterService { cluster, settings, shutdown: shutdown.clone() })
-        .max_decoding_message_size(link::MESSAGE_BYTES_MAX);
+    let service = RouterService { cluster: cluster.clone(), settings, alone, shutdown: shutdown.clone() };
+    let service = RouterServer::new(service).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
     let draining = shutdown.clone();
-    let serve = link::server()
-        .max_concurrent_streams(streams_max)
-        .add_service(service)
-        .serve_with_incoming_shutdown(link::incoming(listener), async move { draining.draining().await });
+    let router = link::server().max_concurrent_streams(streams_max).add_service(service);
+    let serve = listener.serve(router, async move { draining.draining().await });
     tokio::select! {
-        served = serve => Ok(served?),
+        biased;
         () = shutdown.stopped() => Ok(()),
-        never = following => match never {},
+        // Before anybody is served, so that it is known who is waited for.
+        never = workers => match never {},
+        never = peers => match never {},
+        never = patience => never,
+        served = serve => Ok(served?),
     }
 }
 
-/// Follows every worker that is listed, for as long as it is. Dropped, it leaves nothing behind.
-async fn follow(mut members: Members, cluster: Arc<Cluster>, silence_max: Duration) -> Infallible {
-    let mut watchers: BTreeMap<String, JoinSet<()>> = BTreeMap::new();
+/// Whom to follow.
+struct Followed<One, IsThere, Left> {
+    /// For people.
+    who: &'static str,
+    /// Follows one of them until it is dropped.
+    one: One,
+    /// Whether who is at this address has joined.
+    is_there: IsThere,
+    /// Resolves when somebody has left.
+    left: Left,
+}
+
+/// Follows everybody who is listed, for as long as they are. One that has joined also stays when it is listed no more, until it
+/// leaves, if the list only hints. Dropped, it leaves nothing behind.
+async fn follow<F, L>(
+    mut members: Members,
+    followed: Followed<impl Fn(String, Endpoint) -> F, impl Fn(&str) -> bool, impl Fn() -> L>,
+) -> Infallible
+where
+    F: Future<Output = ()> + Send + 'static,
+    L: Future<Output = ()>,
+{
+    let Followed { who, one, is_there, left } = followed;
+    let mut tasks: BTreeMap<String, JoinSet<()>> = BTreeMap::new();
     loop {
-        let listed = members.now();
-        if listed.is_empty() {
-            tracing::warn!("no workers are listed; every request will be refused");
-        }
-        watchers.retain(|address, _| listed.contains(address));
+        let (listed, hints) = (members.now(), members.are_hints());
+        tasks.retain(|address, _| listed.contains(address) || (hints && is_there(address)));
         for address in listed {
-            let Vacant(place) = watchers.entry(address.clone()) else { continue };
+            let Vacant(place) = tasks.entry(address.clone()) else { continue };
             let endpoint = link::endpoint(address).expect("lists are checked when they are read");
-            let watcher = Watcher { cluster: cluster.clone(), address: address.clone(), endpoint, silence_max };
-            place.insert(JoinSet::new()).spawn(watcher.run());
+            place.insert(JoinSet::new()).spawn(one(address.clone(), endpoint));
         }
-        members.changed().await;
-        tracing::info!(workers = members.now().len(), "the list of workers has changed");
+        tokio::select! {
+            biased;
+            () = members.changed() => tracing::info!(listed = members.now().len(), "the list of {who} has changed"),
+            () = left(), if hints => {}
+        }
     }
 }

@@ -9,8 +9,18 @@ pub(crate) struct RouterMetrics {
     registry: Metrics,
     /// Requests placed and not yet closed.
     pub(crate) bookings: Gauge,
+    /// Placed elsewhere, and booked here since.
+    pub(crate) rebooked: Counter,
+    /// Bookings that other routers tell of.
+    pub(crate) peer_bookings: Gauge,
+    /// Routers that tell of theirs.
+    pub(crate) peers: Gauge,
+    /// The part of the listed workers whose caches the index knows.
+    pub(crate) index_complete: Gauge,
     /// One placement, the wait for the state included.
     pub(crate) route_duration: Histogram,
+    /// How late events come.
+    pub(crate) event_lag: Histogram,
     /// Placements refused.
     pub(crate) refused: Counter,
     /// Workers that are routed to.
@@ -37,6 +47,10 @@ pub(crate) struct WorkerSeries {
     pub(crate) overlap_under: Counter,
     /// Blocks the index holds for it.
     pub(crate) index_blocks: Gauge,
+    /// Its events come over NATS.
+    pub(crate) by_nats: Gauge,
+    /// Its events come on its stream.
+    pub(crate) by_stream: Gauge,
     /// Times its events had a gap and its cache was asked for anew.
     pub(crate) gaps: Counter,
     /// Blocks it removed without having stored them.
@@ -56,7 +70,24 @@ impl RouterMetrics {
             |state| registry.gauge("tandem_router_workers", "Listed workers by what became of them.", &[("state", state)]);
         Self {
             bookings: registry.gauge("tandem_router_bookings", "Requests placed and not yet closed.", &[]),
+            rebooked: registry.counter(
+                "tandem_router_rebooked_total",
+                "Running requests that were placed by another router and are booked here since.",
+                &[],
+            ),
+            peer_bookings: registry.gauge("tandem_router_peer_bookings", "Requests that other routers have placed.", &[]),
+            peers: registry.gauge("tandem_router_peers", "Routers whose bookings are known here.", &[]),
+            index_complete: registry.gauge(
+                "tandem_router_index_complete_ratio",
+                "Workers whose caches the index knows, by those that are listed.",
+                &[],
+            ),
             route_duration: registry.histogram("tandem_router_route_duration_seconds", "Time to place a request.", &[]),
+            event_lag: registry.histogram(
+                "tandem_router_kv_event_lag_seconds",
+                "From the worker's sending of KV events to their taking, by the clocks of both hosts.",
+                &[],
+            ),
             refused: registry.counter("tandem_router_refused_total", "Requests that no worker could take.", &[]),
             joined: workers("joined"),
             refused_workers: workers("refused"),
@@ -70,6 +101,10 @@ impl RouterMetrics {
         let labelled = |name, help, label, value| self.registry.counter(name, help, &[("worker", worker_id), (label, value)]);
         let placed =
             |kind| labelled("tandem_router_placements_total", "Placements by what the worker does in them.", "kind", kind);
+        let way = |way| {
+            let help = "1 for the way by which the worker's KV events come: over NATS, or direct on its stream.";
+            self.registry.gauge("tandem_router_event_plane", help, &[("worker", worker_id), ("plane", way)])
+        };
         let event = |kind| labelled("tandem_router_kv_events_total", "KV events applied.", "kind", kind);
         let skipped =
             |reason| labelled("tandem_router_kv_blocks_skipped_total", "Blocks of KV events not usable.", "reason", reason);
@@ -92,6 +127,8 @@ impl RouterMetrics {
                 "Blocks the index holds for the worker.",
                 &[("worker", worker_id), ("tier", "device")],
             ),
+            by_nats: way("nats"),
+            by_stream: way("direct"),
             gaps: counter("tandem_router_kv_event_gaps_total", "Gaps in the worker's KV events; each led to a new snapshot."),
             breaker_opened: counter(
                 "tandem_router_breaker_opened_total",

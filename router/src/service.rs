@@ -3,24 +3,36 @@
 use crate::{
     booked::BookingId,
     cluster::{Asked, Cluster, Excluded, NotPlaced},
+    exchange::{self, News},
     route::Unplaced,
     settings::RouterSettings,
 };
 use futures::{Stream, StreamExt, stream};
-use std::{pin::Pin, sync::Arc};
+use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::SequenceHash;
 use tandem_node::Shutdown;
 use tandem_proto::v1::{
-    AttemptFailed, ExplainReply, ExplainRequest, Failure, Reason, RoutePrompt, RouteReply, RouteRequest, WorkersReply,
-    WorkersRequest, route_reply, route_request::Message, router_server::Router,
+    AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Leaving, Reason, RoutePrompt,
+    RouteReply, RouteRequest, Running, WorkersReply, WorkersRequest, route_reply, route_request::Message, router_server::Router,
 };
-use tokio::time::timeout;
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 use tonic::{Request, Response, Status, Streaming};
+
+/// Changes of bookings are gathered for so long before other routers hear of them: hundreds of requests a second cost no more
+/// messages than this allows, and a burst of equal prompts is told of while its first is on its way to a worker.
+const GATHER: Duration = Duration::from_millis(5);
+/// Between two messages to a router when nothing changes.
+const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// The service.
 pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) settings: RouterSettings,
+    /// No other router is known: what this one refuses, nobody can place.
+    pub(crate) alone: bool,
     pub(crate) shutdown: Shutdown,
 }
 
@@ -36,12 +48,25 @@ impl Router for RouterService {
         let Some(Message::Prompt(prompt)) = first.and_then(|first| first.message) else {
             return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
         };
-        let asked = self.check(prompt)?;
+        let (running, asked) = self.check(prompt)?;
+        if self.shutdown.is_draining() {
+            return Err(Status::unavailable("the router is leaving; ask another"));
+        }
         let (cluster, prompt_tokens) = (self.cluster.clone(), asked.prompt_tokens);
         let mut held = Held { cluster, asked, prompt_tokens, excluded: Excluded::default(), attempts: 0, booking: None };
-        let first = held.place();
-        let later = stream::try_unfold(Route { held, requests, shutdown: self.shutdown.clone() }, Route::next);
-        Ok(Response::new(stream::once(async { Ok(first) }).chain(later).boxed()))
+        let first = match running {
+            Some(running) => {
+                held.rebook(running)?;
+                None
+            }
+            None => {
+                self.may_place()?;
+                Some(Ok(held.place()))
+            }
+        };
+        let route = Route { held, requests, shutdown: self.shutdown.clone(), leaving_told: false };
+        let later = stream::try_unfold(route, Route::next);
+        Ok(Response::new(stream::iter(first).chain(later).boxed()))
     }
 
     async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainReply>, Status> {
@@ -49,39 +74,104 @@ impl Router for RouterService {
         let request_id = "explain".to_owned();
         let prompt =
             RoutePrompt { request_id, model, sequence_hashes, prompt_tokens, prompt_logits, samples: 1, ..Default::default() };
-        let asked = self.check(prompt)?;
+        let (_, asked) = self.check(prompt)?;
         Ok(Response::new(self.cluster.lock().explain(&asked)))
     }
 
     async fn workers(&self, _: Request<WorkersRequest>) -> Result<Response<WorkersReply>, Status> {
-        Ok(Response::new(self.cluster.lock().view()))
+        let mut view = self.cluster.lock().view();
+        if self.shutdown.is_draining() {
+            view.unready = Some("the router is leaving".to_owned());
+        }
+        Ok(Response::new(view))
+    }
+
+    type BookingsStream = Pin<Box<dyn Stream<Item = Result<BookingsReply, Status>> + Send>>;
+
+    async fn bookings(&self, request: Request<BookingsRequest>) -> Result<Response<Self::BookingsStream>, Status> {
+        self.belongs("router", request.into_inner().identity)?;
+        let (cluster, shutdown) = (self.cluster.clone(), self.shutdown.clone());
+        let (router_instance_id, changes) = {
+            let state = cluster.lock();
+            (state.instance_id(), state.changes())
+        };
+        let teller = Teller { cluster, shutdown, router_instance_id, changes, known: None, news: VecDeque::new() };
+        Ok(Response::new(stream::unfold(teller, Teller::next).boxed()))
     }
 }
 
 impl RouterService {
-    fn check(&self, prompt: RoutePrompt) -> Result<Asked, Status> {
+    fn belongs(&self, who: &str, identity: Option<Identity>) -> Result<(), Status> {
+        let fits = identity.map_or(Ok(()), |identity| identity.fits(&self.cluster.lock().identity()));
+        fits.map_err(|difference| Status::failed_precondition(format!("the {who} is not of this cluster: {difference}")))
+    }
+
+    /// Fails while others know more of the workers' caches.
+    fn may_place(&self) -> Result<(), Status> {
+        let state = self.cluster.lock();
+        match state.unready() {
+            Some(why) if !self.alone && state.is_joining() => Err(Status::unavailable(why)),
+            _ => Ok(()),
+        }
+    }
+
+    fn check(&self, prompt: RoutePrompt) -> Result<(Option<Running>, Asked), Status> {
         if prompt.request_id.is_empty() {
             return Err(Status::invalid_argument("`request_id` is missing"));
         }
         if prompt.prompt_tokens == 0 {
             return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
         }
-        if let Some(identity) = &prompt.identity {
-            let fits = identity.fits(&self.cluster.lock().identity());
-            fits.map_err(|difference| Status::failed_precondition(format!("the frontend is not of this cluster: {difference}")))?;
+        if prompt.running.as_ref().is_some_and(|running| running.decode_instance_id.is_empty()) {
+            return Err(Status::invalid_argument("`running.decode_instance_id` is missing"));
         }
+        self.belongs("frontend", prompt.identity)?;
         let hashes_max = self.settings.hashes_max;
         if prompt.sequence_hashes.len() > hashes_max {
             return Err(Status::invalid_argument(format!("`sequence_hashes` has at most {hashes_max} items")));
         }
-        Ok(Asked {
+        let asked = Asked {
             request_id: prompt.request_id.into(),
             model: prompt.model,
             hashes: prompt.sequence_hashes.into_iter().map(SequenceHash).collect(),
             prompt_tokens: prompt.prompt_tokens,
             samples: prompt.samples,
             prompt_logits: prompt.prompt_logits,
-        })
+        };
+        Ok((prompt.running, asked))
+    }
+}
+
+/// One router's stream of this one's bookings.
+struct Teller {
+    cluster: Arc<Cluster>,
+    shutdown: Shutdown,
+    router_instance_id: Arc<str>,
+    changes: watch::Receiver<u64>,
+    /// The last change it knows; `None` before the full state.
+    known: Option<u64>,
+    /// Still to be sent: what one look at the bookings makes.
+    news: VecDeque<News>,
+}
+
+impl Teller {
+    /// Ends when the router drains: what it has booked moves to others then.
+    async fn next(mut self) -> Option<(Result<BookingsReply, Status>, Self)> {
+        if self.news.is_empty() {
+            if self.known.is_some() {
+                tokio::select! {
+                    biased;
+                    () = self.shutdown.draining() => return None,
+                    changed = timeout(HEARTBEAT, self.changes.changed()) => if changed.is_ok() { sleep(GATHER).await },
+                }
+            }
+            let state = self.cluster.lock();
+            self.changes.mark_unchanged();
+            let (news, last) = state.news(self.known);
+            (self.news, self.known) = (news.into(), Some(last));
+        }
+        let news = self.news.pop_front().expect("a look at the bookings makes a message");
+        Some((Ok(exchange::encode(&self.router_instance_id, news)), self))
     }
 }
 
@@ -90,6 +180,7 @@ struct Route {
     held: Held,
     requests: Streaming<RouteRequest>,
     shutdown: Shutdown,
+    leaving_told: bool,
 }
 
 impl Route {
@@ -97,6 +188,11 @@ impl Route {
     async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
         loop {
             let request = tokio::select! {
+                biased;
+                () = self.shutdown.draining(), if !self.leaving_told => {
+                    self.leaving_told = true;
+                    return Ok(Some((RouteReply { message: Some(route_reply::Message::Leaving(Leaving {})) }, self)));
+                }
                 () = self.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
                 request = self.requests.message() => request?,
             };
@@ -150,6 +246,12 @@ impl Held {
             }
         };
         RouteReply { message: Some(message) }
+    }
+
+    fn rebook(&mut self, running: Running) -> Result<(), Status> {
+        let booked = self.cluster.lock().rebook(&self.asked, running);
+        self.booking = Some(booked.map_err(|refused| Status::resource_exhausted(refused.to_string()))?);
+        Ok(())
     }
 
     fn exclude(&mut self, failed: AttemptFailed) {

@@ -4,7 +4,7 @@ use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
 };
-use tandem_node::discovery::Workers;
+use tandem_node::{discovery::Workers, events::Broker};
 use tandem_proto::v1::Identity;
 
 /// How a router is run.
@@ -12,6 +12,11 @@ use tandem_proto::v1::Identity;
 pub struct RouterSettings {
     /// The workers' gRPC addresses, of both roles. They need not be up yet; the router tries for ever.
     pub workers: Workers,
+    /// Where workers publish their events, if they do: one message for all routers.
+    pub broker: Option<Broker>,
+    /// The other routers' gRPC addresses: they tell each other of their bookings. A router that has peers places nothing before
+    /// it knows its workers, as others can. Its own address among them does no harm.
+    pub peers: Workers,
     /// What all processes must agree with. What is left empty here, the worker that joins first decides.
     pub identity: Identity,
     /// How a worker is chosen.
@@ -27,7 +32,7 @@ pub struct RouterSettings {
     pub attempts_max: u32,
     /// Sequence hashes one prompt may bring. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,
-    /// Requests placed at one time; past it the router refuses. 16,384: many frontends' worth, and each may hold `hashes_max`.
+    /// Requests placed at one time; past it the router refuses. Of each peer, so many are known. 16,384: many frontends' worth, and each may hold `hashes_max`.
     pub bookings_max: usize,
     /// A worker that says nothing for so long is gone. 15 s: its heartbeat is due every second, and a laptop that computes on
     /// all cores may be late by several.
@@ -40,6 +45,8 @@ impl Default for RouterSettings {
     fn default() -> Self {
         Self {
             workers: Workers::List(Vec::new()),
+            broker: None,
+            peers: Workers::List(Vec::new()),
             identity: Identity { version: env!("CARGO_PKG_VERSION").to_owned(), ..Identity::default() },
             policy: PolicyKind::default(),
             prefill: PrefillPlace::default(),

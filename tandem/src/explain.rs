@@ -1,11 +1,9 @@
 //! `tandem route explain`: asks a running frontend where a prompt would go, and shows why.
 
+use crate::http;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use std::{fmt::Write as _, io::Read, io::Write as _, net::TcpStream, path::PathBuf, time::Duration};
-
-/// A frontend that answers at all answers within this time: nothing is computed.
-const ANSWER_WAIT: Duration = Duration::from_secs(10);
+use std::{fmt::Write as _, path::PathBuf};
 
 /// What is asked.
 #[derive(clap::Args, Debug)]
@@ -56,27 +54,15 @@ pub fn run(args: ExplainArgs) -> Result<String> {
     if args.json { Ok(format!("{answer:#}\n")) } else { Ok(table(&answer["prompts"][0])) }
 }
 
-/// One request on a connection of its own.
+/// What the frontend says, if it is one and does not refuse.
 fn call(frontend: &str, method: &str, path: &str, body: &str) -> Result<Value> {
-    let asked = || -> std::io::Result<String> {
-        let mut stream = TcpStream::connect(frontend)?;
-        stream.set_read_timeout(Some(ANSWER_WAIT))?;
-        let length = body.len();
-        let head =
-            format!("{method} {path} HTTP/1.0\r\nhost: {frontend}\r\nx-tandem-explain: true\r\ncontent-length: {length}\r\n\r\n");
-        stream.write_all((head + body).as_bytes())?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    let answer =
-        asked().with_context(|| format!("no frontend answers at {frontend}; start one, or say where with --frontend"))?;
-    let (head, body) = answer.split_once("\r\n\r\n").context("what answers is no frontend; say where it is with --frontend")?;
-    let body: Value = serde_json::from_str(body).context("what answers is no frontend; say where it is with --frontend")?;
+    let (status, body) = http::ask(frontend, method, path, "x-tandem-explain: true\r\n", body)
+        .with_context(|| format!("no frontend answers at {frontend}; start one, or say where with --frontend"))?;
+    let body: Value = serde_json::from_str(&body).context("what answers is no frontend; say where it is with --frontend")?;
     if let Some(message) = body["error"]["message"].as_str() {
         bail!("the frontend refuses: {message}");
     }
-    ensure!(head.split(' ').nth(1) == Some("200"), "the frontend answers {}", head.lines().next().unwrap_or_default());
+    ensure!(status == Some(200), "the frontend answers {}", status.unwrap_or_default());
     Ok(body)
 }
 

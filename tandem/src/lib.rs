@@ -3,7 +3,9 @@
 pub mod audit;
 mod cluster;
 pub mod explain;
+mod http;
 pub mod model;
+pub mod ready;
 pub mod serve;
 pub mod settings;
 

@@ -6,6 +6,7 @@ use std::{ffi::OsStr, process::ExitCode};
 use tandem::{
     Cluster, Process, StartError, audit, explain,
     model::Store,
+    ready,
     serve::{self, Served},
     settings::{AuditCommand, Cli, Command, ModelCommand, Own, RouteCommand, Serve},
 };
@@ -40,14 +41,18 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
         }
+        Command::Ready { address } => ready::check(&address)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
-        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers } } => {
+        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             evidence.lost_workers.extend(lost_workers);
+            evidence.lost_frontend = lost_frontend;
             let (checked, findings) = audit::check(&evidence);
             findings.iter().for_each(|finding| print(&format!("{finding}\n")));
-            let audit::Checked { answers, estimates, attempts, workers } = checked;
-            print(&format!("{answers} answers ({estimates} of them estimates), {attempts} attempts, {workers} workers\n"));
+            let audit::Checked { answers, estimates, attempts, workers, unverified } = checked;
+            print(&format!(
+                "{answers} answers ({estimates} of them estimates, {unverified} known to killed workers only), {attempts} attempts, {workers} workers\n"
+            ));
             anyhow::ensure!(findings.is_empty(), "{} things do not reconcile; they are listed above", findings.len());
         }
     }

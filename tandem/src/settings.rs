@@ -3,10 +3,16 @@
 //! [`UpSettings`] is the list of settings; a role that runs as a process takes some of them and adds its own. A key of the file is the flag of that name, put before the user's own
 //! flags and left out where the environment sets it, so one parser reads, checks and explains all of them.
 
+mod discovery;
+mod events;
 mod roles;
+mod sim;
 
+pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
+pub use events::NatsFlags;
 pub(crate) use roles::CLUSTER;
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
+pub use sim::SimFlags;
 
 use crate::{
     explain::ExplainArgs,
@@ -60,6 +66,12 @@ pub enum Command {
         #[command(subcommand)]
         command: RouteCommand,
     },
+    /// End with 0 if a process is ready, else with 1; for health checks
+    Ready {
+        /// host:port of a frontend, or of another process's --admin-listen
+        #[arg(default_value = "127.0.0.1:8000")]
+        address: String,
+    },
     /// Models on this machine
     Model {
         /// Which.
@@ -90,9 +102,12 @@ pub enum AuditCommand {
         /// What /metrics showed at the end, when nothing ran any more; one file a process
         #[arg(long, value_name = "FILE", required = true)]
         metrics: Vec<PathBuf>,
-        /// A worker that was killed: nobody knows its last counters
+        /// A worker that was killed: nobody knows its last counters, nor the last lines of its ledger
         #[arg(long = "lost-worker", value_name = "ID")]
         lost_workers: Vec<String>,
+        /// A frontend was killed: what it had counted is missing in the sums of the others, which may be less then, but not more
+        #[arg(long)]
+        lost_frontend: bool,
     },
 }
 
@@ -194,6 +209,11 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_BATCH_MAX", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub batch_max: u32,
 
+    /// An engine that is at one step for longer hangs: its requests go on elsewhere, and it gets no new ones until it moves. As long as a
+    /// first token may take: a device with slower steps serves nobody; less where steps are known to be fast, in seconds
+    #[arg(long, env = "TANDEM_STEP_TIMEOUT", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+    pub step_timeout: u32,
+
     /// Where prompts are computed: `auto` takes the place that is estimated to answer first
     #[arg(long, env = "TANDEM_PREFILL", value_enum, default_value_t)]
     pub prefill: PrefillPlace,
@@ -223,7 +243,8 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 
-    /// Append a line to this file for every prompt that a worker begins and for what became of it; see `tandem audit check`
+    /// Append a line to this file for every prompt that a worker begins and for what became of it, each process to a file of its own; see
+    /// `tandem audit check`
     /// [default: none is kept]
     #[arg(long, env = "TANDEM_LEDGER", value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -242,40 +263,6 @@ pub struct UpSettings {
     /// What is logged to stderr: a level, or directives such as `tandem_router=debug,info`; `info` tells state changes only
     #[arg(long, env = "TANDEM_LOG", value_name = "FILTER", default_value = "info")]
     pub log: String,
-}
-
-/// The simulator's cost model; defaults are those of one large GPU with an 8B model.
-#[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "Options of --engine sim")]
-#[serde(rename_all = "kebab-case")]
-pub struct SimFlags {
-    /// Simulated time is divided by this
-    #[arg(long, env = "TANDEM_SIM_SPEEDUP", value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
-    pub sim_speedup: f64,
-
-    /// Prompt tokens computed in a second
-    #[arg(long, env = "TANDEM_SIM_PREFILL_TOKENS_PER_SECOND", value_name = "RATE", default_value_t = 20_000.0, value_parser = positive)]
-    pub sim_prefill_tokens_per_second: f64,
-
-    /// Added to every step that computes prompt tokens
-    #[arg(long, env = "TANDEM_SIM_PREFILL_OVERHEAD_MS", value_name = "MS", default_value_t = 4.0, value_parser = not_negative)]
-    pub sim_prefill_overhead_ms: f64,
-
-    /// A step that continues sequences
-    #[arg(long, env = "TANDEM_SIM_DECODE_STEP_MS", value_name = "MS", default_value_t = 6.0, value_parser = not_negative)]
-    pub sim_decode_step_ms: f64,
-
-    /// Added to it for every sequence
-    #[arg(long, env = "TANDEM_SIM_DECODE_PER_SEQUENCE_MS", value_name = "MS", default_value_t = 0.1, value_parser = not_negative)]
-    pub sim_decode_per_sequence_ms: f64,
-
-    /// What the KV of a token weighs when it moves
-    #[arg(long, env = "TANDEM_SIM_KV_BYTES_PER_TOKEN", value_name = "BYTES", default_value_t = 131_072.0, value_parser = not_negative)]
-    pub sim_kv_bytes_per_token: f64,
-
-    /// Of the link between workers
-    #[arg(long, env = "TANDEM_SIM_TRANSFER_BYTES_PER_SECOND", value_name = "RATE", default_value_t = 10e9, value_parser = positive)]
-    pub sim_transfer_bytes_per_second: f64,
 }
 
 /// What computes.
@@ -335,7 +322,7 @@ impl Command {
             Self::PrefillWorker(worker) => worker.config.as_deref(),
             Self::DecodeWorker(worker) => worker.config.as_deref(),
             Self::Frontend(frontend) => frontend.config.as_deref(),
-            Self::Audit { .. } | Self::Route { .. } | Self::Model { .. } => None,
+            Self::Audit { .. } | Self::Route { .. } | Self::Ready { .. } | Self::Model { .. } => None,
         }
     }
 }
@@ -433,18 +420,6 @@ fn flags_of(
         flags.push(flag.into());
     }
     Ok(flags)
-}
-
-fn positive(text: &str) -> Result<f64, String> {
-    number(text, |number| number > 0.0, "a number above 0")
-}
-
-fn not_negative(text: &str) -> Result<f64, String> {
-    number(text, |number| number >= 0.0, "a number of 0 or more")
-}
-
-fn number(text: &str, allowed: impl Fn(f64) -> bool, wanted: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|&number: &f64| number.is_finite() && allowed(number)).ok_or_else(|| format!("write {wanted}"))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! The whole cluster as its users see it: helpers for the stories in `tests/`.
 
+pub mod simulation;
+
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::future::Future;
@@ -12,6 +14,7 @@ use tandem::settings::{EngineKind, UpSettings};
 use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
 use tempfile::TempDir;
+use tokio::time::Instant;
 
 /// A cluster in this process, on ports of its own, which keeps a ledger.
 pub struct TestCluster(Cluster, TempDir);
@@ -109,7 +112,7 @@ impl TestCluster {
         let mut last = Vec::new();
         for _ in 0..200 {
             let mut evidence = audit::read(&[], &[self.1.path().join(LEDGER)], &[])?;
-            evidence.client = client.log().iter().map(|(line, _)| line.clone()).collect();
+            evidence.client = client.lines();
             evidence.metrics.add(&client.get("/metrics").await?.1);
             let (checked, findings) = audit::check(&evidence);
             if findings.is_empty() {
@@ -141,8 +144,8 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     Ok(())
 }
 
-/// Looks until `holds` does.
-async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
+/// Looks until `holds` does, for as long as anything may take.
+pub async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
     let looking = async {
         while !holds().await? {
             tokio::time::sleep(GLANCE).await;
@@ -170,6 +173,8 @@ pub struct Answer {
     pub frames: Vec<Value>,
     /// The stream ended with `[DONE]`; true for one body.
     pub done: bool,
+    /// When each piece of the body came.
+    pub arrivals: Vec<Instant>,
 }
 
 /// Which of the two endpoints, so that one test serves both.
@@ -236,43 +241,25 @@ impl Client {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes an answer's usage, if it has told one and is whole.
-    fn note(&self, entry: usize, answer: &Answer) {
-        let usage = &answer.last()["usage"];
-        let (Some(prompt_tokens), true) = (usage["prompt_tokens"].as_u64(), answer.done) else { return };
-        let details = answer.details();
-        let of_prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
-        let estimate = of_prompts.iter().any(|prompt| prompt["cached_tokens_source"] != "worker");
-        let source = if estimate { Source::RouterEstimate } else { Source::Worker };
-        let line = &mut self.log()[entry];
-        line.0.told = Some(Told { prompts: line.1, prompt_tokens, cached_tokens: answer.cached_tokens(), source });
+    /// What has been asked and told so far, for an audit.
+    pub fn lines(&self) -> Vec<ClientLine> {
+        self.log().iter().map(|(line, _)| line.clone()).collect()
     }
 
     /// Sends a request and reads the whole answer, streamed if `body` says so. Checks what every stream must keep.
     pub async fn ask(&self, path: &str, body: &Value) -> Result<Answer> {
-        let (response, entry) = self.send_logged(path, body).await?;
+        let (mut response, entry) = self.send_logged(path, body).await?;
         let status = response.status().as_u16();
         let streamed =
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
-        let text = response.text().await?;
-        if !streamed {
-            let body = serde_json::from_str(&text).with_context(|| format!("status {status}, not JSON: {text}"))?;
-            let answer = Answer { status, frames: vec![body], done: true };
-            self.note(entry, &answer);
-            return Ok(answer);
+        let (mut bytes, mut arrivals) = (Vec::new(), Vec::new());
+        while let Some(piece) = response.chunk().await? {
+            arrivals.push(Instant::now());
+            bytes.extend_from_slice(&piece);
         }
-        let mut answer = Answer { status, frames: Vec::new(), done: false };
-        for frame in text.split_terminator("\n\n") {
-            let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
-            anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
-            match data {
-                "[DONE]" => answer.done = true,
-                data => answer.frames.push(serde_json::from_str(data).with_context(|| format!("not JSON: {data:?}"))?),
-            }
-        }
-        if !answer.frames.is_empty() {
-            self.note(entry, &answer);
-        }
+        let answer = Answer { arrivals, ..Answer::read(status, streamed, &String::from_utf8(bytes)?)? };
+        let line = &mut self.log()[entry];
+        line.0.told = answer.told(line.1);
         Ok(answer)
     }
 
@@ -301,6 +288,35 @@ impl Client {
 }
 
 impl Answer {
+    /// Reads a body, and holds a stream to what it must keep.
+    fn read(status: u16, streamed: bool, text: &str) -> Result<Self> {
+        if !streamed {
+            let body = serde_json::from_str(text).with_context(|| format!("status {status}, not JSON: {text}"))?;
+            return Ok(Self { status, frames: vec![body], done: true, arrivals: Vec::new() });
+        }
+        let mut answer = Self { status, frames: Vec::new(), done: false, arrivals: Vec::new() };
+        for frame in text.split_terminator("\n\n") {
+            let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
+            anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
+            match data {
+                "[DONE]" => answer.done = true,
+                data => answer.frames.push(serde_json::from_str(data).with_context(|| format!("not JSON: {data:?}"))?),
+            }
+        }
+        Ok(answer)
+    }
+
+    /// What it says of its prompts, if it is whole and says it.
+    fn told(&self, prompts: usize) -> Option<Told> {
+        let usage = &self.frames.last().filter(|_| self.done)?["usage"];
+        let prompt_tokens = usage["prompt_tokens"].as_u64()?;
+        let details = self.details();
+        let of_prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
+        let estimate = of_prompts.iter().any(|prompt| prompt["cached_tokens_source"] != "worker");
+        let source = if estimate { Source::RouterEstimate } else { Source::Worker };
+        Some(Told { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
+    }
+
     /// The object that holds the usage: the body, or the last frame of a stream.
     pub fn last(&self) -> &Value {
         self.frames.last().expect("an answer has a body")

@@ -3,7 +3,7 @@
 use crate::{Push, Refused, TransferError, Transport};
 use futures::{FutureExt, StreamExt};
 use tandem_proto::{
-    link::{Channels, MESSAGE_BYTES_MAX},
+    link::{Channels, MESSAGE_BYTES_MAX, Network},
     v1::{PushRequest, transfer_client::TransferClient},
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -13,6 +13,13 @@ use tonic::{Code, Status};
 #[derive(Clone, Default)]
 pub struct Tcp {
     channels: Channels,
+}
+
+impl Tcp {
+    /// On this network.
+    pub fn on(network: Network) -> Self {
+        Self { channels: Channels::on(network) }
+    }
 }
 
 impl Transport for Tcp {

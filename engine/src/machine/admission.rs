@@ -3,12 +3,19 @@
 use super::sequence::{JobId, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence, Twin};
 use super::{Action, Machine, Sampler, release};
 use crate::{Event, Generate, Generated, KvSource, Prefill, Refusal};
-use std::time::Duration;
+use std::{cmp::Reverse, time::Duration};
 use tandem_kv::Wanted;
 
 /// Whoever computes runs, and each step brings it on; one that is held up for so long by others is not waited for any more.
 /// Half of what a first token may take.
 const TWIN_WAIT_MAX: Duration = Duration::from_secs(30);
+
+/// KV that comes from elsewhere may be late, and a prompt that waits for it here keeps its own prefill worker waiting for a ticket:
+/// half as long as that one does.
+const LANDING_WAIT_MAX: Duration = Duration::from_secs(5);
+
+/// Waiting prompts that a new one is compared with, the latest first: a burst is found, and a long queue costs no time.
+const AHEAD_MAX: usize = 64;
 
 impl Machine {
     /// Queues a prefill. Jobs' numbers grow with their arrival.
@@ -16,7 +23,7 @@ impl Machine {
         prefill.check(&self.info)?;
         self.check_queue()?;
         let prompt_len = prefill.prompt.len();
-        self.waiting.push_back(Sequence {
+        self.queue(Sequence {
             job,
             order: (job, 0),
             namespace: prefill.namespace,
@@ -25,8 +32,11 @@ impl Machine {
             blocks: Vec::new(),
             computed: 0,
             committed: 0,
+            paused: false,
             cache_reads: true,
             submitted: now,
+            found: 0,
+            ahead: None,
             twin: None,
             queued: None,
             role: Role::Prefill(Sending::default()),
@@ -60,7 +70,7 @@ impl Machine {
             remote,
         };
         self.live.insert(job, prompt.samples.len() as u32);
-        self.waiting.push_back(Sequence {
+        self.queue(Sequence {
             job,
             order: (job, 0),
             namespace: generate.namespace,
@@ -68,9 +78,12 @@ impl Machine {
             blocks: Vec::new(),
             computed: 0,
             committed: 0,
+            paused: false,
             cache_reads: prompt.logprobs.is_none() && len_max > boundary,
             tokens,
             submitted: now,
+            found: 0,
+            ahead: None,
             twin: None,
             queued: None,
             role: Role::Prompt(Box::new(prompt)),
@@ -80,15 +93,56 @@ impl Machine {
     }
 
     fn check_queue(&self) -> Result<(), Refusal> {
-        if self.waiting.len() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
+        // Those that have run already were let in once, and clients that do not read may keep many of them here.
+        let new = self.waiting.iter().filter(|sequence| sequence.queued.is_none()).count();
+        if new >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
+    }
+
+    fn queue(&mut self, mut sequence: Sequence) {
+        sequence.found = self.found(&sequence);
+        if self.settings.prefix_caching && !sequence.is_remote() {
+            let size = self.info.block_size as usize;
+            let before = self.waiting.iter().rev().chain(self.running.iter().rev());
+            let before =
+                before.filter(|other| !other.is_remote() && !other.is_decoding() && other.namespace == sequence.namespace);
+            let before = before.take(AHEAD_MAX).map(|other| (other.job, sequence.in_common(other, size)));
+            // Of equal ones the latest: when one of a burst leaves, only the next counts anew.
+            sequence.ahead = before.min_by_key(|(_, blocks)| Reverse(*blocks));
+        }
+        self.waiting.push_back(sequence);
+    }
+
+    /// Leading blocks of a sequence that are cached now.
+    fn found(&self, sequence: &Sequence) -> usize {
+        let reuse_max = sequence.reuse_max_blocks(self.info.block_size as usize);
+        self.cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max as u32) as usize
+    }
+
+    /// Tokens that will have to be computed for the sequence: not those that are cached, nor those that others compute, as far as
+    /// is known.
+    pub(super) fn own_tokens(&self, sequence: &Sequence) -> usize {
+        if !sequence.blocks.is_empty() {
+            return sequence.remaining();
+        }
+        let twin = sequence.twin.map_or(0, |twin| twin.blocks);
+        // One that has gone may not have computed them.
+        let ahead = sequence.ahead.filter(|(job, _)| self.live.contains_key(job)).map_or(0, |(_, blocks)| blocks);
+        sequence.remaining().saturating_sub(sequence.found.max(twin).max(ahead) * self.info.block_size as usize)
+    }
+
+    /// When somebody will have waited long enough for what is to land here for another, should nothing happen until then.
+    pub fn next_deadline(&self, now: Duration) -> Option<Duration> {
+        let deadlines = self.waiting.iter().filter_map(|sequence| Some(sequence.twin?.since + LANDING_WAIT_MAX));
+        deadlines.filter(|deadline| *deadline > now).min()
     }
 
     /// Takes waiting sequences in, in their order, while there are blocks for all each has. Those whose next block is being
-    /// computed for another let others go first, and match it then: a burst of one prompt is computed once.
+    /// computed for another, or lands for it, let others go first, and match it then: a burst of one prompt is computed once,
+    /// and sent once.
     pub(super) fn admit(&mut self, now: Duration) {
         let mut place = 0;
-        while self.running.len() + self.reserved.len() < self.settings.batch_max as usize && place < self.waiting.len() {
-            if self.waits_for_twin(place, now) {
+        while place < self.waiting.len() && self.active() < self.settings.batch_max as usize {
+            if self.waiting[place].paused || self.waits_for_twin(place, now) {
                 place += 1;
                 continue;
             }
@@ -107,7 +161,11 @@ impl Machine {
             };
             let acquired = self.cache.acquire(&sequence.namespace, &sequence.tokens, wanted);
             let Ok(acquired) = acquired else {
+                sequence.found = self.found(&sequence);
                 self.waiting.insert(place, sequence);
+                if self.push_back_paused() {
+                    continue;
+                }
                 break;
             };
             sequence.twin = None;
@@ -120,39 +178,41 @@ impl Machine {
         }
     }
 
-    /// Whether somebody who runs is about to compute the next block that the sequence at `place` needs. It is looked for
-    /// again when that one has come as far as the two are alike, or has gone.
+    /// Sequences with blocks, but for those that are paused.
+    fn active(&self) -> usize {
+        self.running.iter().filter(|sequence| !sequence.paused).count() + self.reserved.len()
+    }
+
+    /// Whether somebody who has blocks is about to compute, or to receive, the next block that the sequence at `place` needs. It is
+    /// looked for again when that one has come as far as the two are alike, or has gone.
     fn waits_for_twin(&mut self, place: usize, now: Duration) -> bool {
-        let Self { cache, waiting, running, settings, info, .. } = self;
+        let Self { cache, waiting, running, reserved, settings, info, .. } = self;
         let (sequence, size) = (&mut waiting[place], info.block_size as usize);
-        if !settings.prefix_caching || sequence.is_remote() {
+        if !settings.prefix_caching {
             return false;
         }
-        let since = match sequence.twin {
-            Some(Twin { since, .. }) if now.saturating_sub(since) > TWIN_WAIT_MAX => return false,
-            Some(Twin { order, blocks, since }) => {
-                let twin = running.binary_search_by_key(&order, |other| other.order);
-                if twin.is_ok_and(|twin| running[twin].committed < blocks) {
-                    return true;
-                }
-                since
+        if let Some(Twin { order, blocks, since }) = sequence.twin {
+            let twin = running.binary_search_by_key(&order, |other| other.order).map(|place| &running[place]);
+            let twin = twin.ok().or_else(|| reserved.iter().find(|other| other.order == order));
+            let lands = sequence.is_remote() || twin.is_some_and(Sequence::is_remote);
+            if now.saturating_sub(since) >= if lands { LANDING_WAIT_MAX } else { TWIN_WAIT_MAX } {
+                return false;
             }
-            None => now,
-        };
-        let reuse_max = sequence.reuse_max_blocks(size);
-        let common = |other: &Sequence| {
-            let alike = other.tokens[..other.target()].iter().zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
-            (alike / size).min(reuse_max)
-        };
-        let ahead = running.iter().filter(|other| !other.is_decoding() && other.namespace == sequence.namespace);
-        let ahead = ahead.map(|other| (other.committed, Twin { order: other.order, blocks: common(other), since }));
-        let ahead = ahead.filter(|(committed, twin)| *committed < twin.blocks).map(|(_, twin)| twin);
-        let Some(twin) = ahead.max_by_key(|twin| twin.blocks) else {
-            sequence.twin = None;
-            return false;
-        };
-        let found = cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max as u32) as usize;
-        sequence.twin = (found < twin.blocks).then_some(twin);
+            if twin.is_some_and(|twin| twin.committed < blocks && !twin.paused) {
+                return true;
+            }
+        }
+        let since = sequence.twin.map_or(now, |twin| twin.since);
+        let works = |other: &&Sequence| !other.is_decoding() && !other.paused && other.namespace == sequence.namespace;
+        let twins = running.iter().chain(reserved.iter()).filter(works).map(|other| {
+            let twin = Twin { order: other.order, blocks: sequence.in_common(other, size), since };
+            (other.committed, twin)
+        });
+        let ahead = twins.filter(|(committed, twin)| *committed < twin.blocks).map(|(_, twin)| twin);
+        sequence.twin = ahead.max_by_key(|twin| twin.blocks).filter(|twin| {
+            let reuse_max = sequence.reuse_max_blocks(size) as u32;
+            (cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max) as usize) < twin.blocks
+        });
         sequence.twin.is_some()
     }
 
@@ -167,7 +227,7 @@ impl Machine {
                 prompt.remote = Some(Remote { ticket, missing: missing.clone(), ..Remote::default() });
                 self.actions.push(Action::Tell(job, Event::Reserved { ticket, missing_blocks: missing }));
                 self.reserved.push(sequence);
-                self.start_landed(now);
+                self.landed(ticket, now);
             }
             _ => {
                 if first_time {
@@ -179,35 +239,51 @@ impl Machine {
         }
     }
 
-    /// Gives decoding sequences the block their next token needs. When there is none, reservations that have not started
-    /// are taken back first, then the youngest sequence waits again.
+    /// Gives decoding sequences the block their next token needs. When there is none, paused sequences give theirs first, then
+    /// reservations that have not started are taken back, then the youngest sequence waits again.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut place = 0;
         while place < self.running.len() {
             let sequence = &mut self.running[place];
-            if sequence.blocks.len() * size > sequence.computed || sequence.remaining() == 0 {
+            if sequence.paused || sequence.blocks.len() * size > sequence.computed || sequence.remaining() == 0 {
                 place += 1;
             } else if let Ok(block) = self.cache.allocate() {
                 sequence.blocks.push(block);
+            } else if self.push_back_paused() {
+                place = 0;
             } else if let Some(mut revoked) = self.reserved.pop() {
                 release(&mut self.cache, &mut revoked);
                 self.live.remove(&revoked.job);
                 self.actions.push(Action::Tell(revoked.job, Event::Revoked));
                 self.actions.push(Action::End(revoked.job));
             } else {
-                let mut youngest = self.running.pop().expect("the sequence that grows runs");
-                release(&mut self.cache, &mut youngest);
-                self.preemptions += 1;
-                self.wait_again(youngest);
+                let youngest = self.running.pop().expect("the sequence that grows runs");
+                self.push_back(youngest);
             }
         }
+    }
+
+    /// The youngest paused sequence waits again, if there is one: nobody knows when its listener will have caught up, and others
+    /// must not wait for that.
+    fn push_back_paused(&mut self) -> bool {
+        let Some(youngest) = self.running.iter().rposition(|sequence| sequence.paused) else { return false };
+        let sequence = self.running.remove(youngest);
+        self.push_back(sequence);
+        true
+    }
+
+    fn push_back(&mut self, mut sequence: Sequence) {
+        release(&mut self.cache, &mut sequence);
+        self.preemptions += 1;
+        self.wait_again(sequence);
     }
 
     /// Puts a sequence without blocks before all that have not run yet, in the order of arrival.
     pub(super) fn wait_again(&mut self, mut sequence: Sequence) {
         sequence.computed = 0;
         sequence.committed = 0;
+        sequence.found = self.found(&sequence);
         if let Role::Prompt(prompt) = &mut sequence.role
             && let Some(logprobs) = &mut prompt.logprobs
         {

@@ -23,9 +23,15 @@ pub(super) struct Sequence {
     pub computed: usize,
     /// Leading blocks that were offered to the cache.
     pub committed: usize,
+    /// Its job's listener is behind: nothing is computed, and its blocks are the first to be taken for others.
+    pub paused: bool,
     /// Blocks may be matched in the cache.
     pub cache_reads: bool,
     pub submitted: Duration,
+    /// While it waits: leading blocks that were in the cache when it was last looked.
+    pub found: usize,
+    /// While it waits: who was before it and will compute the most of what it needs, and how many leading blocks that is.
+    pub ahead: Option<(JobId, usize)>,
     /// Who computes the blocks that this one needs next, while it waits for them.
     pub twin: Option<Twin>,
     /// From submission to the first taking of blocks; set then.
@@ -89,7 +95,7 @@ pub(super) struct Sample {
     pub len_max: usize,
 }
 
-/// A running sequence that is about to compute what another one needs.
+/// A sequence with blocks that is about to compute, or to receive, what another one needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Twin {
     /// Its place in the order.
@@ -111,6 +117,12 @@ impl Sequence {
     /// Leading blocks that may come from the cache.
     pub fn reuse_max_blocks(&self, block_size: usize) -> usize {
         if self.cache_reads { (self.tokens.len() - 1) / block_size } else { 0 }
+    }
+
+    /// Leading blocks that this one may reuse when `other` has come to its target.
+    pub fn in_common(&self, other: &Self, block_size: usize) -> usize {
+        let alike = other.tokens[..other.target()].iter().zip(&self.tokens).take_while(|(a, b)| a == b).count();
+        (alike / block_size).min(self.reuse_max_blocks(block_size))
     }
 
     pub fn remaining(&self) -> usize {

@@ -2,6 +2,7 @@
 
 mod burst;
 mod history;
+mod paused;
 mod resumed;
 
 use super::*;
@@ -21,7 +22,14 @@ struct World {
     steps: usize,
 }
 
-const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 64, batch_max: 16, queue_max: 64, prefix_caching: true };
+const SETTINGS: EngineSettings = EngineSettings {
+    chunk_budget: 64,
+    batch_max: 16,
+    queue_max: 64,
+    prefix_caching: true,
+    unheard_max: 1_024,
+    step_max: Duration::from_secs(60),
+};
 
 impl World {
     fn new(capacity_blocks: u32, settings: EngineSettings) -> Self {
@@ -81,7 +89,7 @@ impl World {
     fn write(&mut self, ticket: u64, index: u32, payload: &[u8]) -> Result<(), WriteRefused> {
         let block = self.machine.write(ticket, index, payload.len(), self.now)?;
         self.engine.write_block(block, payload);
-        self.machine.start_landed(self.now);
+        self.machine.landed(ticket, self.now);
         self.act();
         Ok(())
     }
@@ -147,6 +155,15 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
         prompt_logprobs: None,
         generated: Vec::new(),
     }
+}
+
+/// The blocks of a prompt's KV, computed elsewhere.
+fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
+    let mut source = World::new(4_096, SETTINGS);
+    source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits");
+    source.machine.send_blocks(0, (0..prompt.len() as u32).collect());
+    source.run();
+    source.blocks(0)
 }
 
 /// The tokens of each sample when nothing else runs, nothing is cached and nothing is cut.

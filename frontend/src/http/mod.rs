@@ -13,9 +13,9 @@ mod readiness;
 mod shape;
 
 use crate::{
-    FrontendError, FrontendSettings,
+    FrontendSettings,
     admission::{Admission, Admitted},
-    dispatch::{Dispatcher, Limits, Prompt},
+    dispatch::{Dispatcher, Limits, Prompt, Routers},
     error::{ApiError, Problem},
     metrics::{Endpoint, FrontendMetrics},
     model::ServedModel,
@@ -29,10 +29,10 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 use tandem_kv::TokenId;
 use tandem_node::{Metrics, Shutdown};
-use tandem_proto::v1::Identity;
+use tandem_proto::{link::Network, v1::Identity};
 
 /// Prompts in one request.
 const PROMPTS_MAX: usize = 128;
@@ -57,7 +57,13 @@ pub(crate) struct App {
 }
 
 impl App {
-    pub(crate) fn new(settings: FrontendSettings, metrics: &Metrics, shutdown: Shutdown) -> Result<Self, FrontendError> {
+    pub(crate) fn new(
+        settings: FrontendSettings,
+        routers: &BTreeSet<String>,
+        network: Network,
+        metrics: &Metrics,
+        shutdown: Shutdown,
+    ) -> Self {
         let metrics = Arc::new(FrontendMetrics::new(metrics, settings.model.id()));
         let identity = Identity {
             cluster: settings.cluster,
@@ -72,8 +78,9 @@ impl App {
             first_token_timeout: settings.first_token_timeout,
             resumes: settings.resumes,
         };
-        let dispatcher = Dispatcher::new(&settings.router, identity, limits, Arc::clone(&metrics))?;
-        Ok(Self {
+        let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),
             admission: Admission::new(settings.concurrent_requests, shutdown, Arc::clone(&metrics)),
@@ -83,7 +90,7 @@ impl App {
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
             since: unix_seconds(),
-        })
+        }
     }
 
     pub(crate) fn admission(&self) -> &Admission {

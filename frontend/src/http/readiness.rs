@@ -1,10 +1,13 @@
 //! Whether a request could be served now, and if not, what is to be done.
 
 use super::App;
+use futures::{Stream, StreamExt};
 use std::{convert::Infallible, time::Duration};
+use tandem_node::discovery::Members;
 use tandem_proto::Difference;
 
-/// Between two questions to the router, for the log and the gauge: an operator reads them no faster.
+/// Between two questions to the routers, for the log, the gauge, and who is to be asked for placements: an operator reads them
+/// no faster, and a router that is back is found within it.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Why no request could be served.
@@ -22,21 +25,45 @@ pub(super) enum Unready {
 }
 
 impl App {
-    /// Asks the router: it is there, of the same cluster, and could place a request.
+    /// Asks the routers: one is there, of the same cluster, and could place a request.
     pub(super) async fn readiness(&self) -> Result<(), Unready> {
-        if self.admission.is_draining() {
-            return Err(Unready::Draining);
+        let mut found = self.nobody();
+        if found != Err(Unready::Draining) {
+            let mut answers = std::pin::pin!(self.answers());
+            while let (Err(_), Some(answer)) = (&found, answers.next().await) {
+                found = better(found, answer);
+            }
         }
-        let view = self.dispatcher.workers().await.map_err(|_| Unready::Router)?;
-        self.dispatcher.identity().fits(&view.identity.unwrap_or_default())?;
-        view.unready.map_or(Ok(()), |why| Err(Unready::Cluster(why)))
+        found
     }
 
-    /// Logs every change of the readiness, and keeps its gauge. Never returns; dropped, it leaves nothing behind.
-    pub(crate) async fn tell_readiness(&self) -> Infallible {
+    /// What each router says.
+    fn answers(&self) -> impl Stream<Item = Result<(), Unready>> {
+        let routers = self.dispatcher.routers();
+        routers.views().map(|view| {
+            let view = view.map_err(|_| Unready::Router)?;
+            routers.identity().fits(&view.identity.unwrap_or_default())?;
+            view.unready.map_or(Ok(()), |why| Err(Unready::Cluster(why)))
+        })
+    }
+
+    /// Before any router has answered.
+    fn nobody(&self) -> Result<(), Unready> {
+        Err(if self.admission.is_draining() { Unready::Draining } else { Unready::Router })
+    }
+
+    /// Follows the routers: who is listed, and who of them is well. Logs every change of the readiness, and keeps its gauge. Never
+    /// returns; dropped, it leaves nothing behind.
+    pub(crate) async fn follow(&self, mut listed: Members) -> Infallible {
         let mut told = None;
         loop {
-            let now = self.readiness().await;
+            // All of them, while a client is content with the first: those that were lost are found here, also by one that drains and
+            // has answers to book with another.
+            let answers = self.answers().collect::<Vec<_>>().await;
+            let now = match self.nobody() {
+                Err(Unready::Draining) => Err(Unready::Draining),
+                nobody => answers.into_iter().fold(nobody, better),
+            };
             self.metrics.ready.set(f64::from(u8::from(now.is_ok())));
             if told.as_ref() != Some(&now) {
                 match &now {
@@ -46,7 +73,23 @@ impl App {
                 }
                 told = Some(now);
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::select! {
+                biased;
+                () = tokio::time::sleep(LOOK) => {}
+                () = listed.changed() => self.dispatcher.routers().list(listed.now(), listed.are_hints()),
+            }
         }
     }
+}
+
+/// The better news; of bad news, that which says more of what is to be done.
+fn better(one: Result<(), Unready>, other: Result<(), Unready>) -> Result<(), Unready> {
+    let worth = |answer: &Result<(), Unready>| match answer {
+        Ok(()) => 4,
+        Err(Unready::Draining) => 3,
+        Err(Unready::Foreign(_)) => 2,
+        Err(Unready::Cluster(_)) => 1,
+        Err(Unready::Router) => 0,
+    };
+    if worth(&other) > worth(&one) { other } else { one }
 }

@@ -66,7 +66,7 @@ impl Running {
                 self.attempt.close().await;
                 return (Ok(Piece::Finished), Answer::Ended);
             }
-            match self.attempt.next().await {
+            match self.attempt.next(&self.prompt).await {
                 Ok(reply) => match self.samples.apply(reply) {
                     Ok(()) => {}
                     Err(reason) => break self.attempt.failed(reason),

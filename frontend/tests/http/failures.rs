@@ -122,7 +122,7 @@ async fn no_worker_and_no_router_are_503() {
     let (status, retry_after, code) = refused(reply).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("no_worker")));
     cluster.routes_closed(1).await;
-    let alone = Cluster::with(|settings| settings.router = "127.0.0.1:1".to_owned()).await;
+    let alone = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     let (status, retry_after, code) = refused(alone.ask(CHAT, chat(json!({})))).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("router_unreachable")));
 }
@@ -293,4 +293,20 @@ async fn small_events_do_not_wait_for_acknowledgements() {
     }
     // With Nagle's algorithm against delayed acknowledgements it would be 40 ms an event.
     assert!(started.elapsed() < Duration::from_millis(20) * EVENTS, "{:?}", started.elapsed());
+}
+
+#[tokio::test]
+async fn a_client_that_never_reads_again_is_gone_after_a_while() {
+    let mut cluster = Cluster::with(|settings| settings.unread_max = Duration::from_secs(1)).await;
+    let (call, unread) = streaming(&mut cluster).await;
+    let page = "more than sockets hold ".repeat(1 << 12);
+    soon(async {
+        tokio::select! {
+            () = call.closed() => {}
+            () = async { loop { call.say(tokens(0, page.as_bytes())).await } } => {}
+        }
+    })
+    .await;
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+    drop(unread);
 }

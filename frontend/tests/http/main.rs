@@ -5,5 +5,6 @@ mod answers;
 mod failures;
 mod refusals;
 mod resumed;
+mod routers;
 mod support;
 mod usage;

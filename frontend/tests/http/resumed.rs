@@ -167,6 +167,28 @@ async fn resuming_is_bounded_and_ends_with_an_event() {
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
+/// Attempts are accounted for by their numbers: one that failed before the router was lost keeps its own.
+#[tokio::test]
+async fn no_two_attempts_have_one_number_when_the_router_is_lost_between_them() {
+    let mut cluster = Cluster::start().await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let first = cluster.call().await;
+    first.begin(Some(0)).await;
+    first.say(tokens(0, b"a")).await;
+    first.break_off(Status::unavailable("killed")).await;
+    let second = cluster.call().await;
+    second.say(scheduled(Some(0))).await;
+    cluster.hang_up();
+    second.say(generate_reply::Message::Failure(failure(Reason::Full, ""))).await;
+    let third = cluster.call().await;
+    assert_eq!((second.request.attempt, third.request.attempt), (2, 3));
+    third.begin(Some(0)).await;
+    third.say(tokens(0, b"b")).await;
+    third.say(finished(0, FinishReason::Length, None)).await;
+    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    assert_eq!((done, text(&events, "/delta/content", 0).as_str()), (true, "ab"));
+}
+
 #[tokio::test]
 async fn a_worker_that_says_nothing_costs_one_attempt_and_not_the_whole_wait() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;

@@ -15,9 +15,9 @@ use std::{
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{
-    Candidate, ExplainReply, ExplainRequest, Failure, Finished, GenerateReply, GenerateRequest, Placement, PromptLogprobs,
-    Reason, RouteReply, RouteRequest, Scheduled, Started, Token, Tokens, WorkerInfo, WorkerRef, WorkerView, WorkersReply,
-    WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Failure, Finished, GenerateReply, GenerateRequest,
+    Placement, PromptLogprobs, Reason, RouteReply, RouteRequest, Scheduled, Started, Token, Tokens, WorkerInfo, WorkerRef,
+    WorkerView, WorkersReply, WorkersRequest,
     decode_server::{Decode, DecodeServer},
     finished::FinishReason,
     generate_reply, route_reply, route_request,
@@ -44,8 +44,8 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// What the router answers, in order; without any, [`Cluster::local`].
-    pub placements: Arc<Mutex<VecDeque<route_reply::Message>>>,
+    /// What the router answers, in order, or that it hangs up; without any, [`local`].
+    placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
     calls: mpsc::UnboundedReceiver<Call>,
@@ -69,7 +69,7 @@ pub enum Told {
 }
 
 struct FakeRouter {
-    placements: Arc<Mutex<VecDeque<route_reply::Message>>>,
+    placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     decode_workers: Arc<Mutex<u32>>,
     decode: SocketAddr,
     told: mpsc::UnboundedSender<Told>,
@@ -94,13 +94,21 @@ impl Router for FakeRouter {
                 told.send(Told::Message(message)).ok();
                 if asks {
                     let scripted = placements.lock().expect("no test panics with it").pop_front();
-                    let reply = scripted.unwrap_or_else(|| route_reply::Message::Placement(local(decode)));
+                    let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
+                        break;
+                    };
                     replies.send(Ok(RouteReply { message: Some(reply) })).await.ok();
                 }
             }
             told.send(Told::Closed).ok();
         });
         Ok(tonic::Response::new(ReceiverStream::new(stream)))
+    }
+
+    type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
+
+    async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
+        Err(Status::unimplemented("that is between routers"))
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
@@ -167,7 +175,12 @@ impl Cluster {
 
     /// The next answer of the router.
     pub fn place(&self, reply: route_reply::Message) {
-        self.placements.lock().expect("no test panics with it").push_back(reply);
+        self.placements.lock().expect("no test panics with it").push_back(Some(reply));
+    }
+
+    /// Instead of its next answer the router closes the stream.
+    pub fn hang_up(&self) {
+        self.placements.lock().expect("no test panics with it").push_back(None);
     }
 
     /// A placement with a prefill worker that holds so many blocks (the decode worker holds others).

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fs::File,
-    io::{self, BufWriter, Write},
+    io::{self, BufWriter, Read, Seek, SeekFrom, Write},
     path::Path,
     sync::{
         Arc, Mutex, PoisonError,
@@ -95,9 +95,16 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Appends to this file, which is made if it is not there.
+    /// Appends to this file, which is made if it is not there. Half a line, left by somebody who was killed, stays on its own.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = File::options().append(true).create(true).open(path)?;
+        let mut file = File::options().read(true).append(true).create(true).open(path)?;
+        let mut last = [b'\n'];
+        if file.seek(SeekFrom::End(-1)).is_ok() {
+            file.read_exact(&mut last)?;
+        }
+        if last != [b'\n'] {
+            file.write_all(b"\n")?;
+        }
         Self::write_to(file)
     }
 
@@ -295,6 +302,24 @@ mod tests {
         ledger.of("p0", &metrics).scheduled("a", 1, 1, 0);
         drop(ledger);
         assert_eq!(lost(&metrics), dropped + 1);
+    }
+
+    #[test]
+    fn half_a_line_spoils_no_other() {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        let mut expected = String::new();
+        for before in ["", "{\"line\":\"sched"] {
+            let mut end = std::fs::OpenOptions::new().append(true).open(file.path()).expect("a temporary file");
+            end.write_all(before.as_bytes()).expect("a temporary file");
+            let ledger = Ledger::open(file.path()).expect("a temporary file");
+            ledger.of("p0", &Metrics::default()).scheduled("a", 1, 1, 0);
+            drop(ledger);
+            expected += if before.is_empty() { "whole\n" } else { "half\nwhole\n" };
+            let text = std::fs::read_to_string(file.path()).expect("text");
+            let lines =
+                text.lines().map(|line| if serde_json::from_str::<LedgerLine>(line).is_ok() { "whole\n" } else { "half\n" });
+            assert_eq!(lines.collect::<String>(), expected, "{text}");
+        }
     }
 
     #[test]

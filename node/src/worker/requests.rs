@@ -11,7 +11,8 @@ use std::{
     pin::Pin,
     task::{Context, Poll, ready},
 };
-use tokio::{net::TcpListener, sync::mpsc};
+use tandem_proto::link::{self, Listener};
+use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
@@ -116,6 +117,7 @@ impl Requests {
         let task = task(ReplySender(sender.clone()));
         self.shutdown.spawn(async move {
             let listened_to = tokio::select! {
+                biased;
                 () = sender.closed() => Err(ClientGone),
                 result = task => result,
             };
@@ -134,11 +136,10 @@ impl Requests {
     }
 
     /// Serves until all requests have ended after draining began, or the process must stop.
-    pub async fn serve(&self, listener: TcpListener, routes: Routes) -> Result<(), tonic::transport::Error> {
-        let serving = tandem_proto::link::server()
-            .add_routes(routes)
-            .serve_with_incoming_shutdown(tandem_proto::link::incoming(listener), self.drained());
+    pub async fn serve(&self, listener: Listener, routes: Routes) -> Result<(), tonic::transport::Error> {
+        let serving = listener.serve(link::server().add_routes(routes), self.drained());
         tokio::select! {
+            biased;
             result = serving => result,
             () = async {
                 self.shutdown.stopped().await;

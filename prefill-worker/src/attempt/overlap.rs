@@ -80,10 +80,17 @@ impl Handoff {
 
 impl Pair {
     fn start(pace: Pace, chunk_budget: u32) -> Self {
-        let settings = EngineSettings { chunk_budget, batch_max: 16, queue_max: 16, prefix_caching: true };
+        let settings = EngineSettings {
+            chunk_budget,
+            batch_max: 16,
+            queue_max: 16,
+            prefix_caching: true,
+            unheard_max: 1_024,
+            step_max: Duration::from_secs(60),
+        };
         let mut drivers = JoinSet::new();
         let mut start = || {
-            let (engine, driving) = EngineHandle::driven(Box::new(pace.engine()), settings);
+            let (engine, driving) = EngineHandle::driven(Box::new(pace.engine()), settings, 7);
             drivers.spawn(driving);
             engine
         };
@@ -100,6 +107,7 @@ impl Pair {
                 model: "sim".to_owned(),
                 revision: "1".to_owned(),
                 ledger: Ledger::default(),
+                broker: None,
                 report_cached_tokens: true,
                 ticket_wait: Duration::from_secs(10),
             },

@@ -12,7 +12,8 @@ use tandem_proto::{
     event_batch, link, snapshot_chunks,
     v1::{
         AttemptFailed, Candidate, DescribeRequest, Failure, Placement, PrefillReleased, Reason, RoutePrompt, RouteReply,
-        RouteRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView, WorkersReply, WorkersRequest,
+        RouteRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView, WorkersReply,
+        WorkersRequest,
         control_server::{Control, ControlServer},
         route_reply, route_request,
         router_client::RouterClient,
@@ -47,17 +48,27 @@ pub struct FakeWorker {
     pub address: String,
     info: Arc<Mutex<WorkerInfo>>,
     watches: UnboundedReceiver<FakeWatch>,
+    snapshots: UnboundedReceiver<FakeSnapshot>,
+}
+
+/// A router that asks for a snapshot.
+pub struct FakeSnapshot {
+    instance_id: String,
+    chunks: UnboundedSender<Result<SnapshotChunk, Status>>,
 }
 
 /// The worker's end of one `Watch` stream. Dropping it ends the stream.
 pub struct FakeWatch {
     instance_id: String,
+    /// The router hears of events by NATS.
+    pub published_elsewhere: bool,
     replies: UnboundedSender<Result<WatchReply, Status>>,
 }
 
 struct Service {
     info: Arc<Mutex<WorkerInfo>>,
     watches: UnboundedSender<FakeWatch>,
+    snapshots: UnboundedSender<FakeSnapshot>,
 }
 
 #[tonic::async_trait]
@@ -69,14 +80,27 @@ impl Control for Service {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let instance_id = request.into_inner().instance_id;
+        let WatchRequest { instance_id, published_elsewhere } = request.into_inner();
         if instance_id != self.info.lock().expect("not poisoned").instance_id {
             return Err(Status::failed_precondition("another instance"));
         }
         let (replies, stream) = unbounded_channel();
-        self.watches.send(FakeWatch { instance_id, replies }).map_err(|_| Status::unavailable("the test is over"))?;
+        self.watches.send(FakeWatch { instance_id, published_elsewhere, replies }).map_err(over)?;
         Ok(Response::new(Box::pin(UnboundedReceiverStream::new(stream))))
     }
+
+    type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;
+
+    async fn snapshot(&self, request: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
+        let instance_id = request.into_inner().instance_id;
+        let (chunks, stream) = unbounded_channel();
+        self.snapshots.send(FakeSnapshot { instance_id, chunks }).map_err(over)?;
+        Ok(Response::new(Box::pin(UnboundedReceiverStream::new(stream))))
+    }
+}
+
+fn over<T>(_: T) -> Status {
+    Status::unavailable("the test is over")
 }
 
 impl FakeWorker {
@@ -92,12 +116,13 @@ impl FakeWorker {
             block_bytes: 1_000,
             ..Default::default()
         };
-        let (info, (watches, received)) = (Arc::new(Mutex::new(info)), unbounded_channel());
+        let (info, (watches, received), (snapshots, asked)) =
+            (Arc::new(Mutex::new(info)), unbounded_channel(), unbounded_channel());
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("bound").to_string();
-        let service = ControlServer::new(Service { info: info.clone(), watches });
+        let service = ControlServer::new(Service { info: info.clone(), watches, snapshots });
         tokio::spawn(link::server().add_service(service).serve_with_incoming(link::incoming(listener)));
-        Self { address, info, watches: received }
+        Self { address, info, watches: received, snapshots: asked }
     }
 
     pub fn describe_as(&self, change: impl FnOnce(&mut WorkerInfo)) {
@@ -109,12 +134,31 @@ impl FakeWorker {
         soon(self.watches.recv()).await.expect("the server runs")
     }
 
+    /// The router's next question for a snapshot.
+    pub async fn asked(&mut self) -> FakeSnapshot {
+        soon(self.snapshots.recv()).await.expect("the server runs")
+    }
+
     /// Joins with an empty cache.
     pub async fn join(&mut self) -> FakeWatch {
         let watch = self.watched().await;
         watch.snapshot(0, &[]);
         watch
     }
+}
+
+impl FakeSnapshot {
+    /// One chain, from the root.
+    pub fn answer(self, at_event_id: u64, hashes: &[u64]) {
+        for chunk in root_chain(&self.instance_id, at_event_id, hashes) {
+            self.chunks.send(Ok(chunk)).expect("the router listens");
+        }
+    }
+}
+
+fn root_chain(instance_id: &str, at_event_id: u64, hashes: &[u64]) -> Vec<SnapshotChunk> {
+    let stored = if hashes.is_empty() { vec![] } else { vec![chain(None, hashes)] };
+    snapshot_chunks(instance_id, &Snapshot { at_event_id, stored })
 }
 
 impl FakeWatch {
@@ -128,8 +172,7 @@ impl FakeWatch {
 
     /// One chain, from the root.
     pub fn snapshot(&self, at_event_id: u64, hashes: &[u64]) {
-        let stored = if hashes.is_empty() { vec![] } else { vec![chain(None, hashes)] };
-        for chunk in snapshot_chunks(&self.instance_id, &Snapshot { at_event_id, stored }) {
+        for chunk in root_chain(&self.instance_id, at_event_id, hashes) {
             self.send(watch_reply::Message::Snapshot(chunk));
         }
     }
@@ -179,11 +222,26 @@ pub struct TestRouter {
 
 impl TestRouter {
     pub async fn start(workers: &[&FakeWorker], settings: RouterSettings) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        Self::start_at(Self::listener().await, workers, settings).await
+    }
+
+    pub async fn start_at(listener: TcpListener, workers: &[&FakeWorker], settings: RouterSettings) -> Self {
+        let workers = workers.iter().map(|worker| worker.address.clone()).collect();
+        Self::start_on(listener, RouterSettings { workers, ..settings }).await
+    }
+
+    pub async fn start_with(settings: RouterSettings) -> Self {
+        Self::start_on(Self::listener().await, settings).await
+    }
+
+    async fn listener() -> TcpListener {
+        TcpListener::bind("127.0.0.1:0").await.expect("a port")
+    }
+
+    async fn start_on(listener: TcpListener, settings: RouterSettings) -> Self {
         let address = listener.local_addr().expect("bound");
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-        let workers = workers.iter().map(|worker| worker.address.clone()).collect();
-        let settings = RouterSettings { workers, seed: 4, ..settings };
+        let settings = RouterSettings { seed: 4, ..settings };
         let (tell, ended) = oneshot::channel();
         let running = tandem_router::run(listener, settings, metrics.clone(), shutdown.clone());
         shutdown.spawn(async move { drop(tell.send(running.await)) });
@@ -265,6 +323,11 @@ impl Route {
             Some(route_reply::Message::Placement(placement)) => placement,
             other => panic!("expected a placement, got {other:?}"),
         }
+    }
+
+    pub async fn leaving(&mut self) {
+        let reply = self.reply().await.expect("no error").expect("a reply").message;
+        assert!(matches!(reply, Some(route_reply::Message::Leaving(_))), "{reply:?}");
     }
 
     pub async fn failure(&mut self) -> Failure {

@@ -1,7 +1,10 @@
 //! The router as a process: workers that come, talk, fall silent and go; frontends that ask, give up and vanish.
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime")]
 
+mod etcd;
 mod fake;
+mod nats;
+mod peers;
 
 use fake::{BLOCK, FakeWorker, TestRouter, chain, chosen, hashes, prompt, soon, stored, worker};
 use std::time::Duration;
@@ -326,6 +329,7 @@ async fn a_draining_router_lets_streams_end_and_a_stopped_one_ends_them() {
         let shutdown = router.shutdown.clone();
         let stopping = tokio::spawn(async move { shutdown.run(grace).await });
         router.shutdown.draining().await;
+        route.leaving().await;
         if patient {
             // It can still be placed anew.
             route.failed("");

@@ -19,6 +19,8 @@ pub struct Evidence {
     pub metrics: Samples,
     /// Workers that were killed: their last counters are unknown.
     pub lost_workers: BTreeSet<String>,
+    /// Frontends were killed: what they had counted is missing in the sums.
+    pub lost_frontend: bool,
 }
 
 /// One request as its client saw it.
@@ -103,19 +105,30 @@ pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Resu
     for path in metrics {
         samples.add(&text(path)?);
     }
-    Ok(Evidence { client: lines(client)?, ledger: lines(ledger)?, metrics: samples, lost_workers: BTreeSet::new() })
+    // Who is killed while it writes leaves half a line; what it said is lost like the lines behind it.
+    let half = serde_json::Error::is_eof;
+    Ok(Evidence {
+        client: lines(client, |_| false)?,
+        ledger: lines(ledger, half)?,
+        metrics: samples,
+        lost_workers: BTreeSet::new(),
+        lost_frontend: false,
+    })
 }
 
 fn text(path: &Path) -> Result<String, EvidenceError> {
     std::fs::read_to_string(path).map_err(|cause| EvidenceError::Unreadable { path: path.to_owned(), cause })
 }
 
-fn lines<T: DeserializeOwned>(paths: &[PathBuf]) -> Result<Vec<T>, EvidenceError> {
+fn lines<T: DeserializeOwned>(paths: &[PathBuf], ignored: impl Fn(&serde_json::Error) -> bool) -> Result<Vec<T>, EvidenceError> {
     let mut all = Vec::new();
     for path in paths {
         for (number, line) in text(path)?.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            let parsed = serde_json::from_str(line);
-            all.push(parsed.map_err(|cause| EvidenceError::Line { path: path.clone(), line: number + 1, cause })?);
+            match serde_json::from_str(line) {
+                Ok(parsed) => all.push(parsed),
+                Err(cause) if ignored(&cause) => {}
+                Err(cause) => return Err(EvidenceError::Line { path: path.clone(), line: number + 1, cause }),
+            }
         }
     }
     Ok(all)

@@ -35,7 +35,7 @@ pub enum Finding {
     NoWinner { request: String, prompts: usize, won: usize },
     /// A client was told something else than was counted.
     #[error("request {request}: the client was told {told} {what} tokens, the winning attempts ({attempts}) counted {counted}")]
-    Differs { request: String, what: &'static str, told: u64, counted: u64, attempts: String },
+    Differs { request: String, what: &'static str, told: u64, counted: Range, attempts: String },
     /// The ledgers know requests that no client asked.
     #[error("{count} requests won that no client knows of (such as {example}), {explained} clients left without knowing theirs")]
     Unasked { count: usize, example: String, explained: usize },
@@ -59,12 +59,13 @@ pub enum Finding {
     Held { series: String, found: f64 },
 }
 
-/// What a sum may be. Where clients went away, whether the frontend finished their answers nobody else knows.
+/// What a sum may be. Where clients went away, whether the frontend finished their answers nobody else knows; where a worker was
+/// killed, which attempt won may be lost with it; a frontend that was killed has taken its part of the sum along.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
-    /// Of answers that clients have.
+    /// What is certain.
     pub min: f64,
-    /// And of those that they did not wait for.
+    /// And what may be.
     pub max: f64,
 }
 
@@ -74,12 +75,24 @@ impl std::fmt::Display for Range {
     }
 }
 
+impl std::iter::Sum for Range {
+    fn sum<I: Iterator<Item = Self>>(ranges: I) -> Self {
+        ranges.fold(Self::default(), |sum, range| Self { min: sum.min + range.min, max: sum.max + range.max })
+    }
+}
+
 impl Range {
     fn add(&mut self, finished: bool, value: u64) {
         self.max += value as f64;
         if finished {
             self.min += value as f64;
         }
+    }
+
+    fn over(values: impl Iterator<Item = u64>) -> Self {
+        let values: Vec<f64> = values.map(|value| value as f64).collect();
+        let (least, most) = (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(0.0, f64::max));
+        Self { min: least, max: most }
     }
 
     fn holds(self, value: f64) -> bool {
@@ -93,14 +106,34 @@ struct Attempt {
     /// Who counted, prompt and cached tokens.
     counted: Vec<(String, u32, u32)>,
     won: bool,
+    /// Its owner has told what became of it. When nothing runs, only who was killed has not.
+    ended: bool,
 }
 
-/// The attempt whose count stands.
+/// Whose count stands for a prompt.
+#[derive(Default)]
 struct Winner<'a> {
+    /// The attempt that won, and where a killed worker has left that open, those that may have won.
+    counts: Vec<Count<'a>>,
+    /// One of them was counted by a killed worker whose line is lost, too.
+    unknown: bool,
+}
+
+struct Count<'a> {
     attempt: u32,
     worker: &'a str,
     prompt: u64,
     cached: u64,
+}
+
+impl Winner<'_> {
+    fn prompt(&self) -> Range {
+        Range::over(self.counts.iter().map(|count| count.prompt))
+    }
+
+    fn cached(&self) -> Range {
+        Range::over(self.counts.iter().map(|count| count.cached))
+    }
 }
 
 /// What was checked, for people.
@@ -114,18 +147,24 @@ pub struct Checked {
     pub attempts: usize,
     /// Workers with metrics.
     pub workers: usize,
+    /// Answers whose count only killed workers knew: nothing is left to hold against what was told.
+    pub unverified: usize,
 }
 
 /// Everything that does not reconcile.
 pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     let mut findings = Vec::new();
     let prompts = attempts(&evidence.ledger, &mut findings);
-    let mut requests: BTreeMap<&str, Vec<Option<Winner<'_>>>> = BTreeMap::new();
+    let lost = !evidence.lost_workers.is_empty();
+    let mut requests: Requests<'_> = BTreeMap::new();
     for (prompt, attempts) in &prompts {
-        requests.entry(request_of(prompt)).or_default().push(winner(prompt, attempts, &mut findings));
+        requests.entry(request_of(prompt)).or_default().extend(winner(prompt, attempts, lost, &mut findings));
     }
-    let sums = check_clients(evidence, &requests, &mut findings);
-    for (series, expected) in sums {
+    let (sums, unverified) = check_clients(evidence, &requests, &mut findings);
+    for (series, mut expected) in sums {
+        if evidence.lost_frontend {
+            expected.min = 0.0;
+        }
         let found = evidence.metrics.sum(series.0, series.1);
         if !expected.holds(found) {
             findings.push(Finding::FrontendSum { series: series.0, found, expected });
@@ -137,6 +176,7 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
         estimates: evidence.client.iter().filter_map(ClientLine::answer).filter(|told| told.source != Source::Worker).count(),
         attempts: prompts.values().map(BTreeMap::len).sum(),
         workers: evidence.metrics.values("tandem_worker_kv_capacity_blocks", "worker").len(),
+        unverified,
     };
     (checked, findings)
 }
@@ -166,6 +206,7 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
             LedgerLine::Ended { request_id, attempt, outcome, .. } => {
                 let entry = prompts.entry(request_id).or_default().entry(*attempt).or_default();
                 entry.won |= *outcome == Outcome::Won;
+                entry.ended = true;
             }
         }
     }
@@ -178,17 +219,25 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// The last attempt that won. An earlier one had its first token on the way when the frontend gave it up: it is superseded.
-fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
-    let (attempt, entry) = attempts.iter().rev().find(|(_, entry)| entry.won)?;
-    let Some((worker, tokens, cached)) = entry.counted.first() else {
-        findings.push(Finding::Uncounted { prompt: prompt.to_owned(), attempt: *attempt });
-        return None;
-    };
-    Some(Winner { attempt: *attempt, worker, prompt: u64::from(*tokens), cached: u64::from(*cached) })
+/// The last attempt that won: an earlier one had its first token on the way when the frontend gave it up, it is superseded. If
+/// workers were `lost`, one that has not ended may have won, too. `None`: nobody has won.
+fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
+    let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
+    let mut winner = Winner::default();
+    for (attempt, entry) in attempts.range(won..).filter(|(attempt, entry)| **attempt == won || lost && !entry.ended) {
+        match entry.counted.first() {
+            Some((worker, tokens, cached)) => {
+                winner.counts.push(Count { attempt: *attempt, worker, prompt: u64::from(*tokens), cached: u64::from(*cached) })
+            }
+            None if lost => winner.unknown = true,
+            None => findings.push(Finding::Uncounted { prompt: prompt.to_owned(), attempt: *attempt }),
+        }
+    }
+    (winner.unknown || !winner.counts.is_empty()).then_some(winner)
 }
 
-type Requests<'a> = BTreeMap<&'a str, Vec<Option<Winner<'a>>>>;
+/// The winners of a request's prompts.
+type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
 /// A series and what its labels contain.
 type Series = (&'static str, &'static str);
@@ -198,68 +247,88 @@ const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
 const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
 const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
 
-/// Compares each client's answer with the winners; returns what the frontend's sums must be.
-fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Vec<Finding>) -> [(Series, Range); 4] {
-    let [mut prompts, mut prompt_tokens, mut cached_tokens, mut by_workers] = [Range::default(); 4];
+/// What the frontend's sums must be.
+#[derive(Default)]
+struct Sums {
+    prompts: Range,
+    prompt_tokens: Range,
+    cached_tokens: Range,
+    by_workers: Range,
+}
+
+impl Sums {
+    /// Nobody has the answer; the frontend may have finished it, whatever its client heard.
+    fn may(&mut self, winners: &[Winner<'_>]) {
+        for winner in winners {
+            self.prompts.max += 1.0;
+            self.prompt_tokens.max += winner.prompt().max;
+            self.cached_tokens.max += winner.prompt().max;
+            self.by_workers.max += winner.cached().max;
+        }
+    }
+}
+
+/// Compares each client's answer with the winners; returns what the frontend's sums must be, and how many answers had nothing to
+/// be compared with.
+fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Vec<Finding>) -> ([(Series, Range); 4], usize) {
+    let mut sums = Sums::default();
     let mut known = BTreeSet::new();
-    let mut gone_unknown = 0;
+    let (mut gone_unknown, mut unverified) = (0, 0);
     for line in &evidence.client {
-        let winners = line.request_id.as_deref().and_then(|request| requests.get(request));
+        let winners = line.request_id.as_deref().and_then(|request| requests.get(request)).map_or(&[][..], Vec::as_slice);
         match &line.request_id {
             Some(request) => drop(known.insert(request.as_str())),
             None => gone_unknown += 1,
         }
         let Some(told) = line.answer() else {
-            // Without an answer; the frontend may have finished it, whatever the client heard.
-            for winner in winners.into_iter().flatten().flatten() {
-                prompts.add(false, 1);
-                prompt_tokens.add(false, winner.prompt);
-                cached_tokens.add(false, winner.prompt);
-                by_workers.add(false, winner.cached);
-            }
+            sums.may(winners);
             continue;
         };
         let request = line.request_id.clone().unwrap_or_default();
-        let winners: Vec<&Winner<'_>> = winners.into_iter().flatten().flatten().collect();
-        prompts.add(true, told.prompts as u64);
-        prompt_tokens.add(true, told.prompt_tokens);
-        cached_tokens.add(true, told.cached_tokens);
+        sums.prompts.add(true, told.prompts as u64);
+        sums.prompt_tokens.add(true, told.prompt_tokens);
+        sums.cached_tokens.add(true, told.cached_tokens);
         if told.source == Source::Worker {
-            by_workers.add(true, told.cached_tokens);
+            sums.by_workers.add(true, told.cached_tokens);
         } else if told.prompts > 1 {
             // Some of its prompts may have been counted.
-            by_workers.add(false, told.cached_tokens);
+            sums.by_workers.add(false, told.cached_tokens);
+        }
+        if !evidence.lost_workers.is_empty()
+            && winners.len() <= told.prompts
+            && (winners.len() < told.prompts || winners.iter().any(|winner| winner.unknown))
+        {
+            unverified += 1;
+            continue;
         }
         if winners.len() != told.prompts {
             findings.push(Finding::NoWinner { request, prompts: told.prompts, won: winners.len() });
             continue;
         }
-        let attempts: Vec<String> =
-            winners.iter().map(|winner| format!("attempt {} on {}", winner.attempt, winner.worker)).collect();
-        let mut compare = |what, told, counted| {
-            if told != counted {
+        let counts = winners.iter().flat_map(|winner| &winner.counts);
+        let attempts: Vec<String> = counts.map(|count| format!("attempt {} on {}", count.attempt, count.worker)).collect();
+        let mut compare = |what, told, counted: Range| {
+            if !counted.holds(told as f64) {
                 let (request, attempts) = (request.clone(), attempts.join(", "));
                 findings.push(Finding::Differs { request, what, told, counted, attempts });
             }
         };
-        compare("prompt", told.prompt_tokens, winners.iter().map(|winner| winner.prompt).sum());
+        compare("prompt", told.prompt_tokens, winners.iter().map(Winner::prompt).sum());
         // An estimate is marked as one: it may differ.
         if told.source == Source::Worker {
-            compare("cached", told.cached_tokens, winners.iter().map(|winner| winner.cached).sum());
+            compare("cached", told.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
     }
-    let won = |winners: &Vec<Option<Winner<'_>>>| winners.iter().any(Option::is_some);
-    let unasked: Vec<_> = requests.iter().filter(|(request, winners)| !known.contains(**request) && won(winners)).collect();
-    for winner in unasked.iter().flat_map(|(_, winners)| winners.iter().flatten()) {
-        prompts.add(false, 1);
-        prompt_tokens.add(false, winner.prompt);
-        cached_tokens.add(false, winner.prompt);
-        by_workers.add(false, winner.cached);
-    }
+    let unasked = requests.iter().filter(|(request, winners)| !known.contains(**request) && !winners.is_empty());
+    let unasked: Vec<_> = unasked.collect();
+    unasked.iter().for_each(|(_, winners)| sums.may(winners));
     if let Some((example, _)) = unasked.first().filter(|_| unasked.len() > gone_unknown) {
         findings.push(Finding::Unasked { count: unasked.len(), example: (**example).to_owned(), explained: gone_unknown });
     }
-    [(PROMPTS, prompts), (PROMPT_TOKENS, prompt_tokens), (CACHED_TOKENS, cached_tokens), (CACHED_BY_WORKERS, by_workers)]
+    let Sums { prompts, prompt_tokens, cached_tokens, by_workers } = sums;
+    let sums =
+        [(PROMPTS, prompts), (PROMPT_TOKENS, prompt_tokens), (CACHED_TOKENS, cached_tokens), (CACHED_BY_WORKERS, by_workers)];
+    (sums, unverified)
 }
 
 /// What a worker has counted, by its ledger.

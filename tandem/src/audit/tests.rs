@@ -80,6 +80,7 @@ fn agreeing() -> Evidence {
         ],
         metrics: metrics(&[]),
         lost_workers: BTreeSet::new(),
+        lost_frontend: false,
     }
 }
 
@@ -93,7 +94,7 @@ fn findings(change: impl FnOnce(&mut Evidence)) -> Vec<Finding> {
 fn books_that_agree_have_no_findings() {
     let (checked, findings) = check(&agreeing());
     assert_eq!(findings, []);
-    assert_eq!(checked, Checked { answers: 4, estimates: 1, attempts: 7, workers: 1 });
+    assert_eq!(checked, Checked { answers: 4, estimates: 1, attempts: 7, workers: 1, unverified: 0 });
 }
 
 #[test]
@@ -167,6 +168,11 @@ fn what_cannot_be_known_is_allowed_for_and_nothing_else() {
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
     assert_eq!(findings(|evidence| (evidence.client[3].told, evidence.metrics) = (None, finished_less.clone())), [], "or not");
     assert_ne!(findings(|evidence| evidence.metrics = finished_less.clone()), [], "but not when the client has it");
+    let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
+    assert_eq!(findings(counted_less), [], "a killed frontend's counters are gone");
+    let counted_more = metrics(&[("_sum 400", "_sum 600")]);
+    let counted_more = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (counted_more.clone(), true);
+    assert_ne!(findings(counted_more), [], "but what is left may not be more than all");
     let lost = |evidence: &mut Evidence| {
         evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
         evidence.lost_workers.insert("p9".to_owned());
@@ -176,6 +182,49 @@ fn what_cannot_be_known_is_allowed_for_and_nothing_else() {
         evidence.ledger.push(ended("b-0", 1, Outcome::Won));
     };
     assert_eq!(findings(twice), [], "of two that began, the later one stands");
+}
+
+#[test]
+fn what_killed_workers_knew_is_left_open_and_the_rest_must_agree() {
+    let b = |line: &LedgerLine| {
+        let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
+        request_id == "b-0"
+    };
+    // What is left of the ledger's lines about an answer of 100 tokens, 64 of them cached; what must be found if one of its
+    // workers was killed, and how many answers have nothing left to be held against.
+    let cases = [
+        // Its first owner was killed before it wrote that it had won; another went on.
+        (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
+        (vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)], Some("attempt 1 on p0) counted 48"), 0),
+        // An earlier one had won too late, or is the one that counts: the later one's owner cannot say.
+        (vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 64)], None, 0),
+        (
+            vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 48)],
+            Some("attempt 1 on p0, attempt 2 on p0) counted 0 to 48"),
+            0,
+        ),
+        // One that has ended otherwise has not won.
+        (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 1, Outcome::Failed)], None, 1),
+        // The count was the killed worker's own.
+        (vec![ended("b-0", 1, Outcome::Won)], None, 1),
+        (vec![], None, 1),
+    ];
+    for (lines, expected, unverified) in cases {
+        let mut evidence = agreeing();
+        evidence.ledger.retain(|line| !b(line));
+        evidence.ledger.extend(lines.clone());
+        let without = check(&evidence);
+        evidence.lost_workers.extend(["d0".to_owned(), "p0".to_owned()]);
+        let (checked, findings) = check(&evidence);
+        let findings: Vec<String> = findings.iter().map(ToString::to_string).collect();
+        assert_eq!(checked.unverified, unverified, "{lines:?}");
+        assert_eq!(findings.len(), usize::from(expected.is_some()), "{lines:?}: {findings:#?}");
+        assert!(expected.is_none_or(|expected| findings[0].contains(expected)), "{lines:?}: {findings:#?}");
+        // Without it, none of that is an excuse.
+        let told =
+            without.1.iter().any(|finding| ["request b:", "prompt b-0 "].iter().any(|of| finding.to_string().contains(of)));
+        assert!(told && without.0.unverified == 0, "{lines:?}: {:#?}", without.1);
+    }
 }
 
 #[test]
@@ -192,6 +241,9 @@ fn files_are_read_and_mistakes_have_a_place() {
     assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, told: None }]);
     assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
+    let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");
+    assert_eq!(read(&client, &cut, &[]).expect("somebody was killed").ledger, []);
+    assert!(read(&cut, &ledger, &[]).is_err(), "clients are not killed");
     let bad = read(&file("bad", "{}\n{\"told\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
     assert!(bad.contains("bad line 2"), "{bad}");
     assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());

@@ -1,7 +1,8 @@
 //! Why a cluster does not start, or does not go on.
 
-use crate::model::ModelError;
+use crate::{model::ModelError, settings::DiscoveryFlagsError};
 use std::{net::SocketAddr, path::PathBuf};
+use tandem_node::events::NatsError;
 
 /// Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +18,12 @@ pub enum StartError {
         #[source]
         cause: std::io::Error,
     },
+    /// Others could not find it.
+    #[error(transparent)]
+    Discovery(#[from] DiscoveryFlagsError),
+    /// What is set for NATS.
+    #[error("{}", tandem_node::retry::complaint(.0))]
+    Nats(#[from] NatsError),
     /// Nobody could audit what it serves.
     #[error("the ledger {} cannot be opened ({cause}); choose another file with --ledger", .path.display())]
     Ledger {

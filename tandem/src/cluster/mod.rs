@@ -17,7 +17,7 @@ use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::{EngineHandle, EngineSettings};
 use tandem_frontend::ServedModel;
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_proto::{
     link,
     v1::{WorkersRequest, router_client::RouterClient},
@@ -34,6 +34,8 @@ use weights::Loaded;
 const READY_WAIT: Duration = Duration::from_secs(30);
 /// How often the frontend is asked whether it is ready.
 const READY_POLL: Duration = Duration::from_millis(10);
+/// A second of tokens and more, so that a listener whose thread is merely late holds up nothing; a few hundred KiB with logprobs.
+const UNHEARD_MAX: u32 = 1_024;
 
 /// A running cluster. Dropping it stops everything at once; [`Cluster::drain`] lets running requests finish first.
 pub struct Cluster {
@@ -143,7 +145,7 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        let parts = Parts::new(CLUSTER, &settings)?;
+        let parts = Parts::new(CLUSTER, &settings, &metrics)?;
         let mut workers = Vec::new();
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
         for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
@@ -162,11 +164,12 @@ impl Cluster {
         let router = local_address(&router_listener)?;
         let (model_id, address) = (loaded.served.id().to_owned(), local_address(&frontend)?);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
-        parts.router(router_listener, listed, Some(&model_id), &settings, &metrics, &back);
+        let peers = Workers::List(Vec::new());
+        parts.router(router_listener, (listed, peers), Some(&model_id), &settings, &metrics, &back);
         let capacity_tokens = settings.capacity_blocks().saturating_mul(settings.block_size);
         // A prompt that no worker can hold is told so at the door.
         let served = loaded.served.with_context_length(capacity_tokens);
-        parts.frontend(frontend, router.to_string(), &settings, served, &metrics, &front);
+        parts.frontend(frontend, [router.to_string()].into_iter().collect(), &settings, served, &metrics, &front);
         let kind = settings.engine;
         Ok(Self { model_id, kind, frontend: address, router, workers, metrics, front, back, parts })
     }
@@ -279,6 +282,8 @@ fn engine_settings(settings: &UpSettings) -> EngineSettings {
         // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
         queue_max: settings.max_concurrent_requests,
         prefix_caching: !settings.no_prefix_caching,
+        unheard_max: UNHEARD_MAX,
+        step_max: Duration::from_secs(settings.step_timeout.into()),
     }
 }
 

@@ -5,11 +5,11 @@ use crate::settings::{PolicyName, PrefillPlace, UpSettings};
 use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, discovery::Workers, worker::Ledger};
+use tandem_node::{Metrics, Shutdown, discovery::Workers, events::Broker, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::v1::Identity;
 use tandem_router::{PolicyKind, RouterSettings};
-use tokio::{net::TcpListener, sync::mpsc};
+use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
 /// A decode worker that has heard `Scheduled` answers at once; what it waits for is blocks that others give back.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
@@ -21,8 +21,12 @@ pub(super) struct Parts {
     cluster: String,
     /// Of all workers.
     ledger: Ledger,
+    /// Where workers publish KV events and the router hears them; not in `up`.
+    pub(super) broker: Option<Broker>,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
+    /// What the metrics need for as long as there are parts.
+    _upkeep: JoinSet<()>,
 }
 
 /// Tells the end of a part however it comes: its task returns, panics or is dropped.
@@ -33,14 +37,16 @@ struct Report {
 }
 
 impl Parts {
-    /// Parts of the cluster of this name, whose workers share a ledger.
-    pub(super) fn new(cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
+    /// Parts of the cluster of this name, whose workers share a ledger; they are to count in these metrics.
+    pub(super) fn new(cluster: &str, settings: &UpSettings, metrics: &Metrics) -> Result<Self, StartError> {
         let ledger = match &settings.ledger {
             Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
             None => Ledger::default(),
         };
         let (reports, ends) = mpsc::unbounded_channel();
-        Ok(Self { cluster: cluster.to_owned(), ledger, ends, reports })
+        let mut upkeep = JoinSet::new();
+        upkeep.spawn(metrics.clone().upkeep());
+        Ok(Self { cluster: cluster.to_owned(), ledger, broker: None, ends, reports, _upkeep: upkeep })
     }
 
     /// The end of the first part that has ended.
@@ -59,7 +65,7 @@ impl Parts {
     ) {
         let (worker_id, engine, cluster) = (worker.id.clone(), worker.engine.clone(), self.cluster.clone());
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
-        let ledger = self.ledger.clone();
+        let (ledger, broker) = (self.ledger.clone(), self.broker.clone());
         let report_cached_tokens = settings.report_cached_tokens;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
@@ -70,6 +76,7 @@ impl Parts {
                     model,
                     revision,
                     ledger,
+                    broker,
                     report_cached_tokens,
                     ticket_wait: TICKET_WAIT,
                 };
@@ -82,6 +89,7 @@ impl Parts {
                     model,
                     revision,
                     ledger,
+                    broker,
                     advertise: worker.advertise.clone(),
                     report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
@@ -96,7 +104,7 @@ impl Parts {
     pub(super) fn router(
         &self,
         listener: TcpListener,
-        workers: Workers,
+        (workers, peers): (Workers, Workers),
         model: Option<&str>,
         settings: &UpSettings,
         metrics: &Metrics,
@@ -104,6 +112,8 @@ impl Parts {
     ) {
         let settings = RouterSettings {
             workers,
+            broker: self.broker.clone(),
+            peers,
             identity: Identity {
                 cluster: self.cluster.clone(),
                 model: model.unwrap_or_default().to_owned(),
@@ -129,7 +139,7 @@ impl Parts {
     pub(super) fn frontend(
         &self,
         listener: TcpListener,
-        router: String,
+        routers: Workers,
         settings: &UpSettings,
         model: ServedModel,
         metrics: &Metrics,
@@ -142,7 +152,8 @@ impl Parts {
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
             resumes: settings.resumes,
-            ..FrontendSettings::new(router, model)
+            routers,
+            ..FrontendSettings::new("", model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
     }

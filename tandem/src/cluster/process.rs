@@ -7,16 +7,28 @@ use crate::{
 };
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
-use tandem_node::{Metrics, Shutdown, admin};
+use tandem_node::{
+    Metrics, Shutdown, admin,
+    discovery::{self, Card, EtcdSettings},
+    new_instance_id,
+};
 use tandem_proto::{
     link,
-    v1::{DescribeRequest, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
+    v1::{DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
 };
-use tokio::{net::TcpListener, time::timeout};
+use tokio::{
+    net::TcpListener,
+    time::{sleep, timeout},
+};
 use tonic::transport::Channel;
 
 /// A process that does not answer itself within this time answers nobody.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
+
+/// How long etcd may take to hear that the process leaves; if it is away, nobody waits for it.
+const LEAVE_WAIT: Duration = Duration::from_secs(1);
+/// Pauses between a worker's questions to itself: it answers once its engine does.
+const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 
 /// A running role. Dropping it stops it at once.
 pub struct Process {
@@ -25,6 +37,8 @@ pub struct Process {
     places: Vec<(&'static str, String)>,
     parts: Parts,
     metrics: Metrics,
+    /// Ends before the service does: nobody new is to come then.
+    registration: Shutdown,
     service: Shutdown,
     /// The admin endpoint has a shutdown of its own: who drains is still watched.
     admin: Shutdown,
@@ -39,9 +53,16 @@ impl Process {
         let listener = listen(settings.listen, "--listen").await?;
         let served = load_served(&settings).await?;
         process.name = format!("frontend for {}", served.id());
-        let url = format!("http://{}", reachable(local_address(&listener)?));
-        process.places = vec![("OpenAI API", url), ("router", own.router.clone())];
-        process.parts.frontend(listener, own.router, &settings, served, &process.metrics, &process.service);
+        let address = local_address(&listener)?;
+        let (routers, url) = (own.routers(), format!("http://{}", reachable(address)));
+        let of_etcd = || format!("as etcd at {} says", own.discovery.etcd.join(", "));
+        let listed = if own.discovery.etcd.is_empty() { own.router.join(", ") } else { of_etcd() };
+        process.places = vec![("OpenAI API", url), ("routers", listed)];
+        if let Some((etcd, address)) = own.discovery.registration(&own.cluster, address)? {
+            let card = card(discovery::Role::Frontend, address, served.id(), &settings);
+            process.register(etcd, std::future::ready(card));
+        }
+        process.parts.frontend(listener, routers, &settings, served, &process.metrics, &process.service);
         Ok(process)
     }
 
@@ -49,50 +70,73 @@ impl Process {
     pub async fn router(command: Serve<RouterFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
         let mut process = Self::new(&own.process.cluster, &settings)?;
-        let (listener, _) = process.open(settings.listen, &own.process, can_place).await?;
+        let (listener, address) = process.open(settings.listen, &own.process, can_place).await?;
         process.name = "router".to_owned();
         let model = settings.served_model_name.as_deref();
-        process.parts.router(listener, own.workers(), model, &settings, &process.metrics, &process.service);
+        if let Some((etcd, address)) = own.process.discovery.registration(&own.process.cluster, address)? {
+            let card = card(discovery::Role::Router, address, model.unwrap_or_default(), &settings);
+            process.register(etcd, std::future::ready(card));
+        }
+        process.parts.router(listener, (own.workers(), own.peers()), model, &settings, &process.metrics, &process.service);
         Ok(process)
     }
 
     /// A worker that computes prompts. Its router finds it.
     pub async fn prefill_worker(command: Serve<PrefillFlags>) -> Result<Self, StartError> {
-        Self::worker(Role::Prefill, command.settings, command.own, None).await
+        Self::worker(Role::Prefill, command.settings, command.own).await
     }
 
     /// A worker that generates. Its router finds it.
     pub async fn decode_worker(command: Serve<DecodeFlags>) -> Result<Self, StartError> {
-        let DecodeFlags { worker, advertise } = command.own;
-        Self::worker(Role::Decode, command.settings, worker, advertise).await
+        Self::worker(Role::Decode, command.settings, command.own.worker).await
     }
 
-    async fn worker(role: Role, settings: UpSettings, own: PrefillFlags, advertise: Option<String>) -> Result<Self, StartError> {
+    async fn worker(role: Role, settings: UpSettings, own: PrefillFlags) -> Result<Self, StartError> {
         is_built(settings.engine)?;
         let mut process = Self::new(&own.process.cluster, &settings)?;
         let (listener, address) = process.open(settings.listen, &own.process, answers).await?;
+        let registration = own.process.discovery.registration(&own.process.cluster, address)?;
         let loaded = load(&settings).await?;
         let id = own.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
         let engine = EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings));
-        let worker = Worker { id, role, address, advertise, engine };
+        let listed = registration.as_ref().map(|(_, address)| address.clone());
+        let worker = Worker { id, role, address, advertise: listed.or(own.process.discovery.advertise), engine };
         process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());
         process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
         process.parts.worker(&worker, listener, &settings, &loaded, &process.metrics, &process.service);
+        if let Some((etcd, advertised)) = registration {
+            let own = own_channel(address);
+            process.register(etcd, async move { Card::of_worker(&description(own).await, advertised) });
+        }
         Ok(process)
     }
 
+    /// Puts the process on etcd's list until it drains.
+    fn register(&self, etcd: EtcdSettings, card: impl Future<Output = Card> + Send + 'static) {
+        let (metrics, shutdown) = (self.metrics.clone(), self.registration.clone());
+        self.registration.spawn(async move {
+            tokio::select! {
+                () = shutdown.draining() => {}
+                card = card => discovery::register(etcd, card, &metrics, &shutdown).await,
+            }
+        });
+    }
+
     fn new(cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
+        let metrics = Metrics::default();
         Ok(Self {
             name: String::new(),
             places: Vec::new(),
-            parts: Parts::new(cluster, settings)?,
-            metrics: Metrics::default(),
+            parts: Parts::new(cluster, settings, &metrics)?,
+            metrics,
+            registration: Shutdown::default(),
             service: Shutdown::default(),
             admin: Shutdown::default(),
         })
     }
 
-    /// Takes the socket for gRPC and starts the admin endpoint, which asks `probe` over that socket whether the process is ready.
+    /// Opens the event plane, takes the socket for gRPC and starts the admin endpoint, which asks `probe` over that socket whether
+    /// the process is ready.
     async fn open<R>(
         &mut self,
         address: SocketAddr,
@@ -102,13 +146,13 @@ impl Process {
     where
         R: Future<Output = Result<(), String>> + Send + 'static,
     {
+        self.parts.broker = flags.events.broker(&flags.cluster, &self.metrics).await?;
         let listener = listen(address, "--listen").await?;
         let admin = listen(flags.admin_listen, "--admin-listen").await?;
         let address = local_address(&listener)?;
         let url = format!("http://{}", reachable(local_address(&admin)?));
         self.places = vec![("gRPC", address.to_string()), ("admin", url)];
-        let own = link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
-        let (channel, service) = (own.connect_lazy(), self.service.clone());
+        let (channel, service) = (own_channel(address), self.service.clone());
         let ready = move || {
             let (draining, answer) = (service.is_draining(), probe(channel.clone()));
             async move {
@@ -134,6 +178,7 @@ impl Served for Process {
     }
 
     async fn drain(&self, grace: Duration) {
+        self.registration.run(LEAVE_WAIT).await;
         self.service.run(grace).await;
         self.admin.run(Duration::ZERO).await;
     }
@@ -141,8 +186,37 @@ impl Served for Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
+        self.registration.stop();
         self.service.stop();
         self.admin.stop();
+    }
+}
+
+/// To the process itself.
+fn own_channel(address: SocketAddr) -> Channel {
+    link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint").connect_lazy()
+}
+
+/// The card of a process that is no worker.
+fn card(role: discovery::Role, address: String, model: &str, settings: &UpSettings) -> Card {
+    let info = WorkerInfo {
+        instance_id: new_instance_id(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: model.to_owned(),
+        block_size: settings.block_size,
+        ..Default::default()
+    };
+    Card { role, ..Card::of_worker(&info, address) }
+}
+
+/// What the process's own worker says about itself, once it does.
+async fn description(own: Channel) -> WorkerInfo {
+    let mut control = ControlClient::new(own);
+    loop {
+        if let Ok(info) = control.describe(DescribeRequest {}).await {
+            return info.into_inner();
+        }
+        sleep(DESCRIBE_PAUSE).await;
     }
 }
 

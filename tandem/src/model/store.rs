@@ -15,6 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 use tandem_model::HfDirectory;
+use tandem_node::Secret;
 
 /// Where models are kept and fetched from.
 #[derive(Args, Clone, Debug, PartialEq, Eq, Serialize)]
@@ -32,29 +33,7 @@ pub struct StoreSettings {
     /// Needed for gated `hf:` models only; never printed
     #[arg(long, env = "HF_TOKEN", value_name = "TOKEN", hide_env_values = true)]
     #[serde(skip)]
-    pub hf_token: Option<HfToken>,
-}
-
-/// A secret: its `Debug` does not show it.
-#[derive(Clone, PartialEq, Eq)]
-pub struct HfToken(String);
-
-impl HfToken {
-    pub(super) fn expose(&self) -> &str {
-        &self.0
-    }
-}
-
-impl From<String> for HfToken {
-    fn from(token: String) -> Self {
-        Self(token)
-    }
-}
-
-impl std::fmt::Debug for HfToken {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("HfToken(…)")
-    }
+    pub hf_token: Option<Secret>,
 }
 
 /// The models on this machine, and the way to get more. Calls block: keep them off the async threads.

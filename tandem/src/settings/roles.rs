@@ -3,11 +3,11 @@
 //! There is one list of the flags that both know, [`UpSettings`], so that one file may hold the settings of a whole cluster:
 //! each role takes what concerns it and leaves the rest. On the command line a flag of another role is a mistake.
 
-use super::{Cli, UpSettings};
+use super::{Cli, DiscoveryFlags, NatsFlags, UpSettings};
 use clap::{Arg, Args, CommandFactory, parser::ValueSource};
 use serde::{Serialize, Serializer};
 use std::{net::SocketAddr, path::PathBuf};
-use tandem_node::discovery::Workers;
+use tandem_node::discovery::{Role, Workers};
 use tandem_proto::link;
 
 /// What `tandem up` calls its cluster, and everybody who is not told otherwise.
@@ -37,6 +37,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("threads", WORKERS),
     ("prefill-chunk-budget", WORKERS),
     ("batch-max", WORKERS),
+    ("step-timeout", WORKERS),
     ("prefill", &[ROUTER]),
     ("no-prefix-caching", WORKERS),
     ("policy", &[ROUTER]),
@@ -54,6 +55,9 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("sim-transfer-bytes-per-second", WORKERS),
     ("log", ALL),
 ];
+
+/// Flags that etcd makes needless.
+const LISTS: &[&str] = &["workers", "workers-file"];
 
 /// What a role does not share with `tandem up` (which has nothing of its own).
 pub trait Own: Args + Serialize {
@@ -73,9 +77,23 @@ pub struct FrontendFlags {
     #[arg(long, env = "TANDEM_CLUSTER", value_name = "NAME", default_value = CLUSTER, value_parser = cluster_name)]
     pub cluster: String,
 
-    /// host:port of the router's gRPC; it need not be up yet
-    #[arg(long, env = "TANDEM_ROUTER", value_name = "ADDRESS", default_value = "127.0.0.1:7000", value_parser = address)]
-    pub router: String,
+    /// host:port of every router's gRPC, with commas between; they need not be up yet
+    #[arg(
+        long,
+        env = "TANDEM_ROUTER",
+        value_name = "ADDRESSES",
+        value_delimiter = ',',
+        default_value = "127.0.0.1:7000",
+        value_parser = address,
+        conflicts_with = "etcd"
+    )]
+    #[serde(serialize_with = "with_commas")]
+    pub router: Vec<String>,
+
+    /// Who finds it, and how it finds routers.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub discovery: DiscoveryFlags,
 }
 
 /// `tandem router`
@@ -94,15 +112,21 @@ pub struct RouterFlags {
         value_name = "ADDRESSES",
         value_delimiter = ',',
         default_value = "127.0.0.1:7100,127.0.0.1:7200",
-        value_parser = address
+        value_parser = address,
+        conflicts_with = "etcd"
     )]
     #[serde(serialize_with = "with_commas")]
     pub workers: Vec<String>,
 
     /// A file with one host:port a line instead; it is read again when it changes, so that workers come and go
-    #[arg(long, env = "TANDEM_WORKERS_FILE", value_name = "FILE")]
+    #[arg(long, env = "TANDEM_WORKERS_FILE", value_name = "FILE", conflicts_with = "etcd")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers_file: Option<PathBuf>,
+
+    /// host:port of the other routers' gRPC, with commas between; they need not be up yet, and this router may be among them
+    #[arg(long, env = "TANDEM_PEERS", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address, conflicts_with = "etcd")]
+    #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
+    pub peers: Vec<String>,
 }
 
 /// `tandem prefill-worker`
@@ -128,11 +152,6 @@ pub struct DecodeFlags {
     #[command(flatten)]
     #[serde(flatten)]
     pub worker: PrefillFlags,
-
-    /// host:port at which prefill workers reach it [default: where it listens]
-    #[arg(long, env = "TANDEM_ADVERTISE", value_name = "ADDRESS", value_parser = address)]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub advertise: Option<String>,
 }
 
 /// What router and workers have in common.
@@ -146,6 +165,16 @@ pub struct ProcessFlags {
     /// Where /live, /ready and /metrics are, over HTTP; this machine only, because nothing here asks who reads
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:9000")]
     pub admin_listen: SocketAddr,
+
+    /// Who finds it, and how.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub discovery: DiscoveryFlags,
+
+    /// How routers hear of caches.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub events: NatsFlags,
 }
 
 impl Own for UpFlags {
@@ -171,10 +200,30 @@ impl Own for DecodeFlags {
 impl RouterFlags {
     /// Where the workers are.
     pub fn workers(&self) -> Workers {
-        match &self.workers_file {
-            Some(file) => Workers::File(file.clone()),
-            None => Workers::List(self.workers.clone()),
+        match (self.process.discovery.etcd(&self.process.cluster), &self.workers_file) {
+            (Some(etcd), _) => Workers::Etcd(etcd, vec![Role::PrefillWorker, Role::DecodeWorker]),
+            (None, Some(file)) => Workers::File(file.clone()),
+            (None, None) => Workers::List(self.workers.clone()),
         }
+    }
+
+    /// Where the other routers are.
+    pub fn peers(&self) -> Workers {
+        routers(&self.process.discovery, &self.process.cluster, &self.peers)
+    }
+}
+
+impl FrontendFlags {
+    /// Where the routers are.
+    pub fn routers(&self) -> Workers {
+        routers(&self.discovery, &self.cluster, &self.router)
+    }
+}
+
+fn routers(discovery: &DiscoveryFlags, cluster: &str, listed: &[String]) -> Workers {
+    match discovery.etcd(cluster) {
+        Some(etcd) => Workers::Etcd(etcd, vec![Role::Router]),
+        None => Workers::List(listed.to_vec()),
     }
 }
 
@@ -229,14 +278,18 @@ pub(super) fn to_toml<F: Own>(settings: &UpSettings, own: &F) -> String {
     let mut table = toml::Table::try_from(settings).expect("settings are plain values");
     table.retain(|key, _| takes(F::ROLE, key));
     table.extend(toml::Table::try_from(own).expect("settings are plain values"));
+    if table.contains_key("etcd") {
+        // Defaults that do not count, and that could not be given beside it.
+        LISTS.iter().for_each(|list| drop(table.remove(*list)));
+    }
     toml::to_string(&table).expect("settings are plain values")
 }
 
-fn with_commas<S: Serializer>(list: &[String], serializer: S) -> Result<S::Ok, S::Error> {
+pub(super) fn with_commas<S: Serializer>(list: &[String], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&list.join(","))
 }
 
-fn address(text: &str) -> Result<String, &'static str> {
+pub(super) fn address(text: &str) -> Result<String, &'static str> {
     link::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
 }
 
@@ -293,7 +346,7 @@ mod tests {
         let Ok(Command::DecodeWorker(decode)) = read(&["decode-worker"]) else { panic!("defaults") };
         assert_eq!((decode.settings.listen.port(), decode.own.worker.process.admin_listen.port()), (7200, 9200));
         let Ok(Command::Frontend(frontend)) = read(&["frontend"]) else { panic!("defaults") };
-        assert_eq!((frontend.settings.listen.port(), &*frontend.own.router), (8000, "127.0.0.1:7000"));
+        assert_eq!((frontend.settings.listen.port(), frontend.own.router), (8000, vec!["127.0.0.1:7000".to_owned()]));
         let workers = [prefill.settings.listen, decode.settings.listen].map(|address| address.to_string());
         assert_eq!(router.own.workers(), Workers::List(workers.to_vec()));
     }
@@ -304,10 +357,19 @@ mod tests {
             (&["router", "--prefill-workers", "3"][..], "`tandem router` has no --prefill-workers"),
             (&["router", "--model", "x.gguf"], "`tandem router` has no --model"),
             (&["frontend", "--policy", "random"], "`tandem frontend` has no --policy"),
-            (&["prefill-worker", "--advertise", "h:1"], "--advertise"),
+            (&["prefill-worker", "--advertise", "h"], "write host:port"),
+            (&["up", "--etcd", "h:1"], "--etcd"),
+            (&["router", "--etcd", "h:1", "--workers", "h:1"], "cannot be used with"),
+            (&["router", "--workers-file", "x", "--etcd", "h:1"], "cannot be used with"),
+            (&["router", "--etcd", "h:1,h"], "write host:port"),
+            (&["router", "--etcd", "h:1", "--etcd-user", "u"], "--etcd-password"),
+            (&["router", "--etcd", "h:1", "--etcd-password", "p"], "--etcd-user"),
+            (&["router", "--etcd-ca", "x"], "--etcd"),
+            (&["router", "--etcd", "h:1", "--etcd-ca", "x", "--etcd-cert", "x"], "--etcd-key"),
             (&["up", "--router", "h:1"], "--router"),
             (&["router", "--workers", "h:1,h"], "write host:port"),
-            (&["frontend", "--router", "http://h:1"], "write host:port"),
+            (&["frontend", "--router", "h:1,http://h:1"], "write host:port"),
+            (&["router", "--peers", "h"], "write host:port"),
             (&["decode-worker", "--worker-id", "a b"], "letters"),
             (&["decode-worker", "--cluster", "a.b"], "letters"),
         ] {
@@ -321,13 +383,13 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("tandem.toml");
         let path = file.to_str().expect("text");
-        let text = "block-size = 64\nprefill = \"remote\"\nworkers = \"a:1,b:2\"\nrouter = \"r:1\"\nsim-speedup = 9.0\n";
+        let text = "block-size = 64\nprefill = \"remote\"\nworkers = \"a:1,b:2\"\nrouter = \"r:1,r:2\"\npeers = \"r:2\"\nsim-speedup = 9.0\n";
         std::fs::write(&file, text).expect("ours");
         let settings = router(&["--config", path]).expect("all of it is known");
-        assert_eq!((settings.settings.block_size, settings.own.workers.len()), (64, 2));
+        assert_eq!((settings.settings.block_size, settings.own.workers.len(), settings.own.peers.len()), (64, 2, 1));
         assert_eq!(settings.settings.sim.sim_speedup, 1.0, "that is for workers");
         let Ok(Command::Frontend(frontend)) = read(&["frontend", "--config", path]) else { panic!("all of it is known") };
-        assert_eq!(frontend.own.router, "r:1");
+        assert_eq!(frontend.own.router, ["r:1", "r:2"]);
 
         let printed = settings.to_toml();
         assert!(printed.contains("workers = \"a:1,b:2\"") && !printed.contains("sim-speedup"), "{printed}");
@@ -336,5 +398,39 @@ mod tests {
         assert_eq!((again.own.clone(), again.to_toml()), (settings.own.clone(), printed));
         std::fs::write(&file, "wrokers = 1").expect("ours");
         assert!(router(&["--config", path]).is_err_and(|error| error.contains("unknown key `wrokers`")));
+    }
+
+    #[test]
+    fn with_etcd_no_list_counts_and_no_password_is_shown() {
+        let args = "--etcd e:1,f:2 --cluster c --etcd-user u --etcd-password hidden --etcd-ca ca --etcd-cert cert --etcd-key key";
+        let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("valid");
+        let Workers::Etcd(etcd, roles) = settings.own.workers() else { panic!("etcd was asked for") };
+        assert_eq!((etcd.endpoints.join(" "), &*etcd.cluster, etcd.lease_ttl.as_secs()), ("e:1 f:2".to_owned(), "c", 10));
+        assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden")));
+        assert!(etcd.tls.is_some_and(|tls| tls.identity.is_some()));
+        assert_eq!(roles, [Role::PrefillWorker, Role::DecodeWorker]);
+        let printed = settings.to_toml();
+        assert!(printed.contains("etcd = \"e:1,f:2\"") && !printed.contains("workers"), "{printed}");
+        assert!(!printed.contains("hidden") && !format!("{settings:?}").contains("hidden"));
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("tandem.toml");
+        std::fs::write(&file, printed.replace("etcd-user = \"u\"\n", "")).expect("ours");
+        router(&["--config", file.to_str().expect("text")]).expect("what we print is valid");
+    }
+
+    #[test]
+    fn the_address_on_the_list_is_one_that_others_can_use() {
+        let registered = |args: &[&str], listens: &str| {
+            let settings = router(args).expect("valid").own.process.discovery;
+            settings.registration("c", listens.parse().expect("an address")).map_err(|error| error.to_string())
+        };
+        let address = |args, listens| registered(args, listens).map(|found| found.map(|(_, address)| address));
+        assert_eq!(address(&[], "0.0.0.0:1"), Ok(None));
+        assert_eq!(address(&["--etcd", "e:1"], "10.0.0.1:7"), Ok(Some("10.0.0.1:7".to_owned())));
+        assert_eq!(address(&["--etcd", "e:1", "--advertise", "h:2"], "0.0.0.0:1"), Ok(Some("h:2".to_owned())));
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        assert_eq!(address(&["--etcd", "e:1"], "[::]:1"), Ok(Some(format!("{name}:1"))));
+        let files = registered(&["--etcd", "e:1", "--etcd-ca", "/none"], "10.0.0.1:7").expect_err("there is no such file");
+        assert!(files.contains("/none cannot be read") && files.contains("--etcd-ca"), "{files}");
     }
 }

@@ -118,7 +118,14 @@ fn generate(request: &Request, vocab: u32) -> Generate {
     }
 }
 
-const SETTINGS: EngineSettings = EngineSettings { chunk_budget: 100_000, batch_max: 64, queue_max: 64, prefix_caching: true };
+const SETTINGS: EngineSettings = EngineSettings {
+    chunk_budget: 100_000,
+    batch_max: 64,
+    queue_max: 64,
+    prefix_caching: true,
+    unheard_max: 1_024,
+    step_max: std::time::Duration::from_secs(60),
+};
 
 /// Cold, whole and alone on the one side; on the other cached, cut into chunks of any budget, in batches of any composition, preempted for
 /// want of blocks, on any number of threads.

@@ -96,3 +96,113 @@ fn nobody_waits_for_what_will_not_be_found() {
         world.assert_idle();
     }
 }
+
+fn remote(text: &[TokenId], max_tokens: u32) -> Generate {
+    Generate { kv: KvSource::Remote, ..generate(text.to_vec(), max_tokens) }
+}
+
+#[test]
+fn what_lands_for_one_is_matched_by_all() {
+    let mut world = World::new(2_048, SETTINGS);
+    let text = prompt("sent once", 1_000);
+    for id in 0..8 {
+        world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
+    }
+    // Alike up to here.
+    let part = [&text[..500], &prompt("and then another way", 300)].concat();
+    world.machine.generate(8, remote(&part, 5), world.now).expect("the job fits");
+    world.machine.generate(9, generate(text.clone(), 5), world.now).expect("the job fits");
+    world.run();
+    let (ticket, missing) = world.reserved(0).expect("there is room");
+    assert_eq!(missing.len(), 63);
+    assert!((1..10).all(|id| world.reserved(id).is_none() && world.cached(id).is_none()), "they hold nothing meanwhile");
+    let kv_of = kv(&text);
+    for index in 0..31 {
+        world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows it");
+    }
+    world.step();
+    assert_eq!(world.reserved(8).expect("its part has landed").1, (31..50).collect::<Vec<_>>());
+    assert!(world.reserved(1).is_none());
+    // In any order.
+    for index in (31..63).rev() {
+        world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows it");
+    }
+    world.step();
+    let expected = alone(remote(&text, 5)).swap_remove(0);
+    for id in 1..8 {
+        let (ticket, missing) = world.reserved(id).expect("all is here");
+        assert_eq!(missing, [62], "a partial block is nobody else's");
+        world.write(ticket, 62, &kv_of[62].1).expect("the ticket allows it");
+    }
+    world.machine.cancel(8);
+    world.run();
+    assert_eq!(world.cached(9), Some(992), "who computes here waits for it, too");
+    for id in (0..8).chain([9]) {
+        assert_eq!(world.tokens(id, 0), expected, "job {id}");
+    }
+    world.assert_idle();
+}
+
+#[test]
+fn who_waits_for_what_does_not_land_takes_over_or_stops_waiting() {
+    for leaves in [true, false] {
+        let mut world = World::new(256, SETTINGS);
+        let text = prompt("half of it", 400);
+        for id in 0..3 {
+            world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
+        }
+        world.run();
+        let (ticket, _) = world.reserved(0).expect("there is room");
+        let kv = kv(&text);
+        for (index, payload) in &kv[..12] {
+            world.write(ticket, *index, payload).expect("the ticket allows it");
+        }
+        world.run();
+        assert!((1..3).all(|id| world.reserved(id).is_none()));
+        let deadline = world.machine.next_deadline(world.now).expect("they do not wait for ever");
+        assert!(deadline <= world.now + Duration::from_secs(5));
+        if leaves {
+            world.machine.cancel(0);
+        } else {
+            world.now = deadline;
+        }
+        world.run();
+        let (ticket, missing) = world.reserved(1).expect("it is its turn");
+        assert_eq!(missing, (12..25).collect::<Vec<_>>(), "what has landed stays");
+        assert_eq!(world.reserved(2).is_none(), leaves, "the third waits for the second, unless it has waited enough");
+        for index in missing {
+            world.write(ticket, index, &kv[index as usize].1).expect("the ticket allows it");
+        }
+        world.run();
+        assert_eq!(world.tokens(1, 0), alone(remote(&text, 5))[0]);
+        (0..3).for_each(|id| world.machine.cancel(id));
+        world.assert_idle();
+    }
+}
+
+#[test]
+fn a_waiting_prompt_counts_by_what_is_to_be_computed_for_it() {
+    let mut world = World::new(80, SETTINGS);
+    let (cached, fills) = (prompt("known before", 400), prompt("fills the cache", 900));
+    world.machine.prefill(0, prefill(cached.clone()), world.now).expect("the job fits");
+    world.run();
+    world.machine.cancel(0);
+    world.machine.prefill(1, prefill(fills.clone()), world.now).expect("the job fits");
+    world.run();
+    assert_eq!(world.machine.load().in_use_blocks, 57, "23 of 80 are left, all of them cached");
+    let load = |world: &World| world.machine.load().pending_prefill_tokens;
+    world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits");
+    world.run();
+    assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "24 blocks are more than there are");
+    // A burst behind it: the first is new, the others come after it.
+    let burst = prompt("all the same", 300);
+    for id in 3..7 {
+        world.machine.prefill(id, prefill(burst.clone()), world.now).expect("the job fits");
+    }
+    let waits = 399 - 23 * 16;
+    assert_eq!(load(&world), waits + 299 + 3 * (299 - 18 * 16));
+    world.machine.cancel(3);
+    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next one computes it");
+    (1..7).for_each(|id| world.machine.cancel(id));
+    world.assert_idle();
+}

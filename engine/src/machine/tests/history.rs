@@ -10,7 +10,9 @@ enum Deed {
     Remote { family: usize, len: usize, max_tokens: u32 },
     Steps(usize),
     Cancel(usize),
+    Pause(usize, bool),
     SendAll(usize),
+    Land { index: usize, blocks: usize },
 }
 
 fn deeds() -> impl Strategy<Value = Vec<Deed>> {
@@ -21,6 +23,8 @@ fn deeds() -> impl Strategy<Value = Vec<Deed>> {
         2 => (0..3usize, 1..90usize, 1..20u32).prop_map(|(family, len, max_tokens)| Deed::Remote { family, len, max_tokens }),
         4 => (1..12usize).prop_map(Deed::Steps),
         1 => any::<prop::sample::Index>().prop_map(|index| Deed::Cancel(index.index(64))),
+        3 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(index, behind)| Deed::Pause(index.index(64), behind)),
+        4 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Deed::Land { index: index.index(64), blocks }),
         2 => any::<prop::sample::Index>().prop_map(|index| Deed::SendAll(index.index(64))),
     ];
     prop::collection::vec(deed, 1..40)
@@ -29,13 +33,15 @@ fn deeds() -> impl Strategy<Value = Vec<Deed>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
-    /// Whatever comes and goes, and however small cache and budget: who finishes has the text of running alone,
+    /// Whatever comes, pauses and goes, and however small cache and budget: who finishes has the text of running alone,
     /// counts are bounded, and in the end nothing is held.
     #[test]
     fn any_history_keeps_the_texts_and_the_books(deeds in deeds(), capacity in 12..40u32, budget in 1..100u32) {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
+        // With the blocks that have landed for them.
+        let mut remote: BTreeMap<JobId, (Generate, usize)> = BTreeMap::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
         for (id, deed) in (0..).zip(deeds) {
             match deed {
@@ -54,7 +60,9 @@ proptest! {
                 }
                 Deed::Remote { family, len, max_tokens } => {
                     let job = Generate { kv: KvSource::Remote, ..generate(text(family, len), max_tokens) };
-                    let _ = world.machine.generate(id, job, world.now);
+                    if world.machine.generate(id, job.clone(), world.now).is_ok() {
+                        remote.insert(id, (job, 0));
+                    }
                 }
                 Deed::Steps(steps) => {
                     for _ in 0..steps {
@@ -65,8 +73,21 @@ proptest! {
                     let job = index as u64 % (id + 1);
                     world.machine.cancel(job);
                     generated.remove(&job);
+                    remote.remove(&job);
                     prefilled.remove(&job);
                     world.machine.check_invariants();
+                }
+                Deed::Pause(index, behind) => world.machine.pause(index as u64 % (id + 1), behind),
+                Deed::Land { index, blocks } => {
+                    let job = index as u64 % (id + 1);
+                    let (Some((generate, landed)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
+                        continue;
+                    };
+                    let kv = kv(&generate.prompt);
+                    for index in missing.iter().skip(*landed).take(blocks) {
+                        // Refused: the reservation was revoked.
+                        *landed += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
+                    }
                 }
                 Deed::SendAll(index) => {
                     world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect());
@@ -75,11 +96,17 @@ proptest! {
             }
         }
         // Prefills that nobody fetches and remote prompts that nobody sends hold blocks: their clients go away.
-        let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job)).collect();
+        remote.retain(|job, _| world.heard.get(job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Started(_)))));
+        let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job) && !remote.contains_key(job)).collect();
         for job in jobs {
             world.machine.cancel(job);
         }
         world.run();
+        (0..64).for_each(|job| world.machine.pause(job, false));
+        world.run();
+        for (id, (job, _)) in remote {
+            prop_assert_eq!(world.tokens(id, 0), alone(job).swap_remove(0), "remote job {}", id);
+        }
         for (id, job) in generated {
             let prompt_len = job.prompt.len() as u32;
             let expected = alone(job);

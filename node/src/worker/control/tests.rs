@@ -13,13 +13,16 @@ struct Scripted {
     snapshot: Arc<Mutex<Snapshot>>,
     metrics: Arc<WorkerMetrics>,
     shutdown: Shutdown,
+    /// Whether the engine hangs.
+    hangs: tokio::sync::watch::Sender<bool>,
 }
 
 impl Scripted {
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
         let snapshot = Arc::new(Mutex::new(Snapshot { at_event_id: 0, stored: Vec::new() }));
-        let watch: Watch = {
+        let hangs = tokio::sync::watch::Sender::new(false);
+        let start = {
             let (batches, snapshot) = (batches.clone(), snapshot.clone());
             Arc::new(move || {
                 let snapshot = snapshot.lock().expect("not poisoned").clone();
@@ -27,15 +30,23 @@ impl Scripted {
                 async { Some(watched) }.boxed()
             })
         };
+        let hung = {
+            let hangs = hangs.subscribe();
+            Arc::new(move || {
+                let mut hangs = hangs.clone();
+                async move { drop(hangs.wait_for(|hangs| *hangs).await) }.boxed()
+            })
+        };
+        let watch = Watch { start, hung };
         let (shutdown, metrics) = (Shutdown::default(), Arc::new(WorkerMetrics::new(&Metrics::default(), "w")));
         let info = WorkerInfo { instance_id: "now".to_owned(), ..Default::default() };
         let requests = Requests::new(shutdown.clone());
-        let service = ControlService::new(info, watch, metrics.clone(), requests, shutdown.clone());
-        Self { service, batches, snapshot, metrics, shutdown }
+        let service = ControlService::new(info, watch, metrics.clone(), requests, shutdown.clone(), None);
+        Self { service, batches, snapshot, metrics, shutdown, hangs }
     }
 
     async fn watch(&self) -> Replies<WatchReply> {
-        let request = WatchRequest { instance_id: "now".to_owned() };
+        let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: false };
         self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
     }
 
@@ -78,6 +89,19 @@ fn load(running_sequences: u32) -> KvBatch {
 
 fn ids(batch: &v1::KvEventBatch) -> Vec<u64> {
     batch.events.iter().map(|event| event.event_id).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_whose_engine_hangs_is_not_watched_until_it_moves() {
+    let worker = Scripted::new(8);
+    let mut replies = worker.watch_batches().await;
+    worker.hangs.send_replace(true);
+    let ended = replies.next().await.expect("it is told").expect_err("the stream ends");
+    assert_eq!((ended.code(), ended.message()), (Code::Unavailable, "the engine hangs"));
+    let mut again = worker.watch().await;
+    again.next().await.expect("it is told").expect_err("at once");
+    worker.hangs.send_replace(false);
+    worker.watch_batches().await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -186,7 +210,7 @@ async fn a_watcher_that_lags_is_told_to_watch_again_and_others_go_on() {
 #[tokio::test(start_paused = true)]
 async fn another_instance_is_refused() {
     let worker = Scripted::new(4);
-    let request = WatchRequest { instance_id: "before".to_owned() };
+    let request = WatchRequest { instance_id: "before".to_owned(), published_elsewhere: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it is another instance");
     assert_eq!(error.code(), Code::FailedPrecondition);
 }
@@ -200,7 +224,7 @@ async fn draining_ends_the_streams() {
     assert_eq!(started.elapsed(), Duration::ZERO, "no watcher holds up the end");
     let error = replies.next().await.expect("an error").expect_err("an error");
     assert_eq!(error.code(), Code::Unavailable);
-    let request = WatchRequest { instance_id: "now".to_owned() };
+    let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it is leaving");
     assert_eq!(error.code(), Code::Unavailable);
 }
@@ -211,7 +235,29 @@ async fn an_engine_that_ends_ends_the_streams() {
     let mut replies = worker.watch_batches().await;
     let (unused, _) = broadcast::channel(1);
     worker.batches = unused;
-    worker.service.watch = Arc::new(|| std::future::pending().boxed());
+    worker.service.watch.start = Arc::new(|| std::future::pending().boxed());
     let error = replies.next().await.expect("an error").expect_err("an error");
     assert_eq!(error.code(), Code::Unavailable);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_does_not_publish_tells_events_to_whoever_listens_elsewhere() {
+    let worker = Scripted::new(16);
+    let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(9)] };
+    *worker.snapshot.lock().expect("not poisoned") = Snapshot { at_event_id: 5, stored: vec![chain] };
+    let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: true };
+    let mut replies = worker.service.watch(Request::new(request)).await.expect("the instance is right").into_inner();
+    assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "no snapshot comes first");
+    worker.send(events(6..=7));
+    let told = next_batch(&mut replies).await;
+    assert_eq!(ids(&told), [6, 7]);
+    assert!(told.sent_unix_us > 0);
+
+    let ask =
+        |instance_id: &str| worker.service.snapshot(Request::new(v1::SnapshotRequest { instance_id: instance_id.to_owned() }));
+    let chunks: Vec<_> = ask("now").await.expect("the instance is right").into_inner().collect().await;
+    let mut assembly = SnapshotAssembly::new(usize::MAX);
+    let whole = chunks.into_iter().map(|chunk| assembly.push(chunk.expect("no error")).expect("in order"));
+    assert_eq!(whole.last().flatten(), Some(worker.snapshot.lock().expect("not poisoned").clone()));
+    assert_eq!(ask("before").await.expect_err("another instance").code(), Code::FailedPrecondition);
 }

@@ -1,11 +1,29 @@
 //! A placement explained: what each worker would have cost, by part, and why one won.
 
-use super::{Member, v1};
-use crate::route::{Candidate, Choice, Cost, Role, Unplaced, Uses};
-use tandem_proto::v1::worker_info;
+use super::{Asked, Member, State};
+use crate::route::{self, Candidate, Choice, Cost, Role, Turn, Unplaced, Uses};
+use std::collections::BTreeSet;
+use tandem_proto::v1::{self, worker_info};
+use tokio::time::Instant;
+
+impl State {
+    /// Where the request would be placed now, and why. The next one asked may differ where costs are equal.
+    pub(crate) fn explain(&self, asked: &Asked) -> v1::ExplainReply {
+        let (question, hashes) = match self.question(asked, 1) {
+            Ok(found) => found,
+            Err(why) => return v1::ExplainReply { verdict: why.to_string(), ..Default::default() },
+        };
+        let candidates = self.candidates(hashes, &BTreeSet::new(), Some(Instant::now()));
+        let turn = Turn { seed: self.settings.seed, number: self.turns };
+        let uses = route::uses(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let choice = route::place(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let members: Vec<&Member> = self.members.values().collect();
+        reply(&members, &candidates, &uses, choice, question.block_size)
+    }
+}
 
 /// The reply for what was weighed and chosen. All slices are in the order of the members.
-pub(super) fn reply(
+fn reply(
     members: &[&Member],
     candidates: &[Candidate],
     uses: &[Uses],

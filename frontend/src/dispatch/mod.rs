@@ -1,27 +1,27 @@
 //! Where a prompt goes: asks the router, opens the decode worker's stream, and tries elsewhere while no token has come. A
 //! generation that is lost later goes on elsewhere, from the tokens it has: its text is what it would have been.
 
+mod route;
+mod routers;
+
+pub(crate) use routers::Routers;
+
 use crate::{error::reason_label, metrics::FrontendMetrics};
+use route::Route;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
-    link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, endpoint},
+    link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
     v1::{
-        AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Generated, Identity,
-        Placement, PrefillReleased, Reason, RoutePrompt, RouteReply, RouteRequest, Sampling, Scheduled, Started, WorkersReply,
-        WorkersRequest, decode_client::DecodeClient, generate_reply, route_reply, route_request, router_client::RouterClient,
+        AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Generated, Placement,
+        Reason, Sampling, Scheduled, Started, decode_client::DecodeClient, generate_reply,
     },
 };
-use tokio::{sync::mpsc, time::Instant};
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming, transport::Channel};
+use tokio::time::Instant;
+use tonic::{Code, Status, Streaming};
 
-/// How long the end of an answer may wait for the router to have heard all of it.
-const ROUTE_CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How much later than its limit a worker's word that the limit has passed may arrive.
 const LATE: Duration = Duration::from_secs(2);
-/// How long a question about the cluster's state may take.
-const WORKERS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why a prompt got no result.
 #[derive(Debug, thiserror::Error)]
@@ -86,12 +86,6 @@ pub(crate) struct Attempt {
     route: Route,
 }
 
-/// The held `Route` stream.
-struct Route {
-    requests: mpsc::Sender<RouteRequest>,
-    replies: Streaming<RouteReply>,
-}
-
 /// An attempt that ended before its last token.
 pub(crate) struct Failed {
     /// The instance to leave out.
@@ -109,10 +103,9 @@ struct Work<'a> {
     generated: &'a [Generated],
 }
 
-/// Connections to the router and the decode workers.
+/// Connections to the routers and the decode workers.
 pub(crate) struct Dispatcher {
-    router: RouterClient<Channel>,
-    identity: Identity,
+    routers: Arc<Routers>,
     decoders: Channels,
     limits: Limits,
     metrics: Arc<FrontendMetrics>,
@@ -132,33 +125,17 @@ pub(crate) struct Limits {
 }
 
 impl Dispatcher {
-    /// Connects when it is first used.
-    pub(crate) fn new(
-        router: &str,
-        identity: Identity,
-        limits: Limits,
-        metrics: Arc<FrontendMetrics>,
-    ) -> Result<Self, InvalidAddress> {
-        let router = RouterClient::new(endpoint(router)?.connect_lazy());
+    /// Connects to workers when they are first used.
+    pub(crate) fn new(routers: Routers, network: Network, limits: Limits, metrics: Arc<FrontendMetrics>) -> Self {
         let limits = Limits { attempts: limits.attempts.max(1), ..limits };
-        Ok(Self { router, identity, decoders: Channels::default(), limits, metrics })
+        Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
     }
 
-    /// What this frontend takes the cluster for.
-    pub(crate) fn identity(&self) -> &Identity {
-        &self.identity
+    pub(crate) fn routers(&self) -> &Routers {
+        &self.routers
     }
 
-    /// The router's view of the cluster.
-    pub(crate) async fn workers(&self) -> Result<WorkersReply, DispatchError> {
-        let mut router = self.router.clone();
-        match tokio::time::timeout(WORKERS_TIMEOUT, router.workers(WorkersRequest {})).await {
-            Ok(reply) => Ok(reply.map_err(|status| DispatchError::Router(Box::new(status)))?.into_inner()),
-            Err(_) => Err(DispatchError::Timeout { limit: WORKERS_TIMEOUT }),
-        }
-    }
-
-    /// Where the router would place the prompt now, and why.
+    /// Where a router would place the prompt now, and why.
     pub(crate) async fn explain(&self, prompt: &Prompt) -> Result<ExplainReply, DispatchError> {
         let request = ExplainRequest {
             model: prompt.model.clone(),
@@ -166,11 +143,7 @@ impl Dispatcher {
             prompt_tokens: prompt.tokens.len() as u32,
             prompt_logits: prompt.prompt_logprobs.is_some(),
         };
-        let mut router = self.router.clone();
-        match tokio::time::timeout(WORKERS_TIMEOUT, router.explain(request)).await {
-            Ok(reply) => Ok(reply.map_err(|status| DispatchError::Router(Box::new(status)))?.into_inner()),
-            Err(_) => Err(DispatchError::Timeout { limit: WORKERS_TIMEOUT }),
-        }
+        self.routers.explain(request).await
     }
 
     /// Places the prompt and waits for its first token; tries other placements while there is none. Cancel-safe: dropping
@@ -178,8 +151,8 @@ impl Dispatcher {
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Attempt, DispatchError> {
         let limit = self.limits.first_token_timeout;
         let starting = async {
-            let route = self.open_route(prompt).await?;
-            self.begin(Work { prompt, generated: &[] }, route, 1).await
+            let (route, placement) = Route::open(&self.routers, prompt).await?;
+            self.begin(Work { prompt, generated: &[] }, route, placement, &mut 1).await
         };
         tokio::time::timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
@@ -193,7 +166,7 @@ impl Dispatcher {
         prompt: &Prompt,
         generated: &[Generated],
     ) -> Result<Attempt, DispatchError> {
-        let Attempt { facts, number, resumes, replies, route, .. } = lost;
+        let Attempt { facts, number, resumes, replies, mut route, .. } = lost;
         // A worker that only seemed lost must not go on beside its successor.
         drop(replies);
         let reason = failed.reason;
@@ -202,15 +175,10 @@ impl Dispatcher {
             return Err(DispatchError::Lost { reason });
         }
         let work = Work { prompt, generated };
+        let mut number = number + 1;
         let resuming = async {
-            route.tell(work.failed(failed)).await;
-            match self.begin(work, route, number + 1).await {
-                // The router that held the booking is gone, too.
-                Err(DispatchError::Router(_) | DispatchError::RouterClosed) => {
-                    self.begin(work, self.open_route(prompt).await?, number + 1).await
-                }
-                begun => begun,
-            }
+            let placement = route.place_anew(prompt, work.failed(failed)).await?;
+            self.begin(work, route, placement, &mut number).await
         };
         match tokio::time::timeout(self.limits.first_token_timeout, resuming).await {
             Ok(Ok(attempt)) => {
@@ -225,20 +193,31 @@ impl Dispatcher {
         }
     }
 
-    /// Runs attempts from the `number`th on until one brings a token.
-    async fn begin(&self, work: Work<'_>, mut route: Route, mut number: u32) -> Result<Attempt, DispatchError> {
-        let last = number + self.limits.attempts - 1;
+    /// Runs attempts from the `number`th on until one brings a token. No two of a prompt have the same number: they are accounted
+    /// for by it.
+    async fn begin(
+        &self,
+        work: Work<'_>,
+        mut route: Route,
+        mut placement: Placement,
+        number: &mut u32,
+    ) -> Result<Attempt, DispatchError> {
+        let last = *number + self.limits.attempts - 1;
         loop {
-            let placement = route.placement().await?;
-            let limit = (number < last).then_some(self.limits.attempt_timeout);
-            let failed = match self.attempt(work, placement, number, limit).await {
+            let limit = (*number < last).then_some(self.limits.attempt_timeout);
+            let attempt = tokio::select! {
+                biased;
+                attempt = self.attempt(work, placement, *number, limit) => attempt,
+                never = route.keep(work.prompt) => match never {},
+            };
+            let failed = match attempt {
                 Ok((facts, first, replies)) => {
                     // A resumed prompt is longer than what the router foresaw; only the first start can be held against it.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     let cached_tokens = reported.filter(|_| work.generated.is_empty());
-                    route.tell(route_request::Message::PrefillReleased(PrefillReleased { cached_tokens })).await;
+                    route.release_prefill(cached_tokens).await;
                     let instance_id = decode_instance(&facts.placement);
-                    return Ok(Attempt { facts, number, resumes: 0, instance_id, first: Some(first), replies, route });
+                    return Ok(Attempt { facts, number: *number, resumes: 0, instance_id, first: Some(first), replies, route });
                 }
                 Err(failed) => failed,
             };
@@ -248,37 +227,12 @@ impl Dispatcher {
             if failed.reason == Reason::Invalid {
                 return Err(DispatchError::Refused { message: failed.message });
             }
-            if number >= last {
+            if *number >= last {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason: failed.reason });
             }
-            number += 1;
-            route.tell(work.failed(failed)).await;
+            *number += 1;
+            placement = route.place_anew(work.prompt, work.failed(failed)).await?;
         }
-    }
-
-    async fn open_route(&self, prompt: &Prompt) -> Result<Route, DispatchError> {
-        // Room for what a start can say: the prompt, a failure an attempt, the release.
-        let (requests, outgoing) = mpsc::channel(self.limits.attempts as usize + 2);
-        let first = RoutePrompt {
-            request_id: prompt.request_id.clone(),
-            traceparent: prompt.traceparent.clone(),
-            model: prompt.model.clone(),
-            sequence_hashes: prompt.sequence_hashes.clone(),
-            prompt_tokens: prompt.tokens.len() as u32,
-            max_tokens: prompt.max_tokens,
-            samples: prompt.samples,
-            prompt_logits: prompt.prompt_logprobs.is_some(),
-            identity: Some(self.identity.clone()),
-        };
-        let message = Some(route_request::Message::Prompt(first));
-        requests.send(RouteRequest { message }).await.map_err(|_| DispatchError::RouterClosed)?;
-        let replies = self.router.clone().route(ReceiverStream::new(outgoing)).await;
-        let replies = replies.map_err(|status| match status.code() {
-            Code::FailedPrecondition => DispatchError::Foreign,
-            _ => DispatchError::Router(Box::new(status)),
-        })?;
-        let replies = replies.into_inner();
-        Ok(Route { requests, replies })
     }
 
     async fn attempt(
@@ -341,40 +295,26 @@ impl Dispatcher {
     }
 }
 
-impl Route {
-    async fn placement(&mut self) -> Result<Placement, DispatchError> {
-        let reply = self.replies.message().await.map_err(|status| DispatchError::Router(Box::new(status)))?;
-        match reply.ok_or(DispatchError::RouterClosed)?.message {
-            Some(route_reply::Message::Placement(placement)) => Ok(placement),
-            Some(route_reply::Message::Failure(failure)) => match failure.reason() {
-                Reason::Invalid => Err(DispatchError::Refused { message: failure.message }),
-                reason => Err(DispatchError::NoWorker { reason }),
-            },
-            None => Err(DispatchError::RouterClosed),
-        }
-    }
-
-    /// A router that is gone hears nothing; what waits for its answer notices.
-    async fn tell(&self, message: route_request::Message) {
-        self.requests.send(RouteRequest { message: Some(message) }).await.ok();
-    }
-}
-
 impl Work<'_> {
-    fn failed(&self, failed: Failed) -> route_request::Message {
+    fn failed(&self, failed: Failed) -> AttemptFailed {
         let generated_tokens = self.generated.iter().map(|generated| generated.tokens.len() as u32).sum();
         let Failed { instance_id, reason, .. } = failed;
-        route_request::Message::Failed(AttemptFailed { instance_id, reason: reason.into(), generated_tokens })
+        AttemptFailed { instance_id, reason: reason.into(), generated_tokens }
     }
 }
 
 impl Attempt {
-    /// The next reply. There is always one until every sample has ended: a worker that stops before has failed.
-    pub(crate) async fn next(&mut self) -> Result<generate_reply::Message, Failed> {
+    /// The next reply to the prompt, which stays booked meanwhile. There is always one until every sample has ended: a worker that
+    /// stops before has failed.
+    pub(crate) async fn next(&mut self, prompt: &Prompt) -> Result<generate_reply::Message, Failed> {
         if let Some(first) = self.first.take() {
             return Ok(first);
         }
-        let reply = self.replies.message().await.map_err(|status| failed_by(&status, &self.instance_id))?;
+        let reply = tokio::select! {
+            biased;
+            reply = self.replies.message() => reply.map_err(|status| failed_by(&status, &self.instance_id))?,
+            never = self.route.keep(prompt) => match never {},
+        };
         match reply.and_then(|reply| reply.message) {
             Some(generate_reply::Message::Failure(failure)) => Err(Failed::by_worker(failure, &self.instance_id)),
             Some(reply) => Ok(reply),
@@ -388,11 +328,9 @@ impl Attempt {
     }
 
     /// The answer is whole: lets go of the generation, whatever decode computes ahead, and then of the booking in order.
-    /// Merely dropped, the route's last message (what was reported cached) could be lost with its stream.
     pub(crate) async fn close(self) {
-        let Self { replies, route: Route { requests, replies: mut told }, .. } = self;
-        drop((replies, requests));
-        tokio::time::timeout(ROUTE_CLOSE_TIMEOUT, async { while let Ok(Some(_)) = told.message().await {} }).await.ok();
+        drop(self.replies);
+        self.route.close().await;
     }
 }
 

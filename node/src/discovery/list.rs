@@ -1,86 +1,26 @@
-//! Static discovery: where workers are, as a list or as a file that is read again while the process runs.
+//! A list, or a file with one that is read again while the process runs.
 //!
 //! A file that changes badly changes nothing: the last good list stays until there is another. One that is just being written
 //! is not half believed: a change counts when two looks in a row see the same.
 
+use super::{ADDRESSES_MAX, DiscoveryError};
 use std::{
     collections::BTreeSet,
+    fs,
     io::{self, Read},
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::Duration,
 };
 use tandem_proto::link::{self, InvalidAddress};
 
 /// Between two looks at a file: a worker that is added is found within two of them, and a look costs next to nothing.
 const LOOK: Duration = Duration::from_millis(500);
-/// Workers in one list. A router follows each over a connection of its own; more than these want several clusters.
-const WORKERS_MAX: usize = 1_024;
 /// A file of so many addresses is not a list of workers.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Where the operator says that workers are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Workers {
-    /// `host:port` of each, for the process's life.
-    List(Vec<String>),
-    /// A file with one `host:port` a line; what follows a `#` is for people.
-    File(PathBuf),
-}
-
-impl FromIterator<String> for Workers {
-    fn from_iter<I: IntoIterator<Item = String>>(addresses: I) -> Self {
-        Self::List(addresses.into_iter().collect())
-    }
-}
-
-/// Why a list cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DiscoveryError {
-    /// Not `host:port`.
-    #[error("the worker address {address:?} cannot be used; write host:port")]
-    Address {
-        /// As it was given.
-        address: String,
-    },
-    /// More than one process can follow.
-    #[error("{found} workers are listed, {WORKERS_MAX} are possible; make several clusters of them")]
-    TooMany {
-        /// How many.
-        found: usize,
-    },
-    /// The file cannot be read.
-    #[error("the list of workers {} cannot be read ({problem}); write it, one host:port a line", .path.display())]
-    File {
-        /// As it was given.
-        path: PathBuf,
-        /// What the system says.
-        problem: String,
-    },
-}
-
-impl Workers {
-    /// Reads the list for the first time: what is wrong now is told now.
-    pub fn open(self) -> Result<Members, DiscoveryError> {
-        match self {
-            Self::List(list) => Ok(Members { now: checked(list.into_iter())?, file: None }),
-            Self::File(path) => {
-                let text = read(&path)?;
-                let now = parsed(&text)?;
-                Ok(Members { now, file: Some(Watched { path, text, told: None }) })
-            }
-        }
-    }
-}
-
-/// The workers that are listed now.
+/// A file that is looked at again and again.
 #[derive(Debug)]
-pub struct Members {
-    now: BTreeSet<String>,
-    file: Option<Watched>,
-}
-
-#[derive(Debug)]
-struct Watched {
+pub(super) struct Watched {
     path: PathBuf,
     /// As it was read last.
     text: String,
@@ -88,38 +28,37 @@ struct Watched {
     told: Option<DiscoveryError>,
 }
 
-impl Members {
-    /// Their addresses.
-    pub fn now(&self) -> &BTreeSet<String> {
-        &self.now
+impl Watched {
+    /// Reads it for the first time.
+    pub(super) fn open(path: PathBuf) -> Result<(BTreeSet<String>, Self), DiscoveryError> {
+        let text = read(&path)?;
+        Ok((parsed(&text)?, Self { path, text, told: None }))
     }
 
-    /// Resolves when they have changed; never for a list. Cancel-safe.
-    pub async fn changed(&mut self) {
-        let Some(file) = &mut self.file else { return std::future::pending().await };
+    /// Resolves when it lists others than these. Cancel-safe.
+    pub(super) async fn changed(&mut self, now: &BTreeSet<String>) -> BTreeSet<String> {
         loop {
             tokio::time::sleep(LOOK).await;
-            let path = file.path.clone();
+            let path = self.path.clone();
             let look = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
             let listed = match look {
                 // Another text than before may be half of what is to come.
-                Ok(text) if text != file.text => {
-                    file.text = text;
+                Ok(text) if text != self.text => {
+                    self.text = text;
                     continue;
                 }
                 look => look.and_then(|text| parsed(&text)),
             };
             match listed {
                 Ok(listed) => {
-                    file.told = None;
-                    if listed != self.now {
-                        self.now = listed;
-                        return;
+                    self.told = None;
+                    if listed != *now {
+                        return listed;
                     }
                 }
-                Err(error) if file.told.as_ref() != Some(&error) => {
-                    tracing::warn!("the list of workers stays as it was: {error}");
-                    file.told = Some(error);
+                Err(error) if self.told.as_ref() != Some(&error) => {
+                    tracing::warn!("the list stays as it was: {error}");
+                    self.told = Some(error);
                 }
                 Err(_) => {}
             }
@@ -127,10 +66,10 @@ impl Members {
     }
 }
 
-fn read(path: &PathBuf) -> Result<String, DiscoveryError> {
-    let failed = |error: io::Error| DiscoveryError::File { path: path.clone(), problem: error.to_string() };
+fn read(path: &Path) -> Result<String, DiscoveryError> {
+    let failed = |error: io::Error| DiscoveryError::File { path: path.to_owned(), problem: error.to_string() };
     let mut text = String::new();
-    let file = std::fs::File::open(path).map_err(failed)?;
+    let file = fs::File::open(path).map_err(failed)?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
     if text.len() as u64 > FILE_BYTES_MAX {
         return Err(failed(io::Error::other("it is larger than 1 MiB")));
@@ -143,22 +82,29 @@ fn parsed(text: &str) -> Result<BTreeSet<String>, DiscoveryError> {
     checked(lines.filter(|line| !line.is_empty()).map(str::to_owned))
 }
 
-fn checked(addresses: impl Iterator<Item = String>) -> Result<BTreeSet<String>, DiscoveryError> {
+pub(super) fn checked(addresses: impl Iterator<Item = String>) -> Result<BTreeSet<String>, DiscoveryError> {
     let mut all = BTreeSet::new();
     for address in addresses {
         link::endpoint(&address).map_err(|InvalidAddress| DiscoveryError::Address { address: address.clone() })?;
         all.insert(address);
     }
-    if all.len() > WORKERS_MAX { Err(DiscoveryError::TooMany { found: all.len() }) } else { Ok(all) }
+    if all.len() > ADDRESSES_MAX { Err(DiscoveryError::TooMany { found: all.len() }) } else { Ok(all) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::Path;
+    use crate::{
+        Metrics,
+        discovery::{Members, Workers},
+    };
 
     fn list(addresses: &[&str]) -> BTreeSet<String> {
         addresses.iter().map(|address| (*address).to_owned()).collect()
+    }
+
+    fn open(workers: Workers) -> Result<Members, DiscoveryError> {
+        workers.open(&Metrics::default())
     }
 
     fn write(path: &Path, text: &str) {
@@ -167,19 +113,19 @@ mod tests {
 
     #[test]
     fn lists_are_checked_and_said_twice_is_said_once() {
-        let members = ["a:1", "b:2", "a:1"].map(str::to_owned).into_iter().collect::<Workers>().open().expect("valid");
+        let members = open(["a:1", "b:2", "a:1"].map(str::to_owned).into_iter().collect()).expect("valid");
         assert_eq!(*members.now(), list(&["a:1", "b:2"]));
         assert_eq!(parsed("# all\n a:1 # first\n\nb:2\r\n"), Ok(list(&["a:1", "b:2"])));
         assert_eq!(parsed("a:1 b:2"), Err(DiscoveryError::Address { address: "a:1 b:2".to_owned() }));
-        let many = (0..=WORKERS_MAX).map(|host| format!("h{host}:1\n")).collect::<String>();
-        assert_eq!(parsed(&many), Err(DiscoveryError::TooMany { found: WORKERS_MAX + 1 }));
+        let many = (0..=ADDRESSES_MAX).map(|host| format!("h{host}:1\n")).collect::<String>();
+        assert_eq!(parsed(&many), Err(DiscoveryError::TooMany { found: ADDRESSES_MAX + 1 }));
     }
 
     #[test]
     fn what_is_wrong_at_the_start_is_told_at_the_start() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
-        let opened = || Workers::File(path.clone()).open().map(drop).map_err(|error| error.to_string());
+        let opened = || open(Workers::File(path.clone())).map(drop).map_err(|error| error.to_string());
         assert!(opened().is_err_and(|error| error.contains("cannot be read")));
         write(&path, "worker-1\n");
         assert!(opened().is_err_and(|error| error.contains("write host:port")));
@@ -194,7 +140,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");
-        let mut members = Workers::File(path.clone()).open().expect("valid");
+        let mut members = open(Workers::File(path.clone())).expect("valid");
         for (text, then) in [("a:1\nb:2\n", list(&["a:1", "b:2"])), ("b:2\n", list(&["b:2"])), ("", list(&[]))] {
             write(&path, text);
             members.changed().await;
@@ -215,7 +161,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\nb:2\n");
-        let mut members = Workers::File(path.clone()).open().expect("valid");
+        let mut members = open(Workers::File(path.clone())).expect("valid");
         let mut changed = Box::pin(members.changed());
         for text in ["", "a:1\n", "a:1\nb:2\n", "a:1\nb:2\nc:3\n"] {
             write(&path, text);

@@ -1,7 +1,9 @@
 //! Stories of placements: who gets what, what it counts, and that nothing is left of it.
 
 use super::*;
+use crate::booked::BookingId;
 use tandem_kv::{Change, KvEvent, StoredChain};
+use tokio::time::Instant;
 
 const BLOCK: u32 = 16;
 
@@ -38,7 +40,7 @@ fn hashes(name: u64, shared: u64, blocks: u64) -> Arc<[SequenceHash]> {
 impl Story {
     fn new(settings: RouterSettings) -> Self {
         let recorder = Metrics::default();
-        let state = Cluster::new(settings, recorder.clone()).0.into_inner().expect("nobody else has it");
+        let state = Cluster::new(settings, recorder.clone()).state.into_inner().expect("nobody else has it");
         Self { state, recorder, requests: 0 }
     }
 
@@ -435,3 +437,5 @@ fn an_explanation_is_what_would_be_placed_and_books_nothing() {
     let explained = story.state.explain(&asked);
     assert!(explained.placement.is_none() && explained.verdict.contains("no decode worker"), "{}", explained.verdict);
 }
+
+mod peers;

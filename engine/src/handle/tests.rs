@@ -1,0 +1,246 @@
+use super::*;
+use crate::sim::{SimEngine, SimSettings};
+use crate::{Sampling, StepOutput};
+use tandem_kv::{BlockId, Change, Namespace};
+
+const SETTINGS: EngineSettings = EngineSettings {
+    chunk_budget: 64,
+    batch_max: 16,
+    queue_max: 64,
+    prefix_caching: true,
+    unheard_max: 1_024,
+    step_max: Duration::from_secs(60),
+};
+
+fn start() -> EngineHandle {
+    start_engine(SimEngine::new(SimSettings::default()))
+}
+
+fn start_engine(engine: impl Engine) -> EngineHandle {
+    start_with(engine, SETTINGS)
+}
+
+#[expect(clippy::disallowed_methods, reason = "the test's runtime ends it")]
+fn start_with(engine: impl Engine, settings: EngineSettings) -> EngineHandle {
+    let (handle, driving) = EngineHandle::driven(Box::new(engine), settings, 7);
+    tokio::spawn(driving);
+    handle
+}
+
+fn generate(max_tokens: u32) -> Generate {
+    Generate {
+        request_id: "request".to_owned(),
+        namespace: Namespace::new("sim", "", "", ""),
+        prompt: (0..100).collect(),
+        sampling: Sampling { max_tokens: Some(max_tokens), ..Sampling::default() },
+        samples: 1,
+        kv: crate::KvSource::Local,
+        prompt_logprobs: None,
+        generated: Vec::new(),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_job_gives_its_blocks_back() {
+    let engine = start();
+    let mut job = engine.generate(generate(10_000)).await.expect("it fits");
+    while !matches!(job.next().await, Some(Event::Token { .. })) {}
+    assert!(engine.load().in_use_blocks > 0);
+    drop(job);
+    engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_that_is_never_held_gives_its_blocks_back() {
+    let engine = start();
+    let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
+    // Asks, and leaves when the engine has answered.
+    std::future::poll_fn(|context| std::task::Poll::Ready(submitting.as_mut().poll(context).is_pending())).await;
+    engine.wait_for_load(|load| load.in_use_blocks > 0).await;
+    drop(submitting);
+    let idle = engine.wait_for_load(|load| load.in_use_blocks == 0 && load.waiting_requests == 0);
+    tokio::time::timeout(Duration::from_secs(60), idle).await.expect("the blocks are given back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn events_end_after_the_last_sample() {
+    let engine = start();
+    let mut job = engine.generate(generate(3)).await.expect("it fits");
+    let mut last = None;
+    while let Some(event) = job.next().await {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
+}
+
+/// Two samples of a job that is not read, another job that is.
+#[tokio::test(start_paused = true)]
+async fn a_job_that_is_not_read_pauses_and_goes_on_when_it_is_read_again() {
+    const UNHEARD_MAX: usize = 10;
+    let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { unheard_max: 10, ..SETTINGS });
+    let two = || Generate { samples: 2, ..generate(200) };
+    let mut expected = Vec::new();
+    let mut job = start().generate(two()).await.expect("it fits");
+    while let Some(event) = job.next().await {
+        expected.push(format!("{event:?}"));
+    }
+    let mut unread = engine.generate(two()).await.expect("it fits");
+    let mut read = engine.generate(generate(200)).await.expect("it fits");
+    while read.next().await.is_some() {}
+    // Half an hour of steps.
+    tokio::time::sleep(Duration::from_secs(1_800)).await;
+    assert!((UNHEARD_MAX..UNHEARD_MAX + 3).contains(&unread.events.len()), "{} events are kept", unread.events.len());
+    let mut heard = Vec::new();
+    while let Some(event) = tokio::time::timeout(Duration::from_secs(60), unread.next()).await.expect("it goes on") {
+        heard.push(format!("{event:?}"));
+    }
+    assert_eq!((heard.len(), &heard[1..]), (expected.len(), &expected[1..]), "all but the count of cached tokens");
+
+    let unread = engine.generate(two()).await.expect("it fits");
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(engine.load().in_use_blocks > 0);
+    drop(unread);
+    engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_paused_job_hears_of_a_failure() {
+    let engine = Failing(SimEngine::new(SimSettings::default()));
+    let engine = start_with(engine, EngineSettings { unheard_max: 1, ..SETTINGS });
+    let fine = Generate { prompt: vec![1, 2], samples: 3, ..generate(50) };
+    let mut unread = engine.generate(fine).await.expect("it fits");
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let mut fails = engine.generate(generate(3)).await.expect("it fits");
+    while fails.next().await.is_some() {}
+    let mut last = None;
+    while let Some(event) = unread.next().await {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Event::Failed)), "{last:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefill_whose_blocks_are_not_taken_is_computed_all_the_same() {
+    let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { unheard_max: 1, ..SETTINGS });
+    let Generate { request_id, namespace, .. } = generate(1);
+    let prompt = (0..1_000).map(|position| position % 250).collect();
+    let mut job = engine.prefill(Prefill { request_id, namespace, prompt }).await.expect("it fits");
+    job.send_blocks((0..63).collect()).await;
+    engine.wait_for_load(|load| load.pending_prefill_tokens == 0 && load.in_use_blocks == 63).await;
+    let mut blocks = 0;
+    while let Some(event) = job.next().await {
+        match event {
+            Event::Block { .. } => blocks += 1,
+            Event::Computed => break,
+            _ => {}
+        }
+    }
+    assert_eq!(blocks, 63);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watcher_sees_every_change_once() {
+    let engine = start();
+    let (empty, mut first) = engine.watch().await.expect("the engine runs");
+    assert_eq!((empty.at_event_id, empty.stored.len()), (0, 0));
+    let mut job = engine.generate(generate(40)).await.expect("it fits");
+    while job.next().await.is_some() {}
+    let (snapshot, _second) = engine.watch().await.expect("the engine runs");
+    let (mut ids, mut hashes, mut taken_in) = (Vec::new(), Vec::new(), Vec::new());
+    while let Ok(batch) = first.try_recv() {
+        taken_in.extend(batch.taken_in.clone());
+        for event in &batch.events {
+            ids.push(event.event_id);
+            if let Change::Stored(chain) = &event.change {
+                hashes.extend(chain.sequence_hashes.clone());
+            }
+        }
+    }
+    assert_eq!(taken_in, ["request"]);
+    assert_eq!(ids, (1..=snapshot.at_event_id).collect::<Vec<_>>());
+    let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
+    assert_eq!(stored, hashes);
+}
+
+/// A step of prompts takes five minutes, then a device that hangs is itself again.
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_is_at_one_step_for_too_long_hangs_until_it_moves() {
+    let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };
+    let engine = start_with(SimEngine::new(sim), EngineSettings { step_max: Duration::from_secs(20), ..SETTINGS });
+    let hangs = async |seconds| tokio::time::timeout(Duration::from_secs(seconds), engine.hung()).await.is_ok();
+    assert!(!hangs(3_600).await, "nothing to do");
+    let mut short = engine.generate(Generate { prompt: vec![1], ..generate(60_000) }).await.expect("it fits");
+    assert!(matches!(short.next().await, Some(Event::Scheduled { .. })));
+    assert!(!hangs(3_600).await, "its listener does not listen, and before that it makes steps");
+    let reading = async {
+        while short.next().await.is_some() {}
+        std::future::pending::<()>().await
+    };
+    let story = async {
+        assert!(!hangs(60).await, "it makes steps");
+        let _long = engine.generate(generate(3)).await.expect("it fits");
+        let began = Instant::now();
+        engine.hung().await;
+        let noticed = began.elapsed();
+        assert!((19..=21).contains(&noticed.as_secs()), "{noticed:?}");
+        assert!(hangs(0).await, "it still does");
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        assert!(!hangs(60).await, "it moves again");
+    };
+    tokio::select! {
+        () = reading => unreachable!("it never ends"),
+        () = story => {}
+    }
+}
+
+struct Failing(SimEngine);
+
+impl Engine for Failing {
+    fn describe(&self) -> EngineInfo {
+        self.0.describe()
+    }
+    fn step(&mut self, chunks: &[crate::Chunk<'_>]) -> Result<StepOutput, crate::EngineError> {
+        match chunks.iter().any(|chunk| chunk.tokens.contains(&99)) {
+            true => Err(crate::EngineError("the device is on fire".into())),
+            false => self.0.step(chunks),
+        }
+    }
+    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+        self.0.read_block(block, into);
+    }
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+        self.0.write_block(block, bytes);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
+    let engine = start_engine(Failing(SimEngine::new(SimSettings::default())));
+    let mut job = engine.generate(generate(3)).await.expect("it fits");
+    let mut last = None;
+    while let Some(event) = job.next().await {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Event::Failed)), "{last:?}");
+    let mut job = engine.generate(Generate { prompt: vec![1, 2], ..generate(3) }).await.expect("it fits");
+    while let Some(event) = job.next().await {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
+}
+
+#[test]
+fn on_its_own_thread_it_works_outside_any_runtime() {
+    let engine =
+        EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 1_000.0, ..SimSettings::default() })), SETTINGS);
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a plain runtime");
+    let events = runtime.block_on(async {
+        let mut job = engine.generate(generate(3)).await.expect("it fits");
+        let mut events = 0;
+        while job.next().await.is_some() {
+            events += 1;
+        }
+        events
+    });
+    assert_eq!(events, 6);
+}

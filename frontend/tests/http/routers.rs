@@ -1,0 +1,323 @@
+//! Several routers that the test plays: each may place, refuse, keep silent, leave or be gone.
+
+use crate::support::*;
+use hyper::StatusCode;
+use serde_json::json;
+use std::{
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+};
+use tandem_proto::v1::{
+    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Leaving, Placement, PrefillReleased, Reason,
+    RoutePrompt, RouteReply, RouteRequest, Running, WorkerRef, WorkersReply, WorkersRequest,
+    finished::FinishReason,
+    route_reply,
+    route_request::Message,
+    router_server::{Router, RouterServer},
+};
+use tokio::{net::TcpListener, sync::mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Mode {
+    Well,
+    /// It refuses streams, and says that it is not ready.
+    Unready,
+    /// It takes streams and answers nothing.
+    Silent,
+}
+
+struct Fake {
+    number: usize,
+    mode: Arc<Mutex<Mode>>,
+    opened: mpsc::UnboundedSender<Opened>,
+}
+
+/// A stream that the frontend has opened with a router.
+struct Opened {
+    router: usize,
+    prompt: RoutePrompt,
+    requests: Streaming<RouteRequest>,
+    replies: mpsc::Sender<Result<RouteReply, Status>>,
+}
+
+struct Routers {
+    modes: [Arc<Mutex<Mode>>; 2],
+    opened: mpsc::UnboundedReceiver<Opened>,
+}
+
+#[tonic::async_trait]
+impl Router for Fake {
+    type RouteStream = ReceiverStream<Result<RouteReply, Status>>;
+
+    async fn route(
+        &self,
+        request: tonic::Request<Streaming<RouteRequest>>,
+    ) -> Result<tonic::Response<Self::RouteStream>, Status> {
+        let mode = *self.mode.lock().expect("not poisoned");
+        let mut requests = request.into_inner();
+        let first = requests.message().await?.and_then(|request| request.message);
+        let Some(Message::Prompt(prompt)) = first else { return Err(Status::invalid_argument("no prompt")) };
+        let (replies, stream) = mpsc::channel(8);
+        self.opened.send(Opened { router: self.number, prompt, requests, replies }).ok();
+        match mode {
+            Mode::Well => Ok(tonic::Response::new(ReceiverStream::new(stream))),
+            Mode::Unready => Err(Status::unavailable("not yet")),
+            Mode::Silent => std::future::pending().await,
+        }
+    }
+
+    type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
+
+    async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
+        Err(Status::unimplemented("that is between routers"))
+    }
+
+    async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
+        match *self.mode.lock().expect("not poisoned") {
+            Mode::Well => Ok(tonic::Response::new(ExplainReply { verdict: self.number.to_string(), ..Default::default() })),
+            Mode::Unready | Mode::Silent => Err(Status::unavailable("not now")),
+        }
+    }
+
+    async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
+        let mode = *self.mode.lock().expect("not poisoned");
+        let unready = match mode {
+            Mode::Well => None,
+            Mode::Unready => Some("no decode worker".to_owned()),
+            Mode::Silent => std::future::pending().await,
+        };
+        Ok(tonic::Response::new(WorkersReply { unready, ..Default::default() }))
+    }
+}
+
+/// A cluster whose frontend knows two routers.
+async fn two() -> (Cluster, Routers) {
+    let (opened, streams) = mpsc::unbounded_channel();
+    let (mut modes, mut addresses) = (Vec::new(), Vec::new());
+    for number in 0..2 {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        addresses.push(listener.local_addr().expect("it is bound").to_string());
+        let mode = Arc::new(Mutex::new(Mode::Well));
+        modes.push(Arc::clone(&mode));
+        let fake = Fake { number, mode, opened: opened.clone() };
+        let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
+        tokio::spawn(serve.serve_with_incoming(tandem_proto::link::incoming(listener)));
+    }
+    let cluster = Cluster::with(|settings| settings.routers = addresses.into_iter().collect()).await;
+    let modes = modes.try_into().expect("two were made");
+    (cluster, Routers { modes, opened: streams })
+}
+
+impl Routers {
+    fn set(&self, router: usize, mode: Mode) {
+        *self.modes[router].lock().expect("not poisoned") = mode;
+    }
+
+    async fn opened(&mut self) -> Opened {
+        soon(self.opened.recv()).await.expect("the routers live")
+    }
+}
+
+impl Opened {
+    async fn say(&self, message: route_reply::Message) {
+        self.replies.send(Ok(RouteReply { message: Some(message) })).await.expect("the frontend listens");
+    }
+
+    async fn place(&self, decode: SocketAddr) {
+        let worker = |name: &str, address: String| {
+            let (worker_id, instance_id) = (name.to_owned(), format!("{name}-instance"));
+            let worker = Some(WorkerRef { worker_id, instance_id, address });
+            Candidate { worker, ..Candidate::default() }
+        };
+        let (decode, prefill) = (worker("d0", decode.to_string()), worker("p0", "127.0.0.1:1".to_owned()));
+        let placement = Placement { decode: Some(decode), prefill: Some(prefill), block_size: 16 };
+        self.say(route_reply::Message::Placement(placement)).await;
+    }
+
+    async fn hears(&mut self) -> Option<Message> {
+        soon(self.requests.message()).await.ok().flatten().and_then(|request| request.message)
+    }
+}
+
+fn running(computing: bool) -> Option<Running> {
+    let prefill_instance_id = Some("p0-instance".to_owned());
+    Some(Running { decode_instance_id: "d0-instance".to_owned(), prefill_instance_id, computing })
+}
+
+#[tokio::test]
+async fn requests_go_in_turn_to_those_that_are_well() {
+    let (mut cluster, mut routers) = two().await;
+    let mut seen = [0, 0];
+    let mut ask = async |cluster: &mut Cluster, routers: &mut Routers, refused: bool| {
+        let reply = cluster.ask(CHAT, chat(json!({})));
+        let mut opened = routers.opened().await;
+        seen[opened.router] += 1;
+        if refused && opened.router == 0 {
+            opened = routers.opened().await;
+            assert_eq!(opened.router, 1, "the other one is asked at once");
+            seen[1] += 1;
+        }
+        opened.place(cluster.decode).await;
+        cluster.call().await.answer(Some(0), "x").await;
+        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+        seen
+    };
+    for _ in 0..3 {
+        ask(&mut cluster, &mut routers, false).await;
+    }
+    let seen = ask(&mut cluster, &mut routers, false).await;
+    assert_eq!(seen, [2, 2]);
+    cluster.counted("tandem_frontend_routers 2").await;
+
+    routers.set(0, Mode::Unready);
+    for _ in 0..5 {
+        ask(&mut cluster, &mut routers, true).await;
+    }
+    let seen = ask(&mut cluster, &mut routers, true).await;
+    assert!(seen[0] <= 3 && seen[1] == 8, "who has failed is left alone: {seen:?}");
+    assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one is enough");
+    let explained = cluster.send(hyper::Method::POST, CHAT, &[("x-tandem-explain", "true")], chat(json!({})).to_string()).await;
+    assert_eq!(explained.json().await.1["prompts"][0]["verdict"], "1");
+    routers.set(1, Mode::Unready);
+    let (status, body) = cluster.get("/ready").await;
+    assert_eq!((status, &body["status"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("no decode worker")));
+
+    routers.set(0, Mode::Well);
+    cluster.counted("tandem_frontend_routers 1").await;
+    let seen_again = ask(&mut cluster, &mut routers, false).await;
+    assert_eq!(seen_again[0], seen[0] + 1, "it is found again");
+}
+
+#[tokio::test]
+async fn a_router_that_says_nothing_is_left_for_another() {
+    let (mut cluster, mut routers) = two().await;
+    routers.set(0, Mode::Silent);
+    for _ in 0..2 {
+        let reply = cluster.ask(CHAT, chat(json!({})));
+        let mut opened = routers.opened().await;
+        if opened.router == 0 {
+            let mut silent = opened;
+            opened = routers.opened().await;
+            assert_eq!(silent.hears().await, None, "it is not left with a booking");
+        }
+        assert_eq!(opened.router, 1);
+        opened.place(cluster.decode).await;
+        cluster.call().await.answer(Some(0), "x").await;
+        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
+    let (mut cluster, mut routers) = two().await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let first = routers.opened().await;
+    assert_eq!(first.prompt.running, None);
+    first.place(cluster.decode).await;
+    let call = cluster.call().await;
+    // Before the first token.
+    routers.set(first.router, Mode::Unready);
+    drop(first.replies);
+    let mut second = routers.opened().await;
+    if second.router == first.router {
+        second = routers.opened().await;
+    }
+    assert_eq!(second.prompt, RoutePrompt { running: running(true), ..first.prompt.clone() });
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"ab")).await;
+    assert_eq!(second.hears().await, Some(Message::PrefillReleased(PrefillReleased { cached_tokens: Some(0) })));
+    // And after it. Nobody is there at first: the answer goes on.
+    routers.set(second.router, Mode::Unready);
+    cluster.counted("tandem_frontend_rebooked_total 1").await;
+    drop(second.replies);
+    cluster.counted("tandem_frontend_routers 0").await;
+    call.say(tokens(0, b"cd")).await;
+    routers.set(first.router, Mode::Well);
+    let mut third = routers.opened().await;
+    while third.router != first.router {
+        third = routers.opened().await;
+    }
+    assert_eq!(third.prompt.running, running(false));
+    cluster.counted("tandem_frontend_rebooked_total 2").await;
+    // The worker is lost, too: this router has it placed anew.
+    call.break_off(Status::unavailable("killed")).await;
+    let Some(Message::Failed(failed)) = third.hears().await else { panic!("it hears of the failure") };
+    assert_eq!((failed.instance_id.as_str(), failed.generated_tokens), ("d0-instance", 4));
+    third.place(cluster.decode).await;
+    let call = cluster.call().await;
+    assert_eq!(call.request.generated[0].tokens.len(), 4);
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"ef")).await;
+    call.say(finished(0, FinishReason::Length, None)).await;
+    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let text: String = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
+    assert!(done && text == "abcdef", "{text}");
+    assert_eq!(third.hears().await, Some(Message::PrefillReleased(PrefillReleased { cached_tokens: None })));
+    assert_eq!(third.hears().await, None, "the booking is given back");
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+}
+
+#[tokio::test]
+async fn a_failure_whose_router_is_gone_is_placed_by_another_that_leaves_the_culprit_out() {
+    let (mut cluster, mut routers) = two().await;
+    let reply = cluster.ask(CHAT, chat(json!({})));
+    let first = routers.opened().await;
+    first.place(cluster.decode).await;
+    let call = cluster.call().await;
+    routers.set(first.router, Mode::Unready);
+    // Both at once: the frontend may notice either first.
+    drop(first.replies);
+    call.say(tandem_proto::v1::generate_reply::Message::Failure(failure(Reason::PrefillLost, "p0-instance"))).await;
+    let heard = loop {
+        let mut second = routers.opened().await;
+        if second.router != first.router
+            && let Some(heard) = second.hears().await
+        {
+            assert_eq!(second.prompt.running, running(true));
+            second.place(cluster.decode).await;
+            break (heard, second);
+        }
+    };
+    let (Message::Failed(failed), _second) = heard else { panic!("it hears of the failure: {:?}", heard.0) };
+    assert_eq!(failed.instance_id, "p0-instance");
+    cluster.call().await.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_router_that_leaves_keeps_its_requests_until_another_has_them() {
+    let (mut cluster, mut routers) = two().await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let mut first = routers.opened().await;
+    let other = 1 - first.router;
+    first.place(cluster.decode).await;
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"ab")).await;
+    assert!(matches!(first.hears().await, Some(Message::PrefillReleased(_))));
+    routers.set(0, Mode::Unready);
+    routers.set(1, Mode::Unready);
+    cluster.counted("tandem_frontend_routers 0").await;
+    first.say(route_reply::Message::Leaving(Leaving {})).await;
+    // Nobody else is there: who leaves places anew once more.
+    call.break_off(Status::unavailable("killed")).await;
+    assert!(matches!(first.hears().await, Some(Message::Failed(_))));
+    first.place(cluster.decode).await;
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"cd")).await;
+    assert!(matches!(first.hears().await, Some(Message::PrefillReleased(_))));
+    routers.set(other, Mode::Well);
+    let mut second = routers.opened().await;
+    while second.router != other || second.prompt.running != running(false) {
+        second = routers.opened().await;
+    }
+    assert_eq!(first.hears().await, None, "it is let go once another has the booking");
+    call.say(finished(0, FinishReason::Length, None)).await;
+    let (_, done) = soon(reply).await.expect("the client lives").events().await;
+    assert!(done);
+    assert_eq!(second.hears().await, None);
+    cluster.counted("tandem_frontend_rebooked_total 1").await;
+}

@@ -1,0 +1,318 @@
+//! Discovery through an etcd server: who registers is found, etcd may come, go and forget, and nobody is lost by that.
+
+#[path = "../servers/certificates.rs"]
+mod certificates;
+#[path = "../servers/mod.rs"]
+mod servers;
+mod wire;
+
+use certificates::Certificates;
+use servers::{PATIENCE, Server};
+use std::{collections::BTreeSet, time::Duration};
+use tandem_node::{
+    Metrics, Shutdown,
+    discovery::{Card, EtcdSettings, EtcdTls, Members, Role, Workers, register},
+};
+use tokio::time::{Instant, sleep, timeout};
+use wire::Wire;
+
+const ROLES: [Role; 2] = [Role::PrefillWorker, Role::DecodeWorker];
+
+fn settings(endpoints: &[String]) -> EtcdSettings {
+    EtcdSettings {
+        endpoints: endpoints.to_vec(),
+        user: None,
+        tls: None,
+        cluster: "c".to_owned(),
+        lease_ttl: Duration::from_secs(5),
+    }
+}
+
+fn card(role: Role, address: &str) -> Card {
+    Card {
+        role,
+        address: address.to_owned(),
+        instance_id: format!("of {address}"),
+        version: "0.1.0".to_owned(),
+        worker_id: String::new(),
+        model: "m".to_owned(),
+        revision: "r".to_owned(),
+        block_size: 16,
+        capacity_blocks: 0,
+        context_length: 0,
+    }
+}
+
+/// A process on the list.
+struct Registered {
+    metrics: Metrics,
+    shutdown: Shutdown,
+}
+
+impl Registered {
+    fn start(settings: &EtcdSettings, role: Role, address: &str) -> Self {
+        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+        let (settings, card, own, until) = (settings.clone(), card(role, address), metrics.clone(), shutdown.clone());
+        shutdown.spawn(async move { register(settings, card, &own, &until).await });
+        Self { metrics, shutdown }
+    }
+
+    async fn connected(&self) {
+        until(&self.metrics, "tandem_discovery_etcd_connected{for=\"registration\"}", 1.0).await;
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.shutdown.stop();
+    }
+}
+
+fn value(metrics: &Metrics, series: &str) -> Option<f64> {
+    metrics.render().lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
+}
+
+async fn until(metrics: &Metrics, series: &str, wanted: f64) {
+    let started = Instant::now();
+    while value(metrics, series) != Some(wanted) {
+        assert!(started.elapsed() < PATIENCE, "in vain: {series} {wanted}; now {:?}", value(metrics, series));
+        sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Somebody who wants to know where the workers are.
+struct Follower {
+    members: Members,
+    metrics: Metrics,
+}
+
+impl Follower {
+    fn start(settings: &EtcdSettings) -> Self {
+        let metrics = Metrics::default();
+        let members = Workers::Etcd(settings.clone(), ROLES.to_vec()).open(&metrics).expect("etcd is not asked yet");
+        Self { members, metrics }
+    }
+
+    /// Resolves when it knows these, and no others.
+    async fn knows(&mut self, addresses: &[&str]) {
+        let wanted: BTreeSet<String> = addresses.iter().map(|address| (*address).to_owned()).collect();
+        let known = async {
+            while *self.members.now() != wanted {
+                self.members.changed().await;
+            }
+        };
+        let known = timeout(PATIENCE, known).await;
+        assert!(known.is_ok(), "{wanted:?} in vain; now {:?}", self.members.now());
+    }
+
+    async fn connected(&self, wanted: bool) {
+        until(&self.metrics, "tandem_discovery_etcd_connected{for=\"members\"}", f64::from(u8::from(wanted))).await;
+    }
+}
+
+async fn admin(server: &Server) -> etcd_client::Client {
+    etcd_client::Client::connect([server.address()], None).await.expect("it listens")
+}
+
+#[tokio::test]
+async fn who_registers_is_found_by_those_who_look_for_its_role_until_it_drains() {
+    let server = Server::etcd(&[]);
+    let settings = settings(&[server.address()]);
+    let decode = Registered::start(&settings, Role::DecodeWorker, "d:1");
+    let _frontend = Registered::start(&settings, Role::Frontend, "f:1");
+    let _of_others = Registered::start(&EtcdSettings { cluster: "cc".to_owned(), ..settings.clone() }, Role::DecodeWorker, "x:1");
+    let mut follower = Follower::start(&settings);
+    follower.knows(&["d:1"]).await;
+    assert!(follower.members.are_hints());
+    let prefill = Registered::start(&settings, Role::PrefillWorker, "p:1");
+    follower.knows(&["d:1", "p:1"]).await;
+
+    let mut client = admin(&server).await;
+    let key = "/tandem/c/prefill-worker/of p:1";
+    let read = client.get(key, None).await.expect("it answers");
+    let text = read.kvs().first().expect("it is there").value_str().expect("text");
+    assert_eq!(
+        text,
+        r#"{"role":"prefill-worker","address":"p:1","instance_id":"of p:1","version":"0.1.0","model":"m","revision":"r","block_size":16}"#
+    );
+    // Broken ones are skipped and hinder nobody.
+    client.put("/tandem/c/decode-worker/broken", "{", None).await.expect("it answers");
+    client.put("/tandem/c/decode-worker/later", r#"{"role":"decode-worker","address":"l:1","new":1}"#, None).await.expect("so");
+    follower.knows(&["d:1", "l:1", "p:1"]).await;
+    client.delete("/tandem/c/decode-worker/later", None).await.expect("it answers");
+    follower.knows(&["d:1", "p:1"]).await;
+
+    // An end in order is known long before a lease runs out.
+    let started = Instant::now();
+    prefill.shutdown.run(Duration::from_secs(5)).await;
+    follower.knows(&["d:1"]).await;
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    decode.shutdown.run(Duration::from_secs(5)).await;
+    follower.knows(&[]).await;
+}
+
+#[tokio::test]
+async fn a_sudden_end_is_known_when_the_lease_has_run_out_and_a_deleted_key_comes_back() {
+    let server = Server::etcd(&[]);
+    let settings = EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[server.address()]) };
+    let mut follower = Follower::start(&settings);
+    let stays = Registered::start(&settings, Role::DecodeWorker, "stays:1");
+    let mut dies = tokio::task::JoinSet::new();
+    let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+    let own = settings.clone();
+    dies.spawn(async move { register(own, card(Role::DecodeWorker, "dies:1"), &metrics, &shutdown).await });
+    follower.knows(&["dies:1", "stays:1"]).await;
+    dies.shutdown().await;
+    follower.knows(&["stays:1"]).await;
+    let again = "tandem_discovery_reregistrations_total";
+    assert_eq!(value(&stays.metrics, again), Some(0.0), "its lease was kept alive all the time");
+
+    let mut client = admin(&server).await;
+    client.delete("/tandem/c/decode-worker/of stays:1", None).await.expect("it answers");
+    follower.knows(&[]).await;
+    follower.knows(&["stays:1"]).await;
+    // The same with the lease.
+    let lease = client.leases().await.expect("it answers").leases().first().expect("one").id();
+    client.lease_revoke(lease).await.expect("it answers");
+    follower.knows(&[]).await;
+    follower.knows(&["stays:1"]).await;
+    // The follower may hear of it before the process does.
+    stays.connected().await;
+    assert_eq!(value(&stays.metrics, again), Some(1.0));
+}
+
+#[tokio::test]
+async fn etcd_may_come_late_go_and_forget_everything() {
+    let mut server = Server::etcd(&[]);
+    server.kill();
+    let settings = settings(&[server.address()]);
+    let mut follower = Follower::start(&settings);
+    let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
+    follower.connected(false).await;
+    assert_eq!(*follower.members.now(), BTreeSet::new());
+    server.start();
+    follower.knows(&["d:1"]).await;
+    process.connected().await;
+    let mut client = admin(&server).await;
+    client.put("/tandem/c/decode-worker/gone", r#"{"role":"decode-worker","address":"gone:1"}"#, None).await.expect("it answers");
+    follower.knows(&["d:1", "gone:1"]).await;
+
+    server.kill();
+    follower.connected(false).await;
+    server.lose_data();
+    server.start();
+    // Nobody is taken for gone before there was time to register again; who does not is forgotten then.
+    let restarted = Instant::now();
+    follower.connected(true).await;
+    process.connected().await;
+    timeout(PATIENCE, follower.members.changed()).await.expect("one is forgotten");
+    assert!(restarted.elapsed() > Duration::from_secs(4), "{:?}", restarted.elapsed());
+    follower.knows(&["d:1"]).await;
+    assert_eq!(value(&process.metrics, "tandem_discovery_reregistrations_total"), Some(1.0));
+    let keys = admin(&server).await.get("/tandem/c/decode-worker/of d:1", None).await.expect("it answers");
+    assert_eq!(keys.count(), 1);
+}
+
+#[tokio::test]
+async fn what_was_compacted_away_is_not_needed() {
+    let server = Server::etcd(&[]);
+    let wire = Wire::to(&server.address()).await;
+    let mut client = admin(&server).await;
+    let put =
+        |name: &str| (format!("/tandem/c/decode-worker/{name}"), format!(r#"{{"role":"decode-worker","address":"{name}:1"}}"#));
+    let (key, card) = put("one");
+    client.put(key, card, None).await.expect("it answers");
+    let mut follower = Follower::start(&EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[wire.address()]) });
+    follower.knows(&["one:1"]).await;
+    follower.connected(true).await;
+
+    wire.cut();
+    follower.connected(false).await;
+    for name in ["two", "three"] {
+        let (key, card) = put(name);
+        client.put(key, card, None).await.expect("it answers");
+    }
+    let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("it answers");
+    let revision = deleted.header().expect("always").revision();
+    client.compact(revision, None).await.expect("it answers");
+    // What it reads is let through, and the watch that follows is held back until its revision is compacted, too.
+    wire.hold_after(b"/tandem/c/decode-worker/two");
+    wire.mend();
+    follower.knows(&["one:1", "three:1", "two:1"]).await;
+    let (key, card) = put("four");
+    client.put(key, card, None).await.expect("it answers");
+    let deleted = client.delete("/tandem/c/decode-worker/two", None).await.expect("it answers");
+    client.compact(deleted.header().expect("always").revision(), None).await.expect("it answers");
+    wire.mend();
+    follower.knows(&["four:1", "three:1"]).await;
+    // It is followed as before.
+    let (key, card) = put("five");
+    client.put(key, card, None).await.expect("it answers");
+    follower.knows(&["five:1", "four:1", "three:1"]).await;
+}
+
+#[tokio::test]
+async fn one_endpoint_of_several_is_enough() {
+    let server = Server::etcd(&[]);
+    let dead = format!("127.0.0.1:{}", servers::port());
+    let settings = settings(&[dead.clone(), server.address(), dead]);
+    let mut follower = Follower::start(&settings);
+    let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
+    follower.knows(&["d:1"]).await;
+    process.connected().await;
+}
+
+#[tokio::test]
+async fn etcd_that_asks_who_we_are_is_told() {
+    let server = Server::etcd(&[]);
+    let mut client = admin(&server).await;
+    client.user_add("root", "right", None).await.expect("it answers");
+    client.user_grant_role("root", "root").await.expect("it answers");
+    client.auth_enable().await.expect("it answers");
+    let with = |password: &str| EtcdSettings {
+        user: Some(("root".to_owned(), password.to_owned().into())),
+        ..settings(&[server.address()])
+    };
+    let (wrong, nobody) = (Follower::start(&with("wrong")), Follower::start(&settings(&[server.address()])));
+    let process = Registered::start(&with("right"), Role::DecodeWorker, "d:1");
+    let mut follower = Follower::start(&with("right"));
+    follower.knows(&["d:1"]).await;
+    process.connected().await;
+    for refused in [&wrong, &nobody] {
+        assert_eq!(*refused.members.now(), BTreeSet::new());
+        refused.connected(false).await;
+    }
+    assert!(!format!("{:?}", with("hidden")).contains("hidden"));
+}
+
+#[tokio::test]
+async fn connections_are_encrypted_and_both_sides_prove_who_they_are() {
+    let files = Certificates::new();
+    let path = |path: &std::path::Path| path.to_str().expect("text").to_owned();
+    let arg = |name: &str, file| format!("--{name}={}", path(file));
+    let args = [arg("cert-file", &files.certificate), arg("key-file", &files.key), arg("trusted-ca-file", &files.ca)];
+    let server = Server::etcd(&[&args[0], &args[1], &args[2], "--client-cert-auth"]);
+    let identity = Some((files.certificate.clone(), files.key.clone()));
+    let with = |tls| EtcdSettings { tls, ..settings(&[server.address()]) };
+    let good = with(Some(EtcdTls { ca: files.ca.clone(), identity: identity.clone() }));
+    good.check().expect("the files are there");
+    let process = Registered::start(&good, Role::DecodeWorker, "d:1");
+    let mut follower = Follower::start(&good);
+    follower.knows(&["d:1"]).await;
+    process.connected().await;
+    let strangers = Certificates::new();
+    for refused in [
+        with(None),
+        with(Some(EtcdTls { ca: files.ca.clone(), identity: None })),
+        with(Some(EtcdTls { ca: strangers.ca.clone(), identity })),
+    ] {
+        let follower = Follower::start(&refused);
+        sleep(Duration::from_millis(300)).await;
+        follower.connected(false).await;
+    }
+    for (key, told) in [(files.ca.with_file_name("none"), "cannot be read"), (files.ca.clone(), "cannot be used")] {
+        let identity = Some((files.certificate.clone(), key));
+        let error = with(Some(EtcdTls { ca: files.ca.clone(), identity })).check().expect_err("it is no key").to_string();
+        assert!(error.contains(told), "{error}");
+    }
+}

@@ -1,0 +1,230 @@
+//! KV events over a NATS server: what is published is heard, what is lost is missed by its number, and NATS may come and go.
+
+#[path = "../servers/certificates.rs"]
+mod certificates;
+#[path = "../servers/mod.rs"]
+mod servers;
+
+use certificates::Certificates;
+use servers::{PATIENCE, Server};
+use std::{fs, path::Path, sync::Arc, time::Duration};
+use tandem_kv::{Change, KvBatch, KvEvent, SequenceHash, StoredChain};
+use tandem_node::{
+    Metrics,
+    events::{Broker, NatsAuth, NatsSettings, Published},
+};
+use tandem_proto::{event_batch, v1::KvEventBatch};
+use tokio::{
+    sync::broadcast,
+    time::{sleep, timeout},
+};
+
+fn settings(server: &Server) -> NatsSettings {
+    NatsSettings {
+        servers: vec![server.address()],
+        auth: NatsAuth::Nobody,
+        ca: None,
+        identity: None,
+        cluster: "c".to_owned(),
+        pending_max: 1_024,
+    }
+}
+
+async fn open(settings: &NatsSettings) -> (Broker, Metrics) {
+    let metrics = Metrics::default();
+    (Broker::open(settings, &metrics).await.expect("the settings are good"), metrics)
+}
+
+async fn connected(settings: &NatsSettings) -> Broker {
+    let (broker, metrics) = open(settings).await;
+    timeout(PATIENCE, broker.until(true)).await.expect("NATS is there");
+    assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(1.0));
+    broker
+}
+
+fn value(metrics: &Metrics, series: &str) -> Option<f64> {
+    metrics.render().lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
+}
+
+/// One event that stores so many blocks.
+fn event(event_id: u64, blocks: u64) -> KvEvent {
+    let sequence_hashes = (0..blocks).map(|block| SequenceHash(event_id << 32 | block)).collect();
+    KvEvent { event_id, change: Change::Stored(StoredChain { parent: None, sequence_hashes }) }
+}
+
+fn batch(events: Vec<KvEvent>) -> KvBatch {
+    KvBatch { last_event_id: events.last().expect("there are some").event_id, events, ..Default::default() }
+}
+
+async fn next(published: &mut Published) -> KvEventBatch {
+    timeout(PATIENCE, published.next()).await.expect("it comes").expect("the client lives")
+}
+
+/// Publishes the same event until it is heard: a subscription reaches the server when it does.
+async fn heard(broker: &Broker, published: &mut Published) {
+    loop {
+        broker.publish(event_batch("i", &batch(vec![event(1, 1)]), 0)).await;
+        if timeout(Duration::from_millis(50), published.next()).await.is_ok() {
+            return;
+        }
+    }
+}
+
+/// What is on its way arrives before this does.
+async fn drained(broker: &Broker, published: &mut Published) {
+    broker.publish(event_batch("i", &batch(vec![event(99, 1)]), 0)).await;
+    while next(published).await.last_event_id != 99 {}
+}
+
+#[tokio::test]
+async fn what_one_instance_publishes_is_heard_in_order_and_in_bounded_messages() {
+    let server = Server::nats(&[]);
+    let settings = settings(&server);
+    let (worker, router) = (connected(&settings).await, connected(&settings).await);
+    let mut published = router.subscribe("i").await.expect("it is connected");
+    heard(&worker, &mut published).await;
+    drained(&worker, &mut published).await;
+
+    let (tell, batches) = broadcast::channel(16);
+    let mut publishing = tokio::task::JoinSet::new();
+    publishing.spawn(worker.clone().publish_all("i".to_owned(), batches));
+    publishing.spawn({
+        let other = NatsSettings { cluster: "other".to_owned(), ..settings.clone() };
+        let (other, _) = open(&other).await;
+        async move {
+            other.until(true).await;
+            other.publish(event_batch("i", &batch(vec![event(66, 1)]), 0)).await;
+        }
+    });
+    // Nothing without events; 100,000 blocks are 800 kB; 50,000 in one event are longer than a message may be.
+    tell.send(Arc::new(KvBatch { last_event_id: 99, ..Default::default() })).expect("it listens");
+    tell.send(Arc::new(batch((100..=199).map(|id| event(id, 1_000)).collect()))).expect("it listens");
+    tell.send(Arc::new(batch(vec![event(200, 50_000), event(201, 1)]))).expect("it listens");
+    let mut heard = Vec::new();
+    let mut messages = 0;
+    while heard.last() != Some(&201) {
+        let part = next(&mut published).await;
+        assert_eq!((&*part.instance_id, part.load), ("i", None));
+        assert!(part.sent_unix_us > 0);
+        heard.extend(part.events.iter().map(|event| event.event_id));
+        if part.events.is_empty() {
+            assert_eq!(part.last_event_id, 200, "what is too long is told by its number");
+        }
+        messages += 1;
+    }
+    assert_eq!(heard, (100..=199).chain([201]).collect::<Vec<_>>());
+    assert!((5..=12).contains(&messages), "{messages} messages");
+}
+
+#[tokio::test]
+async fn nats_may_come_late_and_go_and_be_back() {
+    let mut server = Server::nats(&[]);
+    server.kill();
+    let settings = settings(&server);
+    let (broker, metrics) = open(&settings).await;
+    assert!(!broker.is_connected());
+    // It is not there, and nobody waits for it.
+    broker.publish(event_batch("i", &batch(vec![event(1, 1)]), 0)).await;
+    let mut published = broker.subscribe("i").await.expect("subscriptions are kept");
+    for _ in 0..2 {
+        server.start();
+        timeout(PATIENCE, broker.until(true)).await.expect("it is there");
+        heard(&broker, &mut published).await;
+        server.kill();
+        timeout(PATIENCE, broker.until(false)).await.expect("its end is noticed");
+        assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(0.0));
+    }
+}
+
+#[tokio::test]
+async fn who_listens_too_slowly_misses_events_and_can_tell() {
+    let server = Server::nats(&[]);
+    let settings = NatsSettings { pending_max: 8, ..settings(&server) };
+    let (worker, (router, metrics)) = (connected(&settings).await, open(&settings).await);
+    router.until(true).await;
+    let mut published = router.subscribe("i").await.expect("it is connected");
+    heard(&worker, &mut published).await;
+    for id in 100..200 {
+        worker.publish(event_batch("i", &batch(vec![event(id, 100)]), 0)).await;
+    }
+    let lost = async {
+        while value(&metrics, "tandem_events_nats_lost_total") == Some(0.0) {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, lost).await.expect("it is noticed");
+    let mut ids = Vec::new();
+    while let Ok(Some(part)) = timeout(Duration::from_millis(200), published.next()).await {
+        ids.extend(part.events.iter().map(|event| event.event_id));
+    }
+    ids.retain(|id| *id >= 100);
+    assert!(ids.len() < 100, "{} came", ids.len());
+    heard(&worker, &mut published).await;
+}
+
+#[tokio::test]
+async fn nats_that_asks_who_we_are_is_told() {
+    let folder = tempfile::tempdir().expect("a folder");
+    // A pair made by `nk -gen user -pubout`.
+    let seed = folder.path().join("seed");
+    fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("ours");
+    let nkey = folder.path().join("nkey.conf");
+    fs::write(&nkey, "authorization { users: [ { nkey: UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4 } ] }")
+        .expect("ours");
+    let config = format!("--config={}", nkey.display());
+    let user = |password: &str| NatsAuth::User("u".to_owned(), password.to_owned().into());
+    let token = |token: &str| NatsAuth::Token(token.to_owned().into());
+    for (args, good, bad) in [
+        (&["--user=u", "--pass=right"][..], user("right"), user("wrong")),
+        (&["--auth=right"], token("right"), token("wrong")),
+        (&[&*config], NatsAuth::Nkey(seed.clone()), NatsAuth::Nobody),
+    ] {
+        let server = Server::nats(args);
+        let (refused, metrics) = open(&NatsSettings { auth: bad, ..settings(&server) }).await;
+        connected(&NatsSettings { auth: good, ..settings(&server) }).await;
+        sleep(Duration::from_millis(200)).await;
+        assert!(!refused.is_connected());
+        assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(0.0));
+    }
+    assert!(!format!("{:?}", user("hidden")).contains("hidden"));
+}
+
+#[tokio::test]
+async fn connections_are_encrypted_and_both_sides_prove_who_they_are() {
+    let (files, strangers) = (Certificates::new(), Certificates::new());
+    let arg = |name: &str, file: &Path| format!("--{name}={}", file.display());
+    let args = [arg("tlscert", &files.certificate), arg("tlskey", &files.key), arg("tlscacert", &files.ca)];
+    let server = Server::nats(&["--tlsverify", &args[0], &args[1], &args[2]]);
+    let identity = Some((files.certificate.clone(), files.key.clone()));
+    let with = |ca: &Path, identity| NatsSettings { ca: Some(ca.to_owned()), identity, ..settings(&server) };
+    connected(&with(&files.ca, identity.clone())).await;
+    let (stranger, _) = open(&with(&strangers.ca, identity)).await;
+    let (nobody, _) = open(&with(&files.ca, None)).await;
+    sleep(Duration::from_millis(300)).await;
+    assert!(!stranger.is_connected() && !nobody.is_connected());
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_the_settings_is_told_at_once() {
+    let server = "127.0.0.1:1";
+    let none = Path::new("/none");
+    let good = NatsSettings {
+        servers: vec![server.to_owned()],
+        auth: NatsAuth::Nobody,
+        ca: None,
+        identity: None,
+        cluster: "c".to_owned(),
+        pending_max: 1,
+    };
+    for (bad, told) in [
+        (NatsSettings { servers: vec!["u:p@h:1".to_owned()], ..good.clone() }, "write host:port"),
+        (NatsSettings { servers: vec!["http://h:1".to_owned()], ..good.clone() }, "write host:port"),
+        (NatsSettings { ca: Some(none.to_owned()), ..good.clone() }, "/none"),
+        (NatsSettings { identity: Some((none.to_owned(), none.to_owned())), ..good.clone() }, "/none"),
+        (NatsSettings { auth: NatsAuth::Credentials(none.to_owned()), ..good.clone() }, "/none"),
+        (NatsSettings { auth: NatsAuth::Nkey(none.to_owned()), ..good.clone() }, "/none"),
+    ] {
+        let error = Broker::open(&bad, &Metrics::default()).await.expect_err("it is told").to_string();
+        assert!(error.contains(told), "{error}");
+    }
+}

@@ -1,0 +1,139 @@
+//! Servers for tests of several crates: on ports of their own, with data of their own, gone at the end.
+#![allow(dead_code, reason = "not all tests use all of it")]
+
+use std::{
+    fs,
+    io::ErrorKind,
+    net::{Ipv4Addr, TcpListener as Listener},
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    sync::atomic::{AtomicU16, Ordering},
+    time::Duration,
+};
+use tokio::time::Instant;
+
+/// What ought to happen happens within this time, or never.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A port that stays free while nobody listens there: below those that the system gives to whoever asks for any, and below
+/// those that other tests take. Every process has some of its own.
+pub fn port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 2_000 + (std::process::id() % 300) as u16 * 25;
+    loop {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % 500;
+        if Listener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+/// A server's process. Dropping it kills it.
+pub struct Server {
+    program: &'static str,
+    /// What it logs when it serves. Its port is open before, and an etcd that is killed before does not survive that.
+    ready: &'static str,
+    args: Vec<String>,
+    folder: tempfile::TempDir,
+    port: u16,
+    process: Option<Child>,
+}
+
+impl Server {
+    /// An etcd of one member, with these arguments beside those that it needs.
+    pub fn etcd(args: &[&str]) -> Self {
+        let scheme = if args.iter().any(|arg| arg.contains("cert-file")) { "https" } else { "http" };
+        let (port, peers) = (port(), port());
+        let own = [
+            format!("--listen-client-urls={scheme}://127.0.0.1:{port}"),
+            format!("--advertise-client-urls={scheme}://127.0.0.1:{port}"),
+            format!("--listen-peer-urls=http://127.0.0.1:{peers}"),
+            format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
+            format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
+            // A single member elects itself: half the time of the defaults is safe and quick.
+            "--heartbeat-interval=50".to_owned(),
+            "--election-timeout=500".to_owned(),
+        ];
+        Self::new(
+            ("etcd", "ready to serve client requests"),
+            port,
+            own.into_iter().chain(args.iter().map(|arg| (*arg).to_owned())).collect(),
+        )
+    }
+
+    /// A NATS server, with these arguments beside its port.
+    pub fn nats(args: &[&str]) -> Self {
+        let port = port();
+        let own = ["--addr=127.0.0.1".to_owned(), format!("--port={port}")];
+        Self::new(
+            ("nats-server", "Server is ready"),
+            port,
+            own.into_iter().chain(args.iter().map(|arg| (*arg).to_owned())).collect(),
+        )
+    }
+
+    fn new((program, ready): (&'static str, &'static str), port: u16, args: Vec<String>) -> Self {
+        let mut server = Self { program, ready, args, folder: tempfile::tempdir().expect("a folder"), port, process: None };
+        server.start();
+        server
+    }
+
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    fn data(&self) -> PathBuf {
+        self.folder.path().join("data")
+    }
+
+    /// Starts it again with what it has on its disk, and waits until it serves.
+    pub fn start(&mut self) {
+        assert!(self.process.is_none(), "it runs");
+        let log = fs::File::create(self.folder.path().join("log")).expect("a temporary file");
+        let mut command = Command::new(self.program);
+        command.args(&self.args).env("ETCD_DATA_DIR", self.data()).stdin(Stdio::null());
+        let spawned = command.stdout(log.try_clone().expect("a file")).stderr(log).spawn();
+        self.process = match spawned {
+            Ok(process) => Some(process),
+            Err(error) if error.kind() == ErrorKind::NotFound => panic!(
+                "{} is missing: apt-get install etcd-server nats-server, or leave these tests out with `-- --skip servers`",
+                self.program
+            ),
+            Err(error) => panic!("{} does not start: {error}", self.program),
+        };
+        let started = Instant::now();
+        while !self.log().contains(self.ready) {
+            assert!(started.elapsed() < PATIENCE, "{} does not serve: {}", self.program, self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// Such as `-STOP` and `-CONT`.
+    pub fn signal(&self, signal: &str) {
+        let id = self.process.as_ref().expect("it runs").id().to_string();
+        assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
+    }
+
+    /// Ends it without a warning.
+    pub fn kill(&mut self) {
+        let Some(mut process) = self.process.take() else { return };
+        process.kill().expect("it is our child");
+        process.wait().expect("it is our child");
+    }
+
+    /// Deletes all it knew. It must not run.
+    pub fn lose_data(&self) {
+        assert!(self.process.is_none(), "it runs");
+        fs::remove_dir_all(self.data()).expect("it has data");
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

@@ -1,0 +1,395 @@
+//! What the router knows: who is in the cluster, what they hold, how busy they are, and what was placed on them.
+//!
+//! Plain data behind one mutex ([`Cluster`]); nothing here waits. Invariants: every member has a slot of its own in the index;
+//! a member that leaves takes its entries along, and bookings on it count nowhere from then on; all members agree on model,
+//! revision and block size.
+
+mod bookings;
+mod explain;
+mod members;
+mod peers;
+
+pub(crate) use members::MemberId;
+pub(crate) use peers::PeerId;
+
+use crate::{
+    booked::Booked,
+    breaker::Breaker,
+    exchange::Journal,
+    feed::Way,
+    index::{PrefixIndex, WorkerSlot},
+    metrics::RouterMetrics,
+    route::{self, Policy, Role, Unplaced},
+    settings::{PrefillPlace, RouterSettings},
+};
+use bookings::Bookings;
+use members::{Member, Members};
+use peers::Peer;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tandem_kv::{KvBatch, Load, SequenceHash, Snapshot};
+use tandem_node::Metrics;
+use tandem_proto::{
+    Difference,
+    v1::{self, Identity, WorkerInfo, worker_info},
+};
+use tokio::sync::Notify;
+
+/// Why a worker is not routed to.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refused {
+    #[error("its description lacks {field}")]
+    Incomplete { field: &'static str },
+    #[error(transparent)]
+    Differs(#[from] Difference),
+    #[error("the same instance has joined under another address; list each worker once")]
+    Twice,
+    #[error("the worker at {address} is called {worker_id}, too; give each a --worker-id of its own")]
+    SameName { worker_id: String, address: String },
+}
+
+/// Why a request is not placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NotPlaced {
+    #[error(transparent)]
+    Unplaced(#[from] Unplaced),
+    #[error("the workers serve another model than the one asked for")]
+    OtherModel,
+    #[error("the router has placed as many requests as it may; try again later")]
+    TooManyBookings,
+    #[error("the request has failed as often as it may; try again later")]
+    TooManyAttempts,
+}
+
+/// A request as it asks to be placed.
+pub(crate) struct Asked {
+    pub(crate) request_id: Arc<str>,
+    /// Empty: not checked.
+    pub(crate) model: String,
+    pub(crate) hashes: Arc<[SequenceHash]>,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) samples: u32,
+    pub(crate) prompt_logits: bool,
+}
+
+/// Instances that have failed a request.
+#[derive(Debug, Default)]
+pub(crate) struct Excluded {
+    /// All of them: they are left out while others can take the request.
+    pub(crate) failed: BTreeSet<String>,
+    /// Those that may be broken: they are left out in any case. The others were merely full or late.
+    pub(crate) lost: BTreeSet<String>,
+}
+
+/// The state, shared.
+pub(crate) struct Cluster {
+    state: Mutex<State>,
+    left: Notify,
+    peer_left: Notify,
+}
+
+/// The state.
+pub(crate) struct State {
+    settings: RouterSettings,
+    instance_id: Arc<str>,
+    policy: Box<dyn Policy>,
+    metrics: RouterMetrics,
+    index: PrefixIndex,
+    members: Members,
+    /// Listed workers that are no members, by address.
+    absent: BTreeMap<String, v1::AbsentWorker>,
+    /// Workers that were listed at the start, and have neither joined nor failed to yet.
+    awaited: BTreeSet<String>,
+    /// There are none of them any more, and will be none.
+    settled: bool,
+    bookings: Bookings,
+    /// Those of other routers.
+    peers: BTreeMap<PeerId, Peer>,
+    journal: Journal,
+    free_slots: Vec<WorkerSlot>,
+    next_member: u64,
+    next_booking: u64,
+    next_peer: u64,
+    turns: u64,
+}
+
+impl Cluster {
+    pub(crate) fn new(settings: RouterSettings, metrics: Metrics) -> Self {
+        let state = State {
+            policy: route::policy(settings.policy),
+            metrics: RouterMetrics::new(metrics),
+            index: PrefixIndex::new(settings.seed),
+            instance_id: tandem_node::new_instance_id().into(),
+            members: Members::default(),
+            absent: BTreeMap::new(),
+            awaited: BTreeSet::new(),
+            settled: false,
+            bookings: Bookings::new(),
+            peers: BTreeMap::new(),
+            journal: Journal::default(),
+            free_slots: Vec::new(),
+            next_member: 0,
+            next_booking: 0,
+            next_peer: 0,
+            turns: 0,
+            settings,
+        };
+        Self { state: Mutex::new(state), left: Notify::new(), peer_left: Notify::new() }
+    }
+
+    /// For a moment, never across an await. A panic under the lock has been reported; what it left is still sound enough to
+    /// route by.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The worker is gone, and with it all it held.
+    pub(crate) fn leave(&self, id: MemberId) {
+        self.lock().leave(id);
+        self.left.notify_one();
+    }
+
+    /// Resolves when a worker has left, now or since the last time. For one caller; cancel-safe.
+    pub(crate) async fn left(&self) {
+        self.left.notified().await;
+    }
+
+    /// The router is not followed any more; what it has booked is not known any more.
+    pub(crate) fn forget_peer(&self, id: PeerId) {
+        self.lock().peer_left(id);
+        self.peer_left.notify_one();
+    }
+
+    /// The same as [`Cluster::left`] of a router.
+    pub(crate) async fn peer_left(&self) {
+        self.peer_left.notified().await;
+    }
+}
+
+impl State {
+    /// Whether a worker that describes itself so may join now.
+    pub(crate) fn admits(&self, info: &WorkerInfo) -> Result<Role, Refused> {
+        let role = match info.role() {
+            worker_info::Role::Prefill => Role::Prefill,
+            worker_info::Role::Decode => Role::Decode,
+            worker_info::Role::Unspecified => return Err(Refused::Incomplete { field: "a role" }),
+        };
+        for (field, missing) in [
+            ("a worker_id", info.worker_id.is_empty()),
+            ("an instance_id", info.instance_id.is_empty()),
+            ("a model", info.model.is_empty()),
+            ("a block_size", info.block_size == 0),
+            ("a capacity", info.capacity_blocks == 0),
+        ] {
+            if missing {
+                return Err(Refused::Incomplete { field });
+            }
+        }
+        Identity::from(info).fits(&self.identity())?;
+        for Member { info: other, address, .. } in self.members.values() {
+            if other.instance_id == info.instance_id {
+                return Err(Refused::Twice);
+            }
+            if other.worker_id == info.worker_id {
+                return Err(Refused::SameName { worker_id: info.worker_id.clone(), address: address.clone() });
+            }
+        }
+        Ok(role)
+    }
+
+    /// What every process must agree with: what the operator says, then what the members do, who all agree.
+    pub(crate) fn identity(&self) -> Identity {
+        let decided = self.settings.identity.clone();
+        match self.members.values().next() {
+            Some(first) => decided.or(&(&first.info).into()),
+            None => decided,
+        }
+    }
+
+    /// Of this router: one run of its process.
+    pub(crate) fn instance_id(&self) -> Arc<str> {
+        self.instance_id.clone()
+    }
+
+    /// This worker is listed. If it is so at the start: until each of those has joined, was refused or has not answered, the
+    /// router knows less than one that has been up for longer.
+    pub(crate) fn await_worker(&mut self, address: &str) {
+        if !self.settled {
+            self.awaited.insert(address.to_owned());
+            self.count_workers();
+        }
+    }
+
+    /// Who has not answered by now is not waited for.
+    pub(crate) fn await_nobody(&mut self) {
+        self.awaited.clear();
+        self.settled = true;
+        self.count_workers();
+    }
+
+    fn answered(&mut self, address: &str) {
+        if self.awaited.remove(address) && self.awaited.is_empty() {
+            self.settled = true;
+        }
+    }
+
+    /// Whether workers are still waited for.
+    pub(crate) fn is_joining(&self) -> bool {
+        !self.awaited.is_empty()
+    }
+
+    /// Workers whose caches the index knows, of all that are listed.
+    fn read(&self) -> (usize, usize) {
+        (self.members.len(), self.members.len() + self.absent.len() + self.awaited.len())
+    }
+
+    /// Why no request can be placed, if that is so.
+    pub(crate) fn unready(&self) -> Option<String> {
+        let has = |role| self.members.values().any(|member| member.role == role);
+        if self.is_joining() {
+            let (read, listed) = self.read();
+            return Some(format!("the router has just started; its index: {read} of {listed} workers read"));
+        }
+        match self.settings.prefill {
+            _ if !has(Role::Decode) => Some(Unplaced::NoDecode.to_string()),
+            PrefillPlace::Remote if !has(Role::Prefill) => Some(Unplaced::NoPrefill.to_string()),
+            PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
+        }
+    }
+
+    /// Whether a worker at this address is a member now.
+    pub(crate) fn has_member_at(&self, address: &str) -> bool {
+        self.members.values().any(|member| member.address == address)
+    }
+
+    /// A listed worker is not there, or must not join as it is.
+    pub(crate) fn absent(&mut self, address: &str, reason: String, refused: bool) {
+        self.answered(address);
+        self.absent.insert(address.to_owned(), v1::AbsentWorker { address: address.to_owned(), reason, refused });
+        self.count_workers();
+    }
+
+    /// The worker has joined, or is not listed any more.
+    pub(crate) fn not_absent(&mut self, address: &str) {
+        self.answered(address);
+        self.absent.remove(address);
+        self.count_workers();
+    }
+
+    fn count_workers(&self) {
+        let refused = self.absent.values().filter(|worker| worker.refused).count();
+        self.metrics.joined.set(self.members.len() as f64);
+        self.metrics.refused_workers.set(refused as f64);
+        self.metrics.unreachable.set((self.absent.len() - refused) as f64);
+        let (read, listed) = self.read();
+        self.metrics.index_complete.set(if listed == 0 { 1.0 } else { read as f64 / listed as f64 });
+    }
+
+    /// The worker is routed to from now on, and holds what the snapshot says.
+    pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, Refused> {
+        let role = self.admits(&info)?;
+        let id = MemberId(self.next_member);
+        self.next_member += 1;
+        let slot = self.free_slots.pop().unwrap_or(WorkerSlot(self.members.len() as u32));
+        let series = self.metrics.worker(&info.worker_id);
+        let booked = Booked::new(self.settings.seed);
+        let (load, breaker) = (Load::default(), Breaker::default());
+        let transfer_bytes_per_second = 0.0;
+        let instance_id = info.instance_id.as_str().into();
+        let address_of = address.clone();
+        let member = Member { info, instance_id, role, address, slot, load, transfer_bytes_per_second, booked, breaker, series };
+        self.members.insert(id, member);
+        self.book_joined(id);
+        self.replace(id, snapshot);
+        self.not_absent(&address_of);
+        Ok(id)
+    }
+
+    /// The worker is gone, and with it all it held.
+    pub(crate) fn leave(&mut self, id: MemberId) {
+        if let Some(member) = self.members.remove(id) {
+            self.index.forget(member.slot);
+            self.free_slots.push(member.slot);
+            member.series.index_blocks.set(0.0);
+            member.series.by_nats.set(0.0);
+            member.series.by_stream.set(0.0);
+            self.count_workers();
+        }
+    }
+
+    /// The worker holds what the snapshot says. Its word that it has taken a request in may be among what was lost before, so
+    /// all bookings count as reported: one that is still on its way goes missing until the next report, none counts twice.
+    pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
+        let Some(member) = self.members.get_mut(id) else { return };
+        member.booked.all_taken_in();
+        let skipped = self.index.replace(member.slot, snapshot);
+        member.series.orphaned.increment(skipped.orphaned_blocks);
+        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
+    }
+
+    /// The worker's news: events in their order, none twice, and its load after them.
+    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, transfer_bytes_per_second: f64) {
+        let Some(member) = self.members.get_mut(id) else { return };
+        for event in &batch.events {
+            let skipped = self.index.apply(member.slot, &event.change);
+            member.series.event(&event.change);
+            member.series.absent.increment(skipped.absent_blocks);
+            member.series.orphaned.increment(skipped.orphaned_blocks);
+        }
+        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
+        member.load = batch.load;
+        member.transfer_bytes_per_second = transfer_bytes_per_second;
+        for request_id in &batch.taken_in {
+            member.booked.taken_in(request_id);
+        }
+    }
+
+    /// An event came so long after it was sent.
+    pub(crate) fn count_lag(&self, lag: Duration) {
+        self.metrics.event_lag.record(lag);
+    }
+
+    /// The worker's events come this way now.
+    pub(crate) fn comes_by(&mut self, id: MemberId, way: Way) {
+        if let Some(member) = self.members.get_mut(id) {
+            let by_nats = way == Way::Published;
+            member.series.by_nats.set(f64::from(u8::from(by_nats)));
+            member.series.by_stream.set(f64::from(u8::from(!by_nats)));
+        }
+    }
+
+    /// The worker's events have a gap.
+    pub(crate) fn count_gap(&self, worker_id: &str) {
+        self.metrics.worker(worker_id).gaps.increment(1);
+    }
+
+    /// Everything, for people.
+    pub(crate) fn view(&self) -> v1::WorkersReply {
+        let workers = self.members.values().map(|member| v1::WorkerView {
+            info: Some(member.info.clone()),
+            address: member.address.clone(),
+            indexed_blocks: self.index.blocks(member.slot),
+            bookings: member.booked.bookings(),
+            load: Some(v1::Load { transfer_bytes_per_second: member.transfer_bytes_per_second, ..(&member.load).into() }),
+        });
+        let (read, listed) = self.read();
+        v1::WorkersReply {
+            workers: workers.collect(),
+            bookings: self.bookings.len() as u32,
+            identity: Some(self.identity()),
+            unready: self.unready(),
+            absent: self.absent.values().cloned().collect(),
+            instance_id: self.instance_id.to_string(),
+            peer_bookings: self.peer_bookings() as u32,
+            peers: self.peers.len() as u32,
+            workers_read: read as u32,
+            workers_listed: listed as u32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,184 @@
+//! Several routers: they hear of each other's bookings, take over what runs, and place nothing before they know their workers.
+
+use crate::{
+    fake::{FakeWatch, FakeWorker, TestRouter, chosen, prompt, soon, worker},
+    local, remote,
+};
+use std::time::Duration;
+use tandem_node::discovery::Workers;
+use tandem_proto::v1::{BookingsRequest, Identity, RoutePrompt, Running, WorkersReply, worker_info::Role};
+use tandem_router::RouterSettings;
+use tokio::net::TcpListener;
+use tonic::Code;
+
+/// Routers that know each other and themselves, and the same workers.
+async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettings) -> [TestRouter; N] {
+    let mut listeners = Vec::new();
+    for _ in 0..N {
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+    }
+    let address = |listener: &TcpListener| listener.local_addr().expect("bound").to_string();
+    let peers: Workers = listeners.iter().map(address).collect();
+    let mut routers = Vec::new();
+    for listener in listeners {
+        let settings = RouterSettings { peers: peers.clone(), ..settings.clone() };
+        routers.push(TestRouter::start_at(listener, workers, settings).await);
+    }
+    routers.try_into().unwrap_or_else(|_| unreachable!("as many were started"))
+}
+
+/// The router that watches next joins it. (Which of them it is does not matter here.)
+async fn join_all(worker: &mut FakeWorker, routers: usize) -> Vec<FakeWatch> {
+    let mut watches = Vec::new();
+    for _ in 0..routers {
+        watches.push(worker.join().await);
+    }
+    watches
+}
+
+fn counts(own: u32, others: u32, on_decode: u32) -> impl Fn(&WorkersReply) -> bool {
+    move |view| {
+        let decode = worker(view, "d").map(|decode| decode.bookings);
+        (view.bookings, view.peer_bookings, decode) == (own, others, Some(on_decode))
+    }
+}
+
+#[tokio::test]
+async fn each_counts_what_the_others_have_booked_as_long_as_they_live() {
+    let (mut prefills, mut decode) = (
+        [FakeWorker::start(Role::Prefill, "p0").await, FakeWorker::start(Role::Prefill, "p1").await],
+        FakeWorker::start(Role::Decode, "d").await,
+    );
+    let [one, other, third] = routers(&[&prefills[0], &prefills[1], &decode], remote()).await;
+    let mut watches = join_all(&mut decode, 3).await;
+    for prefill in &mut prefills {
+        watches.extend(join_all(prefill, 3).await);
+    }
+    for router in [&one, &other, &third] {
+        router.until(|view| view.peers == 2 && view.workers.len() == 3).await;
+    }
+    let long: Vec<u64> = (1..60).collect();
+    let mut first = one.route(prompt("a", &long)).await;
+    let (computes, ..) = chosen(first.placement().await.prefill).expect("it is remote");
+    other.until(counts(0, 1, 1)).await;
+    // The same prompt goes where it is being computed; another one elsewhere.
+    let mut same = other.route(prompt("b", &long)).await;
+    assert_eq!(chosen(same.placement().await.prefill), Some((computes.clone(), 0, 59)));
+    let mut another = other.route(prompt("c", &[1_000, 1_001])).await;
+    assert_ne!(chosen(another.placement().await.prefill).map(|(instance, ..)| instance), Some(computes.clone()));
+    one.until(counts(1, 2, 3)).await;
+    third.until(counts(0, 3, 3)).await;
+    assert_eq!(third.metric("tandem_router_peer_bookings"), Some(3.0));
+    assert_eq!(third.metric("tandem_router_peers"), Some(2.0));
+    first.prefill_released(None);
+    other.until(|view| worker(view, &computes[..2]).is_some_and(|prefill| prefill.bookings == 1)).await;
+    drop(another);
+    third.until(counts(0, 2, 2)).await;
+    // One is gone without a word.
+    other.shutdown.stop();
+    third.until(counts(0, 1, 1)).await;
+    one.until(counts(1, 0, 1)).await;
+    drop(first);
+    third.until(counts(0, 0, 0)).await;
+    assert_eq!(third.view().await.peers, 1);
+    drop((same, watches));
+}
+
+#[tokio::test]
+async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
+    let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
+    let [one, other] = routers(&[&decodes[0], &decodes[1]], local()).await;
+    let mut watches = Vec::new();
+    for decode in &mut decodes {
+        watches.extend(join_all(decode, 2).await);
+    }
+    for router in [&one, &other] {
+        router.until(|view| view.peers == 1 && view.workers.len() == 2).await;
+    }
+    let mut route = one.route(prompt("r", &[1, 2])).await;
+    let (instance, ..) = chosen(route.placement().await.decode).expect("placed");
+    let shutdown = one.shutdown.clone();
+    let leaving = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
+    route.leaving().await;
+    let running = Running { decode_instance_id: instance.clone(), prefill_instance_id: None, computing: true };
+    let mut moved = other.route(RoutePrompt { running: Some(running.clone()), ..prompt("r", &[1, 2]) }).await;
+    drop(route);
+    soon(leaving).await.expect("the last stream has closed");
+    soon(one.ended).await.expect("it was not stopped").expect("an orderly end");
+    let on = |instance: &str, bookings: u32| {
+        let name = instance[..2].to_owned();
+        move |view: &WorkersReply| {
+            let of = worker(view, &name).map(|worker| worker.bookings);
+            (of, view.bookings, view.peer_bookings) == (Some(bookings), bookings, 0)
+        }
+    };
+    other.until(on(&instance, 1)).await;
+    assert_eq!(other.metric("tandem_router_rebooked_total"), Some(1.0));
+    // It knows where the request was: the next attempt is elsewhere.
+    moved.failed(&instance);
+    let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("placed");
+    assert_ne!(elsewhere, instance);
+    drop(moved);
+    other.until(on(&instance, 0)).await;
+
+    let nowhere = RoutePrompt { running: Some(Running::default()), ..prompt("r", &[1]) };
+    let Err(status) = other.open(vec![tandem_proto::v1::route_request::Message::Prompt(nowhere)]).await else {
+        panic!("it names no worker")
+    };
+    assert_eq!(status.code(), Code::InvalidArgument);
+    drop(watches);
+}
+
+#[tokio::test]
+async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_others_can() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let mut late = FakeWorker::start(Role::Decode, "late").await;
+    for alone in [true, false] {
+        let peers = if alone { Workers::List(vec![]) } else { ["127.0.0.1:1".to_owned()].into_iter().collect() };
+        let router = TestRouter::start(&[&decode, &late], RouterSettings { peers, ..local() }).await;
+        let (_decode, slow) = (decode.join().await, late.watched().await);
+        let view = router.until(|view| view.workers.len() == 1).await;
+        assert_eq!((view.workers_read, view.workers_listed), (1, 2));
+        assert!(view.unready.is_some_and(|why| why.contains("1 of 2 workers read")));
+        assert_eq!(router.metric("tandem_router_index_complete_ratio"), Some(0.5));
+        let asked = || vec![tandem_proto::v1::route_request::Message::Prompt(prompt("r", &[1]))];
+        match router.open(asked()).await {
+            Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
+            Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
+        }
+        // What runs is booked all the same.
+        let running = Running { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, computing: false };
+        let held = router.route(RoutePrompt { running: Some(running), ..prompt("s", &[1]) }).await;
+        router.until(|view| view.bookings == 1).await;
+        slow.snapshot(0, &[]);
+        let view = router.until(|view| view.unready.is_none()).await;
+        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts where it runs");
+        let mut route = router.route(prompt("t", &[1])).await;
+        assert!(chosen(route.placement().await.decode).is_some());
+        drop((held, route));
+        router.until(|view| view.bookings == 0).await;
+        router.shutdown.stop();
+    }
+}
+
+#[tokio::test]
+async fn routers_of_other_clusters_hear_nothing() {
+    let decode = FakeWorker::start(Role::Decode, "d").await;
+    let identity = Identity { cluster: "ours".to_owned(), block_size: 16, ..Identity::default() };
+    let router = TestRouter::start(&[&decode], RouterSettings { identity: identity.clone(), ..local() }).await;
+    let ask = |identity| {
+        let mut client = router.client.clone();
+        async move { client.bookings(BookingsRequest { identity: Some(identity) }).await }
+    };
+    for other in [Identity { cluster: "theirs".to_owned(), ..identity.clone() }, Identity { block_size: 32, ..identity.clone() }]
+    {
+        let status = ask(other).await.expect_err("it does not belong here");
+        assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
+    }
+    let mut replies = ask(identity).await.expect("it belongs here").into_inner();
+    let first = soon(replies.message()).await.expect("no error").expect("the full state comes at once");
+    assert_eq!(first.router_instance_id, router.view().await.instance_id);
+    let beat = soon(replies.message()).await.expect("no error").expect("and then a sign of life");
+    assert_eq!(beat.router_instance_id, first.router_instance_id);
+    router.shutdown.stop();
+}
