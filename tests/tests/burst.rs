@@ -7,7 +7,7 @@ use tandem_tests::{Client, Endpoint, prose, sim_settings, start};
 
 /// 32 equal prompts of 4,000 tokens, with 4 prefill workers to scatter over.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_burst_of_equal_prompts_is_computed_at_most_twice() -> Result<()> {
+async fn a_burst_of_equal_prompts_is_computed_and_moved_at_most_twice() -> Result<()> {
     const PROMPT_TOKENS: u64 = 4_000;
     let mut settings = UpSettings { prefill: PrefillPlace::Remote, prefill_workers: 4, ..sim_settings() };
     settings.sim.sim_speedup = 4.0;
@@ -31,6 +31,9 @@ async fn a_burst_of_equal_prompts_is_computed_at_most_twice() -> Result<()> {
     assert_eq!(texts.len(), 1, "one prompt, one answer");
     // Beside the prompt itself each computes what is left of it after its full blocks.
     assert!(computed <= 2 * PROMPT_TOKENS + 32 * block_size, "{computed} tokens were computed");
+    let block_bytes = cluster.inner().workers()[0].engine.info().block_bytes as u64;
+    let moved = Client::new(cluster.frontend()).metric("tandem_worker_kv_transfer_bytes_total", "received").await?;
+    assert!(moved <= (2 * PROMPT_TOKENS.div_ceil(block_size) * block_bytes) as f64, "{moved} bytes were moved");
     cluster.assert_idle().await?;
     cluster.stop().await;
     Ok(())

@@ -67,8 +67,15 @@ impl Parts {
 
     fn engine(&self, capacity_tokens: u32) -> EngineHandle {
         let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() };
-        let settings = EngineSettings { chunk_budget: 512, batch_max: 256, queue_max: 64, prefix_caching: true };
-        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings);
+        let settings = EngineSettings {
+            chunk_budget: 512,
+            batch_max: 256,
+            queue_max: 64,
+            prefix_caching: true,
+            unheard_max: 1_024,
+            step_max: Duration::from_secs(60),
+        };
+        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings, 7);
         self.shutdown.spawn(driving);
         engine
     }
@@ -85,6 +92,7 @@ impl Parts {
             model: "sim".to_owned(),
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
+            broker: None,
             report_cached_tokens: true,
             ticket_wait: SOON,
         };
@@ -101,6 +109,7 @@ impl Parts {
             model: "sim".to_owned(),
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
+            broker: None,
             advertise: None,
             report_cached_tokens: true,
             remote_waiting_max: 64,

@@ -1,9 +1,9 @@
 //! A cluster of processes: each role on ports of its own, so that it can end and come back in place.
+#![allow(dead_code, reason = "not all tests use all of it")]
 
 use crate::up::Up;
 use std::{
     fs::{self, OpenOptions},
-    io::Read,
     net::{Ipv4Addr, SocketAddr, TcpListener},
     path::PathBuf,
     sync::atomic::{AtomicU16, Ordering},
@@ -47,20 +47,30 @@ pub fn address() -> SocketAddr {
 /// Where everybody is, and what everybody is told.
 pub struct Plan {
     folder: tempfile::TempDir,
-    router: SocketAddr,
-    runtime: tokio::runtime::Runtime,
+    /// Where each router listens.
+    pub routers: Vec<SocketAddr>,
+    /// Of whoever asks.
+    pub runtime: tokio::runtime::Runtime,
 }
 
 impl Plan {
     /// Nobody runs yet, and the list of workers is empty.
     pub fn new() -> Self {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        let plan = Self { folder: tempfile::tempdir().expect("a folder"), router: address(), runtime };
+        Self::with_routers(1)
+    }
+
+    /// The same with several routers, which know each other.
+    pub fn with_routers(count: usize) -> Self {
+        // With a thread of its own: connections that were used are closed also while nothing is asked.
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+        let plan =
+            Self { folder: tempfile::tempdir().expect("a folder"), routers: (0..count).map(|_| address()).collect(), runtime };
         plan.list(&[]);
         plan
     }
 
-    fn file(&self, name: &str) -> PathBuf {
+    /// Where something of this cluster is kept.
+    pub fn file(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
@@ -70,22 +80,34 @@ impl Plan {
         fs::write(self.file("workers"), text).expect("a temporary file");
     }
 
-    fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
+    /// Any role, told nothing but this. Its log is in the file of its name.
+    pub fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("a temporary file");
         let listen = listen.to_string();
         Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
     }
 
+    /// The list of all routers.
+    pub fn router_list(&self) -> String {
+        self.routers.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
+    }
+
     /// A router that prefills on prefill workers only, so that both kinds matter, unless the arguments say otherwise.
     pub fn router(&self, args: &[&str]) -> Up {
-        let list = self.file("workers");
+        self.router_at(0, args)
+    }
+
+    /// One of several.
+    pub fn router_at(&self, number: usize, args: &[&str]) -> Up {
+        let (list, peers) = (self.file("workers"), self.router_list());
         let own = ["--admin-listen", "127.0.0.1:0", "--workers-file", list.to_str().expect("text"), "--prefill", "remote"];
-        self.start("router", "router", self.router, &[&own, args].concat())
+        let peers: &[&str] = if self.routers.len() > 1 { &["--peers", &peers] } else { &[] };
+        self.start("router", "router", self.routers[number], &[&own, peers, args].concat())
     }
 
     pub fn frontend(&self, args: &[&str]) -> Up {
-        let router = self.router.to_string();
-        let own = ["--engine", "sim", "--router", &router];
+        let routers = self.router_list();
+        let own = ["--engine", "sim", "--router", &routers];
         self.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&own, args].concat())
     }
 
@@ -102,7 +124,12 @@ impl Plan {
 
     /// The router's view; empty while it does not answer.
     pub fn view(&self) -> WorkersReply {
-        let endpoint = link::endpoint(&self.router.to_string()).expect("an address");
+        self.view_of(0)
+    }
+
+    /// One router's of several.
+    pub fn view_of(&self, number: usize) -> WorkersReply {
+        let endpoint = link::endpoint(&self.routers[number].to_string()).expect("an address");
         let asked = async { RouterClient::new(endpoint.connect().await.ok()?).workers(WorkersRequest {}).await.ok() };
         self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }
@@ -124,39 +151,8 @@ pub fn ready(process: &Up) {
     until("it gets ready", || process.get("/ready"), |answer| answer.starts_with("HTTP/1.1 200"));
 }
 
-/// The value of a series, such as `tandem_router_workers{state="joined"}`.
-pub fn metric(process: &Up, series: &str) -> Option<f64> {
-    let page = process.get("/metrics");
-    page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
-}
-
 /// The sum over all series of a family.
 pub fn series(process: &Up, name: &str) -> f64 {
     let page = process.get("/metrics");
     page.lines().filter(|line| line.starts_with(name)).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
-}
-
-/// A request for so many tokens, none of them the last.
-pub fn chat(text: &str, max_tokens: u32, stream: bool) -> String {
-    format!(
-        r#"{{"model":"sim","stream":{stream},"max_tokens":{max_tokens},"logit_bias":{{"257":-100}},"messages":[{{"role":"user","content":"{text}"}}]}}"#
-    )
-}
-
-/// The answer to a chat that is not streamed, and what it says was cached.
-pub fn ask(frontend: &Up, text: &str) -> (String, u64) {
-    let answer = frontend.answer("/v1/chat/completions", &chat(text, 8, false));
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    let cached = answer.split("\"cached_tokens\":").nth(1).and_then(|rest| rest.split([',', '}']).next());
-    let cached = cached.and_then(|number| number.parse().ok()).expect("the usage says what was cached");
-    (answer, cached)
-}
-
-/// A streamed answer to its end; panics unless it is whole.
-pub fn stream(frontend: &Up, text: &str, max_tokens: u32) {
-    let mut answer = String::new();
-    let mut reader = frontend.ask("/v1/chat/completions", &chat(text, max_tokens, true)).expect("the frontend listens");
-    reader.read_to_string(&mut answer).expect("text");
-    let whole = answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]");
-    assert!(whole, "the answer is not whole: {}", &answer[answer.len().saturating_sub(500)..]);
 }

@@ -90,6 +90,25 @@ fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
 }
 
 #[test]
+fn a_health_check_needs_nothing_but_the_binary() {
+    let check = |address: &str| {
+        let output = ended(&["ready", address]);
+        (output.status.code(), text(&output.stderr))
+    };
+    let up = sim(&[]);
+    assert_eq!(check(up.address()), (Some(0), String::new()));
+    let router = Up::spawn(
+        &["router", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", "127.0.0.1:1"],
+        Stdio::piped(),
+    );
+    let (code, told) = check(router.address());
+    assert!(code == Some(1) && told.contains("no decode worker has joined"), "{told}");
+    let nobody = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").to_string();
+    let (code, told) = check(&nobody);
+    assert!(code == Some(1) && told.contains("--admin-listen"), "{told}");
+}
+
+#[test]
 fn a_taken_port_is_told_in_one_line() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = taken.local_addr().expect("bound").to_string();

@@ -3,6 +3,9 @@
 mod canary;
 mod cluster;
 mod command_line;
+mod etcd;
 mod refusals;
 mod roles;
+mod routers;
+mod talk;
 mod up;

@@ -1,14 +1,15 @@
 //! Who does not belong to the cluster is told so, and gets no traffic.
 
 use crate::{
-    cluster::{Plan, address, ask, chat, metric, ready, series, until},
+    cluster::{Plan, address, ready, series, until},
+    talk::{ask, chat, metric},
     up::tandem,
 };
 use std::{net::SocketAddr, pin::Pin};
 use tandem_proto::{
     link,
     v1::{
-        DescribeRequest, WatchReply, WatchRequest, WorkerInfo,
+        DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
         worker_info::Role,
     },
@@ -37,6 +38,12 @@ impl Control for FromTheFuture {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        Err(Status::internal("nobody is to ask for this"))
+    }
+
+    type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;
+
+    async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
         Err(Status::internal("nobody is to ask for this"))
     }
 }
@@ -127,7 +134,7 @@ fn what_cannot_start_says_what_to_do() {
     for (args, told) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
-        (&["router", "--workers-file", "/nonexistent"], "the list of workers /nonexistent cannot be read"),
+        (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
         (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "say with --advertise"),
         (&["prefill-worker", "--engine", "cuda"], "not built yet"),
     ] {

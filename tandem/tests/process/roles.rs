@@ -1,7 +1,8 @@
 //! The roles as processes: they find each other in any order, come late, come back, and leave without a loss.
 
 use crate::{
-    cluster::{Plan, address, ask, chat, metric, ready, series, stream, until},
+    cluster::{Plan, address, ready, series, until},
+    talk::{ask, chat, metric, stream},
     up::Up,
 };
 use std::{

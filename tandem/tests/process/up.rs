@@ -1,7 +1,7 @@
-//! `tandem up`, or one role of it, running.
+//! The binary, running: `tandem up`, or one role of it.
 
 use std::{
-    io::{self, BufRead, BufReader, Read, Write},
+    io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
     process::{Child, ChildStdout, Command, ExitStatus, Stdio},
 };
@@ -24,11 +24,6 @@ pub struct Up {
 }
 
 impl Up {
-    /// Returns when the last line of the introduction is there.
-    pub fn start(args: &[&str], stderr: impl Into<Stdio>) -> Self {
-        Self::spawn(&[&["up", "--listen", "127.0.0.1:0"], args].concat(), stderr)
-    }
-
     /// Any subcommand that introduces itself.
     pub fn spawn(args: &[&str], stderr: impl Into<Stdio>) -> Self {
         let mut process = tandem(args).stderr(stderr).spawn().expect("the binary runs");
@@ -42,7 +37,7 @@ impl Up {
     }
 
     /// Of the OpenAI API, or else of the admin endpoint: the URL that is told first.
-    fn address(&self) -> &str {
+    pub fn address(&self) -> &str {
         self.introduction.split("http://").nth(1).and_then(|rest| rest.split_whitespace().next()).expect("its URL is told")
     }
 
@@ -55,23 +50,12 @@ impl Up {
         answer
     }
 
-    /// Sends a request; what is given is read while the answer comes.
-    pub fn ask(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
-        let mut stream = TcpStream::connect(self.address())?;
-        let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address());
-        write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len())?;
-        Ok(BufReader::new(stream))
-    }
-
-    /// The whole answer, its head included.
-    pub fn answer(&self, path: &str, body: &str) -> String {
-        let mut answer = String::new();
-        self.ask(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("text");
-        answer
+    pub fn id(&self) -> u32 {
+        self.process.id()
     }
 
     pub fn signal(&self, signal: &str) {
-        let id = self.process.id().to_string();
+        let id = self.id().to_string();
         assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
     }
 

@@ -1,11 +1,16 @@
 //! Two workers with simulated engines, and a client.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Condvar, Mutex},
+    time::Duration,
+};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{
-    EngineHandle, EngineSettings,
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
+use tandem_kv::BlockId;
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
@@ -43,7 +48,14 @@ impl Default for Setup {
         Self {
             number: 0,
             sim: SimSettings { speedup: 100.0, ..Default::default() },
-            engine: EngineSettings { chunk_budget: 64, batch_max: 32, queue_max: 64, prefix_caching: true },
+            engine: EngineSettings {
+                chunk_budget: 64,
+                batch_max: 32,
+                queue_max: 64,
+                prefix_caching: true,
+                unheard_max: 1_024,
+                step_max: Duration::from_secs(60),
+            },
             report_cached_tokens: true,
             ticket_wait: SOON,
             landing_wait: SOON,
@@ -59,8 +71,55 @@ impl Setup {
         Self { sim, ..Self::default() }
     }
 
-    fn start(&self) -> EngineHandle {
-        EngineHandle::start(Box::new(SimEngine::new(self.sim)), self.engine)
+    fn start(&self) -> (EngineHandle, Gate) {
+        let gate = Gate::default();
+        let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone() };
+        (EngineHandle::start(Box::new(engine), self.engine), gate)
+    }
+}
+
+/// Closed, no step passes it.
+#[derive(Clone, Default)]
+pub struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    pub fn close(&self) {
+        *self.0.0.lock().expect("not poisoned") = true;
+    }
+
+    pub fn open(&self) {
+        *self.0.0.lock().expect("not poisoned") = false;
+        self.0.1.notify_all();
+    }
+
+    fn pass(&self) {
+        let closed = self.0.0.lock().expect("not poisoned");
+        drop(self.0.1.wait_while(closed, |closed| *closed).expect("not poisoned"));
+    }
+}
+
+/// A simulated device that can hang.
+struct Gated {
+    engine: SimEngine,
+    gate: Gate,
+}
+
+impl Engine for Gated {
+    fn describe(&self) -> EngineInfo {
+        self.engine.describe()
+    }
+
+    fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
+        self.gate.pass();
+        self.engine.step(chunks)
+    }
+
+    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+        self.engine.read_block(block, into);
+    }
+
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+        self.engine.write_block(block, bytes);
     }
 }
 
@@ -69,6 +128,8 @@ pub struct Worker {
     pub info: WorkerInfo,
     pub address: String,
     pub engine: EngineHandle,
+    /// Of its engine's steps.
+    pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
     /// Whether `run` returned without an error.
@@ -84,6 +145,7 @@ impl Worker {
             model: "sim".to_owned(),
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
+            broker: None,
             report_cached_tokens: setup.report_cached_tokens,
             ticket_wait: setup.ticket_wait,
         };
@@ -100,6 +162,7 @@ impl Worker {
             model: "sim".to_owned(),
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
+            broker: None,
             advertise: None,
             report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,
@@ -112,7 +175,7 @@ impl Worker {
     }
 
     async fn start<F>(
-        engine: EngineHandle,
+        (engine, gate): (EngineHandle, Gate),
         run: impl FnOnce(TcpListener, EngineHandle, Metrics, Shutdown) -> F + Send + 'static,
     ) -> Self
     where
@@ -132,7 +195,7 @@ impl Worker {
         });
         let mut control = ControlClient::new(channel(&address).await);
         let info = control.describe(DescribeRequest {}).await.expect("it serves").into_inner();
-        Self { info, address, engine, metrics, shutdown, ended, runtime: Some(runtime) }
+        Self { info, address, engine, gate, metrics, shutdown, ended, runtime: Some(runtime) }
     }
 
     /// Answers nothing from now on, as a process that is stopped; until the returned value is dropped.

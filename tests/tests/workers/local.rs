@@ -179,7 +179,7 @@ async fn workers_tell_what_they_are_and_what_they_hold() {
     cluster.answer(cluster.local(prompt(1, 40), 1)).await;
     let control = ControlClient::new(crate::harness::channel(&cluster.decode.address).await);
     let watch = |instance_id: &str| {
-        let request = WatchRequest { instance_id: instance_id.to_owned() };
+        let request = WatchRequest { instance_id: instance_id.to_owned(), published_elsewhere: false };
         let mut control = control.clone();
         async move { control.watch(request).await }
     };

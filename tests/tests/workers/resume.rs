@@ -24,9 +24,13 @@ struct Cluster {
 
 impl Cluster {
     async fn start(speedup: f64, prefill: PrefillPlace) -> Self {
+        Self::start_with(speedup, prefill, Setup::default()).await
+    }
+
+    async fn start_with(speedup: f64, prefill: PrefillPlace, setup: Setup) -> Self {
         let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
         for number in 0..2 {
-            let setup = Setup { number, sim: SimSettings { speedup, ..Default::default() }, ..Setup::default() };
+            let setup = Setup { number, sim: SimSettings { speedup, ..Default::default() }, ..setup.clone() };
             prefills.push(Worker::prefill(&setup).await);
             decodes.push(Worker::decode(&setup).await);
         }
@@ -180,5 +184,34 @@ async fn a_decode_worker_that_hangs_is_left_within_the_keep_alive_limit() {
     drop(awake);
     cluster.decodes[0].idle().await;
     cluster.decodes[1].idle().await;
+    cluster.stop().await;
+}
+
+/// Its process answers pings and calls as ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_hangs_is_left_and_used_again_when_it_moves() {
+    let mut impatient = Setup::default();
+    impatient.engine.step_max = Duration::from_secs(3);
+    let cluster = Cluster::start_with(10.0, PrefillPlace::Remote, impatient).await;
+    let requests = requests(16, 300, 600);
+    let expected = cluster.answers(cluster.ask_all(&requests)).await;
+    for (hangs, amid_answers) in [(&cluster.decodes[0], true), (&cluster.prefills[0], false)] {
+        let asking = cluster.ask_all(&requests);
+        if amid_answers {
+            cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
+        }
+        hangs.gate.close();
+        let hung = Instant::now();
+        // Nobody listens to it any more, and it is not routed to.
+        cluster.members(3).await;
+        assert!(cluster.answers(asking).await == expected, "{}: an answer is another", hangs.info.worker_id);
+        assert!(hung.elapsed() < SOON, "it took {:?}", hung.elapsed());
+        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected, "nothing fails while it hangs");
+        hangs.gate.open();
+        cluster.members(4).await;
+        hangs.idle().await;
+        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected);
+    }
+    cluster.counted("tandem_frontend_migrations_total", 1.0).await;
     cluster.stop().await;
 }

@@ -1,0 +1,185 @@
+//! What a cluster costs when nobody asks for anything, and what a thousand workers cost a router.
+
+use crate::{
+    cluster::{Plan, series, until},
+    rig::{Rig, Shape},
+    services::servers::Server,
+    table,
+    up::Up,
+};
+use std::{fs, net::Ipv4Addr, time::Duration};
+use tandem_node::{
+    Metrics, Shutdown,
+    discovery::{Card, EtcdSettings, register},
+};
+use tandem_proto::{
+    link,
+    v1::{
+        DescribeRequest, KvEventBatch, Load, SnapshotChunk, SnapshotRequest, Stored, WatchReply, WatchRequest, WorkerInfo,
+        control_server::{Control, ControlServer},
+        watch_reply::Message,
+        worker_info::Role,
+    },
+};
+use tokio::{
+    net::TcpListener,
+    runtime::{Builder, Handle},
+    time::Instant,
+};
+use tonic::{
+    Request, Response, Status,
+    codegen::{
+        BoxStream,
+        tokio_stream::{self, StreamExt},
+    },
+};
+
+const WATCHED: Duration = Duration::from_secs(30);
+/// Of a core.
+const IDLE_MAX: f64 = 0.01;
+const WORKERS: u32 = 1_000;
+const BLOCKS: u32 = 4_096;
+const RESIDENT_MAX_KIB: f64 = 1_048_576.0;
+/// Heartbeats of a worker, and what each process of a cluster promises routers.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+/// Linux tells times of processes in hundredths of a second.
+const TICKS: f64 = 100.0;
+
+/// Seconds that a process has computed since its start.
+fn computed(process: &Up) -> f64 {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("it runs");
+    // Behind the name, which may hold anything, come the state and ten more numbers.
+    let numbers = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("Linux writes them");
+    numbers.map(|ticks| ticks.parse::<f64>().expect("a number")).sum::<f64>() / TICKS
+}
+
+/// Ten workers, two routers, two frontends, etcd and NATS.
+pub fn cluster() {
+    let shape = Shape { frontends: 2, routers: 2, prefill_workers: 5, decode_workers: 5, services: true, args: Vec::new() };
+    let rig = Rig::start(&shape);
+    let now = || rig.running().map(|(name, process)| (name.to_owned(), computed(process))).collect::<Vec<_>>();
+    let (before, since) = (now(), Instant::now());
+    std::thread::sleep(WATCHED);
+    let (after, seconds) = (now(), since.elapsed().as_secs_f64());
+    table::tell("\n| idle process | of a core |\n|---|--:|");
+    let shares = before.into_iter().zip(after).map(|((name, before), (_, after))| (name, (after - before) / seconds));
+    let shares: Vec<(String, f64)> = shares.collect();
+    shares.iter().for_each(|(name, share)| table::tell(&format!("| {name} | {:.2} % |", share * 100.0)));
+    for (name, share) in shares {
+        assert!(share < IDLE_MAX, "{name} computes {:.2} % of the time and has nothing to do", share * 100.0);
+    }
+}
+
+/// A worker, as far as a router sees it: with a full cache that is like no other's.
+struct Worker {
+    info: WorkerInfo,
+    number: u32,
+}
+
+impl Worker {
+    fn new(number: u32) -> Self {
+        let info = WorkerInfo {
+            role: (if number.is_multiple_of(2) { Role::Prefill } else { Role::Decode }).into(),
+            worker_id: format!("w{number}"),
+            instance_id: format!("instance-{number}"),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            model: "sim".to_owned(),
+            block_size: 16,
+            capacity_blocks: BLOCKS,
+            context_length: 131_072,
+            block_bytes: 1 << 20,
+            cluster: "tandem".to_owned(),
+            ..Default::default()
+        };
+        Self { info, number }
+    }
+
+    /// Sixteen conversations of 256 blocks.
+    fn cache(&self) -> SnapshotChunk {
+        // Odd factors lose nothing: no two blocks have the same hash.
+        let hash = |block: u32| (u64::from(self.number) << 32 | u64::from(block)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let blocks: Vec<u64> = (1..=BLOCKS).map(hash).collect();
+        let stored = blocks.chunks(256).map(|blocks| Stored { parent: None, sequence_hashes: blocks.to_vec() }).collect();
+        SnapshotChunk { instance_id: self.info.instance_id.clone(), at_event_id: 0, stored, last: true }
+    }
+
+    fn heartbeat(&self) -> WatchReply {
+        let load = Load { cached_blocks: BLOCKS, ..Default::default() };
+        let instance_id = self.info.instance_id.clone();
+        WatchReply { message: Some(Message::Batch(KvEventBatch { instance_id, load: Some(load), ..Default::default() })) }
+    }
+}
+
+#[tonic::async_trait]
+impl Control for Worker {
+    type WatchStream = BoxStream<WatchReply>;
+    type SnapshotStream = BoxStream<SnapshotChunk>;
+
+    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+        Ok(Response::new(self.info.clone()))
+    }
+
+    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let cache = WatchReply { message: Some(Message::Snapshot(self.cache())) };
+        let heartbeats = tokio_stream::iter(std::iter::repeat(self.heartbeat())).throttle(HEARTBEAT);
+        Ok(Response::new(Box::pin(tokio_stream::once(cache).chain(heartbeats).map(Ok))))
+    }
+
+    async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
+        Ok(Response::new(Box::pin(tokio_stream::once(Ok(self.cache())))))
+    }
+}
+
+/// Serves the workers and puts each on etcd's list, for as long as `shutdown` lets it.
+fn serve(etcd: &EtcdSettings, runtime: &Handle, metrics: &Metrics, shutdown: &Shutdown) {
+    for number in 0..WORKERS {
+        let worker = Worker::new(number);
+        let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
+        let card = Card::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
+        let (etcd, metrics, leaves) = (etcd.clone(), metrics.clone(), shutdown.clone());
+        let _entered = runtime.enter();
+        let server = link::server().add_service(ControlServer::new(worker));
+        shutdown.spawn(async move {
+            tokio::select! {
+                served = server.serve_with_incoming(link::incoming(listener)) => served.expect("it serves"),
+                () = leaves.draining() => {}
+            }
+        });
+        let registered = shutdown.clone();
+        shutdown.spawn(async move { register(etcd, card, &metrics, &registered).await });
+    }
+}
+
+/// A thousand workers that hold four million blocks, and one router.
+pub fn router() {
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+    let (etcd, plan) = (Server::etcd(&[]), Plan::new());
+    let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+    let settings = EtcdSettings {
+        endpoints: vec![etcd.address()],
+        user: None,
+        tls: None,
+        cluster: "tandem".to_owned(),
+        lease_ttl: Duration::from_secs(60),
+    };
+    serve(&settings, runtime.handle(), &metrics, &shutdown);
+    let router = plan.start("router", "router", plan.routers[0], &["--admin-listen", "127.0.0.1:0", "--etcd", &etcd.address()]);
+    let started = Instant::now();
+    let joined = || series(&router, "tandem_router_workers{state=\"joined\"}");
+    until("all join", joined, |joined| *joined == f64::from(WORKERS));
+    let all_joined = started.elapsed();
+    let (before, since) = (computed(&router), Instant::now());
+    std::thread::sleep(WATCHED);
+    let share = (computed(&router) - before) / since.elapsed().as_secs_f64();
+    let resident = crate::rig::resident(&router);
+    assert_eq!(joined(), f64::from(WORKERS));
+    let blocks = series(&router, "tandem_router_index_blocks");
+    table::tell(&format!(
+        "\nA router with {WORKERS} workers and {blocks} blocks: all joined after {:.1} s; {:.0} MiB resident; {:.1} % of a core.",
+        all_joined.as_secs_f64(),
+        resident / 1024.0,
+        share * 100.0
+    ));
+    assert!(resident < RESIDENT_MAX_KIB, "{resident} KiB resident");
+    runtime.block_on(shutdown.run(Duration::from_secs(10)));
+}

@@ -1,0 +1,110 @@
+//! Processes that are told nothing but where etcd is, and perhaps NATS.
+
+#[path = "../../../node/tests/servers/mod.rs"]
+mod servers;
+
+use crate::{
+    cluster::{Plan, ready, until},
+    talk::{ask, metric},
+    up::Up,
+};
+use servers::Server;
+use std::net::SocketAddr;
+
+/// A router that has no list.
+fn router_by(plan: &Plan, args: &[&str]) -> Up {
+    plan.start("router", "router", plan.routers[0], &[&["--admin-listen", "127.0.0.1:0", "--prefill", "remote"], args].concat())
+}
+
+/// A frontend that has no list.
+fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
+    plan.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&["--engine", "sim"], args].concat())
+}
+
+#[test]
+fn processes_find_each_other_through_etcd_and_live_without_it() {
+    let mut etcd = Server::etcd(&[]);
+    let (plan, at, anywhere) = (Plan::new(), etcd.address(), SocketAddr::from(([127, 0, 0, 1], 0)));
+    let told = ["--cluster", "blue", "--etcd", &at];
+    etcd.kill();
+    let router = router_by(&plan, &told);
+    let worker = |role, name| plan.worker(role, name, anywhere, &told);
+    let (prefill, decode) = (worker("prefill", "p"), worker("decode", "d"));
+    let frontend = frontend_by(&plan, &told);
+    let connected = |process| metric(process, r#"tandem_discovery_etcd_connected{for="registration"}"#);
+    assert_eq!((connected(&prefill), connected(&router)), (Some(0.0), Some(0.0)), "they run without it");
+    etcd.start();
+    plan.joined(&["d", "p"]);
+    ready(&frontend);
+    ask(&frontend, "found");
+
+    etcd.kill();
+    until("its end is noticed", || connected(&decode), |connected| *connected == Some(0.0));
+    ask(&frontend, "without etcd");
+    etcd.lose_data();
+    etcd.start();
+    let _late = worker("decode", "d2");
+    plan.joined(&["d", "d2", "p"]);
+    for process in [&prefill, &decode, &router] {
+        let again = || metric(process, "tandem_discovery_reregistrations_total");
+        until("it registers again", again, |again| *again == Some(1.0));
+    }
+
+    decode.signal("-TERM");
+    assert_eq!(decode.wait().0.code(), Some(0));
+    let view = plan.joined(&["d2", "p"]);
+    assert_eq!(view.absent, [], "it has taken itself off the list");
+    ask(&frontend, "without the first");
+}
+
+#[test]
+fn caches_are_known_over_nats_and_without_it() {
+    let (etcd, mut nats) = (Server::etcd(&[]), Server::nats(&["--user=u", "--pass=hidden"]));
+    let (plan, etcd_at, nats_at) = (Plan::new(), etcd.address(), nats.address());
+    let told = ["--etcd", &etcd_at, "--nats", &nats_at, "--nats-user", "u", "--nats-password"];
+    let good = [&told[..], &["hidden"]].concat();
+    let router = router_by(&plan, &good);
+    let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
+    let _prefill = plan.worker("prefill", "p", anywhere, &good);
+    // One that NATS does not let in tells its events by its stream.
+    let _decode = plan.worker("decode", "d", anywhere, &[&told[..], &["wrong"]].concat());
+    let frontend = frontend_by(&plan, &told[..2]);
+    plan.joined(&["d", "p"]);
+    ready(&frontend);
+    let plane = |router: &Up, worker: &str, plane: &str| {
+        metric(router, &format!("tandem_router_event_plane{{worker=\"{worker}\",plane=\"{plane}\"}}"))
+    };
+    let over = |worker: &'static str, way: &'static str| {
+        let what = format!("{worker} is heard by {way}");
+        let mut turn = 0;
+        // Each answer makes events.
+        let heard = || {
+            turn += 1;
+            ask(&frontend, &format!("{what} {turn} {}", "and on and on ".repeat(20)));
+            plane(&router, worker, way)
+        };
+        until_mut(&what, heard);
+    };
+    over("p", "nats");
+    over("d", "direct");
+    let cached = |text: &str| {
+        let text = format!("{text} {}", "all of it is told again ".repeat(20));
+        ask(&frontend, &text);
+        until("it is known to be cached", || ask(&frontend, &text).1, |cached| *cached > 400);
+    };
+    cached("over NATS");
+    nats.kill();
+    over("p", "direct");
+    cached("by the stream");
+    nats.start();
+    over("p", "nats");
+    cached("over NATS again");
+    let log = plan.log("d") + &plan.log("p") + &plan.log("router");
+    assert!(log.contains("NATS cannot be used, trying again") && log.contains("authorization violation"), "{log}");
+    assert!(!log.contains("hidden"), "{log}");
+}
+
+fn until_mut(what: &str, look: impl FnMut() -> Option<f64>) {
+    let look = std::cell::RefCell::new(look);
+    until(what, || look.borrow_mut()(), |seen| *seen == Some(1.0));
+}

@@ -1,0 +1,179 @@
+//! Several routers and frontends: any of them may die or be restarted under load, and nothing is lost or left behind.
+
+use crate::{
+    cluster::{Plan, address, ready, series, until},
+    talk::{chat, metric, stream},
+    up::Up,
+};
+use std::{
+    io::Read,
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+};
+
+struct Cluster {
+    plan: Plan,
+    routers: Vec<Option<Up>>,
+    frontends: Vec<Up>,
+    /// Prefill workers first: p1, p2, …
+    workers: Vec<Up>,
+}
+
+impl Cluster {
+    /// Two of each, but for the prefill workers.
+    fn start(prefills: usize, worker_args: &[&str]) -> Self {
+        let plan = Plan::with_routers(2);
+        let names = (1..=prefills).map(|number| ("prefill", format!("p{number}")));
+        let names: Vec<_> = names.chain([("decode", "d1".to_owned()), ("decode", "d2".to_owned())]).collect();
+        let at: Vec<_> = names.iter().map(|_| address()).collect();
+        plan.list(&at);
+        let routers = (0..2).map(|number| Some(plan.router_at(number, &[]))).collect();
+        let workers = names.iter().zip(at).map(|((role, name), at)| plan.worker(role, name, at, worker_args)).collect();
+        let frontends: Vec<Up> = (0..2).map(|_| plan.frontend(&[])).collect();
+        let cluster = Self { plan, routers, frontends, workers };
+        (0..2).for_each(|number| cluster.routers_up(number, 1));
+        cluster.frontends.iter().for_each(ready);
+        cluster.frontends.iter().for_each(all_routers_well);
+        cluster
+    }
+
+    /// Resolves when the router knows all workers and so many other routers.
+    fn routers_up(&self, number: usize, peers: u32) {
+        let known = |view: &tandem_proto::v1::WorkersReply| view.workers.len() == self.workers.len() && view.peers == peers;
+        until("the router knows everybody", || self.plan.view_of(number), known);
+    }
+
+    fn router(&self, number: usize) -> &Up {
+        self.routers[number].as_ref().expect("it runs")
+    }
+
+    fn nothing_is_left(&self) {
+        for number in (0..2).filter(|number| self.routers[*number].is_some()) {
+            let idle = |view: &tandem_proto::v1::WorkersReply| {
+                view.bookings == 0 && view.peer_bookings == 0 && view.workers.iter().all(|worker| worker.bookings == 0)
+            };
+            until("the bookings end", || self.plan.view_of(number), idle);
+        }
+    }
+}
+
+fn all_routers_well(frontend: &Up) {
+    until("both routers are found", || metric(frontend, "tandem_frontend_routers"), |well| *well == Some(2.0));
+}
+
+fn prompt(salt: &str) -> String {
+    format!("{salt}: {}", "what is told to one router is known to both ".repeat(10))
+}
+
+/// Clients of both frontends, each with one answer after the other until `over`; then how many answers there were.
+fn under_load(cluster: &mut Cluster, clients: usize, happens: impl FnOnce(&mut Cluster)) -> u32 {
+    let (over, answers) = (AtomicBool::new(false), AtomicU32::new(0));
+    let frontends = std::mem::take(&mut cluster.frontends);
+    std::thread::scope(|scope| {
+        for client in 0..clients {
+            let (over, answers, frontend) = (&over, &answers, &frontends[client % 2]);
+            scope.spawn(move || {
+                // Without an end, a failure here would never be told.
+                for turn in 0..1_000 {
+                    let last = over.load(Ordering::Relaxed);
+                    stream(frontend, &prompt(&format!("{client} {turn}")), 200);
+                    answers.fetch_add(1, Ordering::Relaxed);
+                    if last {
+                        break;
+                    }
+                }
+            });
+        }
+        until("they are at it", || answers.load(Ordering::Relaxed), |answers| *answers > clients as u32);
+        happens(cluster);
+        over.store(true, Ordering::Relaxed);
+    });
+    cluster.frontends = frontends;
+    answers.into_inner()
+}
+
+#[test]
+fn a_router_that_is_killed_under_load_costs_no_answer() {
+    let mut cluster = Cluster::start(2, &[]);
+    under_load(&mut cluster, 12, |cluster| {
+        let both = |cluster: &Cluster| [0, 1].map(|number| cluster.plan.view_of(number));
+        let heard =
+            |views: &[tandem_proto::v1::WorkersReply; 2]| views.iter().all(|view| view.bookings > 0 && view.peer_bookings > 0);
+        until("both have bookings and know the other's", || both(cluster), heard);
+        let router = cluster.routers[0].take().expect("it runs");
+        router.signal("-KILL");
+        router.wait();
+        until(
+            "all is booked with the one that is left",
+            || cluster.plan.view_of(1),
+            |view| view.bookings >= 6 && view.peers == 0,
+        );
+    });
+    let rebooked: f64 = cluster.frontends.iter().map(|frontend| series(frontend, "tandem_frontend_rebooked_total")).sum();
+    assert!(rebooked > 0.0, "what ran on the router that died is booked with the other");
+    // The router alone knows of one whose answer ended while it was booked.
+    let taken_over = metric(cluster.router(1), "tandem_router_rebooked_total").expect("it is counted");
+    assert!(taken_over >= rebooked, "{taken_over} of {rebooked}");
+    cluster.nothing_is_left();
+}
+
+#[test]
+fn routers_are_restarted_one_after_the_other_and_nothing_is_lost() {
+    let mut cluster = Cluster::start(2, &[]);
+    under_load(&mut cluster, 12, |cluster| {
+        for number in 0..2 {
+            let router = cluster.routers[number].take().expect("it runs");
+            let started = tokio::time::Instant::now();
+            router.signal("-TERM");
+            assert_eq!(router.wait().0.code(), Some(0));
+            // What it had booked has moved, so that it need not wait for answers to end: the grace period is 30 s.
+            assert!(started.elapsed().as_secs() < 15, "{:?}", started.elapsed());
+            cluster.routers[number] = Some(cluster.plan.router_at(number, &[]));
+            cluster.routers_up(number, 1);
+            cluster.routers_up(1 - number, 1);
+        }
+    });
+    cluster.frontends.iter().for_each(all_routers_well);
+    cluster.nothing_is_left();
+    assert!(cluster.workers.iter().all(|worker| series(worker, "tandem_worker_step_duration_seconds_count") > 0.0));
+}
+
+#[test]
+fn what_one_router_has_computed_the_other_waits_for() {
+    const CLIENTS: usize = 16;
+    // Two seconds a prompt.
+    let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);
+    let ask = |client: usize, text: &str| {
+        let mut answer = String::new();
+        let mut reader =
+            cluster.frontends[client % 2].ask("/v1/chat/completions", &chat(text, 2, false)).expect("the frontend listens");
+        reader.read_to_string(&mut answer).expect("text");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    };
+    let sum = |what: &str| -> f64 {
+        cluster.frontends.iter().map(|frontend| series(frontend, &format!("tandem_frontend_request_{what}_tokens_sum"))).sum()
+    };
+    // How often a prompt was computed, when so many ask for it while it is.
+    let computed = |text: &str, known_before: bool| {
+        let before = (sum("prompt"), sum("cached"));
+        std::thread::scope(|scope| {
+            for client in 0..CLIENTS {
+                let ask = &ask;
+                scope.spawn(move || ask(client, text));
+                if client == 0 && known_before {
+                    let heard = |number| cluster.plan.view_of(number).bookings + cluster.plan.view_of(number).peer_bookings;
+                    until("both routers know of it", || [heard(0), heard(1)], |heard| *heard == [1, 1]);
+                }
+            }
+        });
+        let (prompts, cached) = (sum("prompt") - before.0, sum("cached") - before.1);
+        (prompts - cached) / (prompts / CLIENTS as f64)
+    };
+    let placed = || [0, 1].map(|number| series(cluster.router(number), "tandem_router_placements_total"));
+    let once = computed(&prompt("known"), true);
+    let both = placed();
+    assert!(both.iter().all(|placed| *placed >= 8.0), "both routers have placed: {both:?}");
+    assert!(once < 2.0, "computed {once} times");
+    let burst = computed(&prompt("at once"), false);
+    assert!(burst < 4.0, "computed {burst} times");
+    cluster.nothing_is_left();
+}

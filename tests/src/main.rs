@@ -1,0 +1,51 @@
+//! Simulates the cluster: many seeds, or one with all that happens in it.
+#![expect(clippy::print_stdout, reason = "it is for people")]
+
+use clap::Parser;
+use std::process::ExitCode;
+use tandem_tests::simulation::{Met, run, run_all};
+
+/// Simulates the whole cluster with faults, a seed at a time.
+#[derive(Parser)]
+struct Flags {
+    /// How many seeds.
+    #[arg(long, default_value_t = 1_000)]
+    seeds: u64,
+    /// The first of them.
+    #[arg(long, default_value_t = 1)]
+    first: u64,
+    /// This one alone, with its log.
+    #[arg(long, conflicts_with_all = ["seeds", "first"])]
+    seed: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    if let Some(seed) = flags.seed {
+        let report = run(seed);
+        report.log.iter().for_each(|line| println!("{line}"));
+        return tell(&report.wrong, seed, report.trace);
+    }
+    let (mut wrong, mut done, mut trace, mut met) = (0, 0, 0u64, Met::default());
+    let started = tokio::time::Instant::now();
+    run_all(flags.first..flags.first.saturating_add(flags.seeds), |report| {
+        done += 1;
+        met += report.met;
+        // In whatever order they come.
+        trace = trace.wrapping_add(report.trace);
+        if !report.wrong.is_empty() {
+            wrong += 1;
+            println!("{}", report.failure());
+        }
+        true
+    });
+    println!("{met:#?}");
+    println!("{done} seeds, {wrong} of them wrong, in {:.1} s; trace {trace:016x}", started.elapsed().as_secs_f64());
+    if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn tell(wrong: &[String], seed: u64, trace: u64) -> ExitCode {
+    wrong.iter().for_each(|wrong| println!("WRONG: {wrong}"));
+    println!("seed {seed}: trace {trace:016x}, {} wrong", wrong.len());
+    if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

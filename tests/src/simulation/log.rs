@@ -1,0 +1,55 @@
+//! What happened, in order: as text for people, as a number for comparing two runs.
+
+use std::{
+    fmt::Arguments,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+use tokio::time::Instant;
+
+/// Of one simulation. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Log(Arc<Mutex<State>>);
+
+struct State {
+    start: Instant,
+    /// Of everything with its time; not of the order within a moment, as a server that drains wakes its connections in any.
+    trace: u64,
+    lines: Vec<String>,
+}
+
+impl Log {
+    /// Begins now.
+    pub(super) fn new() -> Self {
+        Self(Arc::new(Mutex::new(State { start: Instant::now(), trace: 0, lines: Vec::new() })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes what people want to read.
+    pub(super) fn tell(&self, what: Arguments<'_>) {
+        let mut state = self.lock();
+        let line = format!("{:10.3}  {what}", state.start.elapsed().as_secs_f64());
+        state.trace = state.trace.wrapping_add(hash(line.as_bytes()));
+        state.lines.push(line);
+    }
+
+    /// Notes what only has to be the same each time.
+    pub(super) fn count(&self, what: Arguments<'_>) {
+        let mut state = self.lock();
+        let at = state.start.elapsed().as_nanos();
+        state.trace = state.trace.wrapping_add(hash(format!("{at} {what}").as_bytes()));
+    }
+
+    /// The number and the text.
+    pub(super) fn end(&self) -> (u64, Vec<String>) {
+        let mut state = self.lock();
+        (state.trace, std::mem::take(&mut state.lines))
+    }
+}
+
+/// FNV-1a.
+fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}

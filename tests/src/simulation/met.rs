@@ -1,0 +1,58 @@
+//! What simulations have met, so that one sees what they are worth.
+
+use super::client::Seen;
+use std::ops::AddAssign;
+use tandem::audit::Samples;
+use tandem_node::Metrics;
+
+/// Counts over one seed or many.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Met {
+    /// Requests.
+    pub requests: u64,
+    /// Those with a whole answer.
+    pub answered: u64,
+    /// Attempts that failed before their first token.
+    pub attempts_failed: u64,
+    /// Answers that another worker went on with.
+    pub migrations: u64,
+    /// Sequences pushed back.
+    pub preemptions: u64,
+    /// Prompt tokens found in caches.
+    pub cached_tokens: u64,
+    /// Blocks' bytes that came from another worker.
+    pub transferred_bytes: u64,
+}
+
+impl Met {
+    pub(super) fn of(seen: &[Seen], metrics: &Metrics) -> Self {
+        let mut samples = Samples::default();
+        samples.add(&metrics.render());
+        let sum = |series, labels| samples.sum(series, labels) as u64;
+        Self {
+            requests: seen.len() as u64,
+            answered: seen.iter().filter(|seen| seen.line().told.is_some()).count() as u64,
+            attempts_failed: sum("tandem_frontend_attempts_failed_total", ""),
+            migrations: sum("tandem_frontend_migrations_total", ""),
+            preemptions: sum("tandem_worker_preemptions_total", ""),
+            cached_tokens: sum("tandem_frontend_cached_tokens_total", ""),
+            transferred_bytes: sum("tandem_worker_kv_transfer_bytes_total", "received"),
+        }
+    }
+
+    fn each(&mut self) -> [&mut u64; 7] {
+        let Self { requests, answered, attempts_failed, migrations, preemptions, cached_tokens, transferred_bytes } = self;
+        [requests, answered, attempts_failed, migrations, preemptions, cached_tokens, transferred_bytes]
+    }
+
+    /// Whether there is at least so much of each.
+    pub fn covers(mut self, mut least: Self) -> bool {
+        self.each().iter().zip(least.each()).all(|(met, least)| **met >= *least)
+    }
+}
+
+impl AddAssign for Met {
+    fn add_assign(&mut self, mut other: Self) {
+        self.each().into_iter().zip(other.each()).for_each(|(sum, more)| *sum += *more);
+    }
+}

@@ -1,0 +1,303 @@
+//! The whole cluster on a simulated network, in simulated time, with clients and faults that a seed decides.
+//!
+//! [`run`] is a function of the seed: one thread, paused time, no randomness but the seed's. What must hold afterwards is in
+//! `client` (answers) and `world` (nothing is held, the router's index is right); the books are audited as an operator's would.
+
+mod client;
+mod log;
+mod met;
+mod network;
+mod oracle;
+mod plan;
+mod random;
+mod world;
+
+use anyhow::{Context, Result};
+use client::{Allowed, Seen, ask};
+pub use met::Met;
+
+use log::Log;
+use oracle::Expected;
+use plan::{BLOCK_SIZE, Fault, Plan, Role, Wanted};
+use random::Random;
+use std::{
+    cell::Cell,
+    collections::BTreeMap,
+    path::Path,
+    sync::{
+        Mutex, Once, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tandem::audit;
+use tandem_kv::{Namespace, sequence_hashes};
+use tandem_node::Metrics;
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep, sleep_until, timeout},
+};
+use world::World;
+
+/// The longest that a request may take once all is well: a last attempt's wait for its first token and the tokens after it, on
+/// the slowest of engines.
+const REQUEST_MAX: Duration = Duration::from_secs(180);
+/// Everything is given back and everybody knows everything, so long after the last request.
+const SETTLE_MAX: Duration = Duration::from_secs(90);
+/// How often that is looked at.
+const GLANCE: Duration = Duration::from_millis(100);
+/// Breakers let requests in again.
+const RECOVERY: Duration = Duration::from_secs(31);
+
+/// What a seed came to.
+pub struct Report {
+    /// Which.
+    pub seed: u64,
+    /// What did not hold; empty: all did.
+    pub wrong: Vec<String>,
+    /// What happened, a line each; if something was wrong, the ledger after it.
+    pub log: Vec<String>,
+    /// Of all that happened, each byte's time included: equal in every run of the seed.
+    pub trace: u64,
+    /// What it has met.
+    pub met: Met,
+}
+
+impl Report {
+    /// What went wrong and how to see it again.
+    pub fn failure(&self) -> String {
+        let Self { seed, wrong, .. } = self;
+        format!("seed {seed}: {}\n  rerun: cargo run --release -p tandem-tests -- --seed {seed}", wrong.join("\n  "))
+    }
+}
+
+/// Simulates one seed, in this thread.
+pub fn run(seed: u64) -> Report {
+    let panics = count_panics();
+    let mut random = Random::new(seed);
+    let plan = Plan::of(&mut random);
+    let expected = |requests: &[Wanted]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
+    let expected = [expected(&plan.requests), expected(&plan.afterwards)];
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = folder.path().join("ledger");
+    let (log, metrics, lived) = runtime.block_on(async {
+        let log = Log::new();
+        let (metrics, lived) = live(&plan, &expected, &ledger, &mut random, &log).await;
+        (log, metrics, lived)
+    });
+    // With the last task the ledger is closed, and whole.
+    drop(runtime);
+    let (trace, mut lines) = log.end();
+    let (mut wrong, met) = match lived {
+        Ok(Lived { mut wrong, seen, settled }) => {
+            let met = Met::of(&seen, &metrics);
+            if settled {
+                wrong.extend(audited(&seen, &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]));
+            }
+            (wrong, met)
+        }
+        Err(error) => (vec![format!("{error:#}")], Met::default()),
+    };
+    if PANICS.get() > panics {
+        wrong.push("something panicked; it is told above".to_owned());
+    }
+    if !wrong.is_empty() {
+        lines.extend(std::fs::read_to_string(&ledger).unwrap_or_default().lines().map(str::to_owned));
+    }
+    Report { seed, wrong, log: lines, trace, met }
+}
+
+/// Simulates these seeds on all cores; `tell` hears of each, in no order, until it returns false.
+pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + Send) {
+    let (next, tell) = (AtomicU64::new(seeds.start), Mutex::new(tell));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    let report = run(seed);
+                    let mut tell = tell.lock().unwrap_or_else(PoisonError::into_inner);
+                    if !tell(report) {
+                        next.store(seeds.end, Relaxed);
+                    }
+                }
+            });
+        }
+    });
+}
+
+struct Lived {
+    wrong: Vec<String>,
+    seen: Vec<Seen>,
+    /// Nothing ran any more.
+    settled: bool,
+}
+
+async fn live(
+    plan: &Plan,
+    expected: &[Vec<Expected>; 2],
+    ledger: &Path,
+    random: &mut Random,
+    log: &Log,
+) -> (Metrics, Result<Lived>) {
+    let mut world = match World::new(plan, ledger, random, log.clone()) {
+        Ok(world) => world,
+        Err(error) => return (Metrics::default(), Err(error)),
+    };
+    (world.metrics.clone(), story(plan, expected, &mut world, log).await)
+}
+
+async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2], world: &mut World, log: &Log) -> Result<Lived> {
+    settle(world).await?.map_or(Ok(()), |why| Err(anyhow::anyhow!("the cluster does not come up: {why}")))?;
+    let clients = send(world, &plan.requests, log);
+    go_wrong(plan, world).await;
+    let (mut wrong, mut seen) = (Vec::new(), Vec::new());
+    let (frontend, client) = (world.named(Role::Frontend), world.client());
+    let any = |of: &dyn Fn(&Fault) -> bool| plan.faults.iter().any(|planned| of(&planned.fault));
+    let allowed = Allowed {
+        errors: !plan.is_calm(),
+        broken: any(&|fault| fault.breaks_clients_connections(frontend, client)),
+        draining: any(&|fault| *fault == Fault::Restart { host: frontend }),
+    };
+    check(clients, &plan.requests, expected, allowed, &mut seen, &mut wrong).await;
+    if let Some(why) = settle(world).await? {
+        wrong.push(format!("all is well and no client is left, but {why}"));
+        return Ok(Lived { wrong, seen, settled: false });
+    }
+    sleep(RECOVERY).await;
+    let afterwards = send(world, &plan.afterwards, log);
+    let full = plan.engine.queue_max < plan.afterwards.len() as u32;
+    check(
+        afterwards,
+        &plan.afterwards,
+        expected_afterwards,
+        Allowed { errors: full, broken: false, draining: false },
+        &mut seen,
+        &mut wrong,
+    )
+    .await;
+    let restless = settle(world).await?;
+    let settled = restless.is_none();
+    wrong.extend(restless.map(|why| format!("nothing runs any more, but {why}")));
+    for wanted in plan.requests.iter().chain(&plan.afterwards) {
+        let tokens: Vec<u32> = wanted.prompt.bytes().map(u32::from).collect();
+        let namespace = Namespace::new("sim", "sim", "", "");
+        let hashes = sequence_hashes(&namespace, BLOCK_SIZE as usize, &tokens[..tokens.len() - 1]);
+        wrong.extend(world.check_index(&hashes, tokens.len() as u32).await.err());
+    }
+    wrong.dedup();
+    Ok(Lived { wrong, seen, settled })
+}
+
+/// Clients, each with the number of its request.
+type Clients = JoinSet<(usize, Seen)>;
+
+fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
+    let mut clients = JoinSet::new();
+    let frontend = world.hosts[world.named(Role::Frontend)].name.clone();
+    for (number, wanted) in requests.iter().cloned().enumerate() {
+        let (wires, frontend, log) = (world.wires.clone(), frontend.clone(), log.clone());
+        clients.spawn(async move {
+            sleep(wanted.at).await;
+            log.tell(format_args!(
+                "request {number}: {} tokens, {} × {} to come, patience {:?}",
+                wanted.prompt.len(),
+                wanted.samples,
+                wanted.max_tokens,
+                wanted.patience
+            ));
+            let seen = ask(wires, frontend, wanted).await;
+            log.tell(format_args!("request {number}: {}", seen.summary()));
+            (number, seen)
+        });
+    }
+    clients
+}
+
+/// Waits for all clients and checks what they have seen.
+async fn check(
+    mut clients: Clients,
+    requests: &[Wanted],
+    expected: &[Expected],
+    allowed: Allowed,
+    seen: &mut Vec<Seen>,
+    wrong: &mut Vec<String>,
+) {
+    let mut ended = BTreeMap::new();
+    let all = async {
+        while let Some(client) = clients.join_next().await {
+            let (number, seen) = client.expect("clients do not panic");
+            ended.insert(number, seen);
+        }
+    };
+    if timeout(REQUEST_MAX, all).await.is_err() {
+        let hang: Vec<usize> = (0..requests.len()).filter(|number| !ended.contains_key(number)).collect();
+        wrong.push(format!("requests {hang:?} have not ended {REQUEST_MAX:?} after all was well"));
+    }
+    for (number, client) in ended {
+        if let Err(why) = client.check(&requests[number], &expected[number], allowed) {
+            wrong.push(format!("request {number}: {why}"));
+        }
+        seen.push(client);
+    }
+}
+
+/// Everything that is planned goes wrong, and is well again at the end.
+async fn go_wrong(plan: &Plan, world: &mut World) {
+    let start = Instant::now();
+    let begins = plan.faults.iter().enumerate().map(|(number, planned)| (planned.at, true, number));
+    let ends = plan.faults.iter().enumerate().map(|(number, planned)| (planned.at + planned.lasts, false, number));
+    let mut agenda: Vec<_> = begins.chain(ends).collect();
+    agenda.sort_unstable();
+    for (at, begins, number) in agenda {
+        sleep_until(start + at).await;
+        let planned = &plan.faults[number];
+        match begins {
+            true => world.begin(planned.fault, planned.lasts),
+            false => world.end(planned.fault),
+        }
+    }
+}
+
+/// Waits until nothing runs and everybody knows it; says what is in the way if that does not come.
+async fn settle(world: &World) -> Result<Option<String>> {
+    let deadline = Instant::now() + SETTLE_MAX;
+    loop {
+        let restless = world.restless().await.context("the router does not answer")?;
+        if restless.is_none() || Instant::now() > deadline {
+            return Ok(restless);
+        }
+        sleep(GLANCE).await;
+    }
+}
+
+/// Holds what clients were told, what workers have written down and what was counted against each other.
+fn audited(seen: &[Seen], ledger: &Path, metrics: &Metrics) -> Result<Vec<String>> {
+    let mut evidence = audit::read(&[], &[ledger.to_owned()], &[])?;
+    evidence.client = seen.iter().map(Seen::line).collect();
+    evidence.metrics.add(&metrics.render());
+    Ok(audit::check(&evidence).1.iter().map(ToString::to_string).collect())
+}
+
+thread_local! {
+    /// In this thread so far. A task's panic ends in its `JoinHandle`, which nobody may look at.
+    static PANICS: Cell<u64> = const { Cell::new(0) };
+}
+
+fn count_panics() -> u64 {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            PANICS.set(PANICS.get() + 1);
+            before(panic);
+        }));
+    });
+    PANICS.get()
+}

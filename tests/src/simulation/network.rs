@@ -1,0 +1,407 @@
+//! A network in memory. Hosts have names; what passes between two of them takes its time, and can be held up or cut.
+//!
+//! It does to streams what an IP network does to TCP: bytes come late, or not until a partition has healed, or never because
+//! the connection broke; none is lost or changes its place.
+
+use super::{log::Log, random::Random};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tandem_node::Shutdown;
+use tandem_proto::link::{Listener, Network};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex, split},
+    sync::{Notify, mpsc, oneshot},
+    time::{Instant, sleep, sleep_until},
+};
+
+/// What a system keeps for a connection, at each of its ends and on its way.
+const BUFFER_BYTES: usize = 64 << 10;
+/// Connections that nobody has accepted yet; more are refused, as by a system.
+const BACKLOG: usize = 1_024;
+
+/// A host's name.
+pub(super) type Name = Arc<str>;
+
+/// One way from a host to another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Link {
+    pub(super) open: bool,
+    /// At least; up to half as much again is added to each piece.
+    pub(super) delay: Duration,
+    /// Between two pieces, whatever their size: it is not the same each time, as HTTP/2 tells the date in it.
+    pub(super) pause: Duration,
+}
+
+/// The network. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Wires {
+    state: Arc<Mutex<State>>,
+    /// Connections are its tasks.
+    tasks: Shutdown,
+    log: Log,
+}
+
+struct State {
+    random: Random,
+    listeners: BTreeMap<Name, mpsc::Sender<DuplexStream>>,
+    links: BTreeMap<(Name, Name), Arc<Gate>>,
+    connections: BTreeMap<u64, Open>,
+    next_connection: u64,
+}
+
+/// A link and those that wait for it. They wake in the order in which they came, which a `watch` does not promise.
+struct Gate {
+    link: Mutex<Link>,
+    opened: Notify,
+}
+
+/// A connection, as faults see it.
+struct Open {
+    ends: (Name, Name),
+    broken: oneshot::Sender<Broken>,
+}
+
+/// What breaks a connection.
+enum Broken {
+    /// Something between its ends: both hear of it.
+    Cut,
+    /// One end's host is no more: the other hears of it when it can.
+    Gone { dialled: bool },
+}
+
+impl Link {
+    pub(super) const CLEAR: Self = Self { open: true, delay: Duration::from_millis(1), pause: Duration::ZERO };
+}
+
+impl Wires {
+    pub(super) fn new(random: Random, log: Log) -> Self {
+        let state = State {
+            random,
+            listeners: BTreeMap::new(),
+            links: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            next_connection: 0,
+        };
+        Self { state: Arc::new(Mutex::new(state)), tasks: Shutdown::default(), log }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The network as this host sees it.
+    pub(super) fn of(&self, host: &Name) -> Network {
+        let (wires, host) = (self.clone(), host.clone());
+        Network::Memory(Arc::new(move |address: &str| {
+            let (wires, host, address) = (wires.clone(), host.clone(), address.to_owned());
+            Box::pin(async move { wires.dial(host, &address).await })
+        }))
+    }
+
+    /// Listens on this host, on every port.
+    pub(super) fn listen(&self, host: &Name) -> Listener {
+        let (sender, arriving) = mpsc::channel(BACKLOG);
+        self.lock().listeners.insert(host.clone(), sender);
+        Listener::Memory(arriving, self.of(host))
+    }
+
+    /// The host is no more: nobody listens there, and its connections break.
+    pub(super) fn stop(&self, host: &Name) {
+        self.lock().listeners.remove(host);
+        self.break_those(|(dialling, dialled)| match (dialling == host, dialled == host) {
+            (_, true) => Some(Broken::Gone { dialled: true }),
+            (true, false) => Some(Broken::Gone { dialled: false }),
+            (false, false) => None,
+        });
+    }
+
+    /// All connections between the two break.
+    pub(super) fn cut(&self, one: &Name, other: &Name) {
+        self.break_those(|(dialling, dialled)| {
+            ((dialling, dialled) == (one, other) || (dialling, dialled) == (other, one)).then_some(Broken::Cut)
+        });
+    }
+
+    fn break_those(&self, how: impl Fn((&Name, &Name)) -> Option<Broken>) {
+        let mut state = self.lock();
+        let broken: Vec<_> =
+            state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
+        for (id, how) in broken {
+            let open = state.connections.remove(&id).expect("it was there just now");
+            // It may have ended by itself just now.
+            let _ = open.broken.send(how);
+        }
+    }
+
+    /// Sets every link to what `of` says.
+    pub(super) fn set(&self, of: impl Fn(&Name, &Name) -> Link) {
+        for ((from, to), gate) in &self.lock().links {
+            let now = of(from, to);
+            *gate.link.lock().unwrap_or_else(PoisonError::into_inner) = now;
+            if now.open {
+                gate.opened.notify_waiters();
+            }
+        }
+    }
+
+    /// The link, which stays as it is while nobody sets it.
+    pub(super) fn add_link(&self, from: &Name, to: &Name) {
+        self.lock()
+            .links
+            .entry((from.clone(), to.clone()))
+            .or_insert_with(|| Arc::new(Gate { link: Mutex::new(Link::CLEAR), opened: Notify::new() }));
+    }
+
+    fn way(&self, from: &Name, to: &Name) -> io::Result<Way> {
+        let mut state = self.lock();
+        let random = state.random.fork();
+        let gate = state.links.get(&(from.clone(), to.clone())).ok_or(io::ErrorKind::HostUnreachable)?.clone();
+        Ok(Way { gate, random })
+    }
+
+    async fn dial(self, from: Name, address: &str) -> io::Result<DuplexStream> {
+        let to: Name = address.split_once(':').map_or(address, |(host, _)| host).into();
+        self.way(&from, &to)?.pass().await;
+        let listener = self.lock().listeners.get(&to).cloned();
+        let (far, far_wire) = duplex(BUFFER_BYTES);
+        if listener.is_none_or(|listener| listener.try_send(far).is_err()) {
+            self.way(&to, &from)?.pass().await;
+            self.log.tell(format_args!("{from} → {to}: refused"));
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        let (near, near_wire) = duplex(BUFFER_BYTES);
+        let (out, back) = (self.way(&from, &to)?, self.way(&to, &from)?);
+        let (broken, breaks) = oneshot::channel();
+        let id = {
+            let mut state = self.lock();
+            let id = state.next_connection;
+            state.next_connection += 1;
+            state.connections.insert(id, Open { ends: (from.clone(), to.clone()), broken });
+            id
+        };
+        let connection = Connection { wires: self.clone(), id, name: format!("{from} → {to} #{id}") };
+        self.tasks.spawn(connection.carry(near_wire, far_wire, out, back, breaks));
+        self.way(&to, &from)?.pass().await;
+        Ok(near)
+    }
+}
+
+/// One direction.
+struct Way {
+    gate: Arc<Gate>,
+    random: Random,
+}
+
+impl Way {
+    fn delay(&mut self) -> Duration {
+        let delay = self.link().delay;
+        delay + delay.mul_f64(self.random.within(0..50) as f64 / 100.0)
+    }
+
+    fn link(&self) -> Link {
+        *self.gate.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn open(&self) {
+        while !self.link().open {
+            // One thread: nothing opens it between the look and the wait.
+            self.gate.opened.notified().await;
+        }
+    }
+
+    /// What a single small packet takes, with its repetitions.
+    async fn pass(&mut self) {
+        self.open().await;
+        sleep(self.delay()).await;
+        self.open().await;
+    }
+
+    /// Carries bytes until their end; fails when nobody takes them any more.
+    async fn carry(
+        &mut self,
+        mut from: impl AsyncRead + Unpin,
+        mut to: impl AsyncWrite + Unpin,
+        passed: impl Fn(),
+    ) -> io::Result<()> {
+        let (mut under_way, mut bytes): (VecDeque<(Instant, Vec<u8>)>, usize) = Default::default();
+        let (mut buffer, mut free_at, mut ended) = (vec![0; BUFFER_BYTES], Instant::now(), false);
+        loop {
+            let first_at = under_way.front().map(|(at, _)| *at);
+            tokio::select! {
+                biased;
+                read = from.read(&mut buffer), if !ended && bytes < BUFFER_BYTES => {
+                    let len = read?;
+                    ended = len == 0;
+                    free_at = free_at.max(Instant::now()) + self.link().pause;
+                    let last_at = under_way.back().map_or(free_at, |(at, _)| *at);
+                    let at = (Instant::now() + self.delay()).max(free_at).max(last_at);
+                    bytes += len;
+                    under_way.push_back((at, buffer[..len].to_vec()));
+                }
+                () = async { sleep_until(first_at.expect("there is one")).await }, if first_at.is_some() => {
+                    self.open().await;
+                    let (_, piece) = under_way.pop_front().expect("there is one");
+                    if piece.is_empty() {
+                        return to.shutdown().await;
+                    }
+                    bytes -= piece.len();
+                    passed();
+                    to.write_all(&piece).await?;
+                }
+            }
+        }
+    }
+}
+
+/// A connection's life.
+struct Connection {
+    wires: Wires,
+    id: u64,
+    name: String,
+}
+
+impl Connection {
+    async fn carry(self, near: DuplexStream, far: DuplexStream, mut out: Way, mut back: Way, breaks: oneshot::Receiver<Broken>) {
+        let log = &self.wires.log;
+        log.tell(format_args!("{}: open", self.name));
+        let (mut near_reads, mut near_writes) = split(near);
+        let (mut far_reads, mut far_writes) = split(far);
+        let carried = async {
+            let outwards = out.carry(&mut near_reads, &mut far_writes, || log.count(format_args!("{} >", self.id)));
+            let backwards = back.carry(&mut far_reads, &mut near_writes, || log.count(format_args!("{} <", self.id)));
+            tokio::try_join!(outwards, backwards)
+        };
+        tokio::select! {
+            biased;
+            broken = breaks => {
+                log.tell(format_args!("{}: broken", self.name));
+                match broken {
+                    Ok(Broken::Gone { dialled: true }) => {
+                        drop((far_reads, far_writes));
+                        back.pass().await;
+                    }
+                    Ok(Broken::Gone { dialled: false }) => {
+                        drop((near_reads, near_writes));
+                        out.pass().await;
+                    }
+                    Ok(Broken::Cut) | Err(_) => {}
+                }
+            }
+            carried = carried => {
+                let how = if carried.is_ok() { "closed" } else { "closed from one side" };
+                log.tell(format_args!("{}: {how}", self.name));
+            }
+        }
+        self.wires.lock().connections.remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_proto::link::Dial;
+
+    struct Two {
+        wires: Wires,
+        names: [Name; 2],
+        arriving: mpsc::Receiver<DuplexStream>,
+        dial: Arc<Dial>,
+    }
+
+    /// `a`, which dials, and `b`, which listens.
+    fn two() -> Two {
+        let wires = Wires::new(Random::new(7), Log::new());
+        let names: [Name; 2] = ["a".into(), "b".into()];
+        wires.add_link(&names[0], &names[1]);
+        wires.add_link(&names[1], &names[0]);
+        let Listener::Memory(arriving, _) = wires.listen(&names[1]) else { panic!("it is in memory") };
+        let Network::Memory(dial) = wires.of(&names[0]) else { panic!("it is in memory") };
+        Two { wires, names, arriving, dial }
+    }
+
+    impl Two {
+        async fn connect(&mut self) -> (DuplexStream, DuplexStream) {
+            let near = (self.dial)("b:1").await.expect("it listens");
+            (near, self.arriving.recv().await.expect("it has come"))
+        }
+
+        fn set(&self, from: usize, link: Link) {
+            self.wires.set(|of, _| if *of == self.names[from] { link } else { Link::CLEAR });
+        }
+    }
+
+    /// Reads all there is within this time.
+    async fn read(from: &mut DuplexStream, within: Duration) -> Vec<u8> {
+        let mut all = Vec::new();
+        let _ = tokio::time::timeout(within, from.read_to_end(&mut all)).await;
+        all
+    }
+
+    const LONG: Duration = Duration::from_secs(100);
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_arrive_whole_in_order_and_no_sooner_than_the_link_lets_them() {
+        let mut two = two();
+        let (mut near, mut far) = two.connect().await;
+        two.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
+        let sent: Vec<u8> = (0..20_000u32).map(|at| at as u8).collect();
+        let started = Instant::now();
+        for piece in sent.chunks(5_000) {
+            near.write_all(piece).await.expect("it fits");
+            sleep(Duration::from_millis(1)).await;
+        }
+        drop(near);
+        assert_eq!(read(&mut far, Duration::from_millis(190)).await, [0u8; 0]);
+        assert_eq!(read(&mut far, LONG).await, sent);
+        let elapsed = started.elapsed();
+        assert!((Duration::from_millis(2_000)..Duration::from_millis(2_900)).contains(&elapsed), "{elapsed:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_partition_of_one_way_holds_bytes_up_until_it_heals() {
+        let mut two = two();
+        let (mut near, mut far) = two.connect().await;
+        two.set(0, Link { open: false, ..Link::CLEAR });
+        near.write_all(b"question").await.expect("it fits");
+        far.write_all(b"answer").await.expect("it fits");
+        assert_eq!(read(&mut near, LONG).await, b"answer");
+        assert_eq!(read(&mut far, LONG).await, [0u8; 0]);
+        let mut dialling = (two.dial)("b:1");
+        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "nobody hears it");
+        two.set(0, Link::CLEAR);
+        assert_eq!(read(&mut far, LONG).await, b"question");
+        assert!(dialling.await.is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_host_that_is_gone_is_noticed_when_word_of_it_can_pass() {
+        let mut two = two();
+        let (mut near, _far) = two.connect().await;
+        two.set(1, Link { open: false, ..Link::CLEAR });
+        two.wires.stop(&two.names[1]);
+        let mut byte = [0];
+        assert!(tokio::time::timeout(LONG, near.read(&mut byte)).await.is_err(), "no word of it has come");
+        two.set(1, Link::CLEAR);
+        assert_eq!(near.read(&mut byte).await.expect("an end"), 0);
+        let refused = (two.dial)("b:1").await.expect_err("nobody listens");
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_cut_is_heard_of_at_both_ends_and_another_connection_can_be_made() {
+        let mut two = two();
+        let (mut near, mut far) = two.connect().await;
+        two.wires.cut(&two.names[1], &two.names[0]);
+        for end in [&mut near, &mut far] {
+            assert_eq!(end.read(&mut [0]).await.expect("an end"), 0);
+        }
+        let (mut near, mut far) = two.connect().await;
+        near.write_all(b"again").await.expect("it fits");
+        drop(near);
+        assert_eq!(read(&mut far, LONG).await, b"again");
+    }
+}

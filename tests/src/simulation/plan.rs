@@ -1,0 +1,262 @@
+//! What a seed decides: the cluster, what its clients want, and what goes wrong.
+
+use super::{network::Link, random::Random};
+use serde_json::{Value, json};
+use std::time::Duration;
+use tandem_engine::{EngineSettings, sim::SimSettings};
+use tandem_router::PrefillPlace;
+
+/// Requests come, and faults begin, within this time.
+const BUSY: u64 = 12_000;
+/// Tokens in a block: the cluster's constant.
+pub(super) const BLOCK_SIZE: u32 = 16;
+/// Faults of one seed.
+const FAULTS_MAX: u64 = 10;
+
+/// Hosts by what they do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Role {
+    Prefill,
+    Decode,
+    Router,
+    Frontend,
+}
+
+/// How many there are of each.
+pub(super) const HOSTS: [(Role, usize); 4] = [(Role::Prefill, 2), (Role::Decode, 2), (Role::Router, 1), (Role::Frontend, 1)];
+/// Where requests come from.
+pub(super) const CLIENT: &str = "client";
+
+/// A simulation before it runs.
+pub(super) struct Plan {
+    pub(super) engine: EngineSettings,
+    pub(super) sim: SimSettings,
+    pub(super) prefill: PrefillPlace,
+    pub(super) requests: Vec<Wanted>,
+    pub(super) faults: Vec<Planned>,
+    /// When all is well again: everybody is asked these at once.
+    pub(super) afterwards: Vec<Wanted>,
+}
+
+/// A request of a client.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    pub(super) at: Duration,
+    pub(super) prompt: String,
+    pub(super) samples: u32,
+    pub(super) max_tokens: u32,
+    pub(super) temperature: f32,
+    pub(super) seed: u64,
+    pub(super) stop: Option<String>,
+    pub(super) ignore_end: bool,
+    pub(super) stream: bool,
+    /// How long its client waits for the end; absent: for ever.
+    pub(super) patience: Option<Duration>,
+}
+
+impl Wanted {
+    pub(super) fn body(&self) -> Value {
+        let mut body = json!({
+            "model": "sim", "prompt": self.prompt, "n": self.samples, "max_tokens": self.max_tokens, "seed": self.seed,
+            "temperature": self.temperature, "ignore_eos": self.ignore_end, "stream": self.stream,
+        });
+        if let Some(stop) = &self.stop {
+            body["stop"] = stop.as_str().into();
+        }
+        if self.stream {
+            body["stream_options"] = json!({ "include_usage": true });
+        }
+        body
+    }
+}
+
+/// Something that goes wrong for a while.
+#[derive(Clone, Debug)]
+pub(super) struct Planned {
+    pub(super) at: Duration,
+    pub(super) lasts: Duration,
+    pub(super) fault: Fault,
+}
+
+/// Hosts are named by their places among all.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Fault {
+    /// All that passes takes so much longer, both ways.
+    Slow { between: (usize, usize), delay: Duration },
+    /// One piece after the other passes, with a pause between them, both ways.
+    Narrow { between: (usize, usize), pause: Duration },
+    /// Nothing passes.
+    Partition { from: usize, to: usize, both_ways: bool },
+    /// Nothing passes to or from anybody: the host is asleep, or its cable is out.
+    Isolation { host: usize },
+    /// All connections break; new ones can be made.
+    Cut { between: (usize, usize) },
+    /// The process ends at once and comes again.
+    Crash { host: usize },
+    /// The host loses its power: others hear nothing, until the process comes again.
+    PowerLoss { host: usize },
+    /// The process is asked to end, and comes again: what it does may end first.
+    Restart { host: usize },
+    /// Every step of an engine takes so much longer.
+    Busy { host: usize, step: Duration },
+}
+
+impl Plan {
+    pub(super) fn of(random: &mut Random) -> Self {
+        let speedup = *random.of(&[0.1, 0.3, 1.0, 4.0]);
+        // The smallest hardly holds the largest request: sequences are pushed back.
+        let capacity_blocks = *random.of(&[80, 80, 80, 120, 640]);
+        let texts: Vec<String> = (0..random.within(2..5)).map(|_| text(random, 40..480)).collect();
+        let count = random.within(10..26);
+        let mut requests: Vec<Wanted> = (0..count).map(|_| wanted(random, &texts)).collect();
+        if random.chance(40) {
+            // All at once.
+            let at = requests[0].at;
+            requests.iter_mut().for_each(|wanted| wanted.at = at + random.millis(0..300));
+        }
+        if random.chance(30) {
+            // A burst of one prompt.
+            let Wanted { at, prompt, .. } = requests[0].clone();
+            requests.iter_mut().take(6).for_each(|wanted| (wanted.at, wanted.prompt) = (at, prompt.clone()));
+        }
+        let faults = faults(random);
+        for wanted in &mut requests {
+            if random.chance(50) && !faults.is_empty() {
+                // About when something begins to go wrong.
+                wanted.at = random.of(&faults).at.saturating_sub(random.millis(0..1_500)) + random.millis(0..500);
+            }
+        }
+        let afterwards = (0..4).map(|_| Wanted { at: Duration::ZERO, patience: None, ..wanted(random, &texts) }).collect();
+        Self {
+            engine: EngineSettings {
+                chunk_budget: *random.of(&[32, 128, 512]),
+                batch_max: *random.of(&[4, 32]),
+                queue_max: *random.of(&[4, 64]),
+                prefix_caching: !random.chance(5),
+                unheard_max: *random.of(&[2, 64]),
+                step_max: Duration::from_secs(60),
+            },
+            sim: SimSettings { block_size: BLOCK_SIZE, capacity_blocks, speedup, ..SimSettings::default() },
+            prefill: *random.of(&[PrefillPlace::Auto, PrefillPlace::Remote, PrefillPlace::Local]),
+            requests,
+            faults,
+            afterwards,
+        }
+    }
+
+    /// Whether every request is to be answered: nothing goes wrong, and nobody is full.
+    pub(super) fn is_calm(&self) -> bool {
+        self.faults.is_empty() && self.engine.queue_max > 26
+    }
+}
+
+fn text(random: &mut Random, bytes: std::ops::Range<u64>) -> String {
+    (0..random.within(bytes)).map(|_| char::from(*random.of(b"abcdefghijklmnopqrstuvwxyz    "))).collect()
+}
+
+fn wanted(random: &mut Random, texts: &[String]) -> Wanted {
+    let base = random.of(texts);
+    let shared = if random.chance(50) { base.len() } else { random.within(1..base.len() as u64) as usize };
+    let prompt = format!("{}{}", &base[..shared], text(random, 1..80));
+    let ignore_end = random.chance(50);
+    Wanted {
+        at: random.millis(0..BUSY),
+        prompt,
+        samples: *random.of(&[1, 1, 1, 2, 3]),
+        max_tokens: if random.chance(20) { random.within(64..160) } else { random.within(1..64) } as u32,
+        temperature: *random.of(&[0.0, 1.0, 1.5]),
+        seed: random.within(0..1 << 40),
+        stop: random.chance(30).then(|| (*random.of(&["eta", "oi", "n s", "zz"])).to_owned()),
+        ignore_end,
+        stream: random.chance(70),
+        patience: random.chance(25).then(|| random.millis(1..6_000)),
+    }
+}
+
+/// A seed has a few kinds of faults, not a little of all: some bugs show only where the others do not hide them.
+fn faults(random: &mut Random) -> Vec<Planned> {
+    let kinds: Vec<u64> = (0..9).filter(|_| random.chance(35)).collect();
+    if kinds.is_empty() {
+        return Vec::new();
+    }
+    let count = random.within(1..FAULTS_MAX + 1);
+    let mut planned: Vec<Planned> = (0..count)
+        .map(|_| {
+            let kind = *random.of(&kinds);
+            Planned { at: random.millis(0..BUSY), lasts: random.millis(1..25_000), fault: fault(random, kind) }
+        })
+        .collect();
+    planned.sort_by_key(|planned| planned.at);
+    planned
+}
+
+/// All hosts, in their order.
+fn hosts() -> Vec<Role> {
+    HOSTS.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count)).collect()
+}
+
+/// Who talks with whom, from either side. After the last of the hosts come the clients.
+fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
+    let talk = |one: usize, other: usize| {
+        matches!(
+            (hosts[one], hosts.get(other)),
+            (Role::Frontend, None | Some(Role::Router | Role::Decode))
+                | (Role::Router, Some(Role::Prefill | Role::Decode))
+                | (Role::Decode, Some(Role::Prefill))
+        )
+    };
+    let all = (0..hosts.len()).flat_map(|one| (0..=hosts.len()).map(move |other| (one, other)));
+    all.filter(|(one, other)| talk(*one, *other)).flat_map(|(one, other)| [(one, other), (other, one)]).collect()
+}
+
+fn fault(random: &mut Random, kind: u64) -> Fault {
+    let hosts = hosts();
+    let host = random.within(0..hosts.len() as u64) as usize;
+    let (from, to) = *random.of(&pairs(&hosts));
+    let between = (from, to);
+    match kind {
+        0 => Fault::Slow { between, delay: random.millis(5..800) },
+        1 => Fault::Narrow { between, pause: random.millis(5..400) },
+        2 => Fault::Partition { from, to, both_ways: false },
+        3 => Fault::Partition { from, to, both_ways: true },
+        4 => Fault::Isolation { host },
+        5 => Fault::Cut { between },
+        6 => Fault::Crash { host },
+        7 => Fault::PowerLoss { host },
+        8 if random.chance(50) => Fault::Restart { host },
+        _ => {
+            let has_engine = |host: &usize| hosts[*host] <= Role::Decode;
+            let workers: Vec<usize> = (0..hosts.len()).filter(has_engine).collect();
+            Fault::Busy { host: *random.of(&workers), step: random.millis(10..4_000) }
+        }
+    }
+}
+
+impl Fault {
+    /// What it makes of the link between two hosts.
+    pub(super) fn on(&self, link: Link, from: usize, to: usize) -> Link {
+        let is = |(one, other)| (from, to) == (one, other) || (to, from) == (one, other);
+        match *self {
+            Self::Slow { between, delay } if is(between) => Link { delay: link.delay + delay, ..link },
+            Self::Narrow { between, pause } if is(between) => Link { pause: link.pause.max(pause), ..link },
+            Self::Partition { from: one, to: other, both_ways }
+                if (from, to) == (one, other) || both_ways && is((one, other)) =>
+            {
+                Link { open: false, ..link }
+            }
+            Self::Isolation { host } | Self::PowerLoss { host } if from == host || to == host => Link { open: false, ..link },
+            _ => link,
+        }
+    }
+
+    /// Whether connections between clients and the frontend may break of it.
+    pub(super) fn breaks_clients_connections(&self, frontend: usize, client: usize) -> bool {
+        match *self {
+            Self::Cut { between: (one, other) } => (one, other) == (frontend, client) || (other, one) == (frontend, client),
+            Self::Crash { host } | Self::PowerLoss { host } | Self::Restart { host } => host == frontend,
+            Self::Slow { .. } | Self::Narrow { .. } | Self::Partition { .. } | Self::Isolation { .. } | Self::Busy { .. } => {
+                false
+            }
+        }
+    }
+}

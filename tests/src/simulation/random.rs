@@ -1,0 +1,44 @@
+//! Randomness that a seed decides.
+
+use std::{ops::Range, time::Duration};
+
+/// SplitMix64.
+#[derive(Clone, Debug)]
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// A source of its own, which what is drawn here later does not change.
+    pub(super) fn fork(&mut self) -> Self {
+        Self(self.next())
+    }
+
+    /// The range is not empty.
+    pub(super) fn within(&mut self, range: Range<u64>) -> u64 {
+        range.start + self.next() % (range.end - range.start)
+    }
+
+    pub(super) fn millis(&mut self, range: Range<u64>) -> Duration {
+        Duration::from_millis(self.within(range))
+    }
+
+    pub(super) fn chance(&mut self, percent: u64) -> bool {
+        self.within(0..100) < percent
+    }
+
+    /// One of them; there is one.
+    pub(super) fn of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
+        &choices[self.within(0..choices.len() as u64) as usize]
+    }
+}

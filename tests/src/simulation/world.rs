@@ -1,0 +1,357 @@
+//! The cluster of a simulation: hosts that start, crash and come again, on one network, in one thread.
+
+use super::{
+    log::Log,
+    network::{Link, Name, Wires},
+    plan::{BLOCK_SIZE, CLIENT, Fault, HOSTS, Plan, Role},
+    random::Random,
+};
+use anyhow::Result;
+use std::{
+    collections::BTreeSet,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_engine::{
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
+    sim::{SimEngine, SimSettings},
+};
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_kv::{BlockId, SequenceHash};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_proto::{
+    link::endpoint,
+    v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
+};
+use tandem_router::{PrefillPlace, RouterSettings};
+use tokio::{task::JoinSet, time::timeout};
+use tonic::transport::Channel;
+
+/// As in production (`tandem/cluster/parts`).
+const TICKET_WAIT: Duration = Duration::from_secs(10);
+const LANDING_WAIT: Duration = Duration::from_secs(60);
+/// Who looks at the cluster from outside; nothing goes wrong on its ways.
+const OBSERVER: &str = "observer";
+
+/// All hosts.
+pub(super) struct World {
+    pub(super) wires: Wires,
+    pub(super) metrics: Metrics,
+    pub(super) hosts: Vec<Host>,
+    log: Log,
+    ledger: Ledger,
+    random: Random,
+    engine: EngineSettings,
+    sim: SimSettings,
+    prefill: PrefillPlace,
+    /// Those that go on now.
+    faults: Vec<Fault>,
+}
+
+/// A machine and the process on it.
+pub(super) struct Host {
+    pub(super) name: Name,
+    role: Role,
+    /// What its engine's steps take longer, in milliseconds.
+    slower: Arc<AtomicU64>,
+    process: Option<Process>,
+}
+
+struct Process {
+    engine: Option<EngineHandle>,
+    shutdown: Shutdown,
+    tasks: JoinSet<()>,
+}
+
+impl World {
+    pub(super) fn new(plan: &Plan, ledger: &Path, random: &mut Random, log: Log) -> Result<Self> {
+        let wires = Wires::new(random.fork(), log.clone());
+        let host = |(role, number): (Role, usize)| {
+            let name = format!("{}-{number}", format!("{role:?}").to_lowercase()).into();
+            Host { name, role, slower: Arc::default(), process: None }
+        };
+        let numbered = HOSTS.iter().flat_map(|(role, count)| (0..*count).map(|number| (*role, number)));
+        let mut world = Self {
+            wires,
+            metrics: Metrics::default(),
+            hosts: numbered.map(host).collect(),
+            log,
+            ledger: Ledger::open(ledger)?,
+            random: random.fork(),
+            engine: plan.engine,
+            sim: plan.sim,
+            prefill: plan.prefill,
+            faults: Vec::new(),
+        };
+        let names: Vec<Name> = world.hosts.iter().map(|host| host.name.clone()).chain([CLIENT.into(), OBSERVER.into()]).collect();
+        for (from, to) in names.iter().flat_map(|from| names.iter().map(move |to| (from, to))) {
+            world.wires.add_link(from, to);
+        }
+        for host in 0..world.hosts.len() {
+            world.start(host);
+        }
+        Ok(world)
+    }
+
+    /// The first of them.
+    pub(super) fn named(&self, role: Role) -> usize {
+        self.hosts.iter().position(|host| host.role == role).expect("there is one of each")
+    }
+
+    /// Where clients are, as faults count.
+    pub(super) fn client(&self) -> usize {
+        self.hosts.len()
+    }
+
+    fn start(&mut self, host: usize) {
+        let seed = self.random.next();
+        let (role, name) = (self.hosts[host].role, self.hosts[host].name.clone());
+        self.log.tell(format_args!("{name} starts"));
+        let (listener, shutdown, metrics) = (self.wires.listen(&name), Shutdown::default(), self.metrics.clone());
+        let mut tasks = JoinSet::new();
+        let slower = self.hosts[host].slower.clone();
+        let (engine_settings, sim) = (self.engine, self.sim);
+        let mut engine = None;
+        let mut start_engine = |tasks: &mut JoinSet<()>| {
+            let device = Tired { engine: SimEngine::new(sim), slower: slower.clone() };
+            let (handle, driving) = EngineHandle::driven(Box::new(device), engine_settings, seed);
+            tasks.spawn(driving);
+            engine.insert(handle).clone()
+        };
+        let stop = shutdown.clone();
+        let text = |text: &str| text.to_owned();
+        match role {
+            Role::Prefill => {
+                let settings = PrefillWorkerSettings {
+                    worker_id: text(&name),
+                    cluster: text("tandem"),
+                    model: text("sim"),
+                    revision: text("sim"),
+                    ledger: self.ledger.clone(),
+                    broker: None,
+                    report_cached_tokens: true,
+                    ticket_wait: TICKET_WAIT,
+                };
+                let engine = start_engine(&mut tasks);
+                run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
+            }
+            Role::Decode => {
+                let settings = DecodeWorkerSettings {
+                    worker_id: text(&name),
+                    cluster: text("tandem"),
+                    model: text("sim"),
+                    revision: text("sim"),
+                    ledger: self.ledger.clone(),
+                    broker: None,
+                    advertise: Some(format!("{name}:1")),
+                    report_cached_tokens: true,
+                    remote_waiting_max: 64,
+                    landing_wait: LANDING_WAIT,
+                };
+                let engine = start_engine(&mut tasks);
+                run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
+            }
+            Role::Router => {
+                let workers = self.hosts.iter().filter(|host| host.role <= Role::Decode).map(|host| format!("{}:1", host.name));
+                let settings =
+                    RouterSettings { workers: workers.collect(), prefill: self.prefill, seed, ..RouterSettings::default() };
+                run(&mut tasks, tandem_router::run(listener, settings, metrics, stop));
+            }
+            Role::Frontend => {
+                let router = format!("{}:1", self.hosts[self.named(Role::Router)].name);
+                let model = ServedModel::sim("sim").with_context_length(sim.capacity_blocks * BLOCK_SIZE);
+                let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, model) };
+                run(&mut tasks, tandem_frontend::run(listener, settings, metrics, stop));
+            }
+        }
+        self.hosts[host].process = Some(Process { engine, shutdown, tasks });
+    }
+
+    /// The process is gone from one moment to the next.
+    fn kill(&mut self, host: usize) {
+        let Host { name, process, .. } = &mut self.hosts[host];
+        if let Some(Process { shutdown, .. }) = process.take() {
+            self.log.tell(format_args!("{name} is gone"));
+            self.wires.stop(name);
+            shutdown.stop();
+        }
+    }
+
+    /// A fault begins. A host that is down falls no further.
+    pub(super) fn begin(&mut self, fault: Fault, lasts: Duration) {
+        self.log.tell(format_args!("begins, for {lasts:?}: {}", self.told(fault)));
+        self.faults.push(fault);
+        self.relink();
+        match fault {
+            Fault::Crash { host } | Fault::PowerLoss { host } => self.kill(host),
+            Fault::Restart { host } => {
+                if let Some(process) = &mut self.hosts[host].process {
+                    let shutdown = process.shutdown.clone();
+                    process.tasks.spawn(async move { shutdown.run(lasts.mul_f64(0.8)).await });
+                }
+            }
+            Fault::Cut { between: (one, other) } => self.wires.cut(&self.name(one), &self.name(other)),
+            Fault::Busy { host, step } => self.hosts[host].slower.store(step.as_millis() as u64, Relaxed),
+            Fault::Slow { .. } | Fault::Narrow { .. } | Fault::Partition { .. } | Fault::Isolation { .. } => {}
+        }
+    }
+
+    /// A fault ends.
+    pub(super) fn end(&mut self, fault: Fault) {
+        self.log.tell(format_args!("ends: {}", self.told(fault)));
+        if let Some(at) = self.faults.iter().position(|other| *other == fault) {
+            self.faults.remove(at);
+        }
+        self.relink();
+        match fault {
+            Fault::Restart { host } | Fault::Crash { host } | Fault::PowerLoss { host } => {
+                self.kill(host);
+                // Another fault may keep it down.
+                let down =
+                    |fault: &Fault| matches!(fault, Fault::Crash { host: of } | Fault::PowerLoss { host: of } if *of == host);
+                if !self.faults.iter().any(down) {
+                    self.start(host);
+                }
+            }
+            Fault::Busy { host, .. } => self.hosts[host].slower.store(0, Relaxed),
+            _ => {}
+        }
+    }
+
+    fn relink(&self) {
+        let place = |name: &Name| self.hosts.iter().position(|host| host.name == *name).unwrap_or(self.hosts.len());
+        self.wires.set(|from, to| {
+            if &**from == OBSERVER || &**to == OBSERVER {
+                return Link::CLEAR;
+            }
+            self.faults.iter().fold(Link::CLEAR, |link, fault| fault.on(link, place(from), place(to)))
+        });
+    }
+
+    fn name(&self, host: usize) -> Name {
+        self.hosts.get(host).map_or_else(|| CLIENT.into(), |host| host.name.clone())
+    }
+
+    fn told(&self, fault: Fault) -> String {
+        let name = |host| self.name(host);
+        match fault {
+            Fault::Slow { between: (one, other), delay } => {
+                format!("{one} – {other} is slow: {delay:?}", one = name(one), other = name(other))
+            }
+            Fault::Narrow { between: (one, other), pause } => format!("{} – {} is narrow: {pause:?}", name(one), name(other)),
+            Fault::Partition { from, to, both_ways: false } => format!("nothing passes from {} to {}", name(from), name(to)),
+            Fault::Partition { from, to, both_ways: true } => format!("nothing passes between {} and {}", name(from), name(to)),
+            Fault::Isolation { host } => format!("{} is isolated", name(host)),
+            Fault::Cut { between: (one, other) } => format!("connections between {} and {} break", name(one), name(other)),
+            Fault::Crash { host } => format!("{} crashes", name(host)),
+            Fault::PowerLoss { host } => format!("{} loses its power", name(host)),
+            Fault::Restart { host } => format!("{} is restarted", name(host)),
+            Fault::Busy { host, step } => format!("{} is busy: {step:?} a step", name(host)),
+        }
+    }
+
+    fn router(&self) -> Result<RouterClient<Channel>> {
+        let address = format!("{}:1", self.hosts[self.named(Role::Router)].name);
+        Ok(RouterClient::new(self.wires.of(&OBSERVER.into()).connect_lazy(&endpoint(&address)?)))
+    }
+
+    /// What is not as it is when nothing runs, if anything is.
+    pub(super) async fn restless(&self) -> Result<Option<String>> {
+        let mut router = self.router()?;
+        let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {
+            Ok(view) => view.into_inner(),
+            Err(status) => return Ok(Some(format!("the router cannot be asked: {status}"))),
+        };
+        if view.bookings > 0 {
+            return Ok(Some(format!("{} bookings", view.bookings)));
+        }
+        for Host { name, process, .. } in &self.hosts {
+            let Some(engine) = process.as_ref().and_then(|process| process.engine.as_ref()) else { continue };
+            let load = engine.load();
+            if load.in_use_blocks > 0 || load.waiting_requests > 0 || load.running_sequences > 0 {
+                return Ok(Some(format!("{name} is not idle: {load:?}")));
+            }
+            if load.free_blocks + load.cached_blocks != engine.info().capacity_blocks {
+                return Ok(Some(format!("{name} has lost blocks: {load:?}")));
+            }
+            let known = view.workers.iter().find(|known| known.info.as_ref().is_some_and(|info| *info.worker_id == **name));
+            let Some(known) = known else { return Ok(Some(format!("{name} has not joined"))) };
+            if known.bookings > 0 || known.indexed_blocks != u64::from(load.cached_blocks) {
+                let (blocks, bookings) = (known.indexed_blocks, known.bookings);
+                return Ok(Some(format!(
+                    "{name}: {bookings} bookings, {blocks} blocks in the index, {} cached",
+                    load.cached_blocks
+                )));
+            }
+        }
+        let inflight = "tandem_frontend_inflight_requests";
+        let text = self.metrics.render();
+        Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
+    }
+
+    /// Compares what the router says of a prompt's blocks with what each worker's cache holds of them.
+    pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
+        let request = tandem_proto::v1::ExplainRequest {
+            model: "sim".to_owned(),
+            sequence_hashes: hashes.iter().map(|hash| hash.0).collect(),
+            prompt_tokens,
+            prompt_logits: false,
+        };
+        let mut router = self.router().map_err(|error| error.to_string())?;
+        let explained =
+            router.explain(request).await.map_err(|status| format!("the router cannot explain: {status}"))?.into_inner();
+        for Host { name, process, .. } in &self.hosts {
+            let Some(engine) = process.as_ref().and_then(|process| process.engine.as_ref()) else { continue };
+            let (snapshot, _) = engine.watch().await.ok_or("an engine is gone")?;
+            let cached: BTreeSet<SequenceHash> =
+                snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.iter().copied()).collect();
+            let held = hashes.iter().take_while(|hash| cached.contains(hash)).count();
+            let told = explained.workers.iter().find(|of| of.worker.as_ref().is_some_and(|worker| *worker.worker_id == **name));
+            let told = told.map_or(0, |of| of.overlap_blocks as usize);
+            if told != held {
+                return Err(format!("{name} holds {held} blocks of a prompt, the router believes {told}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A part runs until it is stopped.
+fn run<E: std::error::Error + Send + 'static>(
+    tasks: &mut JoinSet<()>,
+    part: impl Future<Output = Result<(), E>> + Send + 'static,
+) {
+    tasks.spawn(async move { part.await.expect("a part runs until it is stopped") });
+}
+
+/// A simulated device that can be made slower.
+struct Tired {
+    engine: SimEngine,
+    slower: Arc<AtomicU64>,
+}
+
+impl Engine for Tired {
+    fn describe(&self) -> EngineInfo {
+        self.engine.describe()
+    }
+
+    fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
+        let output = self.engine.step(chunks)?;
+        let simulated = output.simulated + Duration::from_millis(self.slower.load(Relaxed));
+        Ok(StepOutput { simulated, ..output })
+    }
+
+    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+        self.engine.read_block(block, into);
+    }
+
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+        self.engine.write_block(block, bytes);
+    }
+}

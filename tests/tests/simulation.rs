@@ -1,0 +1,39 @@
+//! The cluster under faults that seeds decide. `cargo run --release -p tandem-tests -- --seeds 10000` takes more of them.
+
+use tandem_tests::simulation::{Met, run, run_all};
+
+/// What the seeds must have met, or they are worth little.
+const WORTH: Met = Met {
+    requests: 15_000,
+    answered: 10_000,
+    attempts_failed: 500,
+    migrations: 100,
+    preemptions: 10,
+    cached_tokens: 1_000_000,
+    transferred_bytes: 1 << 20,
+};
+
+#[test]
+fn a_thousand_seeds() {
+    let (mut met, mut wrong) = (Met::default(), Vec::new());
+    run_all(1..1_001, |report| {
+        met += report.met;
+        if !report.wrong.is_empty() {
+            wrong.push(report.failure());
+        }
+        // The first few tell all there is to tell.
+        wrong.len() < 5
+    });
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+    assert!(met.covers(WORTH), "the seeds are too kind: {met:#?}");
+}
+
+#[test]
+fn a_seed_is_the_same_story_each_time() {
+    for seed in 1..25 {
+        let (first, second) = (run(seed), run(seed));
+        assert_eq!(first.wrong, second.wrong, "seed {seed}");
+        assert_eq!(first.trace, second.trace, "seed {seed}: something came at another time");
+    }
+    assert_ne!(run(1).trace, run(2).trace);
+}
