@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Replaces every container of the cluster by a new one of the present image, one after the other; nothing that runs is lost.
+#   bash deploy/rolling-restart.sh [SERVICE...]      all services of Tandem, unless some are named
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# docker-compose 1.29 or Compose 2, and the project's name if there is one.
+if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
+# Longer than a worker takes to load a model.
+patience=${PATIENCE_SECONDS:-300}
+
+healthy() {
+    for _ in $(seq "$patience"); do
+        [ "$(docker inspect -f '{{.State.Health.Status}}' "$1")" = healthy ] && return
+        sleep 1
+    done
+    printf '%s did not get healthy in %s s; the others were left as they are (docker logs %s)\n' "$1" "$patience" "$1" >&2
+    exit 1
+}
+
+services=("$@")
+[ $# -gt 0 ] || services=(router prefill decode frontend)
+for service in "${services[@]}"; do
+    for container in $("${compose[@]}" ps -q "$service"); do
+        running=$("${compose[@]}" ps -q "$service" | wc -l)
+        # The successor first: there is never one less than before.
+        "${compose[@]}" up -d --no-deps --no-recreate --scale "$service=$((running + 1))" "$service"
+        for successor in $("${compose[@]}" ps -q "$service"); do healthy "$successor"; done
+        docker stop -t 45 "$container" >/dev/null
+        docker rm "$container" >/dev/null
+        printf '%s: %s is replaced\n' "$service" "${container:0:12}"
+    done
+done

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Starts docker-compose.yml as it stands, asks for answers, replaces routers and workers and kills some containers while answers run, and says
+# what was lost.
+#   bash deploy/smoke.sh          images are built unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name some that are here
+# As root, or whoever may kill containers' processes. It uses a project of its own (tandem-smoke), ports 18000, 19090 and 13000, and takes everything away at the end.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+export COMPOSE_PROJECT_NAME=tandem-smoke TANDEM_PORT=127.0.0.1:18000 PROMETHEUS_PORT=127.0.0.1:19090 GRAFANA_PORT=127.0.0.1:13000
+if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
+# Grafana has no part in serving: without its image (Debian has none) the rest is tried.
+services=(etcd nats router prefill decode frontend proxy prometheus)
+docker info >/dev/null 2>&1 || { echo "deploy/smoke.sh: no Docker engine answers; start one" >&2; exit 1; }
+trap '"${compose[@]}" down -v --remove-orphans >/dev/null 2>&1' EXIT
+
+if [ -z "${TANDEM_IMAGE:-}" ]; then "${compose[@]}" build model router; fi
+"${compose[@]}" up -d --no-build "${services[@]}"
+printf 'waiting until a request can be served\n'
+for _ in $(seq 300); do
+    curl -sf "http://$TANDEM_PORT/ready" >/dev/null && ready=1 && break
+    sleep 1
+done
+[ -n "${ready:-}" ] || { "${compose[@]}" ps; "${compose[@]}" logs --tail 20 router frontend prefill decode; exit 1; }
+
+python3 smoke.py cached "http://$TANDEM_PORT"
+
+log=$(mktemp)
+python3 smoke.py load "http://$TANDEM_PORT" > "$log" &
+load=$!
+trap 'kill "$load" 2>/dev/null; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -f "$log"' EXIT
+bash rolling-restart.sh router prefill decode
+for service in prefill router etcd nats; do
+    victim=$("${compose[@]}" ps -q "$service" | head -1)
+    # As a crash would: what Docker kills itself, it does not start again.
+    kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$victim")"
+    printf '%s: %s is killed\n' "$service" "${victim:0:12}"
+    sleep 5
+done
+kill -INT "$load"
+wait "$load" && lost=0 || lost=$?
+cat "$log"
+# Whoever was killed is back, and is scraped.
+sleep 10
+for expected in frontend=2 router=2 prefill=2 decode=1; do
+    target=${expected%=*}
+    up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | grep -o '"[0-9.]*"\]' | tr -d '"]')
+    printf 'Prometheus sees %s of %s\n' "${up:-none}" "$target"
+    [ "${up:-0}" -eq "${expected#*=}" ] || lost=1
+done
+exit "$lost"
