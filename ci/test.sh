@@ -74,5 +74,10 @@ timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "all of it, but for the r
 printf '\n== timings\n'
 printf '%s\n' "${timings[@]}"
 printf '\n== tests\n'
-# Last, so that cargo's own summary ends the output.
-cargo test --workspace --release --locked --no-fail-fast
+# Last, so that cargo's own summary ends the output. They take minutes; what hangs is named by libtest ("has been running
+# for over 60 seconds"), and must not keep that from being told.
+timeout 40m cargo test --workspace --release --locked --no-fail-fast || {
+    status=$?
+    [ "$status" -ne 124 ] || fail "a test hangs: its name is above, with 'has been running for over 60 seconds'"
+    exit "$status"
+}

@@ -340,6 +340,11 @@ impl Call {
         self.replies.send(Err(status)).await.ok();
     }
 
+    /// The frontend has closed the stream, and what is said goes nowhere.
+    pub fn is_closed(&self) -> bool {
+        self.replies.is_closed()
+    }
+
     /// Resolves when the frontend has closed the stream.
     pub async fn closed(&self) {
         soon(self.replies.closed()).await;
