@@ -119,18 +119,24 @@ impl Routers {
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(Held, Placement), DispatchError> {
         let mut failed = none();
         let routers = self.somebody().await;
-        let others = routers.len().saturating_sub(1);
-        for (at, router) in routers.into_iter().enumerate() {
+        let is_alone = routers.len() == 1;
+        for router in routers {
             let placing = async {
                 let mut held = Held::open(&router, self.prompt(prompt, None)).await?;
                 let placement = held.placement().await?;
                 Ok((held, placement))
             };
             // Nobody else is there to ask: it may take as long as the request may.
-            let placed = if at < others { self.in_time(placing).await } else { placing.await };
+            let placed = if is_alone { placing.await } else { self.in_time(placing).await };
             match placed {
                 Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
-                Err(error) => failed = self.failed(&router.address, error),
+                Err(error) => {
+                    let error = self.failed(&router.address, error);
+                    // That one router has no worker for it tells more than that another does not answer.
+                    if !matches!(failed, DispatchError::NoWorker { .. }) {
+                        failed = error;
+                    }
+                }
                 placed => return placed,
             }
         }

@@ -2,20 +2,12 @@
 
 use crate::support::*;
 use hyper::StatusCode;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::time::Duration;
 use tandem_proto::v1::{
     AttemptFailed, Reason, finished::FinishReason, generate_reply, route_reply, route_request::Message as RouteMessage,
 };
 use tonic::Status;
-
-async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
-    let reply = soon(reply).await.expect("the client lives");
-    let retry_after = reply.header("retry-after").map(str::to_owned);
-    let (status, body) = reply.json().await;
-    assert_eq!(body["error"]["param"], Value::Null);
-    (status, retry_after, body["error"]["code"].clone())
-}
 
 /// A chat whose first token has come, and its worker's side.
 async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {

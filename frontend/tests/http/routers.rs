@@ -8,8 +8,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Leaving, Placement, PrefillReleased, Reason,
-    RoutePrompt, RouteReply, RouteRequest, Running, WorkerRef, WorkersReply, WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Failure, Leaving, Placement, PrefillReleased,
+    Reason, RoutePrompt, RouteReply, RouteRequest, Running, WorkerRef, WorkersReply, WorkersRequest,
     finished::FinishReason,
     route_reply,
     route_request::Message,
@@ -206,6 +206,25 @@ async fn a_router_that_says_nothing_is_left_for_another() {
         opened.place(cluster.decode).await;
         cluster.call().await.answer(Some(0), "x").await;
         assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    }
+}
+
+/// Whichever of the two is asked first.
+#[tokio::test]
+async fn that_one_router_has_no_worker_is_told_although_another_says_nothing() {
+    let (cluster, mut routers) = two().await;
+    routers.set(0, Mode::Silent);
+    for _ in 0..2 {
+        let reply = cluster.ask(CHAT, chat(json!({})));
+        let opened = loop {
+            let opened = routers.opened().await;
+            if opened.router == 1 {
+                break opened;
+            }
+        };
+        let failure = Failure { reason: Reason::Full.into(), ..Failure::default() };
+        opened.say(route_reply::Message::Failure(failure)).await;
+        assert_eq!(refused(reply).await, (StatusCode::SERVICE_UNAVAILABLE, Some("1".to_owned()), json!("no_worker")));
     }
 }
 

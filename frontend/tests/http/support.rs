@@ -251,6 +251,15 @@ impl Cluster {
     }
 }
 
+/// The status of an error, how long to wait, and its code.
+pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
+    let reply = soon(reply).await.expect("the client lives");
+    let retry_after = reply.header("retry-after").map(str::to_owned);
+    let (status, body) = reply.json().await;
+    assert_eq!(body["error"]["param"], Value::Null);
+    (status, retry_after, body["error"]["code"].clone())
+}
+
 const DETAILS: [(&str, &str); 1] = [("x-tandem-details", "true")];
 
 pub async fn send(frontend: SocketAddr, method: Method, path: &str, headers: &[(&str, &str)], body: Bytes) -> Reply {
