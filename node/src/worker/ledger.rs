@@ -12,7 +12,7 @@ use ::metrics::Counter;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
-    fs::File,
+    fs::{File, TryLockError},
     io::{self, BufWriter, Read, Seek, SeekFrom, Write},
     path::Path,
     sync::{
@@ -95,9 +95,14 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Appends to this file, which is made if it is not there. Half a line, left by somebody who was killed, stays on its own.
+    /// Appends to this file, which is made if it is not there. Half a line, left by somebody who was killed, stays on its own; a
+    /// file that a living process writes is refused.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = File::options().read(true).append(true).create(true).open(path)?;
+        // Where files cannot be locked, nothing is known of others.
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            return Err(io::Error::other("another process writes this ledger; give each process a file of its own"));
+        }
         let mut last = [b'\n'];
         if file.seek(SeekFrom::End(-1)).is_ok() {
             file.read_exact(&mut last)?;
@@ -302,6 +307,16 @@ mod tests {
         ledger.of("p0", &metrics).scheduled("a", 1, 1, 0);
         drop(ledger);
         assert_eq!(lost(&metrics), dropped + 1);
+    }
+
+    #[test]
+    fn a_file_has_one_writer() {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        let ledger = Ledger::open(file.path()).expect("a temporary file");
+        let refused = Ledger::open(file.path()).expect_err("it is written");
+        assert!(refused.to_string().contains("a file of its own"), "{refused}");
+        drop(ledger);
+        Ledger::open(file.path()).expect("nobody writes it any more");
     }
 
     #[test]
