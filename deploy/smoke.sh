@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts docker-compose.yml as it stands, asks for answers, replaces routers and workers and kills some containers while answers run, and says
+# Starts docker-compose.yml as it stands, asks for answers, replaces every container of Tandem and kills some while answers run, and says
 # what was lost.
 #   bash deploy/smoke.sh          images are built unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name some that are here
 # As root, or whoever may kill containers' processes. It uses a project of its own (tandem-smoke), ports 18000, 19090 and 13000, and takes everything away at the end.
@@ -28,7 +28,7 @@ log=$(mktemp)
 python3 smoke.py load "http://$TANDEM_PORT" > "$log" &
 load=$!
 trap 'kill "$load" 2>/dev/null; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -f "$log"' EXIT
-bash rolling-restart.sh router prefill decode
+bash rolling-restart.sh
 for service in prefill router etcd nats; do
     victim=$("${compose[@]}" ps -q "$service" | head -1)
     # As a crash would: what Docker kills itself, it does not start again.
