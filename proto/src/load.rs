@@ -3,7 +3,7 @@
 use crate::{WireError, v1};
 use tandem_kv::Load;
 
-/// `taken_in` and `transfer_bytes_per_second` are not the cache's to know: they stay empty, for the sender to fill in.
+/// `taken_in`, `transfer_bytes_per_second` and `cache` are not the cache's to know: they stay empty, for the sender to fill in.
 impl From<&Load> for v1::Load {
     fn from(load: &Load) -> Self {
         Self {
@@ -17,6 +17,7 @@ impl From<&Load> for v1::Load {
             decode_step_ms: load.decode_step_ms,
             transfer_bytes_per_second: 0.0,
             taken_in: Vec::new(),
+            cache: None,
         }
     }
 }

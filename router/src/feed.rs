@@ -8,7 +8,7 @@ use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
 use tandem_proto::{
     SnapshotAssembly, WireError,
-    v1::{KvEventBatch, Load, SnapshotChunk, WatchReply, WorkerInfo, watch_reply::Message},
+    v1::{CacheTotals, KvEventBatch, Load, SnapshotChunk, WatchReply, WorkerInfo, watch_reply::Message},
 };
 use tokio::time::Instant;
 
@@ -24,7 +24,28 @@ pub(crate) enum News {
     /// Replace all that was known.
     Cache(Snapshot),
     /// Apply the events, all of them; take over the load.
-    Batch { batch: KvBatch, transfer_bytes_per_second: f64, sent_unix_us: u64 },
+    Batch { batch: KvBatch, beside: Beside, sent_unix_us: u64 },
+}
+
+/// What comes with a load and is not the cache's.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Beside {
+    /// Measured; 0 before the first transfer.
+    pub(crate) transfer_bytes_per_second: f64,
+    /// As the worker counts; `None`: not told.
+    pub(crate) cache: Option<CacheTotals>,
+}
+
+impl Beside {
+    fn of(load: &Load) -> Self {
+        Self { transfer_bytes_per_second: load.transfer_bytes_per_second, cache: load.cache }
+    }
+
+    /// Puts it back.
+    pub(crate) fn fill(self, load: Load) -> Load {
+        let Self { transfer_bytes_per_second, cache } = self;
+        Load { transfer_bytes_per_second, cache, ..load }
+    }
 }
 
 /// Why the stream cannot be followed any further.
@@ -110,7 +131,7 @@ impl Feed {
         if batch.instance_id != self.instance_id {
             return Err(Broken::OtherInstance);
         }
-        let transfer_bytes_per_second = batch.load.as_ref().map_or(0.0, |load| load.transfer_bytes_per_second);
+        let beside = batch.load.as_ref().map(Beside::of).unwrap_or_default();
         let sent_unix_us = batch.sent_unix_us;
         let mut batch = match KvBatch::try_from(batch) {
             Ok(batch) => batch,
@@ -129,7 +150,7 @@ impl Feed {
             None => self.wait_for(told, applied, now)?,
         }
         self.awaited = self.awaited.filter(|(awaited, _)| self.applied < Some(*awaited));
-        Ok(News::Batch { batch, transfer_bytes_per_second, sent_unix_us })
+        Ok(News::Batch { batch, beside, sent_unix_us })
     }
 
     /// The worker has made an event that is not there.

@@ -4,6 +4,7 @@
 use crate::{
     booked::BookingId,
     cluster::{Asked, Cluster, Excluded, MemberId},
+    feed::Beside,
     settings::{PolicyKind, PrefillPlace, RouterSettings},
 };
 use std::{
@@ -293,12 +294,12 @@ impl Simulation<'_> {
             }
         }
         let batch = KvBatch { last_event_id: worker.cache.last_event_id(), events, load, taken_in, step: None };
-        self.router.lock().apply(worker.member, batch, 0.0);
+        self.router.lock().apply(worker.member, batch, Beside::default());
     }
 
     fn report_decode(&self, taken_in: Vec<String>) {
         let load = Load { running_sequences: self.decoding, ..Default::default() };
-        self.router.lock().apply(self.decode, KvBatch { load, taken_in, ..Default::default() }, 0.0);
+        self.router.lock().apply(self.decode, KvBatch { load, taken_in, ..Default::default() }, Beside::default());
     }
 
     fn outcome(self) -> Outcome {

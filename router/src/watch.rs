@@ -298,13 +298,13 @@ impl Member<'_> {
         match news {
             News::Nothing => {}
             News::Cache(snapshot) => self.replace(&snapshot)?,
-            News::Batch { batch, transfer_bytes_per_second, sent_unix_us } => {
+            News::Batch { batch, beside, sent_unix_us } => {
                 let mut state = self.watcher.cluster.lock();
                 if brings_events && sent_unix_us > 0 {
                     state.count_lag(Duration::from_micros(unix_us().saturating_sub(sent_unix_us)));
                 }
                 if let Some(id) = self.id {
-                    state.apply(id, batch, transfer_bytes_per_second);
+                    state.apply(id, batch, beside);
                 }
                 tries.reset();
             }

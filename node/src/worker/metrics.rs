@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 use tandem_kv::{KvBatch, Load, StepStats};
+use tandem_proto::v1;
 use tokio::sync::broadcast::error::RecvError;
 
 /// The handles of one worker's families; label `worker`.
@@ -158,9 +159,19 @@ impl WorkerMetrics {
         );
     }
 
-    #[cfg(test)]
     fn totals(&self) -> CacheTotals {
         *self.totals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the counters of this worker's cache say, for the router's view.
+    pub(super) fn cache_totals(&self) -> v1::CacheTotals {
+        let totals = self.totals();
+        v1::CacheTotals {
+            prompts: totals.total_requests,
+            prompts_hit: totals.hit_requests,
+            prompt_tokens: totals.total_prompt_tokens,
+            cached_tokens: totals.total_cached_tokens,
+        }
     }
 
     /// The families for blocks that `transport` moves.

@@ -91,11 +91,14 @@ impl State {
         let Some(booking) = self.bookings.get_mut(&id) else { return };
         let Some(()) = self.members.prefilled(booking) else { return };
         self.journal.note(id);
-        let computed_on = self.members.of(booking.prefill.as_ref().unwrap_or(&booking.decode));
+        let computed_on = self.members.of_mut(booking.prefill.as_ref().unwrap_or(&booking.decode));
         let known = (booking.overlap_tokens, cached_tokens.map(u64::from));
-        if let (Some(member), (Some(foreseen), Some(real))) = (computed_on, known) {
-            member.series.overlap_over.increment(foreseen.saturating_sub(real));
-            member.series.overlap_under.increment(real.saturating_sub(foreseen));
+        if let (Some(Member { series, placed, .. }), (Some(foreseen), Some(real))) = (computed_on, known) {
+            let (over, under) = (foreseen.saturating_sub(real), real.saturating_sub(foreseen));
+            series.overlap_over.increment(over);
+            series.overlap_under.increment(under);
+            placed.overlap_over_tokens += over;
+            placed.overlap_under_tokens += under;
         }
     }
 
@@ -232,15 +235,18 @@ impl State {
     fn count_placement(&mut self, booking: &Booking, overlap_blocks: u32) {
         let id = booking.key.1;
         for (instance_id, _) in booking.places() {
-            let Some(Member { breaker, series, .. }) = self.members.of_mut(instance_id) else { continue };
+            let Some(Member { breaker, series, placed, .. }) = self.members.of_mut(instance_id) else { continue };
             breaker.placed(id);
-            match (*instance_id == booking.decode, &booking.prefill) {
-                (true, None) => series.placed_local.increment(1),
-                (true, Some(_)) => series.placed_decode.increment(1),
-                (false, _) => series.placed_prefill.increment(1),
-            }
+            let (counter, total) = match (*instance_id == booking.decode, &booking.prefill) {
+                (true, None) => (&series.placed_local, &mut placed.local),
+                (true, Some(_)) => (&series.placed_decode, &mut placed.decode),
+                (false, _) => (&series.placed_prefill, &mut placed.prefill),
+            };
+            counter.increment(1);
+            *total += 1;
             if *instance_id != booking.decode || booking.prefill.is_none() {
                 series.overlap_blocks.record(f64::from(overlap_blocks));
+                placed.overlap_blocks += u64::from(overlap_blocks);
             }
         }
     }

@@ -7,6 +7,7 @@ use super::bookings::Booking;
 use crate::{
     booked::{Booked, Share},
     breaker::Breaker,
+    feed::Beside,
     index::WorkerSlot,
     metrics::WorkerSeries,
     route::{Candidate, Role},
@@ -31,10 +32,12 @@ pub(super) struct Member {
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
-    pub(super) transfer_bytes_per_second: f64,
+    pub(super) beside: Beside,
     pub(super) booked: Booked,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
+    /// What `series` counts of placements, since it joined.
+    pub(super) placed: v1::PlacementTotals,
 }
 
 /// All of them, in the order in which they joined.
@@ -178,7 +181,7 @@ impl Member {
             block_bytes: self.info.block_bytes,
             prefill_tokens_per_second: measured(self.load.prefill_tokens_per_second),
             decode_step_ms: measured(self.load.decode_step_ms),
-            transfer_bytes_per_second: measured(self.transfer_bytes_per_second),
+            transfer_bytes_per_second: measured(self.beside.transfer_bytes_per_second),
         }
     }
 }

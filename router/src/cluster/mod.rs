@@ -16,7 +16,7 @@ use crate::{
     booked::Booked,
     breaker::Breaker,
     exchange::Journal,
-    feed::Way,
+    feed::{Beside, Way},
     index::{PrefixIndex, WorkerSlot},
     metrics::RouterMetrics,
     route::{self, Policy, Role, Unplaced},
@@ -36,7 +36,7 @@ use tandem_proto::{
     Difference,
     v1::{self, Identity, WorkerInfo, worker_info},
 };
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::Instant};
 
 /// Why a worker is not routed to.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -297,10 +297,10 @@ impl State {
         let series = self.metrics.worker(&info.worker_id);
         let booked = Booked::new(self.settings.seed);
         let (load, breaker) = (Load::default(), Breaker::default());
-        let transfer_bytes_per_second = 0.0;
+        let (beside, placed) = (Beside::default(), v1::PlacementTotals::default());
         let instance_id = info.instance_id.as_str().into();
         let address_of = address.clone();
-        let member = Member { info, instance_id, role, address, slot, load, transfer_bytes_per_second, booked, breaker, series };
+        let member = Member { info, instance_id, role, address, slot, load, beside, booked, breaker, series, placed };
         self.members.insert(id, member);
         self.book_joined(id);
         self.replace(id, snapshot);
@@ -331,7 +331,7 @@ impl State {
     }
 
     /// The worker's news: events in their order, none twice, and its load after them.
-    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, transfer_bytes_per_second: f64) {
+    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, beside: Beside) {
         let Some(member) = self.members.get_mut(id) else { return };
         for event in &batch.events {
             let skipped = self.index.apply(member.slot, &event.change);
@@ -341,7 +341,7 @@ impl State {
         }
         member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
         member.load = batch.load;
-        member.transfer_bytes_per_second = transfer_bytes_per_second;
+        member.beside = beside;
         for request_id in &batch.taken_in {
             member.booked.taken_in(request_id);
         }
@@ -368,12 +368,15 @@ impl State {
 
     /// Everything, for people.
     pub(crate) fn view(&self) -> v1::WorkersReply {
+        let now = Instant::now();
         let workers = self.members.values().map(|member| v1::WorkerView {
             info: Some(member.info.clone()),
             address: member.address.clone(),
             indexed_blocks: self.index.blocks(member.slot),
             bookings: member.booked.bookings(),
-            load: Some(v1::Load { transfer_bytes_per_second: member.transfer_bytes_per_second, ..(&member.load).into() }),
+            load: Some(member.beside.fill((&member.load).into())),
+            placements: Some(member.placed),
+            left_alone: !member.breaker.admits(now),
         });
         let (read, listed) = self.read();
         v1::WorkersReply {

@@ -3,7 +3,6 @@
 use super::*;
 use crate::booked::BookingId;
 use tandem_kv::{Change, KvEvent, StoredChain};
-use tokio::time::Instant;
 
 const BLOCK: u32 = 16;
 
@@ -87,7 +86,7 @@ impl Story {
     fn says(&mut self, name: &str, events: Vec<KvEvent>, load: Load, taken_in: &[&str]) {
         let taken_in = taken_in.iter().map(|id| (*id).to_owned()).collect();
         let id = self.member(name);
-        self.state.apply(id, KvBatch { events, load, taken_in, ..Default::default() }, 0.0);
+        self.state.apply(id, KvBatch { events, load, taken_in, ..Default::default() }, Beside::default());
     }
 
     fn stored(&mut self, name: &str, hashes: &[SequenceHash]) {
@@ -144,6 +143,20 @@ fn a_remote_prompt_counts_on_both_sides_until_each_has_taken_it_in() {
     assert!(text.contains(r#"tandem_router_overlap_over_tokens_total{worker="p0"} 0"#), "{text}");
     assert!(text.contains(r#"tandem_router_placements_total{worker="p0",kind="prefill"} 1"#), "{text}");
     assert!(text.contains(r#"tandem_router_placements_total{worker="d0",kind="decode"} 1"#), "{text}");
+
+    // The view says what the metrics say, and of the cache what the worker says.
+    let cache = Some(v1::CacheTotals { prompts: 1, prompts_hit: 1, prompt_tokens: 101, cached_tokens: 48 });
+    let beside = Beside { transfer_bytes_per_second: 7.0, cache };
+    story.state.apply(story.member("p0"), KvBatch::default(), beside);
+    let view = story.state.view();
+    let of = |name: &str| view.workers.iter().find(|view| view.info.as_ref().is_some_and(|info| info.worker_id == name)).cloned();
+    let (prefill, decode) = (of("p0").expect("it is there"), of("d0").expect("it is there"));
+    let totals = v1::PlacementTotals { prefill: 1, overlap_blocks: 2, overlap_under_tokens: 16, ..Default::default() };
+    assert_eq!(prefill.placements, Some(totals));
+    assert_eq!(prefill.load.map(|load| (load.transfer_bytes_per_second, load.cache)), Some((7.0, cache)));
+    assert_eq!(decode.placements, Some(v1::PlacementTotals { decode: 1, ..Default::default() }));
+    assert_eq!(decode.load.map(|load| load.cache), Some(None), "it has told nothing");
+    assert!(!prefill.left_alone && !decode.left_alone);
 }
 
 #[test]
@@ -204,7 +217,7 @@ fn a_worker_that_leaves_takes_its_entries_and_its_bookings_along() {
     story.state.release(first);
     assert_eq!(story.booked("p0"), (99, 1, 1), "the old instance's booking is not taken from the new one");
     // News of the old instance that comes late is nobody's.
-    story.state.apply(gone, KvBatch { taken_in: vec!["r3".to_owned()], ..Default::default() }, 0.0);
+    story.state.apply(gone, KvBatch { taken_in: vec!["r3".to_owned()], ..Default::default() }, Beside::default());
     story.state.replace(gone, &Snapshot { at_event_id: 1, stored: Vec::new() });
     assert_eq!(story.booked("p0"), (99, 1, 1));
     story.state.release(second);
@@ -381,7 +394,7 @@ fn a_worker_that_fails_requests_is_left_alone_but_never_when_it_is_the_last() {
         (0..10).for_each(|_| fail(&mut story, reason, "d0-1"));
     }
     (0..10).for_each(|_| fail(&mut story, v1::Reason::Engine, "nobody"));
-    let open = |story: &Story| story.state.members.values().filter(|member| !member.breaker.admits(Instant::now())).count();
+    let open = |story: &Story| story.state.view().workers.iter().filter(|view| view.left_alone).count();
     assert_eq!(open(&story), 0, "what is full, leaving, nonsense or somebody else's is no fault");
     (0..20).for_each(|_| fail(&mut story, v1::Reason::PrefillLost, "p0-1"));
     assert_eq!(open(&story), 1);

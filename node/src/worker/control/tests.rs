@@ -156,12 +156,18 @@ async fn an_idle_worker_is_heard_every_second() {
     worker.send(events(1..=3));
     next_batch(&mut replies).await;
     worker.metrics.observe_bandwidth(500, Duration::from_secs(1));
-    for second in 1..=3 {
+    worker.metrics.observe_scheduled(100, 0);
+    for second in 1..=3_u32 {
         let started = Instant::now();
         let heartbeat = next_batch(&mut replies).await;
         assert_eq!(started.elapsed(), HEARTBEAT, "{second}");
         assert_eq!((heartbeat.last_event_id, ids(&heartbeat)), (3, vec![]));
-        assert_eq!(heartbeat.load.expect("always").transfer_bytes_per_second, 500.0);
+        let load = heartbeat.load.expect("always");
+        assert_eq!(load.transfer_bytes_per_second, 500.0);
+        let (prompts, cached_tokens) = (u64::from(second), 16 * (u64::from(second) - 1));
+        let totals = v1::CacheTotals { prompts, prompts_hit: prompts - 1, prompt_tokens: 100 * prompts, cached_tokens };
+        assert_eq!(load.cache, Some(totals), "they are told with the next load");
+        worker.metrics.observe_scheduled(100, 16);
     }
 }
 
