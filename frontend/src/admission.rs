@@ -89,6 +89,11 @@ impl Admitted {
         self.since
     }
 
+    /// What it asks.
+    pub(crate) fn endpoint(&self) -> Endpoint {
+        self.endpoint
+    }
+
     /// The request is for the served model.
     pub(crate) fn model_is_known(&mut self) {
         self.model_known = true;

@@ -12,6 +12,7 @@ mod listen;
 mod metrics;
 mod model;
 mod prompt;
+mod recent;
 mod request;
 mod stream;
 mod usage;
@@ -54,6 +55,8 @@ pub struct FrontendSettings {
     /// A client that reads nothing of what is there for it is gone after this: its request would hold its permit
     /// for ever. 5 minutes: nobody pauses an answer for longer and still wants the rest of it.
     pub unread_max: Duration,
+    /// Prompts that the page at `/dashboard` remembers. 0: there is no such page.
+    pub dashboard_requests: usize,
 }
 
 impl FrontendSettings {
@@ -71,6 +74,7 @@ impl FrontendSettings {
             attempt_timeout: Duration::from_secs(30),
             resumes: 8,
             unread_max: Duration::from_secs(300),
+            dashboard_requests: 512,
         }
     }
 }

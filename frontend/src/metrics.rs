@@ -54,7 +54,7 @@ pub(crate) struct FrontendMetrics {
 }
 
 impl Endpoint {
-    fn label(self) -> &'static str {
+    pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Chat => "chat_completions",
             Self::Completions => "completions",

@@ -243,6 +243,11 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 
+    /// Requests that the page /dashboard remembers, with their tokens, workers and times, never their text; less than a kilobyte each.
+    /// 0: there is no such page
+    #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    pub dashboard_requests: u32,
+
     /// Append a line to this file for every prompt that a worker begins and for what became of it, each process to a file of its own; see
     /// `tandem audit check`
     /// [default: none is kept]

@@ -69,7 +69,23 @@ pub(crate) struct Facts {
     pub(crate) placement: Placement,
     pub(crate) scheduled: Option<Scheduled>,
     pub(crate) started: Started,
+    pub(crate) times: Times,
     pub(crate) first_token_at: Instant,
+    /// Attempts before, each with when and why it ended.
+    pub(crate) failed: Vec<(Instant, Reason)>,
+}
+
+/// The way to the first token.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// A router was asked for the first placement.
+    pub(crate) asked_at: Instant,
+    /// The placement was there.
+    pub(crate) placed_at: Instant,
+    /// The prefill had begun.
+    pub(crate) scheduled_at: Option<Instant>,
+    /// The prompt's KV was where it is decoded.
+    pub(crate) started_at: Option<Instant>,
 }
 
 /// A running generation: its latest attempt with both its streams. Dropping it closes them, which ends the request on the
@@ -151,8 +167,11 @@ impl Dispatcher {
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Attempt, DispatchError> {
         let limit = self.limits.first_token_timeout;
         let starting = async {
+            let asked_at = Instant::now();
             let (route, placement) = Route::open(&self.routers, prompt).await?;
-            self.begin(Work { prompt, generated: &[] }, route, placement, &mut 1).await
+            let mut attempt = self.begin(Work { prompt, generated: &[] }, route, placement, &mut 1).await?;
+            attempt.facts.times.asked_at = asked_at;
+            Ok(attempt)
         };
         tokio::time::timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
@@ -203,6 +222,7 @@ impl Dispatcher {
         number: &mut u32,
     ) -> Result<Attempt, DispatchError> {
         let last = *number + self.limits.attempts - 1;
+        let mut failures = Vec::new();
         loop {
             let limit = (*number < last).then_some(self.limits.attempt_timeout);
             let attempt = tokio::select! {
@@ -211,7 +231,8 @@ impl Dispatcher {
                 never = route.keep(work.prompt) => match never {},
             };
             let failed = match attempt {
-                Ok((facts, first, replies)) => {
+                Ok((mut facts, first, replies)) => {
+                    facts.failed = failures;
                     // A resumed prompt is longer than what the router foresaw; only the first start can be held against it.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     let cached_tokens = reported.filter(|_| work.generated.is_empty());
@@ -222,6 +243,7 @@ impl Dispatcher {
                 Err(failed) => failed,
             };
             self.metrics.attempt_failed(failed.reason);
+            failures.push((Instant::now(), failed.reason));
             let request_id = &work.prompt.request_id;
             tracing::debug!(%request_id, number, reason = reason_label(failed.reason), instance = %failed.instance_id, "attempt failed");
             if failed.reason == Reason::Invalid {
@@ -243,6 +265,8 @@ impl Dispatcher {
         limit: Option<Duration>,
     ) -> Result<(Facts, generate_reply::Message, Streaming<GenerateReply>), Failed> {
         let prompt = work.prompt;
+        let now = Instant::now();
+        let mut times = Times { asked_at: now, placed_at: now, scheduled_at: None, started_at: None };
         let decode = placement.decode.as_ref().and_then(|candidate| candidate.worker.as_ref());
         let Some(decode) = decode else {
             return Err(Failed { instance_id: String::new(), reason: Reason::Unspecified, message: String::new() });
@@ -277,8 +301,12 @@ impl Dispatcher {
             let begins_by = begins_by.filter(|_| scheduled.is_none());
             let reply = in_time(begins_by, replies.message()).await.ok_or_else(silent)?;
             match reply.map_err(failed)?.and_then(|reply| reply.message) {
-                Some(generate_reply::Message::Scheduled(message)) => scheduled = Some(message),
-                Some(generate_reply::Message::Started(message)) => started = Some(message),
+                Some(generate_reply::Message::Scheduled(message)) => {
+                    (scheduled, times.scheduled_at) = (Some(message), Some(Instant::now()));
+                }
+                Some(generate_reply::Message::Started(message)) => {
+                    (started, times.started_at) = (Some(message), Some(Instant::now()));
+                }
                 Some(generate_reply::Message::Failure(failure)) => return Err(Failed::by_worker(failure, &instance_id)),
                 Some(
                     first @ (generate_reply::Message::PromptLogprobs(_)
@@ -286,7 +314,8 @@ impl Dispatcher {
                     | generate_reply::Message::Finished(_)),
                 ) => {
                     let started = started.unwrap_or_default();
-                    let facts = Facts { placement, scheduled, started, first_token_at: Instant::now() };
+                    let (first_token_at, failed) = (Instant::now(), Vec::new());
+                    let facts = Facts { placement, scheduled, started, times, first_token_at, failed };
                     return Ok((facts, first, replies));
                 }
                 None => return Err(unreachable()),

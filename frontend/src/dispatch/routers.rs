@@ -90,15 +90,15 @@ impl Routers {
         &self.identity
     }
 
-    /// Asks all of them at once for their view of the cluster; the answers as they come.
-    pub(crate) fn views(&self) -> impl Stream<Item = Result<WorkersReply, DispatchError>> {
+    /// Asks all of them at once for their view of the cluster; the answers as they come, each with who gave it.
+    pub(crate) fn views(&self) -> impl Stream<Item = (Arc<str>, Result<WorkersReply, DispatchError>)> {
         let ask = |Router { address, mut client }: Router| async move {
             let view = answer(client.workers(WorkersRequest {})).await;
             let can_place = |view: &WorkersReply| {
                 view.unready.is_none() && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
             };
             self.found(&address, view.as_ref().is_ok_and(can_place));
-            view
+            (address, view)
         };
         self.all().0.into_iter().map(ask).collect::<FuturesUnordered<_>>()
     }

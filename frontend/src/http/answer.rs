@@ -4,7 +4,7 @@ use super::{
     App, Incoming,
     events::events,
     explain::explain,
-    progress::Progress,
+    progress::{Kept, Progress},
     shape::{Choice, Envelope, Logprobs, Shape},
     unix_seconds,
 };
@@ -77,7 +77,9 @@ impl Run {
         let app = Arc::clone(&incoming.app);
         let since = incoming.admitted.as_ref().map_or_else(Instant::now, Admitted::since);
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
-        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics));
+        let endpoint = incoming.admitted.as_ref().map_or("", |admitted| admitted.endpoint().label());
+        let kept = app.recent.clone().map(|recent| Kept { recent, endpoint, streamed: options.stream.is_some() });
+        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), kept);
         let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
             echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
@@ -100,6 +102,14 @@ impl Run {
 
     /// The next piece and the prompt it is of; `None` when all prompts have ended.
     pub(super) async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
+        let next = self.next_piece().await;
+        if let Some(Err(error)) = &next {
+            self.progress.fail(error.status());
+        }
+        next
+    }
+
+    async fn next_piece(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
         let (index, piece) = tokio::select! {
             biased;
             next = self.pieces.next() => next?,
@@ -126,7 +136,11 @@ impl Run {
             Piece::Started(_) => Vec::new(),
             Piece::PromptLogprobs(logprobs) => logprobs.clone(),
             // The worker was asked for the prompt's logprobs and goes on without.
-            Piece::Delta(_) | Piece::Finished => return Err(DispatchError::Lost { reason: Reason::Engine }.into()),
+            Piece::Delta(_) | Piece::Finished => {
+                let error = ApiError::from(DispatchError::Lost { reason: Reason::Engine });
+                self.progress.fail(error.status());
+                return Err(error);
+            }
         };
         let text = std::mem::take(&mut echo.text);
         self.echoes[index] = None;

@@ -113,7 +113,7 @@ impl Events {
     }
 
     /// All prompts have ended. Usage and details come in a chunk without choices, if somebody asked for either.
-    fn write_end(&self, out: &mut Vec<u8>) {
+    fn write_end(&mut self, out: &mut Vec<u8>) {
         self.run.progress.finish();
         if self.usage.at_end || self.run.details {
             let mut chunk = self.chunk(Vec::new(), Some(self.run.progress.usage()));

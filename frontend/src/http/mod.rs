@@ -4,6 +4,7 @@ mod answer;
 mod body;
 mod chat;
 mod completions;
+mod dashboard;
 mod events;
 mod explain;
 mod health;
@@ -11,6 +12,8 @@ mod models;
 mod progress;
 mod readiness;
 mod shape;
+
+pub(crate) use progress::PromptDetails;
 
 use crate::{
     FrontendSettings,
@@ -20,6 +23,7 @@ use crate::{
     metrics::{Endpoint, FrontendMetrics},
     model::ServedModel,
     prompt::reusable_hashes,
+    recent::Recent,
     request::Options,
 };
 use axum::{
@@ -54,6 +58,8 @@ pub(crate) struct App {
     prompts_max: usize,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     since: u64,
+    /// For the page at `/dashboard`; `None`: there is none.
+    recent: Option<Arc<Recent>>,
 }
 
 impl App {
@@ -90,6 +96,7 @@ impl App {
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
             since: unix_seconds(),
+            recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
     }
 
@@ -100,7 +107,8 @@ impl App {
 
 /// Everything there is. Bodies are taken as JSON whatever their content type says.
 pub(crate) fn routes(app: Arc<App>) -> Router {
-    Router::new()
+    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
+    dashboard
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/models", get(models::list))

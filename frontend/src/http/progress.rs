@@ -2,20 +2,36 @@
 
 use crate::{
     dispatch::Facts,
+    error::reason_label,
     metrics::FrontendMetrics,
+    recent::{FailedAttempt, Finished, Recent, Steps},
     stream::{Delta, Piece},
     usage::{CachedSource, PromptUsage, Usage, cached, overlap_blocks, usage},
 };
+use axum::http::StatusCode;
 use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
 use tokio::time::Instant;
 
-/// Of one request.
+/// The status of a request whose client went away, as in the metrics.
+const CLIENT_CLOSED: u16 = 499;
+
+/// Of one request. Dropped, it leaves a record of each prompt, if records are kept.
 pub(super) struct Progress {
     since: Instant,
     samples: usize,
     prompts: Vec<PromptProgress>,
     metrics: Arc<FrontendMetrics>,
+    kept: Option<Kept>,
+    /// What became of the request, as its HTTP status.
+    status: u16,
+}
+
+/// Where a request's records go, and what they say of it.
+pub(super) struct Kept {
+    pub(super) recent: Arc<Recent>,
+    pub(super) endpoint: &'static str,
+    pub(super) streamed: bool,
 }
 
 struct PromptProgress {
@@ -25,6 +41,7 @@ struct PromptProgress {
     migrations: u32,
     /// When each sample's last token came.
     last_token_at: Vec<Option<Instant>>,
+    ended_at: Option<Instant>,
 }
 
 /// The extension object `tandem`: of the one prompt, or of each.
@@ -35,8 +52,8 @@ pub(super) enum Details {
     Many { prompts: Vec<PromptDetails> },
 }
 
-#[derive(Serialize)]
-pub(super) struct PromptDetails {
+#[derive(Debug, Serialize)]
+pub(crate) struct PromptDetails {
     request_id: String,
     cached_tokens_source: CachedSource,
     cached_tokens_by_tier: BTreeMap<String, u32>,
@@ -58,6 +75,7 @@ impl Progress {
         samples: usize,
         prompts: impl Iterator<Item = (String, u32)>,
         metrics: Arc<FrontendMetrics>,
+        kept: Option<Kept>,
     ) -> Self {
         let prompts = prompts.map(|(request_id, prompt_tokens)| PromptProgress {
             request_id,
@@ -65,8 +83,9 @@ impl Progress {
             facts: None,
             migrations: 0,
             last_token_at: vec![None; samples],
+            ended_at: None,
         });
-        Self { since, samples, prompts: prompts.collect(), metrics }
+        Self { since, samples, prompts: prompts.collect(), metrics, kept, status: CLIENT_CLOSED }
     }
 
     /// Continuations of each prompt.
@@ -87,7 +106,8 @@ impl Progress {
             }
             Piece::Delta(delta) if delta.tokens > 0 => prompt.note_tokens(delta, &self.metrics),
             Piece::Migrated => prompt.migrations += 1,
-            Piece::Delta(_) | Piece::PromptLogprobs(_) | Piece::Finished => {}
+            Piece::Finished => prompt.ended_at = Some(Instant::now()),
+            Piece::Delta(_) | Piece::PromptLogprobs(_) => {}
         }
     }
 
@@ -97,13 +117,19 @@ impl Progress {
     }
 
     /// The answer is whole: every prompt is counted, once.
-    pub(super) fn finish(&self) {
+    pub(super) fn finish(&mut self) {
+        self.status = StatusCode::OK.as_u16();
         for prompt in &self.prompts {
             let placement = prompt.facts.as_ref().map(|facts| &facts.placement);
             let prefilling = placement.and_then(|placement| placement.prefill.as_ref().or(placement.decode.as_ref()));
             let worker = prefilling.and_then(|candidate| candidate.worker.as_ref());
             self.metrics.prompt_finished(&prompt.usage, worker.map_or("", |worker| &worker.worker_id));
         }
+    }
+
+    /// The answer ends with an error.
+    pub(super) fn fail(&mut self, status: StatusCode) {
+        self.status = status.as_u16();
     }
 
     /// What is known beyond OpenAI's fields.
@@ -116,7 +142,43 @@ impl Progress {
     }
 }
 
+impl Drop for Progress {
+    fn drop(&mut self) {
+        let Some(Kept { recent, endpoint, streamed }) = &self.kept else { return };
+        for prompt in &self.prompts {
+            recent.keep(Finished {
+                endpoint,
+                streamed: *streamed,
+                status: self.status,
+                samples: self.samples,
+                prompt_tokens: prompt.usage.prompt_tokens,
+                completion_tokens: prompt.usage.completion_tokens,
+                cached_tokens: prompt.usage.cached.as_ref().map(|cached| cached.tokens),
+                block_size: prompt.facts.as_ref().map(|facts| facts.placement.block_size),
+                details: prompt.details(self.since),
+                steps: prompt.steps(self.since),
+            });
+        }
+    }
+}
+
 impl PromptProgress {
+    /// The milliseconds from the request to each step on its way, as far as it came.
+    fn steps(&self, since: Instant) -> Steps {
+        let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
+        let facts = self.facts.as_deref();
+        let failed = |(at, reason): &(Instant, _)| FailedAttempt { at_ms: ms(*at), reason: reason_label(*reason) };
+        Steps {
+            asked_ms: facts.map(|facts| ms(facts.times.asked_at)),
+            placed_ms: facts.map(|facts| ms(facts.times.placed_at)),
+            scheduled_ms: facts.and_then(|facts| facts.times.scheduled_at).map(ms),
+            started_ms: facts.and_then(|facts| facts.times.started_at).map(ms),
+            first_token_ms: facts.map(|facts| ms(facts.first_token_at)),
+            ended_ms: ms(self.ended_at.unwrap_or_else(Instant::now)),
+            failed: facts.map(|facts| facts.failed.iter().map(failed).collect()).unwrap_or_default(),
+        }
+    }
+
     fn note_tokens(&mut self, delta: &Delta, metrics: &FrontendMetrics) {
         self.usage.completion_tokens = self.usage.completion_tokens.saturating_add(delta.tokens);
         let now = Instant::now();

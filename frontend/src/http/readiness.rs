@@ -1,10 +1,14 @@
 //! Whether a request could be served now, and if not, what is to be done.
 
 use super::App;
+use crate::dispatch::DispatchError;
 use futures::{Stream, StreamExt};
 use std::{convert::Infallible, time::Duration};
 use tandem_node::discovery::Members;
-use tandem_proto::Difference;
+use tandem_proto::{
+    Difference,
+    v1::{Identity, WorkersReply},
+};
 
 /// Between two questions to the routers, for the log, the gauge, and who is to be asked for placements: an operator reads them
 /// no faster, and a router that is back is found within it.
@@ -39,12 +43,22 @@ impl App {
 
     /// What each router says.
     fn answers(&self) -> impl Stream<Item = Result<(), Unready>> {
-        let routers = self.dispatcher.routers();
-        routers.views().map(|view| {
-            let view = view.map_err(|_| Unready::Router)?;
-            routers.identity().fits(&view.identity.unwrap_or_default())?;
-            view.unready.map_or(Ok(()), |why| Err(Unready::Cluster(why)))
-        })
+        self.dispatcher.routers().views().map(|(_, view)| self.judge(view.as_ref()))
+    }
+
+    /// Whether this router could place a request.
+    pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Result<(), Unready> {
+        let view = view.map_err(|_| Unready::Router)?;
+        self.dispatcher.routers().identity().fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
+        view.unready.as_ref().map_or(Ok(()), |why| Err(Unready::Cluster(why.clone())))
+    }
+
+    /// What all routers' answers come to.
+    pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Result<(), Unready>>) -> Result<(), Unready> {
+        match self.nobody() {
+            Err(Unready::Draining) => Err(Unready::Draining),
+            nobody => answers.into_iter().fold(nobody, better),
+        }
     }
 
     /// Before any router has answered.
@@ -59,11 +73,7 @@ impl App {
         loop {
             // All of them, while a client is content with the first: those that were lost are found here, also by one that drains and
             // has answers to book with another.
-            let answers = self.answers().collect::<Vec<_>>().await;
-            let now = match self.nobody() {
-                Err(Unready::Draining) => Err(Unready::Draining),
-                nobody => answers.into_iter().fold(nobody, better),
-            };
+            let now = self.judge_all(self.answers().collect::<Vec<_>>().await);
             self.metrics.ready.set(f64::from(u8::from(now.is_ok())));
             if told.as_ref() != Some(&now) {
                 match &now {

@@ -2,6 +2,7 @@
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime, and real sockets take real time")]
 
 mod answers;
+mod dashboard;
 mod failures;
 mod refusals;
 mod resumed;

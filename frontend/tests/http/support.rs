@@ -116,10 +116,12 @@ impl Router for FakeRouter {
     }
 
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
-        let info = |role: Role| WorkerInfo { role: role.into(), ..WorkerInfo::default() };
-        let view = |role| WorkerView { info: Some(info(role)), ..WorkerView::default() };
+        let info = |role: Role, worker_id: String| WorkerInfo { role: role.into(), worker_id, ..WorkerInfo::default() };
+        let view = |role, name| WorkerView { info: Some(info(role, name)), ..WorkerView::default() };
         let decode = *self.decode_workers.lock().expect("no test panics with it");
-        let workers = std::iter::once(view(Role::Prefill)).chain((0..decode).map(|_| view(Role::Decode))).collect();
+        let workers = std::iter::once(view(Role::Prefill, "p0".to_owned()))
+            .chain((0..decode).map(|number| view(Role::Decode, format!("d{number}"))))
+            .collect();
         let unready = (decode == 0).then(|| "no decode worker".to_owned());
         Ok(tonic::Response::new(WorkersReply { workers, unready, ..WorkersReply::default() }))
     }

@@ -152,6 +152,7 @@ impl Parts {
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
             resumes: settings.resumes,
+            dashboard_requests: settings.dashboard_requests as usize,
             routers,
             ..FrontendSettings::new("", model)
         };

@@ -45,6 +45,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("max-concurrent-requests", WITH_MODEL),
     ("max-body-bytes", &[FRONTEND]),
     ("resumes", &[FRONTEND]),
+    ("dashboard-requests", &[FRONTEND]),
     ("ledger", WORKERS),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),

@@ -1,0 +1,203 @@
+//! Who is in the cluster and how they are: what the routers say, put together.
+
+use super::App;
+use crate::{dispatch::DispatchError, recent::unix_ms};
+use futures::StreamExt;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, sync::Arc};
+use tandem_proto::v1::{Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply, worker_info::Role};
+
+/// What each router said, in the order of their addresses.
+type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
+
+impl App {
+    /// The cluster as its routers see it now.
+    pub(super) async fn seen(&self) -> Value {
+        let views: Views = self.dispatcher.routers().views().collect().await;
+        let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
+        let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
+        json!({
+            "now_unix_ms": unix_ms(),
+            "since_unix_s": self.since,
+            "version": env!("CARGO_PKG_VERSION"),
+            "cluster": self.dispatcher.routers().identity().cluster,
+            "model": self.model.id(),
+            "block_size": self.block_size,
+            "unready": ready.err().map(|why| why.to_string()),
+            "routers": routers,
+            "workers": workers(&views),
+            "absent": absent(&views),
+        })
+    }
+
+    fn router(&self, address: &str, view: &Result<WorkersReply, DispatchError>) -> Value {
+        let problem = self.judge(view.as_ref()).err().map(|why| why.to_string());
+        let Ok(view) = view else { return json!({ "address": address, "problem": problem }) };
+        json!({
+            "address": address,
+            "problem": problem,
+            "instance_id": view.instance_id,
+            "bookings": view.bookings,
+            "peer_bookings": view.peer_bookings,
+            "peers": view.peers,
+            "workers_read": view.workers_read,
+            "workers_listed": view.workers_listed,
+        })
+    }
+}
+
+fn replies(views: &Views) -> impl Iterator<Item = (&str, &WorkersReply)> {
+    views.iter().filter_map(|(address, view)| Some((&**address, view.as_ref().ok()?)))
+}
+
+/// Every instance that a router has, by name. Routers count their own placements, which add up; they hear the same of a worker, at
+/// most a second apart, so that the latest is taken of that.
+fn workers(views: &Views) -> Vec<Value> {
+    let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
+    for worker in replies(views).flat_map(|(_, reply)| &reply.workers) {
+        let WorkerInfo { worker_id, instance_id, .. } = worker.info.clone().unwrap_or_default();
+        seen.entry((worker_id, instance_id)).or_default().push(worker);
+    }
+    let routers = replies(views).count();
+    seen.into_values().map(|views_of_it| worker(&views_of_it, routers)).collect()
+}
+
+fn worker(views: &[&WorkerView], routers: usize) -> Value {
+    let prompts = |view: &&&WorkerView| view.load.as_ref().and_then(|load| load.cache).map_or(0, |cache| cache.prompts);
+    let latest = views.iter().max_by_key(prompts).copied().cloned().unwrap_or_default();
+    let (info, load) = (latest.info.unwrap_or_default(), latest.load.unwrap_or_default());
+    let mut placed = PlacementTotals::default();
+    for PlacementTotals { prefill, decode, local, overlap_blocks, overlap_over_tokens, overlap_under_tokens } in
+        views.iter().filter_map(|view| view.placements)
+    {
+        placed.prefill += prefill;
+        placed.decode += decode;
+        placed.local += local;
+        placed.overlap_blocks += overlap_blocks;
+        placed.overlap_over_tokens += overlap_over_tokens;
+        placed.overlap_under_tokens += overlap_under_tokens;
+    }
+    let (health, problem) = if views.iter().any(|view| view.left_alone) {
+        ("left alone", Some("requests failed here; it is tried again within 30 seconds".to_owned()))
+    } else if views.len() < routers {
+        ("partly there", Some(format!("{} of {routers} routers have it", views.len())))
+    } else {
+        ("well", None)
+    };
+    json!({
+        "worker": info.worker_id,
+        "instance_id": info.instance_id,
+        "role": role(info.role()),
+        "address": latest.address,
+        "version": info.version,
+        "capacity_blocks": info.capacity_blocks,
+        "health": health,
+        "problem": problem,
+        "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
+        // Each router counts those of the others, too.
+        "bookings": views.iter().map(|view| view.bookings).max(),
+        "load": loads(&load),
+        "cache": load.cache.map(|cache| json!({
+            "prompts": cache.prompts,
+            "prompts_hit": cache.prompts_hit,
+            "prompt_tokens": cache.prompt_tokens,
+            "cached_tokens": cache.cached_tokens,
+        })),
+        "placements": {
+            "prefill": placed.prefill,
+            "decode": placed.decode,
+            "local": placed.local,
+            "overlap_blocks": placed.overlap_blocks,
+            "overlap_over_tokens": placed.overlap_over_tokens,
+            "overlap_under_tokens": placed.overlap_under_tokens,
+        },
+    })
+}
+
+fn role(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+        Role::Unspecified => "unknown",
+    }
+}
+
+fn loads(load: &Load) -> Value {
+    json!({
+        "running_sequences": load.running_sequences,
+        "waiting_requests": load.waiting_requests,
+        "pending_prefill_tokens": load.pending_prefill_tokens,
+        "free_blocks": load.free_blocks,
+        "cached_blocks": load.cached_blocks,
+        "in_use_blocks": load.in_use_blocks,
+        "prefill_tokens_per_second": load.prefill_tokens_per_second,
+        "decode_step_ms": load.decode_step_ms,
+        "transfer_bytes_per_second": load.transfer_bytes_per_second,
+    })
+}
+
+/// Listed workers that a router has not, with its reason. One that another router has is among the workers, too.
+fn absent(views: &Views) -> Vec<Value> {
+    let absent = replies(views).flat_map(|(router, reply)| reply.absent.iter().map(move |absent| (router, absent)));
+    absent
+        .map(|(router, absent)| {
+            json!({ "address": absent.address, "reason": absent.reason, "refused": absent.refused, "router": router })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_proto::v1::{AbsentWorker, CacheTotals};
+
+    fn view(worker_id: &str, instance_id: &str, prompts: u64) -> WorkerView {
+        let info = WorkerInfo { worker_id: worker_id.to_owned(), instance_id: instance_id.to_owned(), ..Default::default() };
+        let cache = CacheTotals { prompts, prompts_hit: 1, prompt_tokens: 10 * prompts, cached_tokens: 5 * prompts };
+        WorkerView {
+            info: Some(info),
+            indexed_blocks: prompts,
+            bookings: 3,
+            load: Some(Load { cache: Some(cache), ..Default::default() }),
+            placements: Some(PlacementTotals { prefill: 2, overlap_blocks: 7, overlap_under_tokens: 16, ..Default::default() }),
+            ..Default::default()
+        }
+    }
+
+    fn views(of: Vec<Result<WorkersReply, DispatchError>>) -> Views {
+        of.into_iter().enumerate().map(|(number, view)| (format!("r{number}:1").into(), view)).collect()
+    }
+
+    #[test]
+    fn routers_counts_add_up_and_what_a_worker_says_counts_once() {
+        let one = WorkersReply { workers: vec![view("p0", "a", 4), view("p1", "b", 1)], ..Default::default() };
+        let mut failing = view("p1", "b", 1);
+        failing.left_alone = true;
+        let absent_at = |address: &str| AbsentWorker { address: address.to_owned(), ..Default::default() };
+        let other =
+            WorkersReply { workers: vec![view("p0", "a", 5), failing], absent: vec![absent_at("x:1")], ..Default::default() };
+        let views = views(vec![Ok(one), Ok(other), Err(DispatchError::RouterClosed)]);
+        let found = workers(&views);
+        assert_eq!(found.len(), 2);
+        let p0 = &found[0];
+        assert_eq!((&p0["worker"], &p0["health"], &p0["problem"]), (&json!("p0"), &json!("well"), &Value::Null));
+        assert_eq!(p0["cache"], json!({ "prompts": 5, "prompts_hit": 1, "prompt_tokens": 50, "cached_tokens": 25 }));
+        assert_eq!((&p0["bookings"], &p0["indexed_blocks"]), (&json!(3), &json!(5)));
+        assert_eq!((&p0["placements"]["prefill"], &p0["placements"]["overlap_blocks"]), (&json!(4), &json!(14)));
+        assert_eq!(p0["placements"]["overlap_under_tokens"], 32);
+        assert_eq!(found[1]["health"], "left alone");
+        assert_eq!(absent(&views), [json!({ "address": "x:1", "reason": "", "refused": false, "router": "r1:1" })]);
+    }
+
+    #[test]
+    fn one_that_only_some_routers_have_and_one_that_says_nothing_of_its_cache() {
+        let mut silent = view("p0", "new", 0);
+        silent.load = Some(Load::default());
+        let one = WorkersReply { workers: vec![view("p0", "old", 9), silent], ..Default::default() };
+        let found = workers(&views(vec![Ok(one), Ok(WorkersReply::default())]));
+        let told: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
+        assert_eq!(told, [(Some("new"), Some("partly there")), (Some("old"), Some("partly there"))]);
+        assert_eq!(found[0]["cache"], Value::Null, "not told is not 0");
+        assert_eq!(found[0]["problem"], "1 of 2 routers have it");
+    }
+}

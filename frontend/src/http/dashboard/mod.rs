@@ -1,0 +1,87 @@
+//! The page at `/dashboard`: files that are part of this program, and the JSON they show. Everything is made when a viewer asks for
+//! it; without one nothing happens but that [`Recent`](crate::recent::Recent) remembers.
+//!
+//! The page loads nothing from elsewhere and runs nothing but its own modules; the headers below make browsers hold it to that. What
+//! it shows are names, numbers and times, and they get into the document as text, never as markup.
+
+mod cluster;
+
+use super::{App, health};
+use crate::{error::ApiError, recent::Record};
+use axum::{
+    Json, Router,
+    extract::{Path, RawQuery, State},
+    http::{HeaderName, header},
+    response::{IntoResponse, Redirect, Response},
+    routing::get,
+};
+use serde_json::json;
+use std::sync::Arc;
+
+const HTML: &str = "text/html; charset=utf-8";
+const CSS: &str = "text/css; charset=utf-8";
+const JS: &str = "text/javascript; charset=utf-8";
+const SVG: &str = "image/svg+xml";
+
+/// What the page is made of, but for itself.
+const FILES: [(&str, &str, &str); 10] = [
+    ("page.css", CSS, include_str!("page/page.css")),
+    ("icon.svg", SVG, include_str!("page/icon.svg")),
+    ("main.js", JS, include_str!("page/main.js")),
+    ("dom.js", JS, include_str!("page/dom.js")),
+    ("metrics.js", JS, include_str!("page/metrics.js")),
+    ("charts.js", JS, include_str!("page/charts.js")),
+    ("cluster.js", JS, include_str!("page/cluster.js")),
+    ("requests.js", JS, include_str!("page/requests.js")),
+    ("timeline.js", JS, include_str!("page/timeline.js")),
+    ("explain.js", JS, include_str!("page/explain.js")),
+];
+
+/// Only what comes from this server, and of that no markup from elsewhere: inline scripts and styles do not run.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
+                      trusted-types 'none'";
+
+const GUARDS: [(HeaderName, &str); 5] = [
+    (header::CONTENT_SECURITY_POLICY, POLICY),
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::REFERRER_POLICY, "no-referrer"),
+    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+    (header::CACHE_CONTROL, "no-cache"),
+];
+
+pub(super) fn routes() -> Router<Arc<App>> {
+    Router::new()
+        .route("/dashboard", get(async || text(HTML, include_str!("page/page.html"))))
+        .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
+        .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.seen().await))))
+        .route("/dashboard/requests", get(requests))
+        // All that the page reads is under one path, which a proxy before several frontends can keep with one of them.
+        .route("/dashboard/metrics", get(health::metrics))
+        .route("/dashboard/{file}", get(file))
+}
+
+async fn file(Path(name): Path<String>) -> Response {
+    match FILES.into_iter().find(|(file, ..)| *file == name) {
+        Some((_, kind, content)) => text(kind, content),
+        None => ApiError::UnknownPath.into_response(),
+    }
+}
+
+/// The remembered prompts; with `?after=N` those whose number is greater.
+async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
+    let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
+    let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
+    let records = recent.after(after);
+    let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
+    // Numbers begin anew with the process: who sees another `since` asks for all.
+    guarded(Json(json!({ "since": app.since, "max": recent.max(), "requests": records })))
+}
+
+fn text(kind: &'static str, content: &'static str) -> Response {
+    guarded(([(header::CONTENT_TYPE, kind)], content))
+}
+
+fn guarded(response: impl IntoResponse) -> Response {
+    (GUARDS, response).into_response()
+}

@@ -1,0 +1,108 @@
+// Who is where, how full and how well; and the table of what workers count.
+
+import { arrange, byId, bytes, colour, count, duration, el, share, svg } from './dom.js';
+
+const rows = new Map();
+
+export function showCluster(cluster) {
+  byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router));
+  for (const role of ['prefill', 'decode']) {
+    const workers = cluster.workers.filter((worker) => worker.role === role || (role === 'decode' && worker.role === 'unknown'));
+    const none = el('li', { class: 'note' }, role === 'prefill' ? 'None: decode workers compute all prompts.' : 'None.');
+    byId(role).replaceChildren(...(workers.length > 0 ? workers.map((worker) => card(worker, cluster.block_size)) : [none]));
+  }
+  byId('absent-part').hidden = cluster.absent.length === 0;
+  byId('absent').replaceChildren(...cluster.absent.map(({ address, reason, refused, router: by }) =>
+    el('li', {}, badge(refused ? 'refused' : 'absent', 'bad'), ' ', el('b', {}, address), ` – ${reason} (router ${by})`)));
+  showTable(cluster.workers);
+}
+
+function badge(text, kind) {
+  return el('span', { class: `badge ${kind}` }, text);
+}
+
+function frontend({ unready, model, version, cluster }) {
+  return el('li', { class: 'card' },
+    el('div', { class: 'card-head' }, el('b', {}, 'frontend'), unready ? badge('not ready', 'bad') : badge('ready', 'well')),
+    el('p', {}, unready ?? `${model}, cluster ${cluster}, version ${version}`));
+}
+
+function router({ address, problem, bookings, peer_bookings, peers, workers_read, workers_listed }) {
+  const told = bookings === undefined ? null : [
+    `${count(bookings)} bookings`,
+    peers > 0 ? `${count(peer_bookings)} of ${count(peers)} other routers` : null,
+    `${count(workers_read)} of ${count(workers_listed)} workers read`,
+  ].filter(Boolean).join(' · ');
+  return el('li', { class: 'card' },
+    el('div', { class: 'card-head' }, el('b', {}, 'router'), problem ? badge('not ready', 'bad') : badge('ready', 'well')),
+    el('p', {}, address),
+    told && el('p', {}, told),
+    problem && el('p', { class: 'problem' }, problem));
+}
+
+function card(worker, blockSize) {
+  const { load } = worker;
+  const rate = load.prefill_tokens_per_second > 0 ? `${count(load.prefill_tokens_per_second)} tokens/s prefill` : null;
+  const step = load.decode_step_ms > 0 ? `${duration(load.decode_step_ms)} a step` : null;
+  const wire = load.transfer_bytes_per_second > 0 ? `sends ${bytes(load.transfer_bytes_per_second)}/s` : null;
+  const measured = [rate, step, wire].filter(Boolean).join(' · ');
+  return el('li', { class: 'card', 'data-worker': worker.worker },
+    el('div', { class: 'card-head' },
+      el('b', {}, el('i', { class: `swatch ${colour(worker.worker)}` }), worker.worker),
+      badge(worker.health, worker.health === 'well' ? 'well' : 'bad')),
+    worker.problem && el('p', { class: 'problem' }, worker.problem),
+    el('p', {}, worker.address),
+    blocks(worker, blockSize),
+    el('p', {}, `${count(load.running_sequences)} running · ${count(load.waiting_requests)} waiting · ${count(worker.bookings)} booked`),
+    load.pending_prefill_tokens > 0 ? el('p', {}, `${count(load.pending_prefill_tokens)} tokens to compute`) : null,
+    measured && el('p', { class: 'quiet' }, measured));
+}
+
+// How full its KV memory is.
+function blocks({ capacity_blocks: capacity, load }, blockSize) {
+  const used = (100 * load.in_use_blocks) / Math.max(capacity, 1);
+  const cached = (100 * load.cached_blocks) / Math.max(capacity, 1);
+  const text = `KV: ${share(load.in_use_blocks, capacity)} in use, ${share(load.cached_blocks, capacity)} cached of ${count(capacity * blockSize)} tokens`;
+  return el('div', {},
+    svg('svg', { class: 'blocks', viewBox: '0 0 100 6', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
+      svg('rect', { class: 'blocks-free', width: 100, height: 6 }),
+      svg('rect', { class: 'blocks-cached', x: used, width: cached, height: 6 }),
+      svg('rect', { class: 'blocks-used', width: used, height: 6 })),
+    el('p', { class: 'quiet' }, text));
+}
+
+function showTable(workers) {
+  const body = byId('workers').tBodies[0];
+  const wanted = workers.map((worker) => {
+    const key = `${worker.worker} ${worker.instance_id}`;
+    if (!rows.has(key)) rows.set(key, el('tr', { 'data-worker': worker.worker }));
+    rows.get(key).replaceChildren(...cells(worker));
+    return [key, rows.get(key)];
+  });
+  const keys = new Set(wanted.map(([key]) => key));
+  for (const key of rows.keys()) if (!keys.has(key)) rows.delete(key);
+  arrange(body, wanted.map(([, row]) => row));
+}
+
+function cells({ worker, cache, placements, load, indexed_blocks }) {
+  const computed = placements.prefill + placements.local;
+  const cell = (field, text) => el('td', { 'data-field': field }, text);
+  const kinds = [['computes', placements.prefill], ['decodes', placements.decode], ['both', placements.local]];
+  const told = kinds.filter(([, number]) => number > 0).map(([kind, number]) => `${kind} ${count(number)}`);
+  return [
+    el('th', { scope: 'row' }, el('i', { class: `swatch ${colour(worker)}` }), worker),
+    cell('prompts', count(cache?.prompts)),
+    cell('prompt_tokens', count(cache?.prompt_tokens)),
+    cell('cached_tokens', count(cache?.cached_tokens)),
+    cell('hit_rate', share(cache?.cached_tokens, cache?.prompt_tokens)),
+    cell('overlap_blocks', computed > 0 ? count(placements.overlap_blocks) : count(0)),
+    cell('overlap_over_tokens', count(placements.overlap_over_tokens)),
+    cell('overlap_under_tokens', count(placements.overlap_under_tokens)),
+    cell('placements', told.join(', ') || count(0)),
+    cell('indexed_blocks', count(indexed_blocks)),
+    cell('free_blocks', count(load.free_blocks)),
+    cell('cached_blocks', count(load.cached_blocks)),
+    cell('in_use_blocks', count(load.in_use_blocks)),
+    cell('waiting_requests', count(load.waiting_requests)),
+  ];
+}

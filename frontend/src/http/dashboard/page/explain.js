@@ -1,0 +1,64 @@
+// Where a prompt would go, and why: the frontend's answer to `x-tandem-explain`, as `tandem route explain` asks for it.
+
+import { byId, count, el, inOrder } from './dom.js';
+
+const PARTS = ['total', 'queue', 'compute', 'others', 'transfer', 'handoff', 'streams'];
+const USES = [['as_prefill', 'prefills'], ['as_decode', 'receives'], ['alone', 'does both']];
+
+async function ask(model) {
+  const text = byId('prompt').value;
+  const chat = byId('as').value === 'chat';
+  const body = chat ? { model, messages: [{ role: 'user', content: text }] } : { model, prompt: text };
+  body.max_tokens = 1;
+  if (byId('salt').value) body.cache_salt = byId('salt').value;
+  const answer = await fetch(chat ? 'v1/chat/completions' : 'v1/completions', {
+    method: 'POST',
+    headers: { 'content-type': 'application/json', 'x-tandem-explain': 'true' },
+    body: JSON.stringify(body),
+  });
+  const said = await answer.json();
+  if (said.error) throw new Error(said.error.message);
+  return said.prompts[0];
+}
+
+function line(worker, use, name, chosen) {
+  const cost = worker[use];
+  const cells = cost.rank !== 0 ? [`#${cost.rank.toFixed(1)}`] : PARTS.map((part) => cost[`${part}_ms`].toFixed(1));
+  return el('tr', { class: chosen ? 'chosen' : '' },
+    el('th', { scope: 'row' }, `${worker.worker} ${name}`, chosen ? el('span', { class: 'badge well' }, 'chosen') : null),
+    ...[worker.overlap_blocks, worker.predicted_blocks, worker.queued_tokens].map((number) => el('td', {}, count(number))),
+    ...cells.map((text) => el('td', {}, text)));
+}
+
+function table(prompt) {
+  const heads = ['Worker', 'Overlap', 'Predicted', 'Queued', ...PARTS.map((part) => `${part} ms`)];
+  const chosen = (worker, use) => {
+    const prefills = prompt.prefill_worker === worker.worker;
+    const decodes = prompt.decode_worker === worker.worker;
+    return { as_prefill: prefills, as_decode: decodes && prompt.prefill_worker !== null, alone: decodes && prompt.prefill_worker === null }[use];
+  };
+  prompt.workers.sort(inOrder);
+  const rows = prompt.workers.flatMap((worker) =>
+    USES.filter(([use]) => worker[use]).map(([use, name]) => line(worker, use, name, chosen(worker, use))));
+  return el('div', { class: 'wide', role: 'region', 'aria-label': 'Costs', tabindex: '0' },
+    el('table', { id: 'costs' },
+      el('thead', {}, el('tr', {}, ...heads.map((name) => el('th', { scope: 'col' }, name)))),
+      el('tbody', {}, ...rows)));
+}
+
+export function listenToExplain(model) {
+  const place = byId('explained');
+  byId('explain-form').addEventListener('submit', async (event) => {
+    event.preventDefault();
+    place.replaceChildren(el('p', { class: 'note' }, 'Asking …'));
+    try {
+      const prompt = await ask(model());
+      place.replaceChildren(
+        el('p', { class: 'verdict' }, prompt.verdict),
+        el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} blocks of ${count(prompt.block_size)} that may be reused`),
+        table(prompt));
+    } catch (error) {
+      place.replaceChildren(el('p', { class: 'problem' }, `That cannot be explained: ${error.message}`));
+    }
+  });
+}

@@ -1,0 +1,119 @@
+// Looks at the cluster every two seconds, while somebody sees this page.
+
+import { brief, byId, clock, colour, count, duration, el, inOrder, setText, share } from './dom.js';
+import { lines, note, read, span } from './metrics.js';
+import { lineChart } from './charts.js';
+import { showCluster } from './cluster.js';
+import { firstTokens, forget, listenToRequests, newest, showRequests, showScatter, take } from './requests.js';
+import { listenToTimeline } from './timeline.js';
+import { listenToExplain } from './explain.js';
+
+const PAUSE_MS = 2000;
+const ANSWER_MS = 10_000;
+
+let paused = false;
+let since = null;
+let model = '';
+let timer = null;
+let looking = false;
+
+async function get(path) {
+  const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: 'no-store' });
+  if (!answer.ok) throw new Error(`${path} answers ${answer.status}`);
+  return answer;
+}
+
+async function getRequests() {
+  const found = await (await get(`dashboard/requests?after=${newest()}`)).json();
+  if (since === found.since || newest() === 0) {
+    since = found.since;
+    return found;
+  }
+  // The frontend was started anew and counts from 1 again.
+  forget();
+  return getRequests();
+}
+
+async function look() {
+  const [cluster, metrics, requests] = await Promise.all([
+    get('dashboard/cluster').then((answer) => answer.json()),
+    get('dashboard/metrics').then((answer) => answer.text()),
+    getRequests(),
+  ]);
+  model = cluster.model;
+  cluster.workers.sort(inOrder);
+  cluster.workers.forEach(({ worker }) => colour(worker));
+  take(requests);
+  note(cluster.now_unix_ms, cluster.workers);
+  setText(byId('model'), cluster.model);
+  document.title = `${cluster.unready ? 'Not ready' : 'Tandem'} – ${cluster.model}`;
+  setText(byId('state'), cluster.unready ? `Not ready: ${cluster.unready}` : 'Ready');
+  byId('state').className = cluster.unready ? 'bad' : 'well';
+  byId('state').title = `As of ${clock(cluster.now_unix_ms)}`;
+  showTiles(read(metrics));
+  showCluster(cluster);
+  showCharts();
+  showScatter();
+  showRequests();
+}
+
+function showTiles(metric) {
+  const requests = (code) => metric('tandem_frontend_requests_total', { code });
+  const [prompt, cached] = ['prompt_tokens_total', 'cached_tokens_total'].map((name) => metric(`tandem_frontend_${name}`));
+  const estimates = metric('tandem_frontend_unreported_prompts_total');
+  const failed = requests(/^5/);
+  const wait = firstTokens();
+  const at = (part) => wait[Math.min(Math.floor(wait.length * part), wait.length - 1)];
+  const tiles = [
+    ['inflight', 'In flight', count(metric('tandem_frontend_inflight_requests')), 'requests let in and not answered yet'],
+    ['answered', 'Answered', count(requests(/^2/)), `${count(requests(/^4(?!99)/))} refused (4xx), ${count(requests('499'))} left by their clients`],
+    ['failed', 'Failed', count(failed), 'requests that ended with 5xx', failed > 0],
+    ['first_token', 'First token', wait.length > 0 ? duration(at(0.5)) : '–', wait.length > 0 ? `median of the last ${count(wait.length)}; 99%: ${duration(at(0.99))}` : 'no recent prompt'],
+    ['prompt_tokens', 'Prompt tokens', count(prompt), 'of finished prompts'],
+    ['cached_tokens', 'Cached tokens', count(cached), `${share(cached, prompt)} of prompt tokens`],
+    ['completion_tokens', 'New tokens', count(metric('tandem_frontend_completion_tokens_total')), 'generated for finished prompts'],
+    ['estimates', 'Estimates', count(estimates), 'prompts whose worker reported nothing', estimates > 0],
+  ];
+  byId('tiles').replaceChildren(...tiles.map(([field, name, value, about, alarming]) =>
+    el('div', { class: alarming ? 'tile alarming' : 'tile' },
+      el('dt', {}, name), el('dd', { 'data-field': field }, value), el('dd', { class: 'about' }, about))));
+}
+
+function showCharts() {
+  const hits = lines('cached', 'tokens');
+  byId('legend').replaceChildren(...hits.map(({ name }) => el('li', {}, el('i', { class: `swatch ${colour(name)}` }), name)));
+  const percent = (value) => `${Math.round(value * 100)}%`;
+  lineChart(byId('hit-rate'), { series: hits, span: span(), max: 1, format: percent, what: 'Hit rate' });
+  lineChart(byId('overlap-blocks'), { series: lines('overlap', 'prompts'), span: span(), format: brief, what: 'Overlap in blocks' });
+}
+
+// Nothing is asked while nobody looks: whoever shows this page again, or ends the pause, calls this.
+async function lookAgain() {
+  clearTimeout(timer);
+  if (looking || paused || document.visibilityState !== 'visible') return;
+  looking = true;
+  try {
+    await look();
+  } catch (error) {
+    setText(byId('state'), `No answer: ${error.message}. What is shown is old; asking again.`);
+    byId('state').className = 'bad';
+  }
+  looking = false;
+  timer = setTimeout(lookAgain, PAUSE_MS);
+}
+
+byId('pause').addEventListener('click', () => {
+  paused = !paused;
+  byId('pause').setAttribute('aria-pressed', String(paused));
+  setText(byId('pause'), paused ? 'Go on' : 'Pause');
+  lookAgain();
+});
+document.addEventListener('visibilitychange', lookAgain);
+new ResizeObserver(() => {
+  showCharts();
+  showScatter();
+}).observe(byId('overlap'));
+listenToRequests();
+listenToTimeline();
+listenToExplain(() => model);
+lookAgain();

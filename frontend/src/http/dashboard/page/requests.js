@@ -1,0 +1,117 @@
+// The prompts that this frontend remembers, newest first, and what they say together.
+
+import { arrange, brief, byId, clock, colour, count, duration, el, setText } from './dom.js';
+import { scatterChart } from './charts.js';
+import { openTimeline } from './timeline.js';
+
+const PAGE = 25;
+
+let records = [];
+let shown = PAGE;
+const rows = new Map();
+
+export function newest() {
+  return records[0]?.number ?? 0;
+}
+
+export function forget() {
+  records = [];
+  rows.clear();
+}
+
+// `found`: oldest first, all newer than those before.
+export function take({ requests, max }) {
+  records = [...requests.toReversed(), ...records].slice(0, max);
+}
+
+// Where the prompt was computed.
+const computedOn = (record) => record.prefill_worker ?? record.decode_worker;
+const reported = (record) => record.cached_tokens !== null && record.cached_tokens_source === 'worker';
+export const predictedTokens = (record) => record.overlap_blocks * (record.block_size ?? 0);
+
+export function firstTokens() {
+  return records.map((record) => record.steps.first_token_ms).filter((ms) => ms !== null).sort((a, b) => a - b);
+}
+
+const ORDERS = {
+  'newest': null,
+  'first-token': (record) => -(record.steps.first_token_ms ?? -1),
+  'total': (record) => -record.steps.ended_ms,
+  'cached': (record) => (record.cached_tokens === null ? 2 : record.cached_tokens / record.prompt_tokens),
+};
+
+export function showRequests() {
+  const words = byId('filter').value.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = (record) => [record.request_id, record.status, record.endpoint, record.prefill_worker, record.decode_worker,
+    record.cached_tokens_source].join(' ').toLowerCase();
+  const found = records.filter((record) => words.every((word) => text(record).includes(word)));
+  const key = ORDERS[byId('order').value];
+  if (key) found.sort((one, other) => key(one) - key(other));
+  const page = found.slice(0, shown);
+  for (const number of rows.keys()) if (number <= newest() - records.length) rows.delete(number);
+  arrange(byId('recent').tBodies[0], page.map(row));
+  byId('more').hidden = found.length <= shown;
+  setText(byId('requests-sum'), records.length === 0 ? 'None yet.' : `${count(page.length)} of ${count(found.length)} shown`);
+}
+
+function row(record) {
+  if (!rows.has(record.number)) rows.set(record.number, makeRow(record));
+  return rows.get(record.number);
+}
+
+function makeRow(record) {
+  const cell = (field, ...content) => el('td', { 'data-field': field }, ...content);
+  const worker = (name) => (name === null ? ['–'] : [el('i', { class: `swatch ${colour(name)}` }), name]);
+  const open = el('button', { type: 'button', class: 'link', title: record.request_id, 'aria-haspopup': 'dialog' }, shortId(record));
+  open.addEventListener('click', () => openTimeline(record));
+  const estimate = record.cached_tokens_source !== 'worker' && record.cached_tokens !== null;
+  return el('tr', { 'data-request': record.request_id },
+    cell('ended', clock(record.ended_unix_ms)),
+    el('th', { scope: 'row' }, open),
+    cell('status', el('span', { class: record.status < 400 ? '' : 'problem' }, status(record.status))),
+    cell('prompt_tokens', count(record.prompt_tokens)),
+    cell('cached_tokens', count(record.cached_tokens), estimate ? el('span', { class: 'badge bad' }, 'estimate') : null),
+    cell('completion_tokens', count(record.completion_tokens)),
+    cell('prefill_worker', ...(record.prefill_worker === null && record.decode_worker !== null ? ['on decode'] : worker(record.prefill_worker))),
+    cell('decode_worker', ...worker(record.decode_worker)),
+    cell('first_token', duration(record.steps.first_token_ms)),
+    cell('total', duration(record.steps.ended_ms)));
+}
+
+// An id's beginning is enough to tell it, and its end says which prompt of the request it is.
+export function shortId({ request_id: id }) {
+  return id.length > 14 ? `${id.slice(0, 8)}…${id.slice(id.lastIndexOf('-'))}` : id;
+}
+
+export function status(code) {
+  return code === 499 ? 'client left' : String(code);
+}
+
+export function showScatter() {
+  const known = records.filter(reported);
+  const points = known.map((record) => ({
+    x: predictedTokens(record),
+    y: record.cached_tokens,
+    name: computedOn(record),
+    title: `${computedOn(record)}: ${count(predictedTokens(record))} predicted, ${count(record.cached_tokens)} reported of ${count(record.prompt_tokens)}`,
+    open: () => openTimeline(record),
+  }));
+  const over = points.filter(({ x, y }) => x > y).length;
+  const under = points.filter(({ x, y }) => x < y).length;
+  const sum = `${count(points.length)} prompts: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
+  scatterChart(byId('scatter'), { points, format: brief, what: `Predicted and reported cached tokens. ${sum}` });
+  setText(byId('scatter-sum'), points.length > 0 ? `${sum} Predicted is across, reported is up.` : '');
+}
+
+export function listenToRequests() {
+  const again = () => {
+    shown = PAGE;
+    showRequests();
+  };
+  byId('order').addEventListener('change', again);
+  byId('filter').addEventListener('input', again);
+  byId('more').addEventListener('click', () => {
+    shown += PAGE;
+    showRequests();
+  });
+}

@@ -1,0 +1,83 @@
+// One request's way in time: what is known of it, as bars and as a table that says the same.
+
+import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
+
+// What happened between two steps, from the request's arrival on.
+function phases({ steps, kv_transfer_ms: transfer, ...record }) {
+  const place = record.prefill_worker ?? record.decode_worker;
+  // The last one is computed with the first step of the answer.
+  const computed = record.prompt_tokens - (record.cached_tokens ?? 0) - 1;
+  const found = [
+    ['read', 'Read and tokenise', 0, steps.asked_ms, 'frontend'],
+    ['route', steps.failed.length > 0 ? 'Route, and attempts that failed' : 'Route', steps.asked_ms, steps.placed_ms, 'router'],
+    ['queue', 'Queue', steps.placed_ms, steps.scheduled_ms, place],
+    ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${count(computed)} tokens`],
+    ['transfer', 'KV transfer', steps.started_ms === null ? null : Math.max(steps.started_ms - transfer, 0), transfer > 0 ? steps.started_ms : null,
+      `${bytes(record.kv_transfer_bytes)} to ${record.decode_worker}, while it is computed`],
+    ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
+    ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
+  ].filter(([, , from, to]) => from !== null && to !== null);
+  // Without a first token only its end is known.
+  return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'it had no first token']];
+}
+
+function bars(list, steps) {
+  const total = Math.max(steps.ended_ms, 0.001);
+  const height = 18 * list.length;
+  const chart = svg('svg', { class: 'bars', viewBox: `0 0 1000 ${height}`, preserveAspectRatio: 'none', 'aria-hidden': 'true' });
+  list.forEach(([kind, , from, to], index) => {
+    const width = Math.max((1000 * (to - from)) / total, 3);
+    const x = Math.min((1000 * from) / total, 1000 - width);
+    chart.append(
+      svg('rect', { class: 'bar-back', x: 0, y: 18 * index + 2, width: 1000, height: 14 }),
+      svg('rect', { class: `bar bar-${kind}`, x, y: 18 * index + 2, width, height: 14 }),
+    );
+  });
+  for (const { at_ms: at } of steps.failed) {
+    chart.append(svg('line', { class: 'failed', x1: (1000 * at) / total, x2: (1000 * at) / total, y1: 0, y2: height }));
+  }
+  return chart;
+}
+
+function facts(record) {
+  const tiers = Object.entries(record.cached_tokens_by_tier).map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(', ');
+  const source = { worker: 'counted by the worker', router_estimate: 'an estimate of the router', unknown: 'not known' };
+  const cached = record.cached_tokens === null ? 'no first token'
+    : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
+  const predicted = record.block_size === null ? '–'
+    : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
+  const list = [
+    ['Ended', `${clock(record.ended_unix_ms)}, status ${record.status}${record.status === 499 ? ' (the client left)' : ''}`],
+    ['Endpoint', `${record.endpoint}${record.streamed ? ', streamed' : ''}${record.samples > 1 ? `, ${record.samples} answers` : ''}`],
+    ['Prompt tokens', count(record.prompt_tokens)],
+    ['Cached tokens', cached],
+    ['Predicted overlap', predicted],
+    ['New tokens', count(record.completion_tokens)],
+    ['Prefill on', record.prefill_worker ?? (record.decode_worker === null ? '–' : `${record.decode_worker}, which decodes`)],
+    ['Decode on', record.decode_worker ?? '–'],
+    ['Waited there for blocks', duration(record.queue_ms)],
+    ['Attempts that failed', record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none'],
+    ['Went on elsewhere', record.migrations === 0 ? 'no' : `${record.migrations} times`],
+  ];
+  return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
+}
+
+export function openTimeline(record) {
+  const list = phases(record);
+  const rows = list.map(([kind, name, from, to, where]) =>
+    el('tr', { 'data-phase': kind },
+      el('th', { scope: 'row' }, el('i', { class: `swatch bar-${kind}` }), name),
+      el('td', {}, duration(from)), el('td', {}, duration(to - from)), el('td', { class: 'left' }, where)));
+  const head = el('tr', {}, ...['Step', 'From', 'Took', 'Where'].map((name) => el('th', { scope: 'col' }, name)));
+  byId('request-title').textContent = `Request ${record.request_id}`;
+  byId('request-body').replaceChildren(
+    bars(list, record.steps),
+    el('div', { class: 'wide' }, el('table', { id: 'steps' }, el('thead', {}, head), el('tbody', {}, ...rows))),
+    facts(record),
+  );
+  byId('request').showModal();
+}
+
+export function listenToTimeline() {
+  byId('request-close').addEventListener('click', () => byId('request').close());
+}

@@ -1,0 +1,182 @@
+//! What the page at `/dashboard` is made of: files with a strict policy, and what the frontend remembers of requests.
+
+use crate::support::*;
+use hyper::{Method, StatusCode};
+use serde_json::{Value, json};
+use tandem_proto::v1::Reason;
+
+/// The remembered prompts, once there are so many.
+async fn remembered(cluster: &Cluster, count: usize) -> Vec<Value> {
+    for _ in 0..2000 {
+        let (_, found) = cluster.get("/dashboard/requests").await;
+        let records = found["requests"].as_array().expect("a list").clone();
+        if records.len() == count {
+            return records;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+    }
+    panic!("there are not {count} requests")
+}
+
+#[tokio::test]
+async fn it_is_part_of_the_program_and_runs_nothing_else() {
+    let cluster = Cluster::start().await;
+    let page = cluster.send(Method::GET, "/dashboard", &[], "").await;
+    let policy = page.header("content-security-policy").expect("it has a policy").to_owned();
+    for part in ["default-src 'none'", "script-src 'self';", "style-src 'self';", "frame-ancestors 'none'", "base-uri 'none'"] {
+        assert!(policy.contains(part), "{part} in {policy}");
+    }
+    assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
+    let (status, html) = page.text().await;
+    assert_eq!(status, StatusCode::OK);
+    // Everything it names is there, under the same policy, and nothing is from elsewhere.
+    let mut files: Vec<String> = html.split('"').filter(|text| text.starts_with("dashboard/")).map(str::to_owned).collect();
+    assert!(files.len() >= 3, "{files:?}");
+    let mut seen = 0;
+    while let Some(file) = files.pop() {
+        let reply = cluster.send(Method::GET, &format!("/{file}"), &[], "").await;
+        assert_eq!(reply.header("content-security-policy"), Some(&*policy), "{file}");
+        assert_eq!(reply.header("x-content-type-options"), Some("nosniff"), "{file}");
+        let (status, text) = reply.text().await;
+        assert_eq!(status, StatusCode::OK, "{file}");
+        let imports = text.lines().filter_map(|line| line.strip_prefix("import ")?.split("'./").nth(1)?.split('\'').next());
+        files.extend(imports.map(|name| format!("dashboard/{name}")));
+        let elsewhere = text.replace("http://www.w3.org/2000/svg", "");
+        assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another place");
+        seen += 1;
+    }
+    assert!(seen >= 10, "the modules were not followed");
+    let (status, error) = cluster.get("/dashboard/other.js").await;
+    assert_eq!((status, &error["error"]["code"]), (StatusCode::NOT_FOUND, &json!("unknown_path")));
+}
+
+#[tokio::test]
+async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
+    let mut cluster = Cluster::start().await;
+    // Fails once, goes on with a prefill worker, generates.
+    cluster.place(cluster.nowhere());
+    cluster.place(cluster.remote(2, 16));
+    let asked = cluster.ask(COMPLETIONS, completion(json!("a rare wisteria"), json!({ "max_tokens": 5 })));
+    cluster.call().await.answer(Some(32), "lilac").await;
+    let answer = asked.await.expect("it is answered").json().await.1;
+    let records = remembered(&cluster, 1).await;
+    let record = &records[0];
+    for (field, expected) in [
+        ("number", json!(1)),
+        ("endpoint", json!("completions")),
+        ("streamed", json!(false)),
+        ("status", json!(200)),
+        ("prompt_tokens", answer["usage"]["prompt_tokens"].clone()),
+        ("completion_tokens", json!(5)),
+        ("cached_tokens", json!(32)),
+        ("cached_tokens_source", json!("worker")),
+        ("cached_tokens_by_tier", json!({ "device": 32 })),
+        ("overlap_blocks", json!(2)),
+        ("block_size", json!(16)),
+        ("prefill_worker", json!("p0")),
+        ("decode_worker", json!("d0")),
+        ("request_id", answer["tandem"]["request_id"].clone()),
+        ("kv_transfer_bytes", json!(4096)),
+    ] {
+        assert_eq!(record[field], expected, "{field}");
+    }
+    let steps = &record["steps"];
+    let failed = steps["failed"].as_array().expect("a list");
+    assert_eq!((failed.len(), &failed[0]["reason"]), (1, &json!("unreachable")));
+    let way = ["asked_ms", "placed_ms", "scheduled_ms", "started_ms", "first_token_ms", "ended_ms"];
+    let way: Vec<f64> = way.iter().map(|step| steps[step].as_f64().unwrap_or_else(|| panic!("{step} in {steps}"))).collect();
+    assert!(way.is_sorted() && way[0] >= 0.0, "{steps}");
+    assert!(failed[0]["at_ms"].as_f64().is_some_and(|at| way[0] <= at && at <= way[1]), "{steps}");
+    let text = records[0].to_string();
+    assert!(!text.contains("wisteria") && !text.contains("lilac"), "{text}");
+}
+
+#[tokio::test]
+async fn every_end_is_remembered_and_the_oldest_are_forgotten() {
+    let mut cluster =
+        Cluster::with(|settings| (settings.dashboard_requests, settings.attempts, settings.resumes) = (3, 1, 0)).await;
+    // Refused before it is run: only counted.
+    assert_eq!(cluster.post(CHAT, &chat(json!({ "max_tokens": -1 }))).await.status(), StatusCode::BAD_REQUEST);
+    // A client that leaves before its first token.
+    let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    asked.abort();
+    call.closed().await;
+    let first = remembered(&cluster, 1).await.remove(0);
+    let told = |record: &Value| {
+        (record["status"].as_u64(), record["cached_tokens"].as_u64(), record["steps"]["first_token_ms"].is_f64())
+    };
+    assert_eq!((told(&first), first["number"].as_u64()), ((Some(499), None, false), Some(1)));
+    assert_eq!((&first["decode_worker"], &first["streamed"]), (&Value::Null, &json!(true)));
+    // No worker takes it.
+    cluster.place(tandem_proto::v1::route_reply::Message::Failure(failure(Reason::Full, "")));
+    assert_eq!(cluster.post(CHAT, &chat(json!({}))).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(told(&remembered(&cluster, 2).await[1]), (Some(503), None, false));
+    // Its worker is lost after the first token, and nobody goes on.
+    let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"a")).await;
+    call.break_off(tonic::Status::unavailable("x")).await;
+    asked.await.expect("it has begun").text().await;
+    assert_eq!(told(&remembered(&cluster, 3).await[2]), (Some(503), Some(0), true));
+    // Two prompts in one request are two records.
+    let asked = cluster.ask(COMPLETIONS, completion(json!(["one", "two"]), json!({ "max_tokens": 1 })));
+    for _ in 0..2 {
+        let call = cluster.call().await;
+        tokio::spawn(call.answer(Some(0), "x"));
+    }
+    assert_eq!(asked.await.expect("it is answered").status(), StatusCode::OK);
+    let (_, found) = cluster.get("/dashboard/requests?after=3").await;
+    let numbers = |found: &Value| {
+        found["requests"].as_array().expect("a list").iter().map(|record| record["number"].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!((numbers(&found), &found["max"]), (vec![json!(4), json!(5)], &json!(3)));
+    let (_, all) = cluster.get("/dashboard/requests").await;
+    assert_eq!(numbers(&all), [3, 4, 5].map(|number| json!(number)), "the oldest is forgotten");
+    assert_eq!(numbers(&cluster.get("/dashboard/requests?after=5").await.1), [] as [Value; 0]);
+    assert_eq!(numbers(&cluster.get("/dashboard/requests?after=nonsense").await.1).len(), 3);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_it_is_answered_is_remembered_with_what_it_got() {
+    let mut cluster = Cluster::start().await;
+    let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    call.begin(Some(0)).await;
+    call.say(tokens(0, b"abc")).await;
+    let mut reply = asked.await.expect("it streams");
+    while !reply.more().await.contains("abc") {}
+    drop(reply);
+    call.closed().await;
+    let record = remembered(&cluster, 1).await.remove(0);
+    assert_eq!((&record["status"], &record["completion_tokens"]), (&json!(499), &json!(3)));
+    assert!(record["steps"]["first_token_ms"].is_f64());
+}
+
+#[tokio::test]
+async fn without_a_memory_there_is_no_page() {
+    let cluster = Cluster::with(|settings| settings.dashboard_requests = 0).await;
+    for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
+        assert_eq!(cluster.get(path).await.0, StatusCode::NOT_FOUND, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn it_shows_who_is_there_and_says_so_when_nobody_is() {
+    let cluster = Cluster::start().await;
+    let (_, seen) = cluster.get("/dashboard/cluster").await;
+    assert_eq!((&seen["model"], &seen["unready"], &seen["block_size"]), (&json!("m"), &Value::Null, &json!(16)));
+    let workers = seen["workers"].as_array().expect("a list").iter();
+    let named: Vec<_> =
+        workers.map(|worker| (worker["worker"].clone(), worker["role"].clone(), worker["cache"].clone())).collect();
+    assert_eq!(named, [(json!("d0"), json!("decode"), Value::Null), (json!("p0"), json!("prefill"), Value::Null)]);
+    assert_eq!(seen["routers"][0]["problem"], Value::Null);
+    *cluster.decode_workers.lock().expect("no test panics with it") = 0;
+    assert_eq!(cluster.get("/dashboard/cluster").await.1["unready"], "no decode worker");
+    let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
+    let (status, seen) = unreachable.get("/dashboard/cluster").await;
+    assert_eq!((status, &seen["workers"]), (StatusCode::OK, &json!([])));
+    let problem = "router unreachable; start it, or set --router to where it is";
+    assert_eq!((&seen["unready"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
+}
