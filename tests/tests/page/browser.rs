@@ -1,0 +1,198 @@
+//! A headless Chromium with one page, driven over its DevTools protocol on a pair of pipes: no port, and nothing to install but
+//! Chromium.
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use base64::{Engine, prelude::BASE64_STANDARD};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
+
+/// A browser that starts on a machine full of other work takes seconds; one that says nothing for so long is stuck.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How often something that cannot be awaited is looked at.
+const GLANCE: Duration = Duration::from_millis(30);
+
+/// The protocol's pipes are its file descriptors 3 and 4.
+const SHELL: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#;
+
+/// As root it needs `--no-sandbox`; it shows our own page only.
+const FLAGS: [&str; 9] = [
+    "--headless",
+    "--no-sandbox",
+    "--remote-debugging-pipe",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+    "--no-proxy-server",
+];
+
+/// Dropping it kills it.
+pub struct Browser {
+    process: Child,
+    requests: ChildStdin,
+    replies: mpsc::UnboundedReceiver<Value>,
+    calls: u64,
+    session: Option<String>,
+    /// What the page's console was told that is worse than information.
+    complaints: Vec<String>,
+    folder: TempDir,
+}
+
+impl Browser {
+    /// Opens an empty page.
+    pub async fn start() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let mut command = Command::new("sh");
+        command.args(["-c", SHELL, "sh", "chromium"]).args(FLAGS);
+        command.arg(format!("--user-data-dir={}", folder.path().display()));
+        command.env("HOME", folder.path());
+        let log = File::create(folder.path().join("log"))?;
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log).spawn()?;
+        let (requests, output) = (process.stdin.take().context("piped")?, process.stdout.take().context("piped")?);
+        let (sender, replies) = mpsc::unbounded_channel();
+        std::thread::spawn(move || {
+            for message in BufReader::new(output).split(0) {
+                let Ok(reply) = message.and_then(|bytes| Ok(serde_json::from_slice(&bytes)?)) else { return };
+                if sender.send(reply).is_err() {
+                    return;
+                }
+            }
+        });
+        let (calls, session, complaints) = (0, None, Vec::new());
+        let mut browser = Self { process, requests, replies, calls, session, complaints, folder };
+        let target = browser.call("Target.createTarget", json!({ "url": "about:blank" })).await?;
+        let attach = json!({ "targetId": target["targetId"], "flatten": true });
+        let session = browser.call("Target.attachToTarget", attach).await?;
+        browser.session = session["sessionId"].as_str().map(str::to_owned);
+        for domain in ["Page", "Runtime", "Log"] {
+            browser.call(&format!("{domain}.enable"), json!({})).await?;
+        }
+        Ok(browser)
+    }
+
+    /// Calls a method of the protocol.
+    pub async fn call(&mut self, method: &str, params: Value) -> Result<Value> {
+        self.calls += 1;
+        let mut request = json!({ "id": self.calls, "method": method, "params": params });
+        if let Some(session) = &self.session {
+            request["sessionId"] = session.as_str().into();
+        }
+        let sent = self.requests.write_all(format!("{request}\0").as_bytes());
+        sent.map_err(|_| self.gone())?;
+        loop {
+            let reply = timeout(PATIENCE, self.replies.recv()).await.with_context(|| format!("{method} takes too long"))?;
+            let Some(reply) = reply else { return Err(self.gone()) };
+            if reply["id"] == self.calls {
+                ensure!(reply["error"].is_null(), "{method}: {}", reply["error"]);
+                return Ok(reply["result"].clone());
+            }
+            self.complaints.extend(complaint(&reply));
+        }
+    }
+
+    fn gone(&mut self) -> anyhow::Error {
+        let log = fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
+        anyhow!("Chromium has ended ({:?}); is it installed? apt-get install chromium\n{log}", self.process.try_wait())
+    }
+
+    pub async fn open(&mut self, url: &str) -> Result<()> {
+        let opened = self.call("Page.navigate", json!({ "url": url })).await?;
+        ensure!(opened["errorText"].is_null(), "{url}: {}", opened["errorText"]);
+        Ok(())
+    }
+
+    /// What an expression (a promise's value, if it is one) is in the page.
+    pub async fn value(&mut self, expression: &str) -> Result<Value> {
+        let params = json!({
+            "expression": expression, "awaitPromise": true, "returnByValue": true,
+            // What the page's policy forbids is forbidden here, too.
+            "allowUnsafeEvalBlockedByCSP": false,
+        });
+        let found = self.call("Runtime.evaluate", params).await?;
+        if !found["exceptionDetails"].is_null() {
+            bail!("{expression}: {}", found["exceptionDetails"]["exception"]["description"]);
+        }
+        Ok(found["result"]["value"].clone())
+    }
+
+    /// Waits until an expression is true.
+    pub async fn until(&mut self, expression: &str) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while self.value(expression).await? != true {
+            if Instant::now() > deadline {
+                let page = self.value("document.body.innerText").await?;
+                bail!("in vain: {expression}\n{:?}\n{}", self.complaints, page.as_str().unwrap_or_default());
+            }
+            sleep(GLANCE).await;
+        }
+        Ok(())
+    }
+
+    /// Presses a key, as it is called in `KeyboardEvent.key`.
+    pub async fn press(&mut self, key: &str) -> Result<()> {
+        let (code, text) = match key {
+            "Tab" => (9, None),
+            "Enter" => (13, Some("\r")),
+            "Escape" => (27, None),
+            other => bail!("the test knows no key {other}"),
+        };
+        let mut event = json!({ "type": "rawKeyDown", "key": key, "code": key, "windowsVirtualKeyCode": code });
+        if let Some(text) = text {
+            (event["type"], event["text"]) = ("keyDown".into(), text.into());
+        }
+        self.call("Input.dispatchKeyEvent", event.clone()).await?;
+        event["type"] = "keyUp".into();
+        self.call("Input.dispatchKeyEvent", event).await.map(drop)
+    }
+
+    /// Types a text where the focus is.
+    pub async fn write(&mut self, text: &str) -> Result<()> {
+        self.call("Input.insertText", json!({ "text": text })).await.map(drop)
+    }
+
+    /// Shows the page in a window of this size and in a colour scheme, `light` or `dark`.
+    pub async fn show(&mut self, (width, height): (u32, u32), scheme: &str) -> Result<()> {
+        let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600 });
+        self.call("Emulation.setDeviceMetricsOverride", size).await?;
+        let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
+        self.call("Emulation.setEmulatedMedia", scheme).await.map(drop)
+    }
+
+    /// The window, or with `whole` all of the page, as a PNG.
+    pub async fn picture(&mut self, whole: bool) -> Result<Vec<u8>> {
+        let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": whole })).await?;
+        Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("a picture")?)?)
+    }
+
+    /// Errors and warnings so far.
+    pub fn complaints(&self) -> &[String] {
+        &self.complaints
+    }
+}
+
+impl Drop for Browser {
+    fn drop(&mut self) {
+        // Its other processes end with it. It may have ended by itself.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What an event says that should not be.
+fn complaint(event: &Value) -> Option<String> {
+    let params = &event["params"];
+    let bad = match event["method"].as_str()? {
+        "Runtime.exceptionThrown" => &params["exceptionDetails"],
+        "Runtime.consoleAPICalled" if matches!(params["type"].as_str(), Some("error" | "warning" | "assert")) => &params["args"],
+        "Log.entryAdded" if matches!(params["entry"]["level"].as_str(), Some("error" | "warning")) => &params["entry"],
+        _ => return None,
+    };
+    Some(bad.to_string())
+}

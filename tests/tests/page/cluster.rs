@@ -1,0 +1,112 @@
+//! A cluster of simulated workers with any names, which the command line would not allow.
+
+use anyhow::Result;
+use std::time::Duration;
+use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_engine::{
+    EngineHandle, EngineSettings,
+    sim::{SimEngine, SimSettings},
+};
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_router::{PrefillPlace, RouterSettings};
+use tokio::net::TcpListener;
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// The parts of a cluster, as tasks. Dropping it stops them.
+pub struct Parts {
+    metrics: Metrics,
+    shutdown: Shutdown,
+    model: String,
+}
+
+impl Parts {
+    /// Starts a cluster; prompts are computed on its prefill workers. Gives the frontend's address, too.
+    pub async fn start(model: &str, prefill: &[&str], decode: &[&str]) -> Result<(Self, std::net::SocketAddr)> {
+        let parts = Self { metrics: Metrics::default(), shutdown: Shutdown::default(), model: model.to_owned() };
+        let mut workers = Vec::new();
+        for name in prefill {
+            workers.push(parts.prefill_worker(name).await?);
+        }
+        for name in decode {
+            workers.push(parts.decode_worker(name).await?);
+        }
+        let (listener, router) = listener().await?;
+        let settings =
+            RouterSettings { workers: workers.into_iter().collect(), prefill: PrefillPlace::Remote, ..Default::default() };
+        parts.run(tandem_router::run(listener, settings, parts.metrics.clone(), parts.shutdown.clone()));
+        let (listener, address) = listener_at_any_port().await?;
+        let settings = FrontendSettings::new(router, ServedModel::sim(model));
+        parts.run(tandem_frontend::run(listener, settings, parts.metrics.clone(), parts.shutdown.clone()));
+        Ok((parts, address))
+    }
+
+    fn engine(&self) -> EngineHandle {
+        let settings = EngineSettings {
+            chunk_budget: 512,
+            batch_max: 64,
+            queue_max: 64,
+            prefix_caching: true,
+            unheard_max: 1_024,
+            step_max: SOON,
+        };
+        EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() })), settings)
+    }
+
+    fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
+        self.shutdown.track(async move { part.await.expect("a part runs until it is stopped") });
+    }
+
+    async fn prefill_worker(&self, name: &str) -> Result<String> {
+        let (listener, address) = listener().await?;
+        let settings = PrefillWorkerSettings {
+            worker_id: name.to_owned(),
+            cluster: "tandem".to_owned(),
+            model: self.model.clone(),
+            revision: "sim".to_owned(),
+            ledger: Ledger::default(),
+            broker: None,
+            report_cached_tokens: true,
+            ticket_wait: SOON,
+        };
+        self.run(tandem_prefill_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    async fn decode_worker(&self, name: &str) -> Result<String> {
+        let (listener, address) = listener().await?;
+        let settings = DecodeWorkerSettings {
+            worker_id: name.to_owned(),
+            cluster: "tandem".to_owned(),
+            model: self.model.clone(),
+            revision: "sim".to_owned(),
+            ledger: Ledger::default(),
+            broker: None,
+            advertise: None,
+            report_cached_tokens: true,
+            remote_waiting_max: 64,
+            landing_wait: SOON,
+        };
+        self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        self.shutdown.stop();
+    }
+}
+
+async fn listener_at_any_port() -> Result<(TcpListener, std::net::SocketAddr)> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let address = listener.local_addr()?;
+    Ok((listener, address))
+}
+
+async fn listener() -> Result<(TcpListener, String)> {
+    let (listener, address) = listener_at_any_port().await?;
+    Ok((listener, address.to_string()))
+}

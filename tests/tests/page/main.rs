@@ -1,0 +1,269 @@
+//! The page at `/dashboard`, as its viewers meet it: in a real browser, beside a cluster that has worked.
+//!
+//! `PAGE_SHOTS=FOLDER` keeps what the browser shows: light, dark, as wide as a phone, and a request's timeline.
+
+mod browser;
+mod cluster;
+
+use anyhow::{Context, Result, ensure};
+use browser::Browser;
+use cluster::Parts;
+use futures::{StreamExt, TryStreamExt};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use tandem_tests::{Client, Endpoint, prose, within};
+use tokio::time::Instant;
+
+/// Names that would be markup if anybody took them for it.
+const MODEL: &str = r#"<img src="x" onerror="document.title='owned'">"#;
+const DECODE: &str = "<script>document.title='owned'</script>";
+const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
+/// In every prompt, and nowhere on the page.
+const SECRET: &str = "wisteria";
+/// The page shows within this time what is counted, or never.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often it is looked at.
+const GLANCE: Duration = Duration::from_millis(100);
+const PHONE: (u32, u32) = (390, 844);
+const DESK: (u32, u32) = (1280, 900);
+
+/// Sixty prompts about seven documents; one client leaves, one asks for what nobody can hold.
+async fn traffic(client: &Client) -> Result<()> {
+    let ask = async |number: u64| {
+        let text = format!("{}{SECRET} {number}", prose(&(number % 7).to_string(), 100 + 60 * (number as usize % 7)));
+        let endpoint = if number.is_multiple_of(3) { Endpoint::Chat } else { Endpoint::Completions };
+        let mut body = endpoint.request(MODEL, &text, json!({ "max_tokens": 5 + number % 20 }));
+        if number.is_multiple_of(2) {
+            (body["stream"], body["stream_options"]) = (true.into(), json!({ "include_usage": true }));
+        }
+        let answer = client.ask(endpoint.path(), &body).await?;
+        ensure!(answer.status == 200, "{answer:?}");
+        anyhow::Ok(())
+    };
+    futures::stream::iter((0..60).map(ask)).buffer_unordered(4).try_collect::<()>().await?;
+    let long = json!({ "max_tokens": 20_000, "ignore_eos": true, "stream": true });
+    let body = Endpoint::Chat.request(MODEL, &prose(SECRET, 40), long);
+    client.send(Endpoint::Chat.path(), &body).await?.chunk().await?;
+    let refused = client.ask(Endpoint::Chat.path(), &Endpoint::Chat.request(MODEL, SECRET, json!({ "max_tokens": -1 }))).await?;
+    ensure!(refused.status == 400);
+    within("all have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
+}
+
+/// The number in each field of every row or tile that `selector` finds, by the row's worker.
+async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(String, String), String>> {
+    let cells = browser
+        .value(&format!(
+            "[...document.querySelectorAll('{selector} [data-field]')].map((cell) =>
+                [cell.closest('tr')?.dataset.worker ?? '', cell.dataset.field, cell.textContent])"
+        ))
+        .await?;
+    let cells: Vec<(String, String, String)> = serde_json::from_value(cells)?;
+    Ok(cells.into_iter().map(|(worker, field, text)| ((worker, field), text.replace(',', ""))).collect())
+}
+
+/// What the page says and `/metrics` does not.
+async fn differences(browser: &mut Browser, client: &Client) -> Result<Vec<String>> {
+    let mut shown = fields(browser, "#workers").await?;
+    shown.extend(fields(browser, "#tiles").await?);
+    let mut wrong = Vec::new();
+    let mut hold = async |worker: &str, field: &str, series: &str, labels: &str| -> Result<()> {
+        let counted = client.metric(series, labels).await?;
+        let text = shown.get(&(worker.to_owned(), field.to_owned()));
+        if text.and_then(|text| text.parse::<f64>().ok()) != Some(counted) {
+            wrong.push(format!("{worker} {field}: {text:?} is shown, {series}{{{labels}}} is {counted}"));
+        }
+        Ok(())
+    };
+    for worker in WORKERS {
+        let of = |more: &str| format!("worker=\"{worker}\"{more}");
+        for (field, series, more) in [
+            ("prompts", "tandem_worker_prefix_cache_requests_total", ""),
+            ("prompt_tokens", "tandem_worker_prompt_tokens_total", ""),
+            ("cached_tokens", "tandem_worker_cached_tokens_total", ""),
+            ("overlap_blocks", "tandem_router_overlap_blocks_sum", ""),
+            ("overlap_over_tokens", "tandem_router_overlap_over_tokens_total", ""),
+            ("overlap_under_tokens", "tandem_router_overlap_under_tokens_total", ""),
+            ("indexed_blocks", "tandem_router_index_blocks", ""),
+            ("free_blocks", "tandem_worker_kv_blocks", ",state=\"free\""),
+            ("cached_blocks", "tandem_worker_kv_blocks", ",state=\"cached\""),
+            ("in_use_blocks", "tandem_worker_kv_blocks", ",state=\"in_use\""),
+            ("waiting_requests", "tandem_worker_queue_depth", ""),
+        ] {
+            hold(worker, field, series, &of(more)).await?;
+        }
+    }
+    for (field, series, labels) in [
+        ("inflight", "tandem_frontend_inflight_requests", ""),
+        ("answered", "tandem_frontend_requests_total", "code=\"200\""),
+        ("failed", "tandem_frontend_requests_total", "code=\"5"),
+        ("prompt_tokens", "tandem_frontend_prompt_tokens_total", ""),
+        ("cached_tokens", "tandem_frontend_cached_tokens_total", ""),
+        ("completion_tokens", "tandem_frontend_completion_tokens_total", ""),
+        ("estimates", "tandem_frontend_unreported_prompts_total", ""),
+    ] {
+        hold("", field, series, labels).await?;
+    }
+    Ok(wrong)
+}
+
+async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()> {
+    browser.until("document.getElementById('state').textContent === 'Ready'").await?;
+    for place in ["#prefill .card", "#decode .card", "#workers tbody tr"] {
+        browser.until(&format!("document.querySelectorAll('{place}').length > 0")).await?;
+    }
+    let named = "[...new Set([...document.querySelectorAll('.card[data-worker]')].map((card) => card.dataset.worker))].sort()";
+    let mut all = WORKERS;
+    all.sort_unstable();
+    assert_eq!(browser.value(named).await?, json!(all));
+    // A worker tells its totals once a second, and the page asks every two.
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let wrong = differences(browser, client).await?;
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "{}", wrong.join("\n"));
+        tokio::time::sleep(GLANCE).await;
+    }
+}
+
+/// Each request that was answered has a row with what its client was told.
+async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()> {
+    browser.until("document.getElementById('requests-sum').textContent === '25 of 61 shown'").await?;
+    while browser.value("!document.getElementById('more').hidden").await? == true {
+        browser.value("document.getElementById('more').click()").await?;
+    }
+    let rows = "Object.fromEntries([...document.querySelectorAll('#recent tbody tr')].map((row) => [row.dataset.request,
+        Object.fromEntries([...row.querySelectorAll('[data-field]')].map((cell) => [cell.dataset.field, cell.textContent]))]))";
+    let rows = browser.value(rows).await?;
+    assert_eq!(rows.as_object().context("rows")?.len(), 61);
+    let mut told = 0;
+    for line in client.lines() {
+        let (Some(id), Some(answer)) = (line.request_id, line.told) else { continue };
+        let row = &rows[format!("{id}-0")];
+        let number = |field: &str| row[field].as_str().and_then(|text| text.replace(',', "").parse::<u64>().ok());
+        assert_eq!((number("prompt_tokens"), number("cached_tokens")), (Some(answer.prompt_tokens), Some(answer.cached_tokens)));
+        assert_eq!((&row["status"], &row["decode_worker"]), (&json!("200"), &json!(DECODE)), "{row}");
+        told += 1;
+    }
+    assert_eq!(told, 60);
+    let left = rows.as_object().into_iter().flatten().filter(|(_, row)| row["status"] == "client left").count();
+    assert_eq!(left, 1);
+    Ok(())
+}
+
+/// Without a mouse: to a request by Tab, into its timeline by Enter, out of it by Escape.
+async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
+    browser.value("document.getElementById('order').value = 'total'").await?;
+    browser.value("document.getElementById('order').dispatchEvent(new Event('change'))").await?;
+    let focus = "document.activeElement?.closest('#recent tbody tr')?.dataset.request ?? document.activeElement?.id ?? ''";
+    let mut way = Vec::new();
+    let request = loop {
+        browser.press("Tab").await?;
+        let at = browser.value(focus).await?.as_str().unwrap_or_default().to_owned();
+        if at.ends_with("-0") {
+            break at;
+        }
+        way.push(at);
+        ensure!(way.len() < 60, "Tab does not lead to a request: {way:?}");
+    };
+    for stop in ["pause", "order", "filter"] {
+        ensure!(way.iter().any(|at| at == stop), "Tab does not lead to {stop}: {way:?}");
+    }
+    let outlined = browser.value("getComputedStyle(document.activeElement).outlineStyle").await?;
+    ensure!(outlined == "solid", "one sees where the focus is: {outlined}");
+    browser.press("Enter").await?;
+    browser.until("document.getElementById('request').open").await?;
+    assert_eq!(browser.value("document.getElementById('request-title').textContent").await?, format!("Request {request}"));
+    let steps = browser.value("[...document.querySelectorAll('#steps tbody tr')].map((row) => row.dataset.phase)").await?;
+    assert_eq!(steps, json!(["read", "route", "queue", "prefill", "transfer", "first", "decode"]));
+    browser.press("Tab").await?;
+    ensure!(browser.value("document.getElementById('request').contains(document.activeElement)").await? == true);
+    if let Ok(folder) = std::env::var("PAGE_SHOTS") {
+        std::fs::write(format!("{folder}/timeline.png"), browser.picture(false).await?)?;
+    }
+    browser.press("Escape").await?;
+    browser.until("!document.getElementById('request').open").await?;
+    assert_eq!(browser.value(focus).await?, request, "the focus returns to where it was");
+    Ok(())
+}
+
+/// The page says what the frontend answers the command line.
+async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
+    let text = format!("{}{SECRET} again", prose("3", 280));
+    let body = Endpoint::Completions.request(MODEL, &text, json!({ "max_tokens": 1 }));
+    let expected = client.explain(Endpoint::Completions.path(), &body).await?["prompts"][0].clone();
+    browser.value("document.getElementById('prompt').focus()").await?;
+    browser.write(&text).await?;
+    while browser.value("document.activeElement.type").await? != "submit" {
+        browser.press("Tab").await?;
+    }
+    browser.press("Enter").await?;
+    browser.until("document.querySelector('#explained .verdict') !== null").await?;
+    assert_eq!(browser.value("document.querySelector('#explained .verdict').textContent").await?, expected["verdict"]);
+    let chosen = "[...document.querySelectorAll('#costs .chosen th')].map((head) => head.firstChild.textContent)";
+    let prefill = expected["prefill_worker"].as_str().context("prompts are computed elsewhere")?;
+    assert_eq!(browser.value(chosen).await?, json!([format!("{prefill} prefills"), format!("{DECODE} receives")]));
+    Ok(())
+}
+
+async fn fits_every_window(browser: &mut Browser) -> Result<()> {
+    let shots = std::env::var("PAGE_SHOTS").ok();
+    for (name, size, scheme) in [("light", DESK, "light"), ("dark", DESK, "dark"), ("phone", PHONE, "light")] {
+        browser.show(size, scheme).await?;
+        browser.until(&format!("window.innerWidth === {}", size.0)).await?;
+        let back = browser.value("getComputedStyle(document.body).backgroundColor").await?;
+        let expected = if scheme == "dark" { "rgb(18, 22, 27)" } else { "rgb(246, 247, 249)" };
+        assert_eq!(back, expected, "{name}");
+        // Charts are drawn anew for the width.
+        browser.until("document.documentElement.scrollWidth <= window.innerWidth").await?;
+        if let Some(folder) = &shots {
+            std::fs::write(format!("{folder}/{name}.png"), browser.picture(true).await?)?;
+        }
+    }
+    Ok(())
+}
+
+/// Neither names nor prompts become markup, and what came in by any other way would not run.
+async fn runs_nothing_of_others(browser: &mut Browser, client: &Client) -> Result<()> {
+    assert_eq!(browser.value("document.getElementById('model').textContent").await?, MODEL);
+    let markup = "document.querySelectorAll('img').length + document.querySelectorAll('body script').length";
+    assert_eq!(
+        (browser.value(markup).await?, browser.value("document.title").await?),
+        (json!(0), json!(format!("Tandem – {MODEL}")))
+    );
+    for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests"] {
+        ensure!(!client.get(path).await?.1.contains(SECRET), "{path} knows a prompt's text");
+    }
+    for forbidden in ["eval('1')", "document.body.innerHTML = '<b>x</b>'", "document.createElement('script').text = '1'"] {
+        ensure!(browser.value(forbidden).await.is_err(), "{forbidden} does not fail");
+    }
+    let elsewhere = "fetch('http://127.0.0.1:1/').then(() => 'let out', (error) => error.constructor.name)";
+    assert_eq!(browser.value(elsewhere).await?, "TypeError");
+    let forbidden = browser.complaints().iter().filter(|complaint| complaint.contains("Content Security Policy")).count();
+    ensure!(forbidden > 0, "the policy says what it forbids: {:?}", browser.complaints());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_real_browser_shows_the_cluster_as_it_is() -> Result<()> {
+    let (_cluster, address) = Parts::start(MODEL, &["prefill-0", "prefill-1"], &[DECODE]).await?;
+    let client = Client::new(address);
+    within("the cluster is ready", async || {
+        let seen: Value = serde_json::from_str(&client.get("/dashboard/cluster").await?.1)?;
+        Ok(seen["workers"].as_array().is_some_and(|workers| workers.len() == WORKERS.len()) && seen["unready"].is_null())
+    })
+    .await?;
+    let mut browser = Browser::start().await?;
+    browser.show(DESK, "light").await?;
+    browser.open(&format!("http://{address}/dashboard")).await?;
+    traffic(&client).await?;
+    shows_the_cluster(&mut browser, &client).await?;
+    shows_the_requests(&mut browser, &client).await?;
+    works_by_keyboard(&mut browser).await?;
+    explains(&mut browser, &client).await?;
+    fits_every_window(&mut browser).await?;
+    assert_eq!(browser.complaints(), [] as [String; 0]);
+    runs_nothing_of_others(&mut browser, &client).await
+}
