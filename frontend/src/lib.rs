@@ -5,6 +5,7 @@
 //! permit, a booking, a generation) is held by values that live in its response, and goes when the client goes.
 
 mod admission;
+mod audit;
 mod dispatch;
 mod error;
 mod http;
@@ -17,12 +18,13 @@ mod request;
 mod stream;
 mod usage;
 
+pub use audit::{AuditResult, AuditResultError};
 pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 
 use axum::serve::ListenerExt;
 use listen::{Arriving, Impatient};
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Workers},
@@ -57,6 +59,8 @@ pub struct FrontendSettings {
     pub unread_max: Duration,
     /// Prompts that the page at `/dashboard` remembers. 0: there is no such page.
     pub dashboard_requests: usize,
+    /// Where `tandem audit check` leaves its result, for the page and the metrics.
+    pub audit_result: Option<PathBuf>,
 }
 
 impl FrontendSettings {
@@ -75,6 +79,7 @@ impl FrontendSettings {
             resumes: 8,
             unread_max: Duration::from_secs(300),
             dashboard_requests: 512,
+            audit_result: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What the frontend counts, with the prefix `tandem_frontend_`.
 
 use crate::{
+    audit::AuditResult,
     error::reason_label,
     usage::{Cached, CachedSource, PromptUsage},
 };
@@ -198,6 +199,14 @@ impl FrontendMetrics {
         let model = if model_known { self.model.as_str() } else { "" };
         let labels = [("endpoint", endpoint.label()), ("model", model), ("code", code)];
         self.registry.counter(NAME, "Requests by the status of their reply.", &labels)
+    }
+
+    /// What the last audit says. Its gauges are there from the first one on.
+    pub(crate) fn audited(&self, found: &AuditResult) {
+        let gauge = |name, help| self.registry.gauge(name, help, &[]);
+        let at = "When `tandem audit check` last ended, in seconds since 1970.";
+        gauge("tandem_frontend_audit_timestamp_seconds", at).set(found.checked_unix_s as f64);
+        gauge("tandem_frontend_audit_findings", "Things that did not reconcile then.").set(found.findings as f64);
     }
 
     /// Everything of the process, in Prometheus' text format.

@@ -2,6 +2,7 @@
 //!
 //! 0: done. 1: failed, with one line on stderr that says what to do. 2: the command line or a setting is wrong.
 
+use anyhow::Context;
 use std::{ffi::OsStr, process::ExitCode};
 use tandem::{
     Cluster, Process, StartError, audit, explain,
@@ -43,7 +44,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         }
         Command::Ready { address } => ready::check(&address)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
-        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend } } => {
+        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend, result } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             evidence.lost_workers.extend(lost_workers);
             evidence.lost_frontend = lost_frontend;
@@ -53,6 +54,10 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             print(&format!(
                 "{answers} answers ({estimates} of them estimates, {unverified} known to killed workers only), {attempts} attempts, {workers} workers\n"
             ));
+            if let Some(path) = result {
+                let written = checked.result(findings.len()).now().write(&path);
+                written.with_context(|| format!("--result {} cannot be written", path.display()))?;
+            }
             anyhow::ensure!(findings.is_empty(), "{} things do not reconcile; they are listed above", findings.len());
         }
     }

@@ -108,6 +108,9 @@ pub enum AuditCommand {
         /// A frontend was killed: what it had counted is missing in the sums of the others, which may be less then, but not more
         #[arg(long)]
         lost_frontend: bool,
+        /// Also write what came of it to this file, for a frontend's --audit-result
+        #[arg(long, value_name = "FILE")]
+        result: Option<PathBuf>,
     },
 }
 
@@ -247,6 +250,11 @@ pub struct UpSettings {
     /// 0: there is no such page
     #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=100_000))]
     pub dashboard_requests: u32,
+
+    /// Where `tandem audit check --result FILE` leaves its result: /dashboard shows it, and /metrics for an alert [default: nowhere]
+    #[arg(long, env = "TANDEM_AUDIT_RESULT", value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub audit_result: Option<PathBuf>,
 
     /// Append a line to this file for every prompt that a worker begins and for what became of it, each process to a file of its own; see
     /// `tandem audit check`

@@ -23,6 +23,7 @@ pub struct TestCluster(Cluster, TempDir);
 const PATIENCE: Duration = Duration::from_secs(30);
 /// In a cluster's own folder.
 const LEDGER: &str = "ledger";
+const AUDIT_RESULT: &str = "audit-result";
 /// How often something that cannot be awaited is looked at.
 const GLANCE: Duration = Duration::from_millis(5);
 
@@ -30,6 +31,7 @@ const GLANCE: Duration = Duration::from_millis(5);
 pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     let folder = tempfile::tempdir()?;
     settings.ledger = Some(folder.path().join(LEDGER));
+    settings.audit_result = Some(folder.path().join(AUDIT_RESULT));
     Ok(TestCluster(Cluster::start(settings).await?, folder))
 }
 
@@ -115,6 +117,7 @@ impl TestCluster {
             evidence.client = client.lines();
             evidence.metrics.add(&client.get("/metrics").await?.1);
             let (checked, findings) = audit::check(&evidence);
+            self.leave_audit_result(checked, findings.len())?;
             if findings.is_empty() {
                 return Ok(checked);
             }
@@ -124,6 +127,11 @@ impl TestCluster {
         }
         let findings: Vec<String> = last.iter().map(ToString::to_string).collect();
         anyhow::bail!("the books do not agree:\n{}", findings.join("\n"))
+    }
+
+    /// What `tandem audit check --result` leaves for the frontend.
+    pub fn leave_audit_result(&self, checked: audit::Checked, findings: usize) -> Result<()> {
+        Ok(checked.result(findings).now().write(&self.1.path().join(AUDIT_RESULT))?)
     }
 
     /// Ends it.

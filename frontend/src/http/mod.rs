@@ -18,6 +18,7 @@ pub(crate) use progress::PromptDetails;
 use crate::{
     FrontendSettings,
     admission::{Admission, Admitted},
+    audit::LastAudit,
     dispatch::{Dispatcher, Limits, Prompt, Routers},
     error::{ApiError, Problem},
     metrics::{Endpoint, FrontendMetrics},
@@ -60,6 +61,7 @@ pub(crate) struct App {
     since: u64,
     /// For the page at `/dashboard`; `None`: there is none.
     recent: Option<Arc<Recent>>,
+    audit: Option<LastAudit>,
 }
 
 impl App {
@@ -96,6 +98,7 @@ impl App {
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
             since: unix_seconds(),
+            audit: settings.audit_result.map(LastAudit),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
     }

@@ -180,3 +180,30 @@ async fn it_shows_who_is_there_and_says_so_when_nobody_is() {
     let problem = "router unreachable; start it, or set --router to where it is";
     assert_eq!((&seen["unready"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
 }
+
+#[tokio::test]
+async fn the_last_audit_is_shown_and_counted_for_an_alert() {
+    use tandem_frontend::AuditResult;
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("audit");
+    let cluster = Cluster::with(|settings| settings.audit_result = Some(file.clone())).await;
+    let shown = async || cluster.get("/dashboard/cluster").await.1["audit"].clone();
+    let scraped = async || cluster.send(Method::GET, "/metrics", &[], "").await.text().await.1;
+    assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("cannot be read")));
+    assert!(!scraped().await.contains("tandem_frontend_audit"));
+    let result = AuditResult { findings: 2, answers: 60, ..AuditResult::default() }.now();
+    result.write(&file).expect("ours");
+    let text = scraped().await;
+    for line in [
+        "tandem_frontend_audit_findings 2".to_owned(),
+        format!("tandem_frontend_audit_timestamp_seconds {}", result.checked_unix_s),
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line} in {text}");
+    }
+    assert_eq!(shown().await, json!(result));
+    AuditResult { findings: 0, ..result }.write(&file).expect("ours");
+    assert!(scraped().await.contains("tandem_frontend_audit_findings 0"));
+    std::fs::write(&file, "findings 0").expect("ours");
+    assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("is not what")));
+    assert_eq!(Cluster::start().await.get("/dashboard/cluster").await.1["audit"], Value::Null);
+}

@@ -11,6 +11,7 @@ pub use evidence::{ClientLine, Evidence, EvidenceError, Source, Told, read};
 pub use metrics::Samples;
 
 use std::collections::{BTreeMap, BTreeSet};
+use tandem_frontend::AuditResult;
 use tandem_node::worker::{LedgerLine, Outcome};
 
 /// Something that does not reconcile, and where.
@@ -149,6 +150,15 @@ pub struct Checked {
     pub workers: usize,
     /// Answers whose count only killed workers knew: nothing is left to hold against what was told.
     pub unverified: usize,
+}
+
+impl Checked {
+    /// For who reads only whether it reconciles.
+    pub fn result(&self, findings: usize) -> AuditResult {
+        let [findings, answers, estimates, unverified] =
+            [findings, self.answers, self.estimates, self.unverified].map(|count| count as u64);
+        AuditResult { findings, answers, estimates, unverified, checked_unix_s: 0 }
+    }
 }
 
 /// Everything that does not reconcile.

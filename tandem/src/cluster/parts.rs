@@ -153,6 +153,7 @@ impl Parts {
             cluster: self.cluster.clone(),
             resumes: settings.resumes,
             dashboard_requests: settings.dashboard_requests as usize,
+            audit_result: settings.audit_result.clone(),
             routers,
             ..FrontendSettings::new("", model)
         };

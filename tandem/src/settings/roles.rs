@@ -46,6 +46,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("max-body-bytes", &[FRONTEND]),
     ("resumes", &[FRONTEND]),
     ("dashboard-requests", &[FRONTEND]),
+    ("audit-result", &[FRONTEND]),
     ("ledger", WORKERS),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),

@@ -168,3 +168,29 @@ fn a_model_is_told_by_its_path_on_the_last_line() {
     let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);
     assert_eq!(listed, format!("Tiny\t0.0 MB\t{}\n", file.display()));
 }
+
+#[test]
+fn an_audit_leaves_its_result_whatever_it_finds() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("ours");
+        path.to_str().expect("text").to_owned()
+    };
+    let (nothing, result) = (file("nothing", ""), folder.path().join("result"));
+    let client = file("client", r#"{"request_id":"r","told":{"prompt_tokens":52,"cached_tokens":48}}"#);
+    let audit = |client: &str, result: &str| {
+        ended(&["audit", "check", "--client", client, "--ledger", &nothing, "--metrics", &nothing, "--result", result])
+    };
+    let path = result.to_str().expect("text");
+    for (client, code) in [(&client, 1), (&nothing, 0)] {
+        let output = audit(client, path);
+        let found = text(&output.stdout).lines().count() as u64 - 1;
+        let left = tandem_frontend::AuditResult::read(&result).expect("it was written");
+        assert_eq!((output.status.code(), left.findings, left.answers), (Some(code), found, code as u64), "{output:?}");
+        assert!(left.checked_unix_s > 1_700_000_000);
+    }
+    let output = audit(&nothing, "/nowhere/result");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("--result /nowhere/result cannot be written"), "{output:?}");
+}

@@ -16,6 +16,10 @@ impl App {
         let views: Views = self.dispatcher.routers().views().collect().await;
         let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
         let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
+        let audit = match &self.audit {
+            Some(audit) => Some(audit.look(&self.metrics).await),
+            None => None,
+        };
         json!({
             "now_unix_ms": unix_ms(),
             "since_unix_s": self.since,
@@ -27,6 +31,10 @@ impl App {
             "routers": routers,
             "workers": workers(&views),
             "absent": absent(&views),
+            "audit": audit.map(|found| match found {
+                Ok(found) => json!(found),
+                Err(error) => json!({ "problem": error.to_string() }),
+            }),
         })
     }
 

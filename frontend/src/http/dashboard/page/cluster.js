@@ -5,7 +5,7 @@ import { arrange, byId, bytes, colour, count, duration, el, share, svg } from '.
 const rows = new Map();
 
 export function showCluster(cluster) {
-  byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router));
+  byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router), ...audit(cluster));
   for (const role of ['prefill', 'decode']) {
     const workers = cluster.workers.filter((worker) => worker.role === role || (role === 'decode' && worker.role === 'unknown'));
     const none = el('li', { class: 'note' }, role === 'prefill' ? 'None: decode workers compute all prompts.' : 'None.');
@@ -38,6 +38,19 @@ function router({ address, problem, bookings, peer_bookings, peers, workers_read
     el('p', {}, address),
     told && el('p', {}, told),
     problem && el('p', { class: 'problem' }, problem));
+}
+
+// What `tandem audit check` last found, if this frontend knows where it says so.
+function audit({ audit: found, now_unix_ms: now }) {
+  if (!found) return [];
+  const { problem, findings } = found;
+  const hours = (now / 1000 - found.checked_unix_s) / 3600;
+  const ago = hours < 1 ? 'less than an hour ago' : `${count(Math.floor(hours))} h ago`;
+  const result = problem ? 'not known' : findings === 0 ? 'reconciles' : `${count(findings)} findings`;
+  const about = problem ?? `Checked ${ago}: ${count(found.answers)} answers, ${count(found.estimates)} estimates, ${count(found.unverified)} unverified`;
+  return [el('li', { class: 'card', id: 'audit' },
+    el('div', { class: 'card-head' }, el('b', {}, 'ledger'), badge(result, findings === 0 ? 'well' : 'bad')),
+    el('p', { class: problem ? 'problem' : '' }, about))];
 }
 
 function card(worker, blockSize) {
