@@ -191,7 +191,8 @@ impl Sampler {
         }
         let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
         let mut candidates = Vec::with_capacity(logits.len());
-        candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min));
+        // Where the temperature is so low that the limit is the maximum, the likeliest stay.
+        candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min || *logit == max));
         for (_, weight) in &mut candidates {
             *weight = exp((*weight - max) / s.temperature);
         }
@@ -412,6 +413,13 @@ mod tests {
         assert_eq!(drawn(no_token, &logits, 1), [0]);
         assert_eq!(drawn(Sampling::default(), &[f32::NAN; 3], 1), [0]);
         assert_eq!(drawn(Sampling::default(), &[f32::NAN, f32::NEG_INFINITY, 1.0], 1), [2]);
+    }
+
+    #[test]
+    fn the_lowest_temperatures_leave_the_likeliest() {
+        for temperature in [1e-3, 1e-8, f32::MIN_POSITIVE, 1e-45] {
+            assert_eq!(drawn(Sampling { temperature, ..Sampling::default() }, &[-20.0, 20.0, 19.0], 3), [1; 3], "{temperature}");
+        }
     }
 
     #[test]
