@@ -111,11 +111,11 @@ impl Engine for Measured {
         Ok(output)
     }
 
-    fn read_block(&self, block: BlockId, into: &mut [u8]) {
-        self.engine.read_block(block, into);
+    fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
+        self.engine.read_block(block, into)
     }
 
-    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
-        self.engine.write_block(block, bytes);
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
+        self.engine.write_block(block, bytes)
     }
 }

@@ -12,9 +12,9 @@ mod model;
 mod simd;
 mod step;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod threads;
-mod weights;
+pub(crate) mod weights;
 
 pub use isa::{Isa, NoSuchIsa};
 pub use model::CpuModel;
@@ -58,28 +58,6 @@ pub enum CpuError {
     Settings {
         /// As set.
         block_size: u32,
-        /// As set.
-        capacity_blocks: u32,
-    },
-    /// A token's id lies beyond the vocabulary.
-    #[error("a token lies beyond the vocabulary of {vocab_size}")]
-    BeyondVocabulary {
-        /// How many tokens there are.
-        vocab_size: usize,
-    },
-    /// A chunk is empty or ends beyond the context.
-    #[error("a chunk of {tokens} tokens from position {start} is empty or ends beyond the context of {context_length}")]
-    BeyondContext {
-        /// Its first position.
-        start: u32,
-        /// Its length.
-        tokens: usize,
-        /// The model's limit.
-        context_length: u32,
-    },
-    /// A chunk has no block for one of its tokens, or one that is not in the KV memory.
-    #[error("a chunk lacks blocks, or has one beyond the {capacity_blocks} there are")]
-    NoBlock {
         /// As set.
         capacity_blocks: u32,
     },
@@ -141,23 +119,6 @@ impl CpuEngine {
         Ok(Self { model, settings, threads, layout, kv, buffers: Buffers::default() })
     }
 
-    fn check(&self, chunk: &Chunk<'_>) -> Result<(), CpuError> {
-        let (vocab_size, context_length) = (self.model.config.vocab_size, self.model.config.context_length);
-        let tokens = chunk.tokens.len();
-        let end = chunk.start as usize + tokens;
-        if tokens == 0 || end > context_length as usize {
-            return Err(CpuError::BeyondContext { start: chunk.start, tokens, context_length });
-        }
-        if chunk.tokens.iter().any(|token| *token as usize >= vocab_size) {
-            return Err(CpuError::BeyondVocabulary { vocab_size });
-        }
-        let capacity_blocks = self.settings.capacity_blocks;
-        match chunk.blocks.get(..end.div_ceil(self.layout.block_size)) {
-            Some(blocks) if blocks.iter().all(|block| block.0 < capacity_blocks) => Ok(()),
-            _ => Err(CpuError::NoBlock { capacity_blocks }),
-        }
-    }
-
     fn block_range(&self, block: BlockId) -> std::ops::Range<usize> {
         let len = self.layout.block_len();
         block.0 as usize * len..(block.0 as usize + 1) * len
@@ -177,28 +138,31 @@ impl Engine for CpuEngine {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
+        let info = self.describe();
         for chunk in chunks {
-            self.check(chunk).map_err(|error| EngineError(Box::new(error)))?;
+            info.check_chunk(chunk).map_err(|error| EngineError(Box::new(error)))?;
         }
         let Self { model, settings, threads, layout, kv, buffers } = self;
         let step = Step { model, isa: settings.isa, threads, layout, kv, buffers };
-        Ok(StepOutput { logits: step.run(chunks), simulated: Duration::ZERO })
+        Ok(StepOutput { logits: step.run(chunks), ..StepOutput::default() })
     }
 
-    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+    fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
         let halves = &self.kv[self.block_range(block)];
         assert_eq!(into.len(), size_of_val(halves), "a block is read into as many bytes as it has");
         for (into, half) in into.as_chunks_mut::<2>().0.iter_mut().zip(halves) {
             *into = half.to_le_bytes();
         }
+        Ok(())
     }
 
-    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
         let range = self.block_range(block);
         let halves = &mut self.kv[range];
         assert_eq!(bytes.len(), size_of_val(halves), "a block is written from as many bytes as it has");
         for (half, bytes) in halves.iter_mut().zip(bytes.as_chunks::<2>().0) {
             *half = u16::from_le_bytes(*bytes);
         }
+        Ok(())
     }
 }

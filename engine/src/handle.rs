@@ -5,7 +5,7 @@
 //! its blocks once, all of which it holds. So a slow listener holds up nobody else, loses nothing, and costs a bounded memory.
 
 use crate::machine::{Action, JobId, Machine};
-use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal};
+use crate::{Engine, EngineError, EngineInfo, Event, Generate, Prefill, Refusal};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -279,7 +279,7 @@ impl Driver {
                 continue;
             };
             let started = Instant::now();
-            let output = self.engine.step(&self.machine.chunks(&plan));
+            let output = self.engine.step_and_draw(&self.machine.chunks(&plan), &self.machine.draws(&plan));
             match output {
                 Ok(output) => {
                     if !output.simulated.is_zero() {
@@ -290,8 +290,7 @@ impl Driver {
                     self.publish(Some(stats));
                 }
                 Err(error) => {
-                    tracing::error!(%error, "a step failed; all requests on this worker end");
-                    self.machine.fail();
+                    self.fail(&error);
                     self.act();
                 }
             }
@@ -320,12 +319,15 @@ impl Driver {
             Command::SendBlocks(job, indices) => self.machine.send_blocks(job, indices),
             Command::Write { ticket, index, payload, reply } => {
                 let target = self.machine.write(ticket, index, payload.len(), now);
-                if let Ok(block) = target {
-                    self.engine.write_block(block, &payload);
-                    self.machine.landed(ticket, now);
-                }
+                let written = target.and_then(|block| match self.engine.write_block(block, &payload) {
+                    Ok(()) => Ok(self.machine.landed(ticket, now)),
+                    Err(error) => {
+                        self.fail(&error);
+                        Err(WriteRefused)
+                    }
+                });
                 // A sender that has gone does not want to know.
-                let _ = reply.send(target.map(drop));
+                let _ = reply.send(written);
             }
             Command::Watch(reply) => {
                 // Everything up to here is in the snapshot, so it goes to the earlier watchers first.
@@ -372,24 +374,34 @@ impl Driver {
         });
     }
 
+    /// The device is not what it was: nothing that runs on it can go on.
+    fn fail(&mut self, error: &EngineError) {
+        tracing::error!(%error, "the engine failed; all requests on this worker end");
+        self.machine.fail();
+    }
+
     fn act(&mut self) {
+        let mut broken = None;
         for action in self.machine.take_actions() {
             match action {
                 Action::Tell(job, event) => self.tell(job, event),
-                Action::Copy { from, to } => {
-                    let mut payload = vec![0; self.machine.info().block_bytes];
-                    self.engine.read_block(from, &mut payload);
-                    self.engine.write_block(to, &payload);
-                }
+                Action::Copy { from, to } => broken = self.engine.copy_block(from, to).err().or(broken),
                 Action::Read { job, index, block } => {
                     let mut payload = vec![0; self.machine.info().block_bytes];
-                    self.engine.read_block(block, &mut payload);
-                    self.tell(job, Event::Block { index, payload: payload.into() });
+                    match self.engine.read_block(block, &mut payload) {
+                        Ok(()) => self.tell(job, Event::Block { index, payload: payload.into() }),
+                        Err(error) => broken = Some(error),
+                    }
                 }
                 Action::End(job) => {
                     self.jobs.remove(&job);
                 }
             }
+        }
+        if let Some(error) = broken {
+            self.fail(&error);
+            // Only last words.
+            self.act();
         }
     }
 

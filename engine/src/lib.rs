@@ -1,9 +1,11 @@
 //! Runs batches of token chunks on a device, and decides which chunks run when.
 //!
-//! [`Engine`] is the device: [`cpu`] and [`sim`] implement it. Everything above it is shared: the step machine (which chunks
+//! [`Engine`] is the device: [`cpu`], [`cuda`] and [`sim`] implement it. Everything above it is shared: the step machine (which chunks
 //! make a step), sampling, and the thread that owns both ([`EngineHandle`]).
 
+mod chunk;
 pub mod cpu;
+pub mod cuda;
 mod event;
 mod handle;
 mod machine;
@@ -11,10 +13,11 @@ mod request;
 mod sampling;
 pub mod sim;
 
+pub use chunk::ChunkError;
 pub use event::{Event, FinishReason, Started};
 pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
-pub use sampling::{Sampling, TokenLogprob, TokenLogprobs};
+pub use sampling::{Draw, Drawn, Sampling, TokenLogprob, TokenLogprobs};
 
 use std::time::Duration;
 use tandem_kv::{BlockId, TokenId};
@@ -30,11 +33,24 @@ pub trait Engine: Send + 'static {
     /// not on the other chunks of the step nor on where chunks begin (bit for bit on [`cpu`] and [`sim`]).
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
 
+    /// The same for devices that draw tokens themselves. Of a chunk that has a draw (`draws` has a place for each chunk) and wants the logits
+    /// of its last token, the output has the token that was drawn instead, in the order of the chunks. Other devices give the logits.
+    fn step_and_draw(&mut self, chunks: &[Chunk<'_>], _draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
+        self.step(chunks)
+    }
+
     /// Copies one block's KV out. `into` has `block_bytes`.
-    fn read_block(&self, block: BlockId, into: &mut [u8]);
+    fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError>;
 
     /// Copies one block's KV in. `bytes` has `block_bytes`.
-    fn write_block(&mut self, block: BlockId, bytes: &[u8]);
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
+
+    /// Copies one block's KV to another.
+    fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
+        let mut bytes = vec![0; self.describe().block_bytes];
+        self.read_block(from, &mut bytes)?;
+        self.write_block(to, &bytes)
+    }
 }
 
 /// The constants of an engine.
@@ -83,6 +99,8 @@ pub enum Logits {
 pub struct StepOutput {
     /// Rows of `vocab_size`, in the order of the chunks and of the tokens that wanted them.
     pub logits: Vec<f32>,
+    /// Of a device that draws: the tokens it has drawn.
+    pub drawn: Vec<Drawn>,
     /// How much longer the step is to seem to take; zero for real devices.
     pub simulated: Duration,
 }

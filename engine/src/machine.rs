@@ -11,7 +11,9 @@ mod sequence;
 mod tests;
 
 use crate::sampling::{Sampler, logprobs};
-use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, WriteRefused, mix};
+use crate::{
+    Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, WriteRefused, mix,
+};
 use rates::Rates;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
@@ -199,10 +201,22 @@ impl Machine {
             .collect()
     }
 
+    /// How what comes after each chunk is drawn, where a token does.
+    pub fn draws<'a>(&'a self, plan: &'a Plan) -> Vec<Option<Draw<'a>>> {
+        let draw = |chunk: &PlannedChunk| match &self.running[chunk.sequence] {
+            Sequence { role: Role::Sample(sample), tokens, .. } if chunk.logits == Logits::Last => {
+                Some(sample.sampler.draw_at(tokens.len() as u32))
+            }
+            _ => None,
+        };
+        plan.chunks.iter().map(draw).collect()
+    }
+
     /// Takes a step's result, which took `duration`.
     pub fn complete(&mut self, plan: &Plan, output: &StepOutput, duration: Duration, now: Duration) -> StepStats {
         let mut stats = StepStats { duration, ..StepStats::default() };
         let mut rows = output.logits.chunks_exact(self.info.vocab_size);
+        let mut drawn = output.drawn.iter();
         let mut running = std::mem::take(&mut self.running);
         for chunk in &plan.chunks {
             let sequence = &mut running[chunk.sequence];
@@ -225,8 +239,13 @@ impl Machine {
                 }
                 Role::Sample(sample) => {
                     if chunk.logits == Logits::Last {
-                        let row = rows.next().expect("the engine gives a row for each token that wants logits");
-                        let (token, logprobs) = sample.sampler.draw(row, sequence.tokens.len() as u32);
+                        let (token, logprobs) = match drawn.next() {
+                            Some(drawn) => sample.sampler.accept(drawn),
+                            None => {
+                                let row = rows.next().expect("the engine gives a row for each token that wants logits");
+                                sample.sampler.draw(row, sequence.tokens.len() as u32)
+                            }
+                        };
                         sequence.tokens.push(token);
                         self.actions.push(Action::Tell(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
                     }

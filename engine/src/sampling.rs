@@ -4,6 +4,10 @@
 //! otherwise draws the same. Exponentials are made of products and sums in one order, here or in `libm`, so they are the same bits
 //! on every machine.
 
+mod draw;
+
+pub use draw::{Draw, Drawn};
+
 use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};

@@ -170,24 +170,26 @@ impl Engine for SimEngine {
         if decodes > 0 {
             seconds += s.decode_step.as_secs_f64() + f64::from(decodes) * s.decode_per_sequence.as_secs_f64();
         }
-        Ok(StepOutput { logits, simulated: self.scaled(seconds) })
+        Ok(StepOutput { logits, simulated: self.scaled(seconds), ..StepOutput::default() })
     }
 
-    fn read_block(&self, block: BlockId, into: &mut [u8]) {
+    fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
         let size = self.settings.block_size as usize;
         let slots = &self.slots[block.0 as usize * size..][..size];
         for (bytes, slot) in into.chunks_exact_mut(SLOT_BYTES).zip(slots) {
             bytes.copy_from_slice(&slot.to_le_bytes());
         }
+        Ok(())
     }
 
-    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
         let size = self.settings.block_size as usize;
         let slots = &mut self.slots[block.0 as usize * size..][..size];
         for (slot, bytes) in slots.iter_mut().zip(bytes.chunks_exact(SLOT_BYTES)) {
             *slot = u64::from_le_bytes(bytes.try_into().expect("chunks have the size of a slot"));
         }
         self.folds[block.0 as usize] = None;
+        Ok(())
     }
 }
 
@@ -251,11 +253,11 @@ mod tests {
             let mut destination = engine();
             let mut bytes = vec![0; source.describe().block_bytes];
             for block in BLOCKS {
-                source.read_block(block, &mut bytes);
+                source.read_block(block, &mut bytes).unwrap();
                 if torn && block == BLOCKS[0] {
                     bytes[64..].fill(0);
                 }
-                destination.write_block(block, &bytes);
+                destination.write_block(block, &bytes).unwrap();
             }
             let last = Chunk { tokens: &tokens[39..], start: 39, blocks: &BLOCKS, logits: Logits::Last };
             let logits = destination.step(&[last]).expect("the simulator does not fail").logits;

@@ -147,7 +147,7 @@ fn document() -> Vec<TokenId> {
 fn kv_of(engine: &CpuEngine, blocks: &[BlockId]) -> Vec<u8> {
     let mut bytes = vec![0; engine.describe().block_bytes * blocks.len()];
     for (block, into) in blocks.iter().zip(bytes.chunks_exact_mut(engine.describe().block_bytes)) {
-        engine.read_block(*block, into);
+        engine.read_block(*block, into).unwrap();
     }
     bytes
 }
@@ -176,7 +176,7 @@ fn chunks_of_any_length_give_the_same_bits() {
     let mut cached = engine(&model, 1);
     let cached_blocks = 40;
     for block in &blocks(0, 1)[..cached_blocks] {
-        cached.write_block(*block, &kv_of(&whole, &[*block]));
+        cached.write_block(*block, &kv_of(&whole, &[*block])).unwrap();
     }
     let start = cached_blocks * BLOCK_SIZE;
     let chunk = Chunk { tokens: &tokens[start..], start: start as u32, blocks: &blocks(0, 1), logits: Logits::Last };

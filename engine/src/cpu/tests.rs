@@ -1,7 +1,7 @@
 //! Small random models, written as GGUF files: every promise of the engine, without the real model.
 
 mod directory;
-mod goldens;
+pub(crate) mod goldens;
 mod histories;
 mod kernels;
 mod promises;
@@ -24,10 +24,10 @@ use writer::{Writer, kind};
 
 /// Small numbers of a seeded generator (xorshift).
 #[derive(Clone)]
-struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -38,12 +38,12 @@ impl Random {
         self.0 >> 11
     }
 
-    fn below(&mut self, end: u32) -> u32 {
+    pub(crate) fn below(&mut self, end: u32) -> u32 {
         (self.bits() % u64::from(end)) as u32
     }
 
     /// From −1 to 1.
-    fn number(&mut self) -> f32 {
+    pub(crate) fn number(&mut self) -> f32 {
         self.bits() as f32 / (1u64 << 52) as f32 - 1.0
     }
 
@@ -165,17 +165,17 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
 
 /// The sizes of a test's model.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
-    family: &'static str,
-    layers: u32,
-    width: u32,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    ffn: u32,
-    vocab: u32,
-    kind: u32,
-    tied: bool,
+pub(crate) struct Sizes {
+    pub family: &'static str,
+    pub layers: u32,
+    pub width: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    pub ffn: u32,
+    pub vocab: u32,
+    pub kind: u32,
+    pub tied: bool,
 }
 
 /// Groups of three heads as in the default model, and sizes that fill no panel.
@@ -227,7 +227,7 @@ const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tie
 const CONTEXT: u32 = 96;
 
 /// A whole model with random weights; a tied head is stored in 8 bits where the layers have 4.
-fn file(sizes: Sizes, seed: u64) -> Writer {
+pub(crate) fn file(sizes: Sizes, seed: u64) -> Writer {
     let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);
     let mut writer = Writer::default()
@@ -284,7 +284,7 @@ fn file(sizes: Sizes, seed: u64) -> Writer {
     writer
 }
 
-fn gguf(writer: Writer) -> Gguf {
+pub(crate) fn gguf(writer: Writer) -> Gguf {
     Gguf::from_bytes(writer.finish()).expect("the writer writes well-formed files")
 }
 

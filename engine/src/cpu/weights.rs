@@ -17,10 +17,10 @@ pub(super) const PANEL: usize = 32;
 pub(super) const GROUP: usize = 32;
 
 /// `outputs` rows of `inputs` numbers.
-pub(super) struct Matrix {
+pub(crate) struct Matrix {
     pub outputs: usize,
     pub inputs: usize,
-    pub tiles: Tiles,
+    pub(super) tiles: Tiles,
 }
 
 /// Panel by panel, group by group; outputs and inputs that fill up the last ones are 0.
@@ -394,7 +394,7 @@ fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
 }
 
 /// A vector of float weights (norms).
-pub(super) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
+pub(crate) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
     let tensor = file.tensor_of(name, &[len as u64])?;
     let numbers: Vec<f32> = match tensor.kind {
         TensorType::F32 => tensor.data.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number)).collect(),

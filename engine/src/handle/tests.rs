@@ -205,11 +205,11 @@ impl Engine for Failing {
             false => self.0.step(chunks),
         }
     }
-    fn read_block(&self, block: BlockId, into: &mut [u8]) {
-        self.0.read_block(block, into);
+    fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
+        self.0.read_block(block, into)
     }
-    fn write_block(&mut self, block: BlockId, bytes: &[u8]) {
-        self.0.write_block(block, bytes);
+    fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
+        self.0.write_block(block, bytes)
     }
 }
 

@@ -44,7 +44,7 @@ impl World {
                 Action::Tell(job, event) => self.heard.entry(job).or_default().push(event),
                 Action::Copy { from, to } => {
                     let payload = self.read(from);
-                    self.engine.write_block(to, &payload);
+                    self.engine.write_block(to, &payload).unwrap();
                 }
                 Action::Read { job, index, block } => {
                     let payload = self.read(block).into();
@@ -58,7 +58,7 @@ impl World {
 
     fn read(&self, block: BlockId) -> Vec<u8> {
         let mut payload = vec![0; self.engine.describe().block_bytes];
-        self.engine.read_block(block, &mut payload);
+        self.engine.read_block(block, &mut payload).unwrap();
         payload
     }
 
@@ -88,7 +88,7 @@ impl World {
 
     fn write(&mut self, ticket: u64, index: u32, payload: &[u8]) -> Result<(), WriteRefused> {
         let block = self.machine.write(ticket, index, payload.len(), self.now)?;
-        self.engine.write_block(block, payload);
+        self.engine.write_block(block, payload).unwrap();
         self.machine.landed(ticket, self.now);
         self.act();
         Ok(())

@@ -4,16 +4,16 @@ use super::*;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
-struct Golden {
-    model: String,
+pub(crate) struct Golden {
+    pub model: String,
     /// Of the file the reference was given.
     revision: String,
-    tokens: Vec<TokenId>,
+    pub tokens: Vec<TokenId>,
     /// After the last token.
-    logits: Vec<f64>,
+    pub logits: Vec<f64>,
 }
 
-const LLAMA: Sizes = Sizes {
+pub(crate) const LLAMA: Sizes = Sizes {
     family: "llama",
     layers: 2,
     width: 64,
@@ -29,7 +29,7 @@ const LLAMA: Sizes = Sizes {
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
 /// Every type of weight, every family, every way to stretch a context.
-pub(super) fn models() -> Vec<(&'static str, Writer)> {
+pub(crate) fn models() -> Vec<(&'static str, Writer)> {
     let llama = |kind| file(Sizes { kind, ..LLAMA }, 21);
     let qwen2 = |kind| file(Sizes { family: "qwen2", kind, ..LLAMA }, 22);
     let qwen3 = |kind| file(Sizes { family: "qwen3", head_dim: 24, tied: true, kind, ..LLAMA }, 23);
@@ -59,7 +59,7 @@ pub(super) fn models() -> Vec<(&'static str, Writer)> {
     ]
 }
 
-fn goldens() -> Vec<Golden> {
+pub(crate) fn goldens() -> Vec<Golden> {
     serde_json::from_str(include_str!("../../../../ci/goldens/small.json")).unwrap()
 }
 

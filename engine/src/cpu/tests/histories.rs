@@ -29,8 +29,8 @@ impl Worker {
                 Action::Tell(job, event) => self.heard.entry(job).or_default().push(event),
                 Action::Copy { from, to } => {
                     let mut payload = vec![0; self.engine.describe().block_bytes];
-                    self.engine.read_block(from, &mut payload);
-                    self.engine.write_block(to, &payload);
+                    self.engine.read_block(from, &mut payload).unwrap();
+                    self.engine.write_block(to, &payload).unwrap();
                 }
                 Action::Read { .. } | Action::End(_) => {}
             }

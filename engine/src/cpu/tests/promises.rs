@@ -86,10 +86,10 @@ fn copied_blocks_continue_with_the_same_bits() {
     let mut decode = engine(&model);
     let mut payload = vec![0xaa; prefill.describe().block_bytes];
     for (from, to) in from.iter().zip(&to).take(60 / BLOCK_SIZE as usize) {
-        prefill.read_block(*from, &mut payload);
-        decode.write_block(*to, &payload);
+        prefill.read_block(*from, &mut payload).unwrap();
+        decode.write_block(*to, &payload).unwrap();
         let mut again = vec![0; payload.len()];
-        decode.read_block(*to, &mut again);
+        decode.read_block(*to, &mut again).unwrap();
         assert!(again == payload, "a block that was written reads as it was");
     }
     let last = Chunk { tokens: &tokens[60..], start: 60, blocks: &to, logits: Logits::Last };
@@ -98,9 +98,9 @@ fn copied_blocks_continue_with_the_same_bits() {
 
     // And the KV does matter: one number changed changes the answer.
     let mut block = vec![0; payload.len()];
-    decode.read_block(to[3], &mut block);
+    decode.read_block(to[3], &mut block).unwrap();
     block[1] ^= 0x40;
-    decode.write_block(to[3], &block);
+    decode.write_block(to[3], &block).unwrap();
     assert_ne!(bits(&decode.step(&[last]).unwrap().logits), bits(&logits));
 }
 

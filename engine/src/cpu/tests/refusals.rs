@@ -100,5 +100,5 @@ fn impossible_steps_are_refused_whole_and_change_nothing() {
 #[test]
 #[should_panic(expected = "as many bytes as it has")]
 fn a_block_of_another_size_is_a_broken_invariant() {
-    engine(&model(QUANTISED)).write_block(BlockId(0), &[0; 3]);
+    engine(&model(QUANTISED)).write_block(BlockId(0), &[0; 3]).unwrap();
 }

@@ -1,0 +1,84 @@
+//! Draws as `kernels/sampling.cu` takes them, and what it gives.
+
+use crate::{Draw, Drawn, TokenLogprob, TokenLogprobs};
+
+/// Bytes of `Draw` in the kernel's source.
+const DRAW_BYTES: usize = 56;
+/// Bytes of `Likelihood` there.
+pub(super) const LIKELIHOOD_BYTES: usize = 8;
+/// No logprobs.
+const NONE: u32 = u32::MAX;
+
+/// The draws of a step's rows.
+#[derive(Debug, Default)]
+pub(super) struct Draws {
+    /// `Draw` of each row.
+    pub settings: Vec<u8>,
+    /// `Adjustment` of every token that has one, row by row.
+    pub adjustments: Vec<u8>,
+    /// Alternatives wanted of each row; `None`: not even the token's logprob.
+    pub tops: Vec<Option<u32>>,
+}
+
+impl Draws {
+    /// In the order of the rows. `masks` has for each row where its mask begins, in words; rows beyond its end have none.
+    pub fn new(draws: &[Draw<'_>], masks: &[u32], vocab_size: usize) -> Self {
+        let mut all = Self::default();
+        let mut first = 0u32;
+        for (row, draw) in draws.iter().enumerate() {
+            let (s, adjustments) = (draw.sampling(), draw.adjustments(vocab_size));
+            let top = s.logprobs.map(|top| top.min(vocab_size as u32));
+            let mask = masks.get(row).map_or(-1, |mask| *mask as i32);
+            let into = &mut all.settings;
+            into.extend(draw.uniform().to_le_bytes());
+            let singles = [s.temperature, s.top_p, s.min_p, s.frequency_penalty, s.presence_penalty, s.repetition_penalty]
+                .map(f32::to_le_bytes);
+            into.extend(singles.as_flattened());
+            into.extend([s.top_k, first, adjustments.len() as u32].map(u32::to_le_bytes).as_flattened());
+            into.extend(mask.to_le_bytes());
+            into.extend([top.unwrap_or(NONE), 0].map(u32::to_le_bytes).as_flattened());
+            first += adjustments.len() as u32;
+            for adjustment in adjustments {
+                let numbers = [adjustment.token, adjustment.count, adjustment.seen.into()].map(u32::to_le_bytes);
+                all.adjustments.extend(numbers.as_flattened());
+                all.adjustments.extend(adjustment.bias.to_le_bytes());
+            }
+            all.tops.push(top);
+        }
+        debug_assert_eq!(all.settings.len(), draws.len() * DRAW_BYTES);
+        all
+    }
+
+    pub fn rows(&self) -> usize {
+        self.tops.len()
+    }
+
+    /// The most alternatives that a row wants.
+    pub fn top_max(&self) -> usize {
+        self.tops.iter().flatten().max().map_or(0, |top| *top as usize)
+    }
+
+    /// Where the settings of a row begin.
+    pub fn offset(row: usize) -> u64 {
+        (row * DRAW_BYTES) as u64
+    }
+
+    /// What the kernel has written for rows from `first` on: a likelihood each, then `top_max` each.
+    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<Drawn> {
+        let (tokens, tops) = bytes.split_at(rows * LIKELIHOOD_BYTES);
+        let mut tops = tops.chunks(self.top_max().max(1) * LIKELIHOOD_BYTES);
+        let read = |bytes: &[u8]| {
+            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("a likelihood has eight bytes"));
+            TokenLogprob { token: u32::from_le_bytes(token), logprob: f32::from_le_bytes(logprob) }
+        };
+        let row = |(token, wanted): (&[u8], &Option<u32>)| {
+            let (token, top) = (read(token), tops.next().unwrap_or_default());
+            let logprobs = wanted.map(|wanted| TokenLogprobs {
+                logprob: token.logprob,
+                top: top.chunks(LIKELIHOOD_BYTES).take(wanted as usize).map(read).collect(),
+            });
+            Drawn { token: token.token, logprobs }
+        };
+        tokens.chunks(LIKELIHOOD_BYTES).zip(&self.tops[first..first + rows]).map(row).collect()
+    }
+}

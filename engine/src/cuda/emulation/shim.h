@@ -1,0 +1,258 @@
+// The kernels on the host: the twin of kernels/primitives.cu, for tests.
+//
+// The threads of a block are fibers of one thread of the host. Each runs until it must wait for others, in an order that the caller
+// chooses: what a kernel computes must not depend on it, and does where a barrier is missing. Dynamic shared memory starts as NaNs. Asynchronous
+// copies are made as late as they may be: when they are waited for. A block of which some threads wait at a barrier that others never
+// reach ends the process with a sentence.
+
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef unsigned long long u64;
+typedef u16 real;
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __align__(bytes) alignas(bytes)
+#define __shared__ static thread_local
+#define DEVICE static inline
+#define DEVICE_MEMBER inline
+#define KERNEL(threads) extern "C" void
+#define DYNAMIC_SHARED(name) unsigned char *name = emulation::dynamic_shared()
+#define INFINITY_F INFINITY
+
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct uint3 {
+    u32 x, y, z;
+};
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+using std::max;
+using std::min;
+
+namespace emulation {
+
+constexpr int LANES = 32;
+constexpr size_t STACK_BYTES = 64 << 10;
+
+struct Copy {
+    void *to;
+    const void *from;
+    bool present;
+};
+
+/// What a lane shows to its warp.
+struct Shown {
+    u64 words[3];
+};
+
+/// One thread of a block.
+struct Fiber {
+    enum { READY, AT_BLOCK, AT_WARP, DONE } state;
+    const char *operation;
+    ucontext_t context;
+    jmp_buf place;
+    bool begun;
+    uint3 index;
+    u32 exchanges;
+    std::vector<std::vector<Copy>> copies;
+};
+
+struct Block {
+    std::vector<Fiber> fibers;
+    std::vector<unsigned char> shared;
+    std::vector<Shown> shown[2];
+    Fiber *current;
+    jmp_buf scheduler;
+    uint3 index, grid;
+    void (*run)(void *);
+    void *arguments;
+};
+
+inline Block *&block() {
+    static thread_local Block *block = nullptr;
+    return block;
+}
+
+inline Fiber &fiber() { return *block()->current; }
+inline unsigned char *dynamic_shared() {
+    auto address = reinterpret_cast<uintptr_t>(block()->shared.data());
+    return reinterpret_cast<unsigned char *>((address + 127) / 128 * 128);
+}
+
+/// Gives way to others until the scheduler lets this thread go on.
+inline void wait(decltype(Fiber::READY) state, const char *operation) {
+    Fiber &self = fiber();
+    self.state = state, self.operation = operation;
+    if (_setjmp(self.place) == 0) _longjmp(block()->scheduler, 1);
+}
+
+/// Shows something to the warp, waits until all lanes have, and gives what they showed, lane 0 first. All must be at the same operation.
+inline const Shown *exchange(const char *operation, Shown own) {
+    Fiber &self = fiber();
+    // Two places: a lane may show its next before another has read this one, but never the one after it.
+    auto &places = block()->shown[self.exchanges++ % 2];
+    places[self.index.x] = own;
+    wait(Fiber::AT_WARP, operation);
+    return &places[self.index.x / LANES * LANES];
+}
+
+template <class T> u64 bits_of(T value) {
+    u64 bits = 0;
+    static_assert(sizeof(T) <= sizeof bits && std::is_trivially_copyable<T>::value, "a lane shows plain values");
+    memcpy(&bits, &value, sizeof value);
+    return bits;
+}
+
+template <class T> T value_of(u64 bits) {
+    T value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+} // namespace emulation
+
+#define threadIdx (emulation::fiber().index)
+#define blockIdx (emulation::block()->index)
+#define gridDim (emulation::block()->grid)
+
+static inline float __uint_as_float(u32 bits) { return emulation::value_of<float>(bits); }
+static inline u32 __float_as_uint(float number) { return static_cast<u32>(emulation::bits_of(number)); }
+static inline int __clz(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
+static inline int __ffs(u32 bits) { return __builtin_ffs(static_cast<int>(bits)); }
+
+DEVICE float widen(real bits) {
+#if HALF_IS_FLOAT16
+    const float magnitude = std::ldexp(static_cast<float>(bits & 0x3ff) + ((bits & 0x7c00) ? 1024.0f : 0.0f),
+                                       std::max((bits >> 10 & 31) - 25, -24));
+    const float number = (bits & 0x7c00) == 0x7c00 ? ((bits & 0x3ff) ? NAN : INFINITY) : magnitude;
+    return bits & 0x8000 ? -number : number;
+#else
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#endif
+}
+
+DEVICE real narrow(float number) {
+    const u32 bits = __float_as_uint(number);
+#if HALF_IS_FLOAT16
+    const u16 sign = bits >> 16 & 0x8000;
+    if (number != number) return sign | 0x7fff;
+    // In units of the last place of the half precision number: rounded to even by the host's default mode.
+    int exponent;
+    std::frexp(number, &exponent);
+    const int place = std::max(exponent - 11, -24);
+    const float rounded = std::ldexp(std::nearbyint(std::ldexp(std::fabs(number), -place)), place);
+    if (rounded > 65504.0f) return sign | 0x7c00;
+    if (rounded < 6.103515625e-5f) return sign | static_cast<u16>(std::ldexp(rounded, 24));
+    std::frexp(rounded, &exponent);
+    return sign | static_cast<u16>((exponent + 14) << 10) | (static_cast<u16>(std::ldexp(rounded, 11 - exponent)) & 0x3ff);
+#else
+    if (number != number) return 0x7fff;
+    return static_cast<real>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
+}
+
+DEVICE u32 narrow_pair(float first, float second) { return narrow(first) | static_cast<u32>(narrow(second)) << 16; }
+DEVICE float exp2_fast(float x) { return std::exp2(x); }
+
+DEVICE void block_sync() { emulation::wait(emulation::Fiber::AT_BLOCK, "block_sync"); }
+DEVICE void warp_sync() { emulation::exchange("warp_sync", {}); }
+
+template <class T> DEVICE T shuffle_from(const char *operation, T value, int from) {
+    const auto shown = emulation::exchange(operation, {{emulation::bits_of(value)}});
+    return emulation::value_of<T>(shown[from].words[0]);
+}
+template <class T> DEVICE T shuffle_xor(T value, int lanes) {
+    return shuffle_from("shuffle_xor", value, (threadIdx.x % emulation::LANES) ^ lanes);
+}
+template <class T> DEVICE T shuffle_up(T value, int lanes) {
+    const int lane = threadIdx.x % emulation::LANES;
+    return shuffle_from("shuffle_up", value, lane < lanes ? lane : lane - lanes);
+}
+template <class T> DEVICE T shuffle(T value, int lane) { return shuffle_from("shuffle", value, lane); }
+DEVICE u32 ballot(bool yes) {
+    const auto shown = emulation::exchange("ballot", {{yes}});
+    u32 lanes = 0;
+    for (int lane = 0; lane < emulation::LANES; lane++) lanes |= static_cast<u32>(shown[lane].words[0]) << lane;
+    return lanes;
+}
+
+/// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": of a lane, `group` = lane / 4 and `t` = lane % 4. The first
+/// factor's register i holds row group (+ 8 where i is odd), columns 2t and 2t + 1 (+ 8 where i > 1); the second's rows 2t and 2t + 1 (+ 8 for
+/// the second register) of column group; the sum's i: row group (+ 8 where i > 1), column 2t + i % 2.
+DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
+    const auto pair = [](u32 low, u32 high) { return low | static_cast<u64>(high) << 32; };
+    const auto shown = emulation::exchange("multiply_add", {{pair(a[0], a[1]), pair(a[2], a[3]), pair(b0, b1)}});
+    const auto number = [](u64 word, int half_of, int which) {
+        const u32 reg = static_cast<u32>(word >> (32 * half_of));
+        return widen(static_cast<real>(reg >> (16 * which)));
+    };
+    const int lane = threadIdx.x % emulation::LANES, group = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        const int column = 2 * t + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const float first = number(shown[group * 4 + k % 8 / 2].words[k / 8], i / 2, k % 2);
+            const float second = number(shown[column * 4 + k % 8 / 2].words[2], k / 8, k % 2);
+            d[i] += first * second;
+        }
+    }
+}
+
+/// PTX ISA, ldmatrix: a lane receives of each matrix row lane / 4, numbers 2 (lane % 4) and the next; transposed, of column lane / 4.
+DEVICE void load_matrices(u32 to[4], const real *row) {
+    if (reinterpret_cast<uintptr_t>(row) % 16) fprintf(stderr, "load_matrices: a row is not aligned to 16 bytes\n"), abort();
+    const auto shown = emulation::exchange("load_matrices", {{emulation::bits_of(row)}});
+    const int lane = threadIdx.x % emulation::LANES;
+    for (int i = 0; i < 4; i++) memcpy(&to[i], emulation::value_of<const real *>(shown[i * 8 + lane / 4].words[0]) + lane % 4 * 2, 4);
+}
+
+DEVICE void load_matrices_transposed(u32 to[4], const real *row) {
+    if (reinterpret_cast<uintptr_t>(row) % 16) fprintf(stderr, "load_matrices_transposed: a row is not aligned to 16 bytes\n"), abort();
+    const auto shown = emulation::exchange("load_matrices_transposed", {{emulation::bits_of(row)}});
+    const int lane = threadIdx.x % emulation::LANES;
+    for (int i = 0; i < 4; i++) {
+        const auto from = [&](int which) { return emulation::value_of<const real *>(shown[i * 8 + lane % 4 * 2 + which].words[0])[lane / 4]; };
+        to[i] = from(0) | static_cast<u32>(from(1)) << 16;
+    }
+}
+
+DEVICE void copy_async(real *shared, const real *global, bool present) {
+    const auto misaligned = [](const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; };
+    if (misaligned(shared) || misaligned(global)) fprintf(stderr, "copy_async: an address is not aligned to 16 bytes\n"), abort();
+    emulation::fiber().copies.back().push_back({shared, global, present});
+}
+
+DEVICE void copy_commit() { emulation::fiber().copies.emplace_back(); }
+
+template <int LEFT> DEVICE void copy_wait() {
+    auto &copies = emulation::fiber().copies;
+    // The last group is not committed.
+    while (copies.size() > LEFT + 1) {
+        for (const auto &copy : copies.front()) {
+            if (copy.present) {
+                memcpy(copy.to, copy.from, 16);
+            } else {
+                memset(copy.to, 0, 16);
+            }
+        }
+        copies.erase(copies.begin());
+    }
+}

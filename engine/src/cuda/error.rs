@@ -1,0 +1,111 @@
+//! Why a GPU cannot be used; each message says what to do.
+
+use crate::{ChunkError, cpu::CpuError};
+use tandem_model::ModelError;
+
+type Source = Box<dyn std::error::Error + Send + Sync>;
+
+/// What can go wrong on the way to a GPU, and on it.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaError {
+    /// There is no libcuda.
+    #[error(
+        "--engine cuda needs an NVIDIA driver, and this machine has none (libcuda.so.1 is not found); install it, or use --engine cpu"
+    )]
+    NoDriver,
+    /// The driver is there, what it drives is not.
+    #[error(
+        "there is no GPU number {device}: the driver knows {count}; choose another with --device, or see CUDA_VISIBLE_DEVICES"
+    )]
+    NoDevice {
+        /// As set.
+        device: u32,
+        /// How many there are.
+        count: i32,
+    },
+    /// A library of CUDA's is not found.
+    #[error("{library} is not found; install CUDA 13 or pip's {package}, and put its folder in LD_LIBRARY_PATH")]
+    NoLibrary {
+        /// Its file.
+        library: &'static str,
+        /// The wheel that has it.
+        package: &'static str,
+    },
+    /// The kernels use instructions that came later.
+    #[error("GPU number {device} has compute capability {major}.{minor}, and 8.0 is the least; use a later one, or --engine cpu")]
+    TooOld {
+        /// As set.
+        device: u32,
+        /// Of its compute capability.
+        major: i32,
+        /// Of its compute capability.
+        minor: i32,
+    },
+    /// NVRTC refused the kernels, which are tested with other versions.
+    #[error("the kernels cannot be compiled for this GPU with this NVRTC ({log}); install NVRTC 13.0")]
+    Compile {
+        /// What NVRTC said.
+        log: String,
+    },
+    /// The driver refused something.
+    #[error("the GPU's driver failed while {doing} ({source}); see the system's log, and start anew")]
+    Driver {
+        /// What was asked of it.
+        doing: &'static str,
+        /// Its reason.
+        source: Source,
+    },
+    /// cuBLASLt refused a product.
+    #[error("a product of matrices failed ({source}); start anew, and see whether cuBLASLt is of CUDA 13")]
+    Product {
+        /// Its reason.
+        source: Source,
+    },
+    /// The model has other sizes than the kernels can take.
+    #[error("the GPU's kernels need {what}, and the model has {found}: choose another model, or --engine cpu")]
+    Shape {
+        /// What they need.
+        what: &'static str,
+        /// What there is.
+        found: usize,
+    },
+    /// No room for KV.
+    #[error(
+        "{free_bytes} bytes are free for this worker on the GPU, and {needed_bytes} are needed for a step and one KV block; use fewer workers, a smaller --prefill-chunk-budget or a smaller model"
+    )]
+    Memory {
+        /// This engine's share.
+        free_bytes: usize,
+        /// For a step's own numbers and one block.
+        needed_bytes: usize,
+    },
+    /// The file is not one of a model that can be run.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A weight cannot be read.
+    #[error(transparent)]
+    Weights(#[from] CpuError),
+    /// A weight is too large for half precision.
+    #[error("tensor {name} has a number beyond half precision: take a BF16 conversion of the model")]
+    BeyondHalf {
+        /// The tensor.
+        name: String,
+    },
+    /// A step has a chunk that cannot be computed.
+    #[error(transparent)]
+    Chunk(#[from] ChunkError),
+    /// More than the engine was made for.
+    #[error(
+        "a step of {tokens} tokens, {sequences} of them single, is more than the {tokens_max} and {sequences_max} this engine has room for"
+    )]
+    StepTooLarge {
+        /// As asked for.
+        tokens: usize,
+        /// As asked for.
+        sequences: usize,
+        /// As set.
+        tokens_max: usize,
+        /// As set.
+        sequences_max: usize,
+    },
+}

@@ -1,0 +1,125 @@
+// Attention of single tokens: reading the KV is all the work, so many blocks share one sequence's, and a second kernel adds their parts.
+
+constexpr int TOKEN_WARPS = 4;
+/// Packed rows: the query heads of one key head, 16 at a time.
+constexpr int TOKEN_ROWS = 16;
+/// Positions a warp takes at a time.
+constexpr int TOKEN_TILE = 16;
+/// Tiles of a warp in shared memory: one computed with, the others on their way.
+constexpr int TOKEN_STAGES = 3;
+constexpr int TOKEN_STAGE = 2 * TOKEN_TILE * STRIDE;
+constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_STAGES * TOKEN_STAGE) * 2;
+/// At the end every warp's rows, their maxima and sums: in the same place.
+constexpr int TOKEN_PARTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
+constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_PARTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_PARTS_BYTES;
+
+/// A part of the positions of one token. A block per part, key head and 16 query heads of it. `parts`: row, first position, position after
+/// the last (at least one), where the sequence's blocks begin in `tables`. Results, not yet divided by their sums: [part][head][number], and
+/// each one's maximum and sum.
+KERNEL(TOKEN_WARPS * 32)
+attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *parts, float *outs, float2 *sums, int layer, float scale) {
+    DYNAMIC_SHARED(shared);
+    const int4 part = parts[blockIdx.x];
+    const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int first_head = kv_head * GROUP + blockIdx.z * TOKEN_ROWS;
+    const int left = GROUP - static_cast<int>(blockIdx.z) * TOKEN_ROWS, rows = left < TOKEN_ROWS ? left : TOKEN_ROWS;
+    const u32 *table = tables + part.w;
+    real *queries = reinterpret_cast<real *>(shared);
+    real *stages = queries + TOKEN_ROWS * STRIDE + warp * TOKEN_STAGES * TOKEN_STAGE;
+    const int steps = (part.z - part.y + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
+
+    copy_queries(queries, qkv, part.x, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
+    // Every warp has its own tiles and waits for nobody else's.
+    const auto begin = [&](int step) {
+        if (step < steps) {
+            real *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
+            const int first = part.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
+            copy_kv(keys, keys + TOKEN_TILE * STRIDE, pool, table, first, part.z, TOKEN_TILE, layer, kv_head, lane, 32);
+        }
+        copy_commit();
+    };
+    for (int step = 0; step < TOKEN_STAGES - 1; step++) begin(step);
+    copy_wait<TOKEN_STAGES - 2>();
+    block_sync();
+    u32 a[HEAD_PAD / 16][4];
+#pragma unroll
+    for (int k = 0; k < HEAD_PAD; k += 16) load_rows(a[k / 16], queries + k, lane);
+    Softmax softmax;
+    softmax.clear();
+    for (int step = 0; step < steps; step++) {
+        begin(step + TOKEN_STAGES - 1);
+        copy_wait<TOKEN_STAGES - 1>();
+        warp_sync();
+        const real *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
+        const int first = part.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
+        float scores[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < HEAD_PAD; k += 16) {
+            u32 b[4];
+            load_keys(b, keys + k, lane);
+            multiply_add(scores[0], a[k / 16], b[0], b[1]);
+            multiply_add(scores[1], a[k / 16], b[2], b[3]);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int position = first + n * 8 + lane % 4 * 2 + i % 2;
+                scores[n][i] = position < part.z ? scores[n][i] * scale : -INFINITY_F;
+            }
+        }
+        softmax.take<2>(scores);
+        softmax.add(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
+        // The next copies go where this step has read.
+        warp_sync();
+    }
+    softmax.finish();
+
+    // The four warps' rows, added: each first times the power of its distance from the largest maximum.
+    block_sync();
+    float *warp_outs = reinterpret_cast<float *>(shared);
+    float *warp_maxima = warp_outs + TOKEN_WARPS * TOKEN_ROWS * HEAD_PAD, *warp_sums = warp_maxima + TOKEN_WARPS * TOKEN_ROWS;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = warp * TOKEN_ROWS + lane / 4 + half * 8;
+#pragma unroll
+        for (int n = 0; n < HEAD_PAD / 8; n++) {
+            for (int i = 0; i < 2; i++) warp_outs[row * HEAD_PAD + n * 8 + lane % 4 * 2 + i] = softmax.out[n][half * 2 + i];
+        }
+        if (lane % 4 == 0) warp_maxima[row] = softmax.max[half], warp_sums[row] = softmax.sum[half];
+    }
+    block_sync();
+    for (int i = thread; i < rows * HEAD_DIM; i += TOKEN_WARPS * 32) {
+        const int row = i / HEAD_DIM, at = i % HEAD_DIM;
+        float max = -INFINITY_F, out = 0, sum = 0;
+        for (int w = 0; w < TOKEN_WARPS; w++) max = fmaxf(max, warp_maxima[w * TOKEN_ROWS + row]);
+        for (int w = 0; w < TOKEN_WARPS; w++) {
+            const float kept = exp2_fast(warp_maxima[w * TOKEN_ROWS + row] - max);
+            out += warp_outs[(w * TOKEN_ROWS + row) * HEAD_PAD + at] * kept;
+            sum += warp_sums[w * TOKEN_ROWS + row] * kept;
+        }
+        const u64 head = static_cast<u64>(blockIdx.x) * HEADS + first_head + row;
+        outs[head * HEAD_DIM + at] = out;
+        if (at == 0) sums[head] = make_float2(max, sum);
+    }
+}
+
+constexpr int COMBINE_THREADS = 128;
+
+/// Adds the parts of single tokens. A block per token and head. `rows`: row, its first part, how many parts it has.
+KERNEL(COMBINE_THREADS) combine(const float *outs, const float2 *sums, const int4 *rows, real *out) {
+    const int4 row = rows[blockIdx.x];
+    const int head = blockIdx.y;
+    float max = -INFINITY_F;
+    for (int part = row.y; part < row.y + row.z; part++) max = fmaxf(max, sums[static_cast<u64>(part) * HEADS + head].x);
+    for (int at = threadIdx.x; at < HEAD_DIM; at += COMBINE_THREADS) {
+        float total = 0, sum = 0;
+        for (int part = row.y; part < row.y + row.z; part++) {
+            const u64 place = static_cast<u64>(part) * HEADS + head;
+            const float kept = exp2_fast(sums[place].x - max);
+            total += outs[place * HEAD_DIM + at] * kept;
+            sum += sums[place].y * kept;
+        }
+        out[static_cast<u64>(row.x) * HEADS * HEAD_DIM + head * HEAD_DIM + at] = narrow(total / sum);
+    }
+}

@@ -1,0 +1,112 @@
+// What the kernels need of the device beyond plain CUDA C++: numbers of two bytes, warps, matrix units, asynchronous copies.
+//
+// The host's twin of this file is emulation/shim.h: the same names, defined by what PTX's manual says of each instruction. All other files
+// compile with both. No header of CUDA's is included, so a machine needs NVRTC's library and nothing else.
+//
+// Chosen when compiling: HALF_IS_FLOAT16 (1: numbers of two bytes are IEEE's, 0: bfloat16).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+/// A weight, an activation, a key or a value: two bytes, never computed with as they are.
+typedef u16 real;
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+/// Shared memory whose size the launch decides.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define INFINITY_F __int_as_float(0x7f800000)
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+DEVICE float widen(real bits) {
+#if HALF_IS_FLOAT16
+    float number;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(bits));
+    return number;
+#else
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#endif
+}
+
+/// The nearest, of two equally near the even one.
+DEVICE real narrow(float number) {
+    real bits;
+#if HALF_IS_FLOAT16
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(number));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(number));
+#endif
+    return bits;
+}
+
+/// Two side by side, the first at the lower address.
+DEVICE u32 narrow_pair(float first, float second) {
+    u32 bits;
+#if HALF_IS_FLOAT16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+#endif
+    return bits;
+}
+
+/// 2^x within 2 ulp; 0 for -infinity.
+DEVICE float exp2_fast(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+DEVICE void block_sync() { __syncthreads(); }
+DEVICE void warp_sync() { __syncwarp(); }
+template <class T> DEVICE T shuffle_xor(T value, int lanes) { return __shfl_xor_sync(ALL_LANES, value, lanes); }
+template <class T> DEVICE T shuffle_up(T value, int lanes) { return __shfl_up_sync(ALL_LANES, value, lanes); }
+template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(ALL_LANES, value, lane); }
+/// Which lanes say yes, lane 0 in the lowest bit.
+DEVICE u32 ballot(bool yes) { return __ballot_sync(ALL_LANES, yes); }
+
+/// d += a × b: 16 × 16 by 16 × 8, in the fragments of PTX's mma.m16n8k16.
+DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
+#if HALF_IS_FLOAT16
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+/// Four 8 × 8 matrices of shared memory to fragments; lane l names row l % 8 (16 bytes, aligned) of matrix l / 8.
+DEVICE void load_matrices(u32 to[4], const real *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+/// The same, each matrix transposed.
+DEVICE void load_matrices_transposed(u32 to[4], const real *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+/// Begins to copy 16 bytes to shared memory; zeros where nothing is `present` (nothing is read then).
+DEVICE void copy_async(real *shared, const real *global, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global), "r"(present ? 16 : 0)
+                 : "memory");
+}
+
+/// What this thread has begun since the last call is one group.
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Returns when all of this thread's groups but the last `LEFT` are there, for this thread.
+template <int LEFT> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" : : "n"(LEFT) : "memory"); }

@@ -1,0 +1,177 @@
+//! A step's chunks as the kernels take them. Plain data.
+
+use super::shape::Shape;
+use crate::{Chunk, Draw, Logits};
+
+/// Fewer positions in a part of a sequence are not worth a block of their own.
+const PART_POSITIONS_MIN: usize = 256;
+/// Blocks of `attend_token` for each multiprocessor: two run at a time, and the last ones are not waited for alone.
+const BLOCKS_EACH: usize = 4;
+
+/// One step's rows (a token each, those of a chunk one after the other) and what attention does with them.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    pub tokens: Vec<u32>,
+    pub positions: Vec<u32>,
+    /// Where each row's KV goes: block × block size + slot.
+    pub slots: Vec<u32>,
+    /// The chunks' blocks, one list after the other.
+    pub tables: Vec<u32>,
+    /// First row, tokens, position of the first, place in `tables`: prompts in pieces, those with the most to read first.
+    pub tiles: Vec<[u32; 4]>,
+    /// Row, first position, position after the last, place in `tables`: parts of what single tokens read.
+    pub parts: Vec<[u32; 4]>,
+    /// Row, first part, parts, nothing.
+    pub combined: Vec<[u32; 4]>,
+    /// Rows whose logits are wanted, and rows from whose logits a token is to be drawn.
+    pub wanted: Vec<u32>,
+    pub drawn: Vec<u32>,
+}
+
+impl Batch {
+    /// `draws` may be shorter than `chunks`: the others have none.
+    pub fn new(chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>], shape: &Shape, processors: usize) -> Self {
+        let mut batch = Self::default();
+        let tile_tokens = Shape::PROMPT_ROWS / shape.group();
+        let part_positions = part_positions(chunks, shape, processors);
+        let draws = draws.iter().map(Option::is_some).chain(std::iter::repeat(false));
+        for (chunk, drawn) in chunks.iter().zip(draws) {
+            let (first_row, table) = (batch.tokens.len() as u32, batch.tables.len() as u32);
+            let len = chunk.tokens.len() as u32;
+            batch.tokens.extend_from_slice(chunk.tokens);
+            for position in chunk.start..chunk.start + len {
+                let block = chunk.blocks[position as usize / shape.block_size].0;
+                batch.positions.push(position);
+                batch.slots.push(block * shape.block_size as u32 + position % shape.block_size as u32);
+            }
+            let end = (chunk.start + len) as usize;
+            batch.tables.extend(chunk.blocks[..end.div_ceil(shape.block_size)].iter().map(|block| block.0));
+            if len == 1 {
+                let first = batch.parts.len() as u32;
+                let starts = (0..end).step_by(part_positions);
+                batch
+                    .parts
+                    .extend(starts.map(|start| [first_row, start as u32, (start + part_positions).min(end) as u32, table]));
+                batch.combined.push([first_row, first, batch.parts.len() as u32 - first, 0]);
+            } else {
+                for done in (0..len).step_by(tile_tokens) {
+                    batch.tiles.push([first_row + done, (len - done).min(tile_tokens as u32), chunk.start + done, table]);
+                }
+            }
+            let rows = match chunk.logits {
+                Logits::None => 0..0,
+                Logits::Last => first_row + len - 1..first_row + len,
+                Logits::All => first_row..first_row + len,
+            };
+            if drawn && chunk.logits == Logits::Last {
+                batch.drawn.extend(rows);
+            } else {
+                batch.wanted.extend(rows);
+            }
+        }
+        batch.tiles.sort_by_key(|[row, tokens, position, _]| (std::cmp::Reverse(position + tokens), *row));
+        batch
+    }
+
+    pub fn rows(&self) -> usize {
+        self.tokens.len()
+    }
+}
+
+/// Positions in a part, so that single tokens keep all multiprocessors busy and have no more parts than that takes.
+fn part_positions(chunks: &[Chunk<'_>], shape: &Shape, processors: usize) -> usize {
+    let ends = chunks.iter().filter(|chunk| chunk.tokens.len() == 1).map(|chunk| chunk.start as usize + 1);
+    let blocks_a_part = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
+    let parts = (BLOCKS_EACH * processors).div_ceil(blocks_a_part);
+    ends.sum::<usize>().div_ceil(parts).next_multiple_of(Shape::TOKEN_POSITIONS).max(PART_POSITIONS_MIN)
+}
+
+/// The most parts that so many single tokens can have.
+pub(super) fn parts_max(tokens: usize, shape: &Shape, processors: usize) -> usize {
+    let blocks_a_part = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
+    tokens + (BLOCKS_EACH * processors).div_ceil(blocks_a_part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::shape::Half;
+    use tandem_kv::BlockId;
+    use tandem_model::Pairs;
+
+    const SHAPE: Shape = Shape {
+        half: Half::BFloat16,
+        layers: 2,
+        width: 64,
+        heads: 12,
+        kv_heads: 2,
+        head_dim: 16,
+        ffn: 96,
+        vocab_size: 50,
+        block_size: 16,
+        pairs: Pairs::Halves,
+    };
+
+    fn chunk<'a>(tokens: &'a [u32], start: u32, blocks: &'a [BlockId], logits: Logits) -> Chunk<'a> {
+        Chunk { tokens, start, blocks, logits }
+    }
+
+    #[test]
+    fn every_token_is_attended_once_and_reads_all_before_it() {
+        let tokens: Vec<u32> = (0..500).collect();
+        let blocks: Vec<BlockId> = (0..400).rev().map(BlockId).collect();
+        let chunks = [
+            chunk(&tokens[..70], 30, &blocks, Logits::None),
+            chunk(&tokens[..1], 5_000, &blocks, Logits::Last),
+            chunk(&tokens[..1], 0, &blocks, Logits::Last),
+            chunk(&tokens[..2], 16, &blocks[7..], Logits::All),
+            chunk(&tokens[..300], 0, &blocks, Logits::Last),
+        ];
+        let batch = Batch::new(&chunks, &[], &SHAPE, 4);
+        assert_eq!(batch.rows(), 374);
+        assert_eq!(batch.wanted, [70, 71, 72, 73, 373]);
+        assert_eq!(batch.slots[..3], [398 * 16 + 14, 398 * 16 + 15, 397 * 16]);
+        let mut attended = vec![0; batch.rows()];
+        for [row, tokens, position, table] in &batch.tiles {
+            assert!((1..=21).contains(tokens), "a tile has 128 rows of 6 heads at most");
+            for token in 0..*tokens {
+                attended[(row + token) as usize] += 1;
+                assert_eq!(batch.positions[(row + token) as usize], position + token);
+                let block = batch.tables[*table as usize + (position + token) as usize / 16];
+                assert_eq!(batch.slots[(row + token) as usize] / 16, block);
+            }
+        }
+        for [row, first, parts, _] in &batch.combined {
+            attended[*row as usize] += 1;
+            let parts = &batch.parts[*first as usize..(first + parts) as usize];
+            let mut next = 0;
+            for part in parts {
+                assert_eq!((part[0], part[1]), (*row, next), "parts follow each other");
+                assert!(part[2] > part[1]);
+                next = part[2];
+            }
+            assert_eq!(next, batch.positions[*row as usize] + 1);
+        }
+        assert!(attended.iter().all(|times| *times == 1));
+        let ends: Vec<u32> = batch.tiles.iter().map(|[_, tokens, position, _]| tokens + position).collect();
+        assert!(ends.is_sorted_by(|longer, shorter| longer >= shorter), "the most work begins first");
+        assert!(batch.parts.len() <= parts_max(2, &SHAPE, 4));
+    }
+
+    #[test]
+    fn single_tokens_have_as_many_parts_as_keep_the_device_busy() {
+        let blocks: Vec<BlockId> = (0..8_192).map(BlockId).collect();
+        let parts = |sequences: usize, position: u32, processors: usize| {
+            let chunks = vec![chunk(&[1], position, &blocks, Logits::Last); sequences];
+            let batch = Batch::new(&chunks, &[], &SHAPE, processors);
+            assert!(batch.parts.len() <= parts_max(sequences, &SHAPE, processors), "{sequences} at {position}");
+            batch.parts.len()
+        };
+        // Two key heads: half as many parts as blocks, as far as whole tiles allow.
+        assert_eq!(parts(1, 100_000, 132), 261);
+        assert_eq!(parts(1, 255, 132), 1);
+        assert_eq!(parts(1, 256, 132), 2);
+        assert_eq!(parts(256, 2_047, 132), 512);
+        assert_eq!(parts(256, 100, 132), 256);
+    }
+}

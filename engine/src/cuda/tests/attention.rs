@@ -1,0 +1,189 @@
+//! Attention by itself, at the sizes of real models, against double precision on the same keys and values.
+
+use super::{
+    emulated::{ORDERS, narrow, widened},
+    *,
+};
+use crate::cuda::plan::Batch;
+use tandem_model::Pairs;
+
+const LAYERS: usize = 2;
+const LAYER: usize = 1;
+
+fn shape(half: Half, heads: usize, kv_heads: usize, head_dim: usize, block_size: usize) -> Shape {
+    let pairs = Pairs::Halves;
+    Shape { half, layers: LAYERS, width: 64, heads, kv_heads, head_dim, ffn: 64, vocab_size: 8, block_size, pairs }
+}
+
+/// A sequence: how many tokens it has before this step, and in it.
+#[derive(Clone, Copy, Debug)]
+struct Sequence {
+    before: usize,
+    new: usize,
+}
+
+struct Given {
+    shape: Shape,
+    blocks: Vec<Vec<BlockId>>,
+    pool: Vec<u8>,
+    qkv: Vec<u8>,
+}
+
+/// Random queries, keys and values; what lies in blocks beyond a sequence's end are NaNs.
+fn given(shape: Shape, sequences: &[Sequence]) -> Given {
+    let mut random = Random::new(11);
+    let counts: Vec<usize> = sequences.iter().map(|s| (s.before + s.new).div_ceil(shape.block_size)).collect();
+    let capacity = counts.iter().sum::<usize>();
+    let mut free: Vec<BlockId> = (0..capacity as u32).map(BlockId).collect();
+    let mut pool = vec![0xff; capacity * shape.block_bytes()];
+    let mut blocks = Vec::new();
+    for (sequence, count) in sequences.iter().zip(counts) {
+        let own: Vec<BlockId> = (0..count).map(|_| free.swap_remove(random.below(free.len() as u32) as usize)).collect();
+        for position in 0..sequence.before + sequence.new {
+            for values in 0..2 {
+                let at = place(&shape, own[position / shape.block_size], position % shape.block_size, values);
+                for number in pool[at..at + shape.kv_heads * shape.head_dim * 2].as_chunks_mut::<2>().0 {
+                    *number = narrow(shape.half, random.number());
+                }
+            }
+        }
+        blocks.push(own);
+    }
+    let rows: usize = sequences.iter().map(|sequence| sequence.new).sum();
+    // Scores of some size: the softmax is not flat.
+    let qkv = (0..rows * shape.qkv_dim()).flat_map(|_| narrow(shape.half, random.number() * 3.0)).collect();
+    Given { shape, blocks, pool, qkv }
+}
+
+/// Where in the pool a slot's keys or values of the layer begin.
+fn place(shape: &Shape, block: BlockId, slot: usize, values: usize) -> usize {
+    let row = shape.kv_heads * shape.head_dim * 2;
+    block.0 as usize * shape.block_bytes() + ((LAYER * 2 + values) * shape.block_size + slot) * row
+}
+
+/// One row's attention in double precision.
+fn expected(given: &Given, blocks: &[BlockId], row: usize, position: usize) -> Vec<f64> {
+    let shape = &given.shape;
+    let dim = shape.head_dim;
+    let queries = widened(shape.half, &given.qkv[row * shape.qkv_dim() * 2..][..shape.query_dim() * 2]);
+    let read = |position: usize, values, head: usize| {
+        let at = place(shape, blocks[position / shape.block_size], position % shape.block_size, values) + head * dim * 2;
+        widened(shape.half, &given.pool[at..at + dim * 2])
+    };
+    let mut out = Vec::new();
+    for (head, query) in queries.chunks(dim).enumerate() {
+        let kv_head = head / shape.group();
+        let scores: Vec<f64> = (0..=position)
+            .map(|at| query.iter().zip(read(at, 0, kv_head)).map(|(q, k)| q * k).sum::<f64>() / (dim as f64).sqrt())
+            .collect();
+        let max = scores.iter().fold(f64::NEG_INFINITY, |max, score| max.max(*score));
+        let shares: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+        let total: f64 = shares.iter().sum();
+        let mut sum = vec![0.0; dim];
+        for (at, share) in shares.iter().enumerate() {
+            sum.iter_mut().zip(read(at, 1, kv_head)).for_each(|(sum, value)| *sum += share / total * value);
+        }
+        out.extend(sum);
+    }
+    out
+}
+
+/// Runs both kernels over the sequences; gives what is attended, as stored.
+fn attended(given: &Given, sequences: &[Sequence], order: u64) -> (Vec<u8>, Batch) {
+    let shape = &given.shape;
+    let device = Arc::new(Emulated::new(shape, order));
+    let longest = vec![0; sequences.iter().map(|sequence| sequence.new).max().unwrap()];
+    let chunks: Vec<Chunk<'_>> = sequences
+        .iter()
+        .zip(&given.blocks)
+        .map(|(s, blocks)| Chunk { tokens: &longest[..s.new], start: s.before as u32, blocks, logits: Logits::None })
+        .collect();
+    let batch = Batch::new(&chunks, &[], shape, device.processors());
+    let numbers =
+        |numbers: Vec<u32>| Memory::of(&device, &numbers.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
+    let lists = |lists: &[[u32; 4]]| numbers(lists.iter().flatten().copied().collect());
+    let (qkv, pool) = (Memory::of(&device, &given.qkv).unwrap(), Memory::of(&device, &given.pool).unwrap());
+    let (tables, tiles) = (numbers(batch.tables.clone()), lists(&batch.tiles));
+    let (parts, combined) = (lists(&batch.parts), lists(&batch.combined));
+    let out = Memory::new(&device, batch.rows() * shape.query_dim() * 2).unwrap();
+    let outs = Memory::new(&device, batch.parts.len() * shape.query_dim() * 4).unwrap();
+    let sums = Memory::new(&device, batch.parts.len() * shape.heads * 8).unwrap();
+    let scale = single((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
+    let (qkv, pool, tables) = (qkv.address(), pool.address(), tables.address());
+    if !batch.tiles.is_empty() {
+        let grid = [batch.tiles.len(), shape.kv_heads, 1];
+        let launch = Launch { kernel: Kernel::AttendPrompt, grid, shared_bytes: shape.prompt_bytes() };
+        device.launch(launch, &mut [qkv, pool, tables, tiles.address(), out.address(), LAYER as u64, scale]).unwrap();
+    }
+    if !batch.parts.is_empty() {
+        let grid = [batch.parts.len(), shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
+        let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
+        let arguments = &mut [qkv, pool, tables, parts.address(), outs.address(), sums.address(), LAYER as u64, scale];
+        device.launch(launch, arguments).unwrap();
+        let launch = Launch { kernel: Kernel::Combine, grid: [batch.combined.len(), shape.heads, 1], shared_bytes: 0 };
+        device.launch(launch, &mut [outs.address(), sums.address(), combined.address(), out.address()]).unwrap();
+    }
+    let mut bytes = vec![0; batch.rows() * shape.query_dim() * 2];
+    device.download(out.address(), &mut bytes).unwrap();
+    (bytes, batch)
+}
+
+fn compare(shape: Shape, sequences: &[Sequence]) {
+    let given = given(shape, sequences);
+    let orders = ORDERS.map(|order| attended(&given, sequences, order));
+    assert!(orders.iter().all(|(bytes, _)| *bytes == orders[0].0), "{shape:?}, {sequences:?}: a barrier is missing");
+    let found = widened(shape.half, &orders[0].0);
+    let mut row = 0;
+    for (sequence, blocks) in sequences.iter().zip(&given.blocks) {
+        for token in 0..sequence.new {
+            let expected = expected(&given, blocks, row, sequence.before + token);
+            let found = &found[row * shape.query_dim()..][..shape.query_dim()];
+            let largest = expected.iter().fold(0f64, |largest, number| largest.max(number.abs()));
+            // Powers are rounded to numbers of two bytes, and so is the result.
+            let bound = largest * if shape.half == Half::BFloat16 { 8e-3 } else { 1e-3 };
+            for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                assert!((found - expected).abs() < bound, "{shape:?}, row {row}, number {at}: {found} is not {expected}");
+            }
+            row += 1;
+        }
+    }
+}
+
+const fn sequence(before: usize, new: usize) -> Sequence {
+    Sequence { before, new }
+}
+
+#[test]
+fn prompts_attend_to_all_before_them() {
+    // Heads of a Qwen3-8B, in small; chunks that begin in the middle of tiles and of blocks, and tiles that end with them.
+    compare(shape(Half::BFloat16, 4, 1, 128, 16), &[sequence(0, 33), sequence(70, 40), sequence(63, 2), sequence(128, 64)]);
+    // Groups that do not divide a tile, heads that are no multiple of 16, blocks of an odd length.
+    compare(shape(Half::Float16, 14, 2, 24, 5), &[sequence(0, 19), sequence(61, 7)]);
+    compare(shape(Half::Float16, 2, 2, 64, 16), &[sequence(100, 130)]);
+}
+
+#[test]
+fn single_tokens_attend_to_all_before_them() {
+    // Sequences of one part and of several, ends in the middle of tiles and right at them.
+    compare(
+        shape(Half::BFloat16, 4, 1, 128, 16),
+        &[sequence(0, 1), sequence(14, 1), sequence(63, 1), sequence(300, 1), sequence(777, 1)],
+    );
+    // More than 16 heads of a key head: two blocks of rows.
+    compare(shape(Half::Float16, 20, 1, 40, 7), &[sequence(5, 1), sequence(255, 1), sequence(256, 1)]);
+    compare(shape(Half::Float16, 6, 6, 16, 1), &[sequence(90, 1)]);
+}
+
+#[test]
+fn prompts_and_single_tokens_share_a_step() {
+    compare(shape(Half::BFloat16, 9, 3, 64, 16), &[sequence(400, 1), sequence(30, 50), sequence(64, 1)]);
+}
+
+#[test]
+fn the_host_knows_the_kernels_sizes() {
+    for shape in [shape(Half::BFloat16, 4, 1, 128, 16), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
+        let found = Emulated::new(&shape, 0).constants();
+        let known = [Shape::PROMPT_ROWS, shape.prompt_bytes(), Shape::TOKEN_ROWS, shape.token_bytes()];
+        assert_eq!(found.map(|constant| constant as usize), known);
+    }
+}

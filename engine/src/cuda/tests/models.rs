@@ -1,0 +1,232 @@
+//! Whole models: embedding to logits, against references that are not ours and against the CPU's engine.
+
+use super::{emulated::ORDERS, *};
+use crate::cpu::{CpuEngine, CpuModel, CpuSettings, Isa};
+use tandem_model::ModelFile;
+
+const BLOCK_SIZE: usize = 4;
+const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
+
+fn load(file: &dyn ModelFile, order: u64) -> Arc<Model<Emulated>> {
+    Arc::new(Model::load(file, BLOCK_SIZE, |shape| Ok(Emulated::new(shape, order))).unwrap())
+}
+
+fn engine(file: &dyn ModelFile, order: u64) -> Runner<Emulated> {
+    Runner::new(load(file, order), LIMITS).unwrap()
+}
+
+/// Blocks that are not in order.
+fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
+    (0..24 / sequences).rev().map(|i| BlockId(i * sequences + sequence)).collect()
+}
+
+/// Steps through the tokens in chunks of these lengths (the last again and again); all logits.
+fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId], lens: &[usize]) -> Vec<f32> {
+    let (mut logits, mut start, mut next) = (Vec::new(), 0, 0);
+    while start < tokens.len() {
+        let len = lens[next.min(lens.len() - 1)].min(tokens.len() - start);
+        let chunk = Chunk { tokens: &tokens[start..start + len], start: start as u32, blocks, logits: Logits::All };
+        logits.extend(engine.step(&[chunk]).unwrap().logits);
+        (start, next) = (start + len, next + 1);
+    }
+    logits
+}
+
+/// Of the size of what is expected.
+fn error(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let squares = |numbers: &mut dyn Iterator<Item = f64>| numbers.map(|number| number * number).sum::<f64>().sqrt();
+    let wrong = squares(&mut found.iter().zip(expected).map(|(found, expected)| f64::from(found - expected)));
+    assert!(wrong.is_finite(), "logits are numbers");
+    wrong / squares(&mut expected.iter().map(|expected| f64::from(*expected)))
+}
+
+fn cpu(file: &dyn ModelFile) -> CpuEngine {
+    let settings = CpuSettings { block_size: BLOCK_SIZE as u32, capacity_blocks: 64, threads: 1, isa: Isa::detect() };
+    CpuEngine::new(CpuModel::load(file).unwrap(), settings).unwrap()
+}
+
+/// What numbers of two bytes may do to a few layers: bfloat16 has 8 bits, IEEE's half 11.
+fn bound(half: Half) -> f64 {
+    match half {
+        Half::BFloat16 => 2e-2,
+        Half::Float16 => 3e-3,
+    }
+}
+
+#[test]
+fn small_models_give_the_references_logits() {
+    for golden in goldens::goldens() {
+        let (_, writer) = goldens::models().into_iter().find(|(name, _)| *name == golden.model).unwrap();
+        let file = gguf(writer);
+        let mut ours = engine(&file, ORDERS[0]);
+        let all = run(&mut ours, &golden.tokens, &scattered(0, 1), &[golden.tokens.len()]);
+        let expected: Vec<f32> = golden.logits.iter().map(|logit| *logit as f32).collect();
+        let wrong = error(&all[all.len() - expected.len()..], &expected);
+        let half = ours.shape().half;
+        assert!(wrong < bound(half), "{}: wrong by {wrong} of the logits' size", golden.model);
+    }
+}
+
+#[test]
+fn chunks_begin_anywhere_and_threads_run_in_any_order() {
+    for name in ["llama-f16", "qwen2-f32", "qwen3-bf16"] {
+        let file = gguf(goldens::models().into_iter().find(|(known, _)| *known == name).unwrap().1);
+        let mut random = Random::new(5);
+        let tokens: Vec<TokenId> = (0..70).map(|_| random.below(33)).collect();
+        let expected = run(&mut cpu(&file), &tokens, &scattered(0, 1), &[70]);
+        for lens in [&[70][..], &[1], &[3, 1, 40], &[69, 1]] {
+            let orders = ORDERS.map(|order| {
+                let mut ours = engine(&file, order);
+                let logits = run(&mut ours, &tokens, &scattered(0, 1), lens);
+                let kv: Vec<Vec<u8>> = (0..18).map(|block| read(&ours, BlockId(block))).collect();
+                (logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>(), kv)
+            });
+            assert!(orders.iter().all(|order| *order == orders[0]), "{name} in chunks of {lens:?}: a barrier is missing");
+            let logits: Vec<f32> = orders[0].0.iter().map(|bits| f32::from_bits(*bits)).collect();
+            let wrong = error(&logits, &expected);
+            let half = engine(&file, 0).shape().half;
+            assert!(wrong < bound(half), "{name} in chunks of {lens:?}: wrong by {wrong}");
+        }
+    }
+}
+
+fn read(engine: &dyn Engine, block: BlockId) -> Vec<u8> {
+    let mut bytes = vec![0; engine.describe().block_bytes];
+    engine.read_block(block, &mut bytes).unwrap();
+    bytes
+}
+
+/// Prompts and single tokens of several sequences in one step, each with its own wish for logits.
+#[test]
+fn a_mixed_step_gives_every_sequence_what_it_has_alone() {
+    let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
+    let mut random = Random::new(6);
+    let sequences: Vec<(Vec<TokenId>, usize, Logits)> =
+        [(9, 1, Logits::Last), (20, 12, Logits::All), (24, 23, Logits::None), (5, 5, Logits::Last)]
+            .into_iter()
+            .map(|(len, new, logits)| ((0..len).map(|_| random.below(48)).collect(), new, logits))
+            .collect();
+    let blocks: Vec<_> = (0..4).map(|sequence| scattered(sequence, 4)).collect();
+    let (mut together, mut expected) = (engine(&file, 0), Vec::new());
+    for ((tokens, new, logits), blocks) in sequences.iter().zip(&blocks) {
+        let before = tokens.len() - new;
+        if before > 0 {
+            run(&mut together, &tokens[..before], blocks, &[before]);
+        }
+        let alone = run(&mut cpu(&file), tokens, blocks, &[tokens.len()]);
+        let vocab = alone.len() / tokens.len();
+        expected.extend_from_slice(match logits {
+            Logits::None => &[],
+            Logits::Last => &alone[(tokens.len() - 1) * vocab..],
+            Logits::All => &alone[before * vocab..],
+        });
+    }
+    let chunks: Vec<Chunk<'_>> = sequences
+        .iter()
+        .zip(&blocks)
+        .map(|((tokens, new, logits), blocks)| {
+            let start = tokens.len() - new;
+            Chunk { tokens: &tokens[start..], start: start as u32, blocks, logits: *logits }
+        })
+        .collect();
+    let logits = together.step(&chunks).unwrap().logits;
+    let wrong = error(&logits, &expected);
+    assert!(wrong < bound(Half::BFloat16), "wrong by {wrong}");
+}
+
+/// Decode on blocks that were copied from another engine is decode on its own, bit for bit.
+#[test]
+fn blocks_go_to_another_engine_of_the_same_model() {
+    let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-bf16").unwrap().1);
+    let model = load(&file, 0);
+    let [mut prefill, mut decode] = [(); 2].map(|()| Runner::new(Arc::clone(&model), LIMITS).unwrap());
+    let mut random = Random::new(7);
+    let tokens: Vec<TokenId> = (0..21).map(|_| random.below(48)).collect();
+    let (from, to) = (scattered(0, 2), scattered(1, 2));
+    run(&mut prefill, &tokens[..20], &from, &[20]);
+    for (from, to) in from.iter().zip(&to).take(4) {
+        decode.write_block(*to, &read(&prefill, *from)).unwrap();
+    }
+    decode.write_block(BlockId(40), &read(&prefill, from[4])).unwrap();
+    decode.copy_block(BlockId(40), to[4]).unwrap();
+    let last = |engine: &mut dyn Engine, blocks| {
+        let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks, logits: Logits::Last };
+        engine.step(&[chunk]).unwrap().logits
+    };
+    assert_eq!(last(&mut decode, &to), last(&mut prefill, &from));
+}
+
+#[test]
+fn everything_that_was_taken_is_given_back() {
+    let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen2-q8_0").unwrap().1);
+    let model = load(&file, 0);
+    let device = model.device.beside().unwrap();
+    let weights = device.taken_bytes();
+    let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
+    run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
+    assert!(device.taken_bytes() > weights);
+    drop(engine);
+    assert_eq!(device.taken_bytes(), weights);
+    drop(model);
+    assert_eq!(device.taken_bytes(), 0);
+}
+
+#[test]
+fn what_cannot_be_run_is_refused_with_a_reason() {
+    let refused = |sizes: Sizes| {
+        let file = gguf(file(sizes, 1));
+        Model::load(&file, BLOCK_SIZE, |shape| Ok(Emulated::new(shape, 0))).err().expect("the model is refused").to_string()
+    };
+    let fine = goldens::LLAMA;
+    for (sizes, told) in [
+        (Sizes { head_dim: 20, ..fine }, "heads of a multiple of 8 numbers"),
+        (Sizes { head_dim: 136, ..fine }, "128 at most"),
+        (Sizes { width: 60, ..fine }, "a width that is a multiple of 8"),
+        (Sizes { ffn: 97, ..fine }, "a feed-forward length that is a multiple of 8"),
+    ] {
+        let error = refused(sizes);
+        assert!(error.contains(told), "{error}");
+    }
+    let model = load(&gguf(file(fine, 1)), 0);
+    let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
+    let blocks = scattered(0, 1);
+    let error = |engine: &mut Runner<Emulated>, chunks: &[Chunk<'_>]| engine.step(chunks).expect_err("a refusal").to_string();
+    let chunk = |tokens, start| Chunk { tokens, start, blocks: &blocks, logits: Logits::None };
+    assert!(error(&mut engine, &[chunk(&[48], 0)]).contains("beyond the vocabulary of 48"));
+    assert!(error(&mut engine, &[chunk(&[], 0)]).contains("is empty"));
+    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("more than the 96 and 8"));
+    assert!(error(&mut engine, &[chunk(&[1], 0); 9]).contains("9 of them single"));
+    let too_much = Runner::new(model, CudaLimits { capacity_blocks: Some(1 << 20), ..LIMITS });
+    assert!(matches!(too_much.err(), Some(CudaError::Memory { .. })));
+}
+
+/// The engine draws by itself, and what it draws is what the host draws from its logits.
+#[test]
+fn tokens_are_drawn_on_the_device_and_other_rows_keep_their_logits() {
+    let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-f16").unwrap().1);
+    let mut engine = engine(&file, 0);
+    let blocks: Vec<_> = (0..3).map(|sequence| scattered(sequence, 3)).collect();
+    let tokens: [&[TokenId]; 3] = [&[1, 2, 3], &[4], &[5, 6]];
+    let wishes = [Logits::Last, Logits::Last, Logits::All];
+    let chunks: Vec<Chunk<'_>> =
+        (0..3).map(|i| Chunk { tokens: tokens[i], start: 0, blocks: &blocks[i], logits: wishes[i] }).collect();
+    let sampling = |seed| Sampling { seed, logprobs: Some(3), temperature: 3.0, ..Sampling::default() };
+    let samplers: Vec<Sampler> = (0..2).map(|seed| Sampler::new(sampling(seed), &[])).collect();
+    let draws = [Some(samplers[0].draw_at(3)), Some(samplers[1].draw_at(1)), None];
+    let plain = engine.step(&chunks).unwrap();
+    let output = engine.step_and_draw(&chunks, &draws).unwrap();
+    let vocab = plain.logits.len() / 4;
+    assert_eq!(output.logits, plain.logits[2 * vocab..]);
+    assert_eq!(output.drawn.len(), 2);
+    for ((sampler, row), (drawn, position)) in
+        samplers.iter().zip(plain.logits.chunks(vocab)).zip(output.drawn.iter().zip([3, 1]))
+    {
+        let (token, logprobs) = sampler.clone().draw(row, position);
+        assert_eq!(drawn.token, token);
+        let (found, expected) = (drawn.logprobs.as_ref().unwrap(), logprobs.unwrap());
+        assert!((found.logprob - expected.logprob).abs() < 1e-5);
+        let tokens = |top: &[crate::TokenLogprob]| top.iter().map(|top| top.token).collect::<Vec<_>>();
+        assert_eq!(tokens(&found.top), tokens(&expected.top));
+    }
+}
