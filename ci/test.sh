@@ -38,6 +38,7 @@ tools() {
         PATH="$PWD/target/ci-venv/bin:$PATH"
         export PATH
     fi
+    command -v g++ >/dev/null || fail "g++ is missing: the tests run the GPU's kernels on the host with it (Debian: apt-get install g++)"
     servers
     cargo --version
 }
@@ -64,6 +65,27 @@ model() {
     printf '%s\n' "$TANDEM_MODEL"
 }
 
+# NVIDIA's compiler, for the test that the GPU's kernels compile: a library that needs no GPU, 90 MB, kept in target/.
+nvrtc() {
+    local version=13.0.88 folder
+    folder="$PWD/${CARGO_TARGET_DIR:-target}/ci-nvrtc"
+    case "${CARGO_TARGET_DIR:-target}" in /*) folder="$CARGO_TARGET_DIR/ci-nvrtc" ;; esac
+    if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
+        echo "no NVRTC for $(uname -s) on $(uname -m): the test of the GPU's kernels is skipped"
+        return
+    fi
+    if [ ! -e "$folder/$version" ]; then
+        rm -rf "$folder"
+        python3 -m venv "$folder/venv" || fail "no venv: install Python 3 with venv (Debian: apt-get install python3-venv)"
+        "$folder/venv/bin/pip" install -q --no-deps --target "$folder/site" "nvidia-cuda-nvrtc==$version" ||
+            fail "NVRTC was not fetched: see what pip says above"
+        touch "$folder/$version"
+    fi
+    TANDEM_NVRTC="$folder/site/nvidia/cu13/lib"
+    [ -e "$TANDEM_NVRTC/libnvrtc.so.13" ] || fail "the wheel of NVRTC $version has no libnvrtc.so.13 in $TANDEM_NVRTC"
+    export TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
 part "tools" tools
 part "format" cargo fmt --all --check
 # One profile for everything, so that build scripts, macros and dependencies are built once.
@@ -71,6 +93,7 @@ part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D wa
 RUSTDOCFLAGS="-D warnings" part "docs" cargo doc --workspace --no-deps --release --locked
 part "build of the product and the tests" cargo test --workspace --release --locked --no-run
 part "model" model
+part "NVRTC" nvrtc
 
 timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "all of it, but for the run of the tests")")
 printf '\n== timings\n'

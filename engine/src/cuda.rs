@@ -59,12 +59,17 @@ pub struct CudaLimits {
 #[derive(Clone)]
 pub struct CudaModel(Arc<Model<Gpu>>);
 
+/// Whether there is a driver, and a GPU of this number that the kernels can run on.
+pub fn check(device: u32) -> Result<(), CudaError> {
+    gpu::Driver::find(device).map(drop)
+}
+
 impl CudaModel {
     /// Opens the GPU, compiles the kernels unless that has been done, and copies all weights. The files are not needed afterwards.
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
         // The driver first: without one nothing else is worth a word.
         let driver = gpu::Driver::find(settings.device)?;
-        let model = Model::load(file, settings.block_size as usize, |shape| {
+        let model = Model::load(file, settings.block_size as usize, driver.shared_max(), |shape| {
             Gpu::open(&driver, &compile::cubin(shape, &driver, settings.kernels_dir.as_deref())?, shape)
         })?;
         Ok(Self(Arc::new(model)))

@@ -320,7 +320,10 @@ impl Driver {
             Command::Write { ticket, index, payload, reply } => {
                 let target = self.machine.write(ticket, index, payload.len(), now);
                 let written = target.and_then(|block| match self.engine.write_block(block, &payload) {
-                    Ok(()) => Ok(self.machine.landed(ticket, now)),
+                    Ok(()) => {
+                        self.machine.landed(ticket, now);
+                        Ok(())
+                    }
                     Err(error) => {
                         self.fail(&error);
                         Err(WriteRefused)

@@ -122,6 +122,12 @@ impl ServedModel {
         self
     }
 
+    /// The same model computed in another way: what else `how` says is part of the revision, so that no KV is shared.
+    pub fn computed(mut self, how: &str) -> Self {
+        self.revision = format!("{}-{how}", self.revision);
+        self
+    }
+
     /// Its name in requests.
     pub fn id(&self) -> &str {
         &self.id

@@ -195,7 +195,8 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_BLOCK_SIZE", value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub block_size: u32,
 
-    /// KV memory of each worker [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim]
+    /// KV memory of each worker [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim; with --engine
+    /// cuda what fits in nine tenths of the memory that the weights leave free, shared by all workers of the process]
     #[arg(long, env = "TANDEM_KV_CAPACITY_TOKENS", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_capacity_tokens: Option<u32>,
@@ -204,9 +205,15 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_THREADS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub threads: u32,
 
-    /// Tokens computed in one step of an engine: long prompts are cut, so that running answers wait for one step at most
-    #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
-    pub prefill_chunk_budget: u32,
+    /// The GPU of --engine cuda, by its number: 0 is the first that CUDA_VISIBLE_DEVICES lets the process see
+    #[arg(long, env = "TANDEM_DEVICE", value_name = "NUMBER", default_value_t = 0)]
+    pub device: u32,
+
+    /// Tokens computed in one step of an engine: long prompts are cut, so that running answers wait for one step at most [default: 512;
+    /// 8192 with --engine cuda, since a GPU is not busy with less]
+    #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill_chunk_budget: Option<u32>,
 
     /// Sequences in one step of an engine; beyond it they wait, since every one adds to the step's time
     #[arg(long, env = "TANDEM_BATCH_MAX", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
@@ -285,7 +292,7 @@ pub enum EngineKind {
     /// This machine's CPU
     #[default]
     Cpu,
-    /// NVIDIA GPUs; not built yet
+    /// An NVIDIA GPU; not run on one yet (docs/adr/014-cuda.md)
     Cuda,
     /// No model: deterministic text, times from a cost model
     Sim,
@@ -353,13 +360,22 @@ impl UpSettings {
         toml::to_string(self).expect("settings are plain values")
     }
 
-    /// KV memory of each worker in whole blocks.
-    pub fn capacity_blocks(&self) -> u32 {
-        let tokens = self.kv_capacity_tokens.unwrap_or(match self.engine {
-            EngineKind::Cpu | EngineKind::Cuda => 16_384,
-            EngineKind::Sim => 65_536,
-        });
-        (tokens / self.block_size).max(1)
+    /// KV memory of each worker in whole blocks; `None`: what fits.
+    pub fn capacity_blocks(&self) -> Option<u32> {
+        let by_default = match self.engine {
+            EngineKind::Cpu => Some(16_384),
+            EngineKind::Cuda => None,
+            EngineKind::Sim => Some(65_536),
+        };
+        self.kv_capacity_tokens.or(by_default).map(|tokens| (tokens / self.block_size).max(1))
+    }
+
+    /// Tokens computed in one step of an engine.
+    pub fn chunk_budget(&self) -> u32 {
+        self.prefill_chunk_budget.unwrap_or(match self.engine {
+            EngineKind::Cpu | EngineKind::Sim => 512,
+            EngineKind::Cuda => 8_192,
+        })
     }
 
     /// How long running requests may go on after Ctrl-C.

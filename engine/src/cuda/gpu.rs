@@ -29,6 +29,7 @@ pub(super) struct Driver {
     device: sys::CUdevice,
     capability: (i32, i32),
     version: i32,
+    shared_max: usize,
 }
 
 impl Driver {
@@ -51,24 +52,30 @@ impl Driver {
         let handle = result::device::get(device as i32).map_err(failed("opening the GPU"))?;
         use sys::CUdevice_attribute::{
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as SHARED,
         };
         let mut version = 0;
         // SAFETY: the device is one that the driver gave, and the version goes to a number of the size it has.
         #[expect(unsafe_code)]
-        let (major, minor) = unsafe {
+        let (major, minor, shared) = unsafe {
             sys::cuDriverGetVersion(&mut version).result().map_err(failed("telling its version"))?;
             let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("telling what the GPU is"));
-            (attribute(MAJOR)?, attribute(MINOR)?)
+            (attribute(MAJOR)?, attribute(MINOR)?, attribute(SHARED)?)
         };
         if major < CAPABILITY_MIN {
             return Err(CudaError::TooOld { device, major, minor });
         }
-        Ok(Self { device: handle, capability: (major, minor), version })
+        Ok(Self { device: handle, capability: (major, minor), version, shared_max: shared.max(0) as usize })
     }
 
     /// As compilers name it, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+
+    /// Bytes of shared memory that a block may have.
+    pub fn shared_max(&self) -> usize {
+        self.shared_max
     }
 
     /// Such as 13000 for 13.0.

@@ -87,6 +87,7 @@ mod tests {
         vocab_size: 151_936,
         block_size: 16,
         pairs: Pairs::Halves,
+        little_shared: false,
     };
     const LIMITS: CudaLimits = CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256 };
     const H200_FREE: usize = 123 << 30;

@@ -48,11 +48,12 @@ impl<D: Device> Model<D> {
     pub fn load(
         file: &dyn ModelFile,
         block_size: usize,
+        shared_max: usize,
         open: impl FnOnce(&Shape) -> Result<D, CudaError>,
     ) -> Result<Self, CudaError> {
         let config = file.config()?;
         let half = weights::half_of(file)?;
-        let shape = Shape::new(&config, half, block_size)?;
+        let shape = Shape::new(&config, half, block_size, shared_max)?;
         refuse_unread(file, &config)?;
         let device = Arc::new(open(&shape)?);
         let ModelConfig { width, ffn, vocab_size, head_dim, .. } = config;

@@ -110,6 +110,7 @@ mod tests {
         vocab_size: 50,
         block_size: 16,
         pairs: Pairs::Halves,
+        little_shared: false,
     };
 
     fn chunk<'a>(tokens: &'a [u32], start: u32, blocks: &'a [BlockId], logits: Logits) -> Chunk<'a> {
@@ -171,7 +172,7 @@ mod tests {
         assert_eq!(parts(1, 100_000, 132), 261);
         assert_eq!(parts(1, 255, 132), 1);
         assert_eq!(parts(1, 256, 132), 2);
-        assert_eq!(parts(256, 2_047, 132), 512);
+        assert_eq!(parts(256, 2_047, 132), 256);
         assert_eq!(parts(256, 100, 132), 256);
     }
 }

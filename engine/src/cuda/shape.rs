@@ -38,11 +38,13 @@ pub(super) struct Shape {
     pub vocab_size: usize,
     pub block_size: usize,
     pub pairs: Pairs,
+    /// The kernels' tiles are smaller, for GPUs with less shared memory than data centres' have.
+    pub little_shared: bool,
 }
 
 impl Shape {
-    /// Refuses what the kernels cannot do: their copies are of 16 bytes.
-    pub fn new(config: &ModelConfig, half: Half, block_size: usize) -> Result<Self, CudaError> {
+    /// Refuses what the kernels cannot do: their copies are of 16 bytes. A block may have `shared_max` bytes of shared memory.
+    pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
         let refused = |what, found| Err(CudaError::Shape { what, found });
         if !head_dim.is_multiple_of(8) || head_dim > HEAD_DIM_MAX {
@@ -57,7 +59,11 @@ impl Shape {
         if heads / kv_heads > Self::PROMPT_ROWS {
             return refused("at most 128 query heads for a key head", heads / kv_heads);
         }
-        Ok(Self { half, layers, width, heads, kv_heads, head_dim, ffn, vocab_size, block_size, pairs: config.rope.pairs })
+        let (pairs, little_shared) = (config.rope.pairs, false);
+        let mut shape =
+            Self { half, layers, width, heads, kv_heads, head_dim, ffn, vocab_size, block_size, pairs, little_shared };
+        shape.little_shared = shape.prompt_bytes().max(shape.token_bytes()) > shared_max;
+        Ok(shape)
     }
 
     /// As the compiler takes them.
@@ -70,6 +76,7 @@ impl Shape {
             definition("KV_HEADS", self.kv_heads),
             definition("HEAD_DIM", self.head_dim),
             definition("BLOCK_SIZE", self.block_size),
+            definition("LITTLE_SHARED", self.little_shared.into()),
             definition("PAIRS_ADJACENT", (self.pairs == Pairs::Adjacent).into()),
         ]
     }
@@ -109,12 +116,14 @@ impl Shape {
 
     /// Bytes of shared memory of `attend_prompt`.
     pub fn prompt_bytes(&self) -> usize {
-        (Self::PROMPT_ROWS + 4 * 64) * (self.head_pad() + 8) * 2
+        let tile = if self.little_shared { 32 } else { 64 };
+        (Self::PROMPT_ROWS + 4 * tile) * (self.head_pad() + 8) * 2
     }
 
     /// Bytes of shared memory of `attend_token`.
     pub fn token_bytes(&self) -> usize {
-        let copies = (Self::TOKEN_ROWS + 3 * 2 * Self::TOKEN_POSITIONS) * (self.head_pad() + 8) * 2;
+        let stages = if self.little_shared { 2 } else { 3 };
+        let copies = (Self::TOKEN_ROWS + stages * 2 * Self::TOKEN_POSITIONS) * (self.head_pad() + 8) * 2;
         copies.max(4 * Self::TOKEN_ROWS * (self.head_pad() + 2) * 4)
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::{model::ModelError, settings::DiscoveryFlagsError};
 use std::{net::SocketAddr, path::PathBuf};
+use tandem_engine::cuda::CudaError;
 use tandem_node::events::NatsError;
 
 /// Each message says what to do.
@@ -36,9 +37,9 @@ pub enum StartError {
     /// The system does not tell which port it chose.
     #[error("the address of a socket cannot be read ({0})")]
     LocalAddress(#[source] std::io::Error),
-    /// Named in the command line's help, because scripts may expect it.
-    #[error("--engine cuda is not built yet; use --engine cpu, or --engine sim to try a cluster's behaviour")]
-    Cuda,
+    /// The GPU cannot be used.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// Nobody could do it.
     #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
     NoPrefillWorker,

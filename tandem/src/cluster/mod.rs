@@ -147,6 +147,7 @@ impl Cluster {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
         let parts = Parts::new(CLUSTER, &settings, &metrics)?;
         let mut workers = Vec::new();
+        let engines = settings.prefill_workers + settings.decode_workers;
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
         for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
             let listener = loopback().await?;
@@ -155,7 +156,7 @@ impl Cluster {
                 role,
                 address: local_address(&listener)?,
                 advertise: None,
-                engine: EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings)),
+                engine: EngineHandle::start(loaded.engine(&settings, engines)?, engine_settings(&settings)),
             };
             parts.worker(&worker, listener, &settings, &loaded, &metrics, &back);
             workers.push(worker);
@@ -166,9 +167,9 @@ impl Cluster {
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = Workers::List(Vec::new());
         parts.router(router_listener, (listed, peers), Some(&model_id), &settings, &metrics, &back);
-        let capacity_tokens = settings.capacity_blocks().saturating_mul(settings.block_size);
         // A prompt that no worker can hold is told so at the door.
-        let served = loaded.served.with_context_length(capacity_tokens);
+        let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();
+        let served = loaded.served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
         parts.frontend(frontend, [router.to_string()].into_iter().collect(), &settings, served, &metrics, &front);
         let kind = settings.engine;
         Ok(Self { model_id, kind, frontend: address, router, workers, metrics, front, back, parts })
@@ -195,7 +196,7 @@ impl Served for Cluster {
         let (url, model) = (format!("http://{}", reachable(self.frontend)), &self.model_id);
         let engine = match self.kind {
             EngineKind::Cpu => "on the CPU",
-            EngineKind::Cuda => "on GPUs",
+            EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
         };
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
@@ -228,36 +229,37 @@ impl Drop for Cluster {
 
 /// What no part could make sense of.
 fn check(settings: &UpSettings) -> Result<(), StartError> {
-    is_built(settings.engine)?;
+    check_device(settings)?;
     if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
         return Err(StartError::NoPrefillWorker);
     }
     Ok(())
 }
 
-fn is_built(engine: EngineKind) -> Result<(), StartError> {
-    match engine {
-        EngineKind::Cuda => Err(StartError::Cuda),
+/// Before a model is fetched for a device that is not there.
+fn check_device(settings: &UpSettings) -> Result<(), StartError> {
+    match settings.engine {
+        EngineKind::Cuda => Ok(tandem_engine::cuda::check(settings.device)?),
         EngineKind::Sim | EngineKind::Cpu => Ok(()),
     }
 }
 
 /// The model with its weights.
 async fn load(settings: &UpSettings) -> Result<Loaded, StartError> {
-    let (engine, name) = (settings.engine, settings.served_model_name.clone());
+    let (name, how) = (settings.served_model_name.clone(), settings.clone());
     with_model(settings, move |model| match model {
         None => Ok(Loaded::sim(name)),
-        Some(model) => Loaded::model(&model, name, engine),
+        Some(model) => Loaded::model(&model, name, &how),
     })
     .await
 }
 
 /// What a frontend needs of the model.
 async fn load_served(settings: &UpSettings) -> Result<ServedModel, StartError> {
-    let name = settings.served_model_name.clone();
+    let (name, engine) = (settings.served_model_name.clone(), settings.engine);
     with_model(settings, move |model| match model {
         None => Ok(Loaded::sim(name).served),
-        Some(model) => Ok(weights::open(&model, name)?.1),
+        Some(model) => Ok(weights::open(&model, name, engine)?.1),
     })
     .await
 }
@@ -277,7 +279,7 @@ async fn with_model<T: Send + 'static>(
 
 fn engine_settings(settings: &UpSettings) -> EngineSettings {
     EngineSettings {
-        chunk_budget: settings.prefill_chunk_budget,
+        chunk_budget: settings.chunk_budget(),
         batch_max: settings.batch_max,
         // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
         queue_max: settings.max_concurrent_requests,

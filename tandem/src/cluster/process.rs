@@ -1,6 +1,8 @@
 //! One role as a process of its own: the same part as in `up`, started the same way, and an admin endpoint beside it.
 
-use super::{Parts, Role, StartError, Worker, engine_settings, is_built, listen, load, load_served, local_address, reachable};
+use super::{
+    Parts, Role, StartError, Worker, check_device, engine_settings, listen, load, load_served, local_address, reachable,
+};
 use crate::{
     serve::Served,
     settings::{DecodeFlags, FrontendFlags, PrefillFlags, ProcessFlags, RouterFlags, Serve, UpSettings},
@@ -48,7 +50,6 @@ impl Process {
     /// A frontend. Its router need not be there yet.
     pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
-        is_built(settings.engine)?;
         let mut process = Self::new(&own.cluster, &settings)?;
         let listener = listen(settings.listen, "--listen").await?;
         let served = load_served(&settings).await?;
@@ -92,13 +93,13 @@ impl Process {
     }
 
     async fn worker(role: Role, settings: UpSettings, own: PrefillFlags) -> Result<Self, StartError> {
-        is_built(settings.engine)?;
+        check_device(&settings)?;
         let mut process = Self::new(&own.process.cluster, &settings)?;
         let (listener, address) = process.open(settings.listen, &own.process, answers).await?;
         let registration = own.process.discovery.registration(&own.process.cluster, address)?;
         let loaded = load(&settings).await?;
         let id = own.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
-        let engine = EngineHandle::start(loaded.engine(&settings)?, engine_settings(&settings));
+        let engine = EngineHandle::start(loaded.engine(&settings, 1)?, engine_settings(&settings));
         let listed = registration.as_ref().map(|(_, address)| address.clone());
         let worker = Worker { id, role, address, advertise: listed.or(own.process.discovery.advertise), engine };
         process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());

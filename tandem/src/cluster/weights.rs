@@ -9,6 +9,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_engine::{
     Engine,
     cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
+    cuda::{CudaLimits, CudaModel, CudaSettings},
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
@@ -24,20 +25,20 @@ pub(super) struct Loaded {
 
 enum Device {
     Cpu(Arc<CpuModel>),
+    Cuda(CudaModel),
     Sim(Vocabulary),
 }
 
 impl Loaded {
-    /// Reads the model's files for an engine of this kind. Takes seconds for a large one.
-    pub(super) fn model(model: &StoredModel, served_name: Option<String>, engine: EngineKind) -> Result<Self, StartError> {
-        let (file, served) = open(model, served_name)?;
-        let device = match engine {
-            EngineKind::Cpu | EngineKind::Cuda => {
-                Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(model, cause.into()))?)
-            }
+    /// Reads the model's files for the engine that is set. Takes seconds for a large one.
+    pub(super) fn model(model: &StoredModel, served_name: Option<String>, settings: &UpSettings) -> Result<Self, StartError> {
+        let (file, served) = open(model, served_name, settings.engine)?;
+        let device = match settings.engine {
+            EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(model, cause.into()))?),
+            EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &cuda_settings(settings))?),
             EngineKind::Sim => Device::Sim(vocabulary(&served)),
         };
-        Ok(Self { served, revision: file.revision(), device })
+        Ok(Self { revision: served.revision().to_owned(), served, device })
     }
 
     /// The simulator's own.
@@ -46,12 +47,13 @@ impl Loaded {
         Self { served, revision: "sim".to_owned(), device: Device::Sim(Vocabulary::default()) }
     }
 
-    /// A device for one worker.
-    pub(super) fn engine(&self, settings: &UpSettings) -> Result<Box<dyn Engine>, StartError> {
-        let (block_size, capacity_blocks) = (settings.block_size, settings.capacity_blocks());
+    /// A device for one worker of `engines` in this process.
+    pub(super) fn engine(&self, settings: &UpSettings, engines: u32) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
+            Device::Cuda(weights) => Ok(weights.engine(cuda_limits(settings, engines))?),
             Device::Cpu(weights) => {
-                let threads = settings.threads as usize;
+                let (threads, block_size) = (settings.threads as usize, settings.block_size);
+                let capacity_blocks = settings.capacity_blocks().expect("the CPU has a default");
                 let settings = CpuSettings { block_size, capacity_blocks, threads, isa: Isa::detect() };
                 let engine = CpuEngine::new(weights.clone(), settings);
                 Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
@@ -62,7 +64,11 @@ impl Loaded {
 }
 
 /// The model's file, and what a frontend reads from it.
-pub(super) fn open(model: &StoredModel, served_name: Option<String>) -> Result<(Box<dyn ModelFile>, ServedModel), StartError> {
+pub(super) fn open(
+    model: &StoredModel,
+    served_name: Option<String>,
+    engine: EngineKind,
+) -> Result<(Box<dyn ModelFile>, ServedModel), StartError> {
     let name = served_name.unwrap_or_else(|| model.id.clone());
     let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
         let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
@@ -73,11 +79,31 @@ pub(super) fn open(model: &StoredModel, served_name: Option<String>) -> Result<(
         let served = ServedModel::from_gguf(name, &file);
         (Box::new(file), served)
     };
-    Ok((file, served.map_err(|cause| unservable(model, cause.into()))?))
+    let served = served.map_err(|cause| unservable(model, cause.into()))?;
+    // A GPU keeps KV in other numbers and another order than the CPU: workers of the two must not take each other's blocks.
+    let served = if engine == EngineKind::Cuda { served.computed("cuda") } else { served };
+    Ok((file, served))
 }
 
 fn unservable(model: &StoredModel, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
     StartError::Unservable { path: model.path.clone(), cause }
+}
+
+fn cuda_settings(settings: &UpSettings) -> CudaSettings {
+    // Without a cache directory they are compiled at every start.
+    let kernels_dir = directories::ProjectDirs::from("", "", "tandem").map(|user| user.cache_dir().join("kernels"));
+    CudaSettings { device: settings.device, block_size: settings.block_size, kernels_dir }
+}
+
+fn cuda_limits(settings: &UpSettings, engines: u32) -> CudaLimits {
+    /// Prompt tokens that go on beside a full batch, however small the budget.
+    const BESIDE_BATCH: u32 = 16;
+    CudaLimits {
+        capacity_blocks: settings.capacity_blocks(),
+        engines,
+        step_tokens_max: settings.chunk_budget().max(settings.batch_max + BESIDE_BATCH),
+        sequences_max: settings.batch_max,
+    }
 }
 
 fn sim_settings(settings: &UpSettings) -> SimSettings {
@@ -85,7 +111,7 @@ fn sim_settings(settings: &UpSettings) -> SimSettings {
     let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
     SimSettings {
         block_size: settings.block_size,
-        capacity_blocks: settings.capacity_blocks(),
+        capacity_blocks: settings.capacity_blocks().expect("the simulator has a default"),
         prefill_tokens_per_second: sim.sim_prefill_tokens_per_second,
         prefill_overhead: milliseconds(sim.sim_prefill_overhead_ms),
         decode_step: milliseconds(sim.sim_decode_step_ms),

@@ -35,6 +35,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("block-size", ALL),
     ("kv-capacity-tokens", WORKERS),
     ("threads", WORKERS),
+    ("device", WORKERS),
     ("prefill-chunk-budget", WORKERS),
     ("batch-max", WORKERS),
     ("step-timeout", WORKERS),

@@ -122,7 +122,7 @@ fn a_taken_port_is_told_in_one_line() {
 #[test]
 fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
     for (args, code, told) in [
-        (&["up", "--engine", "cuda"][..], 1, "not built yet"),
+        (&["up", "--engine", "cuda"][..], 1, "needs an NVIDIA driver"),
         (&["up", "--engine", "sim", "--model", "x.gguf"], 1, "there is no model"),
         (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
         (&["up", "--model", "/nonexistent.gguf"], 1, "there is no model at /nonexistent.gguf"),

@@ -136,7 +136,7 @@ fn what_cannot_start_says_what_to_do() {
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
         (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
         (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "say with --advertise"),
-        (&["prefill-worker", "--engine", "cuda"], "not built yet"),
+        (&["prefill-worker", "--engine", "cuda"], "needs an NVIDIA driver"),
     ] {
         let free = ["--listen", "--admin-listen"].into_iter().filter(|flag| !args.contains(flag));
         let free = free.filter(|flag| args[0] != "frontend" || *flag == "--listen").flat_map(|flag| [flag, "127.0.0.1:0"]);

@@ -67,44 +67,28 @@ void resume(Block &own, Fiber &fiber) {
     setcontext(&fiber.context);
 }
 
-/// Lets go on who waits for others that have come. False when nobody can.
-bool release(const char *kernel, std::vector<Fiber> &fibers) {
-    bool released = false;
-    for (size_t first = 0; first < fibers.size(); first += LANES) {
-        const auto begin = fibers.begin() + first, end = begin + LANES;
-        if (!std::all_of(begin, end, [](const Fiber &lane) { return lane.state == Fiber::AT_WARP; })) continue;
+bool all_in(std::vector<Fiber>::iterator begin, std::vector<Fiber>::iterator end, decltype(Fiber::READY) state) {
+    return std::all_of(begin, end, [state](const Fiber &fiber) { return fiber.state == state; });
+}
+
+/// Lets a warp run until all its threads wait for the block or have ended: as far ahead of the others as it can get.
+void run_warp(const char *kernel, Block &own, size_t warp, bool reversed) {
+    const auto begin = own.fibers.begin() + warp * LANES, end = begin + LANES;
+    for (;;) {
+        for (int lane = 0; lane < LANES; lane++) {
+            Fiber &fiber = begin[reversed ? LANES - 1 - lane : lane];
+            if (fiber.state == Fiber::READY) resume(own, fiber);
+        }
+        if (all_in(begin, end, Fiber::AT_BLOCK) || all_in(begin, end, Fiber::DONE)) return;
+        if (!all_in(begin, end, Fiber::AT_WARP)) fail(kernel, "some lanes of a warp wait for others that never come");
         for (auto lane = begin; lane != end; lane++) {
             if (strcmp(lane->operation, begin->operation) != 0) fail(kernel, "the lanes of a warp are at different operations");
             lane->state = Fiber::READY;
         }
-        released = true;
-    }
-    if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber &fiber) { return fiber.state == Fiber::AT_BLOCK; })) {
-        for (auto &fiber : fibers) fiber.state = Fiber::READY;
-        released = true;
-    }
-    return released;
-}
-
-/// 0: threads and blocks run first to last, 1: last to first, others: in an order drawn from this seed.
-void put_in_order(std::vector<size_t> &places, u64 order) {
-    if (order == 1) std::reverse(places.begin(), places.end());
-    if (order < 2) return;
-    u64 state = order;
-    for (size_t i = places.size(); i > 1; i--) {
-        state = state * 6364136223846793005ull + 1442695040888963407ull;
-        std::swap(places[i - 1], places[(state >> 33) % i]);
     }
 }
 
-std::vector<size_t> places(size_t count, u64 order) {
-    std::vector<size_t> places(count);
-    for (size_t i = 0; i < count; i++) places[i] = i;
-    put_in_order(places, order);
-    return places;
-}
-
-void run_block(const char *kernel, Block &own, u64 order) {
+void run_block(const char *kernel, Block &own, bool reversed) {
     memset(own.shared.data(), 0xff, own.shared.size());
     for (size_t i = 0; i < own.fibers.size(); i++) {
         Fiber &fiber = own.fibers[i];
@@ -112,20 +96,27 @@ void run_block(const char *kernel, Block &own, u64 order) {
         fiber.index = {static_cast<u32>(i), 0, 0};
         fiber.copies.assign(1, {});
     }
-    const auto threads = places(own.fibers.size(), order);
-    for (;;) {
-        for (size_t thread : threads) {
-            while (own.fibers[thread].state == Fiber::READY) resume(own, own.fibers[thread]);
+    const size_t warps = own.fibers.size() / LANES;
+    while (!all_in(own.fibers.begin(), own.fibers.end(), Fiber::DONE)) {
+        for (size_t i = 0; i < warps; i++) {
+            const size_t warp = reversed ? warps - 1 - i : i;
+            if (own.fibers[warp * LANES].state == Fiber::READY) run_warp(kernel, own, warp, reversed);
         }
-        if (std::all_of(own.fibers.begin(), own.fibers.end(), [](const Fiber &fiber) { return fiber.state == Fiber::DONE; })) return;
-        if (!release(kernel, own.fibers)) fail(kernel, "some threads wait for others that never come");
+        if (all_in(own.fibers.begin(), own.fibers.end(), Fiber::AT_BLOCK)) {
+            for (auto &fiber : own.fibers) fiber.state = Fiber::READY;
+        } else if (!all_in(own.fibers.begin(), own.fibers.end(), Fiber::DONE)) {
+            // A warp may end early where the others never wait for it again.
+            const bool waits = std::any_of(own.fibers.begin(), own.fibers.end(), [](const Fiber &f) { return f.state == Fiber::AT_BLOCK; });
+            if (waits) fail(kernel, "some threads wait for others that have ended");
+        }
     }
 }
 
 } // namespace
 
-/// Runs a kernel to its end. False when there is none of this name.
-extern "C" bool launch(const char *name, const u32 grid[3], u32 threads, u32 shared_bytes, void **arguments, u64 order) {
+/// Runs a kernel to its end. False when there is none of this name. `order`: 1 runs lanes, warps and blocks last to first, 2 makes
+/// asynchronous copies at once, 3 both.
+extern "C" bool launch(const char *name, const u32 grid[3], u32 threads, u32 shared_bytes, void **arguments, u32 order) {
     for (const Entry &entry : ENTRIES) {
         if (strcmp(entry.name, name) != 0) continue;
         if (threads % LANES) fail(name, "the block is not made of whole warps");
@@ -138,9 +129,13 @@ extern "C" bool launch(const char *name, const u32 grid[3], u32 threads, u32 sha
         own.run = [](void *call) { static_cast<Call *>(call)->kernel(static_cast<Call *>(call)->arguments); };
         own.arguments = &call;
         block() = &own;
-        for (size_t i : places(static_cast<size_t>(grid[0]) * grid[1] * grid[2], order)) {
+        const bool reversed = order & 1;
+        own.copies_at_once = order & 2;
+        const size_t blocks = static_cast<size_t>(grid[0]) * grid[1] * grid[2];
+        for (size_t n = 0; n < blocks; n++) {
+            const size_t i = reversed ? blocks - 1 - n : n;
             own.index = {static_cast<u32>(i % grid[0]), static_cast<u32>(i / grid[0] % grid[1]), static_cast<u32>(i / grid[0] / grid[1])};
-            run_block(name, own, order);
+            run_block(name, own, reversed);
         }
         block() = nullptr;
         return true;

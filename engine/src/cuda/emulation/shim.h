@@ -1,9 +1,9 @@
 // The kernels on the host: the twin of kernels/primitives.cu, for tests.
 //
-// The threads of a block are fibers of one thread of the host. Each runs until it must wait for others, in an order that the caller
-// chooses: what a kernel computes must not depend on it, and does where a barrier is missing. Dynamic shared memory starts as NaNs. Asynchronous
-// copies are made as late as they may be: when they are waited for. A block of which some threads wait at a barrier that others never
-// reach ends the process with a sentence.
+// The threads of a block are fibers of one thread of the host. A warp runs as far ahead of the others as barriers let it, from the first
+// warp or from the last; asynchronous copies are made when they are begun, or as late as they may be, when they are waited for. What a kernel
+// computes must not depend on either, and does where a barrier or a wait is missing. Dynamic shared memory starts as NaNs. A block of
+// which some threads wait for others that never come ends the process with a sentence.
 
 #pragma once
 #include <algorithm>
@@ -83,6 +83,7 @@ struct Block {
     Fiber *current;
     jmp_buf scheduler;
     uint3 index, grid;
+    bool copies_at_once;
     void (*run)(void *);
     void *arguments;
 };
@@ -234,10 +235,27 @@ DEVICE void load_matrices_transposed(u32 to[4], const real *row) {
     }
 }
 
+namespace emulation {
+
+inline void make(const Copy &copy) {
+    if (copy.present) {
+        memcpy(copy.to, copy.from, 16);
+    } else {
+        memset(copy.to, 0, 16);
+    }
+}
+
+} // namespace emulation
+
 DEVICE void copy_async(real *shared, const real *global, bool present) {
     const auto misaligned = [](const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; };
     if (misaligned(shared) || misaligned(global)) fprintf(stderr, "copy_async: an address is not aligned to 16 bytes\n"), abort();
-    emulation::fiber().copies.back().push_back({shared, global, present});
+    const emulation::Copy copy = {shared, global, present};
+    if (emulation::block()->copies_at_once) {
+        emulation::make(copy);
+    } else {
+        emulation::fiber().copies.back().push_back(copy);
+    }
 }
 
 DEVICE void copy_commit() { emulation::fiber().copies.emplace_back(); }
@@ -246,13 +264,7 @@ template <int LEFT> DEVICE void copy_wait() {
     auto &copies = emulation::fiber().copies;
     // The last group is not committed.
     while (copies.size() > LEFT + 1) {
-        for (const auto &copy : copies.front()) {
-            if (copy.present) {
-                memcpy(copy.to, copy.from, 16);
-            } else {
-                memset(copy.to, 0, 16);
-            }
-        }
+        for (const auto &copy : copies.front()) emulation::make(copy);
         copies.erase(copies.begin());
     }
 }

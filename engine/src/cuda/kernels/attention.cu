@@ -101,7 +101,7 @@ constexpr int PROMPT_WARPS = 4;
 constexpr int PROMPT_DEPTH = 2;
 constexpr int PROMPT_ROWS = PROMPT_WARPS * PROMPT_DEPTH * 16;
 /// Positions in a tile.
-constexpr int PROMPT_TILE = 64;
+constexpr int PROMPT_TILE = LITTLE_SHARED ? 32 : 64;
 /// Of shared memory: queries, and two tiles each of keys and values, one computed with while the other comes.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;
 

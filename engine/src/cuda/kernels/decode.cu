@@ -6,7 +6,7 @@ constexpr int TOKEN_ROWS = 16;
 /// Positions a warp takes at a time.
 constexpr int TOKEN_TILE = 16;
 /// Tiles of a warp in shared memory: one computed with, the others on their way.
-constexpr int TOKEN_STAGES = 3;
+constexpr int TOKEN_STAGES = LITTLE_SHARED ? 2 : 3;
 constexpr int TOKEN_STAGE = 2 * TOKEN_TILE * STRIDE;
 constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_STAGES * TOKEN_STAGE) * 2;
 /// At the end every warp's rows, their maxima and sums: in the same place.

@@ -1,6 +1,7 @@
 // The model's shape, known when the kernels are compiled, and what follows from it.
 //
-// Given: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, PAIRS_ADJACENT (1: RoPE turns numbers 2i and
+// Given: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, LITTLE_SHARED (1: a block
+// may have less than 100 KiB of shared memory), PAIRS_ADJACENT (1: RoPE turns numbers 2i and
 // 2i + 1, 0: i and i + HEAD_DIM / 2).
 
 /// Query heads that share a key and value head.

@@ -10,9 +10,21 @@ use tandem_model::Pairs;
 const LAYERS: usize = 2;
 const LAYER: usize = 1;
 
-fn shape(half: Half, heads: usize, kv_heads: usize, head_dim: usize, block_size: usize) -> Shape {
+const fn shape(half: Half, heads: usize, kv_heads: usize, head_dim: usize, block_size: usize) -> Shape {
     let pairs = Pairs::Halves;
-    Shape { half, layers: LAYERS, width: 64, heads, kv_heads, head_dim, ffn: 64, vocab_size: 8, block_size, pairs }
+    Shape {
+        half,
+        layers: LAYERS,
+        width: 64,
+        heads,
+        kv_heads,
+        head_dim,
+        ffn: 64,
+        vocab_size: 8,
+        block_size,
+        pairs,
+        little_shared: false,
+    }
 }
 
 /// A sequence: how many tokens it has before this step, and in it.
@@ -89,7 +101,7 @@ fn expected(given: &Given, blocks: &[BlockId], row: usize, position: usize) -> V
 }
 
 /// Runs both kernels over the sequences; gives what is attended, as stored.
-fn attended(given: &Given, sequences: &[Sequence], order: u64) -> (Vec<u8>, Batch) {
+fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batch) {
     let shape = &given.shape;
     let device = Arc::new(Emulated::new(shape, order));
     let longest = vec![0; sequences.iter().map(|sequence| sequence.new).max().unwrap()];
@@ -179,9 +191,22 @@ fn prompts_and_single_tokens_share_a_step() {
     compare(shape(Half::BFloat16, 9, 3, 64, 16), &[sequence(400, 1), sequence(30, 50), sequence(64, 1)]);
 }
 
+/// GPUs that are not made for data centres have 99 KiB for a block.
+const fn little(shape: Shape) -> Shape {
+    Shape { little_shared: true, ..shape }
+}
+
+#[test]
+fn smaller_tiles_attend_to_the_same() {
+    let shape = little(shape(Half::BFloat16, 4, 1, 128, 16));
+    assert!(shape.prompt_bytes() <= 99 << 10 && shape.token_bytes() <= 99 << 10);
+    compare(shape, &[sequence(0, 33), sequence(63, 2), sequence(32, 40), sequence(333, 1), sequence(0, 1)]);
+}
+
 #[test]
 fn the_host_knows_the_kernels_sizes() {
-    for shape in [shape(Half::BFloat16, 4, 1, 128, 16), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
+    let large = shape(Half::BFloat16, 4, 1, 128, 16);
+    for shape in [large, little(large), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
         let found = Emulated::new(&shape, 0).constants();
         let known = [Shape::PROMPT_ROWS, shape.prompt_bytes(), Shape::TOKEN_ROWS, shape.token_bytes()];
         assert_eq!(found.map(|constant| constant as usize), known);

@@ -12,14 +12,14 @@ use std::{
     sync::Mutex,
 };
 
-type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u64) -> bool;
+type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// In which order threads and blocks run: first to last, last to first, or by chance with this seed.
-pub(super) const ORDERS: [u64; 3] = [0, 1, 0x5eed];
+/// Threads and blocks first to last or last to first (1), asynchronous copies as late as may be or at once (2).
+pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
     library: Arc<Library>,
-    order: u64,
+    order: u32,
     /// Sizes of what was taken and not given back, by address.
     taken: Arc<Mutex<HashMap<u64, usize>>>,
 }
@@ -62,7 +62,7 @@ fn library(shape: &Shape) -> Arc<Library> {
 }
 
 impl Emulated {
-    pub fn new(shape: &Shape, order: u64) -> Self {
+    pub fn new(shape: &Shape, order: u32) -> Self {
         Self { library: library(shape), order, taken: Arc::default() }
     }
 
@@ -83,16 +83,34 @@ impl Emulated {
         constants
     }
 
-    /// So many bytes of the device's memory.
-    fn bytes(&self, address: u64, len: usize) -> &mut [u8] {
+    fn check(&self, address: u64, len: usize) {
         let taken = self.taken.lock().unwrap();
         let inside = taken.iter().any(|(start, bytes)| *start <= address && address + len as u64 <= start + *bytes as u64);
         assert!(inside, "{len} bytes at {address:#x} are not of one piece of memory");
+    }
+
+    fn read(&self, address: u64, into: &mut [u8]) {
+        self.check(address, into.len());
         // SAFETY: the bytes are of memory that was taken and not given back, and tests use a device from one thread.
         #[expect(unsafe_code)]
         unsafe {
-            std::slice::from_raw_parts_mut(address as *mut u8, len)
+            std::ptr::copy_nonoverlapping(address as *const u8, into.as_mut_ptr(), into.len());
         }
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) {
+        self.check(address, bytes.len());
+        // SAFETY: as above.
+        #[expect(unsafe_code)]
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
+        }
+    }
+
+    fn read_all(&self, address: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.read(address, &mut bytes);
+        bytes
     }
 }
 
@@ -150,12 +168,12 @@ impl Device for Emulated {
     }
 
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
-        self.bytes(to, bytes.len()).copy_from_slice(bytes);
+        self.write(to, bytes);
         Ok(())
     }
 
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError> {
-        into.copy_from_slice(self.bytes(from, into.len()));
+        self.read(from, into);
         Ok(())
     }
 
@@ -164,8 +182,7 @@ impl Device for Emulated {
     }
 
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
-        let copied = self.bytes(from, bytes).to_vec();
-        self.upload(to, &copied)
+        self.upload(to, &self.read_all(from, bytes))
     }
 
     fn launch(&self, launch: Launch, arguments: &mut [u64]) -> Result<(), CudaError> {
@@ -186,11 +203,11 @@ impl Device for Emulated {
 
     fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError> {
         let Product { rows, inputs, outputs, into } = product;
-        let weights = widened(half, self.bytes(factors.weights, outputs * inputs * 2));
-        let all = widened(half, self.bytes(factors.inputs, rows * inputs * 2));
+        let weights = widened(half, &self.read_all(factors.weights, outputs * inputs * 2));
+        let all = widened(half, &self.read_all(factors.inputs, rows * inputs * 2));
         let bytes = if into == Into::Halves { 2 } else { 4 };
-        let out = self.bytes(factors.outputs, rows * outputs * bytes);
-        for (row, out) in all.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs * bytes)) {
+        let mut all_out = self.read_all(factors.outputs, rows * outputs * bytes);
+        for (row, out) in all.chunks_exact(inputs).zip(all_out.chunks_exact_mut(outputs * bytes)) {
             for (weights, out) in weights.chunks_exact(inputs).zip(out.chunks_exact_mut(bytes)) {
                 let sum = weights.iter().zip(row).map(|(weight, input)| weight * input).sum::<f64>() as f32;
                 match into {
@@ -203,6 +220,7 @@ impl Device for Emulated {
                 }
             }
         }
+        self.write(factors.outputs, &all_out);
         Ok(())
     }
 }

@@ -16,10 +16,11 @@ const SHAPE: Shape = Shape {
     vocab_size: 1_013,
     block_size: 16,
     pairs: Pairs::Halves,
+    little_shared: false,
 };
 const POSITION: u32 = 40;
 
-fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<u32>], order: u64) -> Vec<Drawn> {
+fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<u32>], order: u32) -> Vec<Drawn> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
     let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
     let draws = Draws::new(draws, &starts, vocab_size);

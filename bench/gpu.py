@@ -1,0 +1,194 @@
+"""Is the CUDA back end right, and how fast is it? Run by bench/gpu.sh."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy
+import torch
+import transformers
+
+OURS = pathlib.Path(sys.argv[1]).resolve()
+# Of the logits' size.
+ERROR_MAX = {torch.bfloat16: 1e-2, torch.float16: 3e-3}
+# Two likeliest tokens that are nearer than this are a tie.
+TIE = 5e-2
+# Qwen3-8B.
+LARGE = dict(vocab_size=151_936, hidden_size=4_096, intermediate_size=12_288, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+LAYERS = int(os.environ.get("BENCH_LAYERS", "36"))
+# What is asked of a card: shares of what it does at its best (issue 6).
+PREFILL_GOAL, DECODE_GOAL = 0.6, 0.8
+DECODE_STEPS = 16
+
+
+def ours(*arguments, check=True):
+    done = subprocess.run([OURS, *map(str, arguments)], capture_output=True, text=True)
+    if check and done.returncode:
+        sys.exit(f"{' '.join(map(str, arguments))} failed:\n{done.stdout}{done.stderr}")
+    return done
+
+
+def small_models():
+    """Name, configuration, type of the weights."""
+    common = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_size=512, max_position_embeddings=4_096)
+    llama = transformers.LlamaConfig(**common, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False)
+    odd = transformers.LlamaConfig(**{**common, "hidden_size": 576}, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+    qwen2 = transformers.Qwen2Config(**common, num_attention_heads=14, num_key_value_heads=2, head_dim=64)
+    qwen3 = transformers.Qwen3Config(**common, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    return [
+        ("llama", llama, torch.bfloat16),
+        ("llama, 9 heads, tied", odd, torch.float16),
+        ("qwen2", qwen2, torch.bfloat16),
+        ("qwen3", qwen3, torch.bfloat16),
+    ]
+
+
+def random_model(config, dtype):
+    torch.manual_seed(7)
+    # Releases of transformers differ in what they call a model's type; all follow torch's own default.
+    torch.set_default_dtype(dtype)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    torch.set_default_dtype(torch.float32)
+    # Biases and norms start as zeros and ones, which would hide what is done with them.
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def right(name, config, dtype, folder):
+    """Logits in one piece and in many, and greedy tokens, against the same weights in single precision."""
+    model = random_model(config, dtype)
+    model.save_pretrained(folder)
+    model = model.float()
+    tokens = torch.randint(0, config.vocab_size, (700,), device="cuda")
+    listed, failures = ",".join(map(str, tokens.tolist())), []
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0].cpu().numpy()
+    worst = 0.0
+    for chunk in (700, 193, 64, 1):
+        done = ours("logits", folder, listed, chunk, folder / "logits")
+        found = numpy.fromfile(folder / "logits", dtype=numpy.float32).reshape(expected.shape)
+        worst = max(worst, float(numpy.linalg.norm(found - expected) / numpy.linalg.norm(expected)))
+        sequence = tokens.tolist()
+        for step, token in enumerate(map(int, done.stdout.split(","))):
+            with torch.no_grad():
+                row = model(torch.tensor([sequence], device="cuda")).logits[0, -1]
+            if row.max() - row[token] > TIE * row.std():
+                failures.append(f"chunks of {chunk}: greedy token {step} is {token}, not {int(row.argmax())}")
+                break
+            sequence.append(token)
+    if not worst < ERROR_MAX[dtype]:
+        failures.append(f"logits are wrong by {worst:.2e} of their size")
+    moved = ours("transfer", folder, check=False)
+    if moved.stdout.strip() != "equal":
+        failures.append(f"transfer: {moved.stdout.strip()}")
+    print(f"| {name} | {str(dtype).removeprefix('torch.')} | {worst:.1e} | {'; '.join(failures) or 'equal'} |", flush=True)
+    return not failures
+
+
+def seconds_of(work, rounds=5):
+    work()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def ceilings():
+    """What the card does at its best: floating-point operations and bytes a second."""
+    a, b = (torch.randn(8_192, 8_192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * 8_192**3 / seconds_of(lambda: a @ b)
+    block = torch.empty(1 << 30, device="cuda", dtype=torch.int8)
+    other = torch.empty_like(block)
+    return flops, 2 * block.numel() / seconds_of(lambda: other.copy_(block))
+
+
+def work_of(config, tokens):
+    """Floating-point operations of a prompt without logits."""
+    heads = config.num_attention_heads * config.head_dim
+    kv = 2 * config.num_key_value_heads * config.head_dim
+    matrices = config.hidden_size * (2 * heads + kv + 3 * config.intermediate_size)
+    return config.num_hidden_layers * (2 * tokens * matrices + 2 * tokens * tokens * heads)
+
+
+def fast(folder):
+    flops, bandwidth = ceilings()
+    print(f"\nCeilings: {flops / 1e12:.0f} TFLOP/s (bf16, 8192³), {bandwidth / 1e12:.2f} TB/s (copy, read + write)\n")
+    config = transformers.Qwen3Config(**LARGE, num_hidden_layers=LAYERS, max_position_embeddings=131_072, tie_word_embeddings=False)
+    model = random_model(config, torch.bfloat16)
+    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) * 2
+    model.save_pretrained(folder, max_shard_size="20GB")
+    theirs = transformers_speed(model)
+    del model
+    torch.cuda.empty_cache()
+    print("| Qwen3-8B's shape | ours | of the ceiling | goal | transformers | ours ÷ theirs |\n|---|---|---|---|---|---|")
+    met = True
+    for line in ours("speed", folder).stdout.splitlines():
+        found = json.loads(line)
+        seconds = found["seconds"]
+        if found["what"] == "prefill":
+            name, share, goal = f"prefill {found['tokens']}", work_of(config, found["tokens"]) / seconds / flops, PREFILL_GOAL
+            rate = f"{found['tokens'] / seconds:.0f} tok/s"
+        else:
+            kv = found["batch"] * found["context"] * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
+            name, share, goal = f"decode {found['batch']} × {found['context']}", (weights + kv) / seconds / bandwidth, DECODE_GOAL
+            rate = f"{seconds * 1e3:.2f} ms a step"
+        met &= share >= goal
+        other = theirs.get(name)
+        compared = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "– | –"
+        print(f"| {name} | {rate} | {share:.0%} | {goal:.0%} | {compared} |", flush=True)
+    return met
+
+
+def transformers_speed(model):
+    """Seconds by workload: prompts with the last token's logits, and steps of decoding sequences."""
+    found = {}
+    with torch.no_grad():
+        for tokens in (4_096, 16_384):
+            prompt = torch.randint(0, 1_000, (1, tokens), device="cuda")
+            found[f"prefill {tokens}"] = seconds_of(lambda: model(prompt, use_cache=False, logits_to_keep=1), rounds=2)
+        for batch in (1, 32):
+            prompt = torch.randint(0, 1_000, (batch, 2_048), device="cuda")
+            cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+            token = prompt[:, :1]
+
+            def steps():
+                for _ in range(DECODE_STEPS):
+                    model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            found[f"decode {batch} × 2048"] = seconds_of(steps, rounds=2) / DECODE_STEPS
+            del cache
+    return found
+
+
+def main():
+    card = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    print(f"{time.strftime('%Y-%m-%d')}, {card.name}, driver {driver.stdout.strip()}, torch {torch.__version__}, transformers {transformers.__version__}\n")
+    print("| Model | Weights | Logits wrong by | Greedy tokens and moved blocks |\n|---|---|---|---|")
+    # Reference products in single precision, not in TF32.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (name, config, dtype) in enumerate(small_models()):
+            good &= right(name, config, dtype, pathlib.Path(folder) / str(i))
+    large = pathlib.Path(tempfile.mkdtemp())
+    try:
+        good &= fast(large)
+    finally:
+        shutil.rmtree(large)
+    return 0 if good else 1
+
+
+sys.exit(main())

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The CUDA back end on a machine with an NVIDIA GPU: is it right (against transformers), and how fast is it?
+#   bench/gpu.sh build   on a machine with Rust: puts what the other one needs into target/gpu (some 10 MB)
+#   bench/gpu.sh         on the machine with the GPU, which needs Python with torch, transformers and safetensors, and no network:
+#                        under eight minutes; prints a table, and exits with 1 when something is not right or not as fast as it should be
+# BENCH_PYTHON: that Python [default: python3]. BENCH_LAYERS: layers of the model whose speed is measured [default: 36, as Qwen3-8B has].
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ "${1:-}" = build ]; then
+    ours=$(cargo bench --locked -p tandem-engine --bench cuda --no-run --message-format=json |
+        sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
+    mkdir -p target/gpu
+    cp "$ours" target/gpu/cuda
+    strip target/gpu/cuda
+    ls -l target/gpu
+    exit
+fi
+[ -x target/gpu/cuda ] || { echo "bench/gpu.sh: target/gpu/cuda is missing: run bench/gpu.sh build on a machine with Rust" >&2; exit 1; }
+python=${BENCH_PYTHON:-python3}
+# Where pip's wheels have NVRTC and cuBLASLt.
+libraries=$("$python" - <<'PYTHON'
+import glob, os, sysconfig
+roots = {sysconfig.get_path("purelib"), *os.environ.get("PYTHONPATH", "").split(":")} - {""}
+print(":".join(path for root in sorted(roots) for path in sorted(glob.glob(root + "/nvidia/*/lib"))))
+PYTHON
+)
+export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+exec "$python" bench/gpu.py target/gpu/cuda

@@ -1,0 +1,157 @@
+//! What `bench/gpu.py` asks of the CUDA back end, on a machine with a GPU; run by `bench/gpu.sh`.
+//!
+//! - `cuda logits MODEL TOKENS CHUNK OUT`: computes the tokens (separated by commas) of a model's directory in chunks of so many, writes the
+//!   logits of all of them to OUT (four bytes each), then prints 32 tokens that follow greedily, computed one by one.
+//! - `cuda speed MODEL`: prints a line of JSON for each workload, with the median seconds of its rounds.
+//! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through the host, and compares bytes and what is decoded from them.
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+
+use std::{error::Error, fs, path::Path, process::ExitCode, time::Instant};
+use tandem_engine::{
+    Chunk, Engine, Logits,
+    cuda::{CudaLimits, CudaModel, CudaSettings},
+};
+use tandem_kv::{BlockId, TokenId};
+use tandem_model::HfDirectory;
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+const BLOCK: usize = 16;
+/// As workers do.
+const CHUNK: usize = 8_192;
+const ROUNDS: usize = 5;
+const GREEDY: usize = 32;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match arguments[..] {
+        ["logits", model, tokens, chunk, out] => logits(model, tokens, chunk, out),
+        ["speed", model] => speed(model),
+        ["transfer", model] => transfer(model),
+        _ => {
+            println!("see bench/gpu.sh, which runs this on a machine with a GPU");
+            Ok(())
+        }
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn load(model: &str) -> Outcome<CudaModel> {
+    let settings = CudaSettings { device: 0, block_size: BLOCK as u32, kernels_dir: Some("target/gpu-kernels".into()) };
+    Ok(CudaModel::load(&HfDirectory::open(Path::new(model))?, &settings)?)
+}
+
+fn engine(model: &CudaModel, capacity_tokens: usize) -> Outcome<Box<dyn Engine>> {
+    let capacity_blocks = Some(capacity_tokens.div_ceil(BLOCK) as u32);
+    Ok(model.engine(CudaLimits { capacity_blocks, engines: 2, step_tokens_max: CHUNK as u32 + 256, sequences_max: 256 })?)
+}
+
+/// Blocks for so many tokens, from this one on.
+fn blocks(first: usize, tokens: usize) -> Vec<BlockId> {
+    (first..first + tokens.div_ceil(BLOCK)).map(|block| BlockId(block as u32)).collect()
+}
+
+fn likeliest(logits: &[f32]) -> TokenId {
+    let largest = |best: usize, at: usize| if logits[at] > logits[best] { at } else { best };
+    (0..logits.len()).fold(0, largest) as TokenId
+}
+
+fn logits(model: &str, tokens: &str, chunk: &str, out: &str) -> Outcome<()> {
+    let (mut tokens, len) = (tokens.split(',').map(str::parse).collect::<Result<Vec<TokenId>, _>>()?, chunk.parse::<usize>()?);
+    let blocks = blocks(0, tokens.len() + GREEDY);
+    let mut engine = engine(&load(model)?, blocks.len() * BLOCK)?;
+    let mut all = Vec::new();
+    for (i, tokens) in tokens.chunks(len).enumerate() {
+        let chunk = Chunk { tokens, start: (i * len) as u32, blocks: &blocks, logits: Logits::All };
+        all.extend(engine.step(&[chunk])?.logits);
+    }
+    fs::write(out, all.iter().flat_map(|logit| logit.to_le_bytes()).collect::<Vec<u8>>())?;
+    let mut next = likeliest(&all[all.len() - engine.describe().vocab_size..]);
+    let mut greedy = Vec::new();
+    for _ in 0..GREEDY {
+        greedy.push(next.to_string());
+        tokens.push(next);
+        let start = tokens.len() - 1;
+        let chunk = Chunk { tokens: &tokens[start..], start: start as u32, blocks: &blocks, logits: Logits::Last };
+        next = likeliest(&engine.step(&[chunk])?.logits);
+    }
+    println!("{}", greedy.join(","));
+    Ok(())
+}
+
+fn median(mut seconds: Vec<f64>) -> f64 {
+    seconds.sort_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
+}
+
+/// A whole prompt in chunks.
+fn prefill(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId]) -> Outcome<f64> {
+    let started = Instant::now();
+    for (i, tokens) in tokens.chunks(CHUNK).enumerate() {
+        engine.step(&[Chunk { tokens, start: (i * CHUNK) as u32, blocks, logits: Logits::None }])?;
+    }
+    Ok(started.elapsed().as_secs_f64())
+}
+
+/// One step of sequences that have so many tokens each; logits of all come to the host.
+fn decode(engine: &mut dyn Engine, batch: usize, context: usize) -> Outcome<f64> {
+    let all: Vec<_> = (0..batch).map(|sequence| blocks(sequence * (context / BLOCK + 1), context + 1)).collect();
+    let chunk = |blocks| Chunk { tokens: &[7], start: context as u32, blocks, logits: Logits::None };
+    let last = |blocks| Chunk { logits: Logits::Last, ..chunk(blocks) };
+    // One row of logits: what a draw on the device would leave to copy is less.
+    let chunks: Vec<Chunk<'_>> =
+        all.iter().enumerate().map(|(i, blocks)| if i == 0 { last(blocks) } else { chunk(blocks) }).collect();
+    let started = Instant::now();
+    engine.step(&chunks)?;
+    Ok(started.elapsed().as_secs_f64())
+}
+
+fn speed(model: &str) -> Outcome<()> {
+    let mut engine = engine(&load(model)?, 33 * 2_064)?;
+    let tokens: Vec<TokenId> = (0..65_536).map(|token| token % 1_000).collect();
+    for len in [4_096, 16_384, 65_536] {
+        let blocks = blocks(0, len);
+        let rounds = (0..ROUNDS).map(|_| prefill(&mut *engine, &tokens[..len], &blocks)).collect::<Outcome<Vec<_>>>()?;
+        println!(r#"{{"what":"prefill","tokens":{len},"seconds":{}}}"#, median(rounds));
+    }
+    for batch in [1, 32] {
+        let rounds = (0..ROUNDS * 6).map(|_| decode(&mut *engine, batch, 2_048)).collect::<Outcome<Vec<_>>>()?;
+        println!(r#"{{"what":"decode","batch":{batch},"context":2048,"seconds":{}}}"#, median(rounds));
+    }
+    Ok(())
+}
+
+fn transfer(model: &str) -> Outcome<()> {
+    let model = load(model)?;
+    let (mut from, mut to) = (engine(&model, 1_024)?, engine(&model, 1_024)?);
+    let tokens: Vec<TokenId> = (0..200).map(|token| token * 7 % 90).collect();
+    let (here, there) = (blocks(0, 200), blocks(20, 200));
+    prefill(&mut *from, &tokens[..199], &here)?;
+    let bytes = from.describe().block_bytes;
+    let (mut sent, mut received) = (vec![0; bytes], vec![0; bytes]);
+    for (here, there) in here.iter().zip(&there) {
+        from.read_block(*here, &mut sent)?;
+        to.write_block(*there, &sent)?;
+        to.read_block(*there, &mut received)?;
+        if sent != received {
+            return Err(format!("block {} came with other bytes", here.0).into());
+        }
+    }
+    let last = |engine: &mut dyn Engine, blocks| {
+        let chunk = Chunk { tokens: &tokens[199..], start: 199, blocks, logits: Logits::Last };
+        engine.step(&[chunk]).map(|output| output.logits)
+    };
+    let (own, moved) = (last(&mut *from, &here)?, last(&mut *to, &there)?);
+    if own != moved {
+        return Err("decode on moved blocks differs from decode on its own".into());
+    }
+    println!("equal");
+    Ok(())
+}
