@@ -155,10 +155,11 @@ impl Drop for Context {
 
 /// A queue of a GPU.
 pub(super) struct Gpu {
-    context: Arc<Context>,
-    stream: sys::CUstream,
+    // Dropped in this order: what cuBLASLt holds is of the context.
     products: Mutex<Products>,
     staging: Mutex<Staging>,
+    stream: sys::CUstream,
+    context: Arc<Context>,
 }
 
 // SAFETY: the driver's handles may be used from any thread; what changes is behind locks.
@@ -198,7 +199,7 @@ impl Gpu {
             bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
             Staging(bytes.cast())
         };
-        Ok(Self { context, stream, products: Mutex::new(Products::new()?), staging: Mutex::new(staging) })
+        Ok(Self { products: Mutex::new(Products::new()?), staging: Mutex::new(staging), stream, context })
     }
 
     fn idle(&self) -> Result<(), CudaError> {

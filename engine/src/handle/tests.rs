@@ -1,3 +1,5 @@
+mod devices;
+
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
 use crate::{Sampling, StepOutput};

@@ -32,6 +32,13 @@ pub(crate) struct Adjustment {
 }
 
 impl Draw<'_> {
+    /// What the host draws from a row.
+    #[cfg(test)]
+    pub(crate) fn on_host(&self, row: &[f32]) -> Drawn {
+        let (token, logprobs) = self.sampler.clone().draw(row, self.position);
+        Drawn { token, logprobs }
+    }
+
     /// The settings.
     pub(crate) fn sampling(&self) -> &super::Sampling {
         &self.sampler.sampling

@@ -17,6 +17,8 @@ use std::{collections::HashMap, os::raw::c_void};
 /// What NVIDIA recommends for its latest; less than a hundredth of any card that has them.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// Plans that are kept: all numbers of sequences that decode together, and some of prompts' tokens. To make one takes tens of microseconds.
+const PLANS_MAX: usize = 4_096;
 /// cuBLAS's `CUBLAS_OP_T`, which the bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
 
@@ -60,6 +62,10 @@ impl Products {
 
     /// Puts a product on the stream.
     pub fn run(&mut self, half: Half, product: Product, factors: Factors, stream: CUstream) -> Result<(), CudaError> {
+        if self.plans.len() >= PLANS_MAX {
+            // No product that runs needs its plan: cuBLASLt has read it.
+            self.plans.clear();
+        }
         let plan = match self.plans.entry((half, product)) {
             std::collections::hash_map::Entry::Occupied(plan) => plan.into_mut(),
             std::collections::hash_map::Entry::Vacant(place) => place.insert(Plan::new(self.handle, half, product)?),
