@@ -261,7 +261,10 @@ impl Driver {
             // One look at the clock: what is not yet due for the plan is due after it.
             let now = self.now();
             let plan = self.machine.plan(now);
-            self.act();
+            if !self.act() {
+                // Whose chunks were planned have ended.
+                continue;
+            }
             let Some(plan) = plan else {
                 self.publish(None);
                 self.at_work.send_replace(None);
@@ -383,7 +386,8 @@ impl Driver {
         self.machine.fail();
     }
 
-    fn act(&mut self) {
+    /// False when the device has failed at it: then all jobs have ended.
+    fn act(&mut self) -> bool {
         let mut broken = None;
         for action in self.machine.take_actions() {
             match action {
@@ -401,11 +405,11 @@ impl Driver {
                 }
             }
         }
-        if let Some(error) = broken {
-            self.fail(&error);
-            // Only last words.
-            self.act();
-        }
+        let Some(error) = broken else { return true };
+        self.fail(&error);
+        // Only last words.
+        self.act();
+        false
     }
 
     fn tell(&self, job: JobId, event: Event) {
