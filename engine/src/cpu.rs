@@ -140,7 +140,7 @@ impl Engine for CpuEngine {
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let info = self.describe();
         for chunk in chunks {
-            info.check_chunk(chunk).map_err(|error| EngineError(Box::new(error)))?;
+            info.check_chunk(chunk).map_err(|error| EngineError::Step(Box::new(error)))?;
         }
         let Self { model, settings, threads, layout, kv, buffers } = self;
         let step = Step { model, isa: settings.isa, threads, layout, kv, buffers };

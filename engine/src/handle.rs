@@ -118,6 +118,7 @@ impl EngineHandle {
             load,
             at_work,
             started: Instant::now(),
+            is_lost: false,
         };
         let (info, go_on_at) = (Arc::new(info), driver.unheard_max / 2);
         (Self { info, commands, wake, load: watched, at_work: working, step_max: settings.step_max, go_on_at }, driver)
@@ -246,6 +247,8 @@ struct Driver {
     /// Since when it has been at what it does now; `None` while it waits for something to do.
     at_work: watch::Sender<Option<Instant>>,
     started: Instant,
+    /// The device has failed for good.
+    is_lost: bool,
 }
 
 impl Driver {
@@ -261,7 +264,11 @@ impl Driver {
             // One look at the clock: what is not yet due for the plan is due after it.
             let now = self.now();
             let plan = self.machine.plan(now);
-            if !self.act() {
+            let went_well = self.act();
+            if self.is_lost {
+                return;
+            }
+            if !went_well {
                 // Whose chunks were planned have ended.
                 continue;
             }
@@ -296,6 +303,9 @@ impl Driver {
                     self.fail(&error);
                     self.act();
                 }
+            }
+            if self.is_lost {
+                return;
             }
             // Others on this runtime get their turn between steps.
             tokio::task::yield_now().await;
@@ -383,6 +393,7 @@ impl Driver {
     /// The device is not what it was: nothing that runs on it can go on.
     fn fail(&mut self, error: &EngineError) {
         tracing::error!(%error, "the engine failed; all requests on this worker end");
+        self.is_lost |= matches!(error, EngineError::Lost(_));
         self.machine.fail();
     }
 

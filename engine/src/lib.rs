@@ -107,8 +107,14 @@ pub struct StepOutput {
 
 /// The device failed; what runs on it is lost.
 #[derive(Debug, thiserror::Error)]
-#[error("the engine failed: {0}")]
-pub struct EngineError(#[from] pub Box<dyn std::error::Error + Send + Sync>);
+pub enum EngineError {
+    /// At this; the next step may go well.
+    #[error("the engine failed: {0}")]
+    Step(#[from] Box<dyn std::error::Error + Send + Sync>),
+    /// For good: its thread ends, so that whoever runs the process starts it anew.
+    #[error("the device is lost: {0}")]
+    Lost(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
 
 /// SplitMix64's finaliser: every input bit moves every output bit.
 fn mix(value: u64) -> u64 {

@@ -1,6 +1,6 @@
 //! Why a GPU cannot be used; each message says what to do.
 
-use crate::{ChunkError, cpu::CpuError};
+use crate::{ChunkError, EngineError, cpu::CpuError};
 use tandem_model::ModelError;
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
@@ -71,7 +71,7 @@ pub enum CudaError {
     },
     /// No room for KV.
     #[error(
-        "{free_bytes} bytes are free for this worker on the GPU, and {needed_bytes} are needed for a step and one KV block; use fewer workers, a smaller --prefill-chunk-budget or a smaller model"
+        "{free_bytes} bytes are free for this worker on the GPU, and {needed_bytes} are needed for a step and its KV blocks; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
     )]
     Memory {
         /// This engine's share.
@@ -108,4 +108,14 @@ pub enum CudaError {
         /// As set.
         sequences_max: usize,
     },
+}
+
+/// After the driver has refused something, it refuses all.
+impl From<CudaError> for EngineError {
+    fn from(error: CudaError) -> Self {
+        match error {
+            CudaError::Driver { .. } | CudaError::Product { .. } => Self::Lost(Box::new(error)),
+            _ => Self::Step(Box::new(error)),
+        }
+    }
 }

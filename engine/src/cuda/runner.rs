@@ -15,7 +15,6 @@ use tandem_kv::BlockId;
 
 /// Computes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    model: Arc<Model<D>>,
     /// A queue of its own: engines of one device run beside each other.
     device: Arc<D>,
     limits: CudaLimits,
@@ -23,6 +22,8 @@ pub(super) struct Runner<D: Device> {
     buffers: Buffers<D>,
     inputs: Inputs<D>,
     kv: Memory<D>,
+    /// Last, so that it goes last: a step that broke off may still read its weights until this engine's memory has been given back.
+    model: Arc<Model<D>>,
 }
 
 /// Used again in every step.
@@ -154,22 +155,22 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        self.run(chunks, draws).map_err(|error| EngineError(Box::new(error)))
+        self.run(chunks, draws).map_err(EngineError::from)
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
         assert_eq!(into.len(), self.model.shape.block_bytes(), "a block is read into as many bytes as it has");
-        self.device.download(self.block_address(block), into).map_err(|error| EngineError(Box::new(error)))
+        self.device.download(self.block_address(block), into).map_err(EngineError::from)
     }
 
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
         assert_eq!(bytes.len(), self.model.shape.block_bytes(), "a block is written from as many bytes as it has");
-        self.device.upload(self.block_address(block), bytes).map_err(|error| EngineError(Box::new(error)))
+        self.device.upload(self.block_address(block), bytes).map_err(EngineError::from)
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
         let copied = self.device.copy(self.block_address(from), self.block_address(to), self.model.shape.block_bytes());
-        copied.map_err(|error| EngineError(Box::new(error)))
+        copied.map_err(EngineError::from)
     }
 }
 

@@ -203,7 +203,7 @@ impl Engine for Failing {
     }
     fn step(&mut self, chunks: &[crate::Chunk<'_>]) -> Result<StepOutput, crate::EngineError> {
         match chunks.iter().any(|chunk| chunk.tokens.contains(&99)) {
-            true => Err(crate::EngineError("the device is on fire".into())),
+            true => Err(crate::EngineError::Step("the device is on fire".into())),
             false => self.0.step(chunks),
         }
     }

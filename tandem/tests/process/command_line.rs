@@ -121,8 +121,10 @@ fn a_taken_port_is_told_in_one_line() {
 
 #[test]
 fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
+    let no_gpu =
+        if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     for (args, code, told) in [
-        (&["up", "--engine", "cuda"][..], 1, "needs an NVIDIA driver"),
+        (&["up", "--engine", "cuda", "--device", "4294967295"][..], 1, no_gpu),
         (&["up", "--engine", "sim", "--model", "x.gguf"], 1, "there is no model"),
         (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
         (&["up", "--model", "/nonexistent.gguf"], 1, "there is no model at /nonexistent.gguf"),

@@ -129,6 +129,8 @@ fn frontends_that_do_not_fit_serve_nothing() {
 
 #[test]
 fn what_cannot_start_says_what_to_do() {
+    let no_gpu =
+        if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let taken = taken.local_addr().expect("bound").to_string();
     for (args, told) in [
@@ -136,7 +138,7 @@ fn what_cannot_start_says_what_to_do() {
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
         (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
         (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "say with --advertise"),
-        (&["prefill-worker", "--engine", "cuda"], "needs an NVIDIA driver"),
+        (&["prefill-worker", "--engine", "cuda", "--device", "4294967295"], no_gpu),
     ] {
         let free = ["--listen", "--admin-listen"].into_iter().filter(|flag| !args.contains(flag));
         let free = free.filter(|flag| args[0] != "frontend" || *flag == "--listen").flat_map(|flag| [flag, "127.0.0.1:0"]);

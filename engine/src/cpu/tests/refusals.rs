@@ -91,7 +91,7 @@ fn impossible_steps_are_refused_whole_and_change_nothing() {
     ] {
         // A good chunk before the bad one is not computed either.
         let error = engine.step(&[chunk(&other, 0, &blocks), bad]).expect_err(what);
-        assert!(error.0.to_string().contains(what), "{error} does not say {what}");
+        assert!(error.to_string().contains(what), "{error} does not say {what}");
         assert!(engine.kv == kv, "a refused step has written");
     }
     assert_eq!(bits(&run(&mut engine, &good, &blocks, &[])), bits(&expected));

@@ -210,7 +210,9 @@ sample(const float *logits, float *scratch, int vocab, const Draw *draws, const 
         const float least = likeliest.value + LOG_WEIGHT_MIN * draw.temperature;
         for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) {
             const float logit = row.numbers[i];
-            const float weight = logit > least && allowed(i, logit) ? expf((logit - likeliest.value) / draw.temperature) : 0.0f;
+            // Where the temperature is so low that the limit is the maximum, the likeliest stay.
+            const bool counts = (logit > least || logit == likeliest.value) && allowed(i, logit);
+            const float weight = counts ? expf((logit - likeliest.value) / draw.temperature) : 0.0f;
             row.numbers[i] = weight >= draw.min_p ? weight : 0.0f;
         }
         block_sync();

@@ -73,6 +73,7 @@ fn settings() -> Vec<Sampling> {
         Sampling { temperature: 0.0, logprobs: Some(5), ..plain() },
         Sampling { temperature: 0.3, logprobs: Some(0), ..plain() },
         Sampling { temperature: 2.0, top_k: 1, ..plain() },
+        Sampling { temperature: 1e-8, logprobs: Some(1), ..plain() },
         Sampling { top_k: 7, ..plain() },
         Sampling { top_k: 40, top_p: 0.9, ..plain() },
         Sampling { top_p: 0.5, ..plain() },

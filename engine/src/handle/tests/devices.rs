@@ -3,19 +3,20 @@
 use super::*;
 use crate::{Chunk, Draw, Logits, Prefill, StepOutput};
 
-/// Draws by itself where it is asked to; reads and writes blocks until it is `broken`.
+/// Draws by itself where it is asked to; reads and writes blocks until it is `broken`, and computes until it is `lost`.
 struct Device {
     sim: SimEngine,
     broken: bool,
+    lost: bool,
 }
 
 impl Device {
     fn new() -> Self {
-        Self { sim: SimEngine::new(SimSettings::default()), broken: false }
+        Self { sim: SimEngine::new(SimSettings::default()), broken: false, lost: false }
     }
 
     fn copies(&self) -> Result<(), EngineError> {
-        if self.broken { Err(EngineError("the device is on fire".into())) } else { Ok(()) }
+        if self.broken { Err(EngineError::Step("the device is on fire".into())) } else { Ok(()) }
     }
 }
 
@@ -28,6 +29,9 @@ impl Engine for Device {
     }
     fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
         assert_eq!(chunks.len(), draws.len(), "a place for each chunk");
+        if self.lost {
+            return Err(EngineError::Lost("an illegal address".into()));
+        }
         let all = self.sim.step(chunks)?;
         let mut rows = all.logits.chunks(self.sim.describe().vocab_size);
         let mut output = StepOutput { logits: Vec::new(), ..all.clone() };
@@ -86,6 +90,19 @@ async fn what_a_device_draws_is_what_the_host_would_have_drawn() {
     let (drawn, expected) = tokio::join!(events(&device, demanding()), events(&host, demanding()));
     assert_eq!(drawn, expected);
     assert!(drawn.len() > 60, "{} events", drawn.len());
+}
+
+/// Whoever runs the process starts it anew: on a device that refuses everything no other request would go better.
+#[tokio::test(start_paused = true)]
+async fn a_device_that_is_lost_ends_its_engine() {
+    let engine = start_engine(Device { lost: true, ..Device::new() });
+    let mut job = engine.generate(generate(3)).await.expect("it fits");
+    let mut last = None;
+    while let Some(event) = job.next().await {
+        last = Some(event);
+    }
+    assert!(matches!(last, Some(Event::Failed)), "{last:?}");
+    assert!(engine.generate(generate(3)).await.is_err(), "it is gone");
 }
 
 #[tokio::test(start_paused = true)]
