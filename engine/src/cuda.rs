@@ -3,7 +3,7 @@
 //! The binary needs nothing of CUDA to be built or started. [`CudaModel::load`] finds driver, NVRTC and cuBLASLt at run time, compiles the
 //! kernels for the model's shape and the device (once; the result is kept on the disk) and copies the weights. Products are cuBLASLt's,
 //! everything else is ours (`cuda/kernels`). What computes is behind `device::Device`: tests run the same steps and the same kernels'
-//! sources on the host (docs/adr/012-cuda.md).
+//! sources on the host (docs/adr/013-cuda.md).
 //!
 //! Weights, activations, keys and values have two bytes a number, the residual stream and all sums four. Unlike on the CPU, a result's
 //! last bits depend on the batch: cuBLASLt chooses its order of summation by the shape of a product.

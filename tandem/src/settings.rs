@@ -292,7 +292,7 @@ pub enum EngineKind {
     /// This machine's CPU
     #[default]
     Cpu,
-    /// An NVIDIA GPU; not run on one yet (docs/adr/012-cuda.md)
+    /// An NVIDIA GPU; not run on one yet (docs/adr/013-cuda.md)
     Cuda,
     /// No model: deterministic text, times from a cost model
     Sim,
