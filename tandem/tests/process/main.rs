@@ -4,6 +4,7 @@ mod canary;
 mod cluster;
 mod command_line;
 mod etcd;
+mod metrics;
 mod refusals;
 mod roles;
 mod routers;
