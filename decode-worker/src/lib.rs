@@ -19,6 +19,7 @@ use tandem_engine::{EngineHandle, EngineInfo, WriteRefused};
 use tandem_node::{
     Metrics, Shutdown,
     events::Broker,
+    trace::Tracer,
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
@@ -44,6 +45,8 @@ pub struct DecodeWorkerSettings {
     pub ledger: Ledger,
     /// Where changes of the cache are published, beside the streams of those who watch.
     pub broker: Option<Broker>,
+    /// Goes on with the traces of requests.
+    pub tracer: Tracer,
     /// host:port at which prefill workers reach this worker; absent: where it listens.
     pub advertise: Option<String>,
     /// Off: `Scheduled` of local prefills says nothing about cached tokens. Only to test what a cluster makes of such a worker.

@@ -21,7 +21,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
         request_id: generate.request_id.clone(),
-        traceparent,
+        traceparent: client.span.traceparent().unwrap_or(traceparent),
         attempt,
         instance_id: prefill.instance_id.clone(),
         prompt: generate.shared(),

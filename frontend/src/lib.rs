@@ -28,6 +28,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Workers},
+    trace::Tracer,
 };
 use tandem_proto::link::Listener;
 
@@ -61,6 +62,8 @@ pub struct FrontendSettings {
     pub dashboard_requests: usize,
     /// Where `tandem audit check` leaves its result, for the page and the metrics.
     pub audit_result: Option<PathBuf>,
+    /// Begins the traces of requests.
+    pub tracer: Tracer,
 }
 
 impl FrontendSettings {
@@ -80,6 +83,7 @@ impl FrontendSettings {
             unread_max: Duration::from_secs(300),
             dashboard_requests: 512,
             audit_result: None,
+            tracer: Tracer::default(),
         }
     }
 }

@@ -2,7 +2,6 @@
 
 use crate::{
     audit::AuditResult,
-    error::reason_label,
     usage::{Cached, CachedSource, PromptUsage},
 };
 use axum::http::StatusCode;
@@ -59,6 +58,14 @@ impl Endpoint {
         match self {
             Self::Chat => "chat_completions",
             Self::Completions => "completions",
+        }
+    }
+
+    /// As OpenTelemetry calls it.
+    pub(crate) fn operation(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Completions => "text_completion",
         }
     }
 }
@@ -217,7 +224,7 @@ impl FrontendMetrics {
 
 fn attempts_failed(registry: &Metrics, reason: Reason) -> Counter {
     const NAME: &str = "tandem_frontend_attempts_failed_total";
-    registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason_label(reason))])
+    registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason.label())])
 }
 
 fn unreported_prompts(registry: &Metrics, source: CachedSource) -> Counter {

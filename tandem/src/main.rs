@@ -74,8 +74,8 @@ where
         print(&settings);
         return Ok(());
     }
-    let (log, grace) = (command.settings.log.clone(), command.settings.grace());
-    serve::run(&log, grace, &settings, start(command))
+    let (telemetry, grace) = (command.settings.telemetry.clone(), command.settings.grace());
+    serve::run(&telemetry, grace, &settings, start(command))
 }
 
 #[expect(clippy::print_stdout, reason = "what the user asked for")]

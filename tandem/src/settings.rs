@@ -7,12 +7,14 @@ mod discovery;
 mod events;
 mod roles;
 mod sim;
+mod telemetry;
 
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
 pub(crate) use roles::CLUSTER;
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 pub use sim::SimFlags;
+pub use telemetry::{LogFormat, TelemetryFlags};
 
 use crate::{
     explain::ExplainArgs,
@@ -273,9 +275,10 @@ pub struct UpSettings {
     #[serde(flatten)]
     pub sim: SimFlags,
 
-    /// What is logged to stderr: a level, or directives such as `tandem_router=debug,info`; `info` tells state changes only
-    #[arg(long, env = "TANDEM_LOG", value_name = "FILTER", default_value = "info")]
-    pub log: String,
+    /// What is told of it.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub telemetry: TelemetryFlags,
 }
 
 /// What computes.
@@ -328,6 +331,17 @@ impl<F: Own> Serve<F> {
 }
 
 impl Command {
+    fn settings_mut(&mut self) -> Option<&mut UpSettings> {
+        match self {
+            Self::Up(up) => Some(&mut up.settings),
+            Self::Router(router) => Some(&mut router.settings),
+            Self::PrefillWorker(worker) => Some(&mut worker.settings),
+            Self::DecodeWorker(worker) => Some(&mut worker.settings),
+            Self::Frontend(frontend) => Some(&mut frontend.settings),
+            Self::Audit { .. } | Self::Route { .. } | Self::Ready { .. } | Self::Model { .. } => None,
+        }
+    }
+
     fn config(&self) -> Option<&Path> {
         match self {
             Self::Up(up) => up.config.as_deref(),
@@ -371,6 +385,16 @@ impl UpSettings {
 impl Cli {
     /// Reads the command line, the environment and the file named by `--config`. `env` looks a variable up.
     pub fn read(args: Vec<OsString>, env: impl Fn(&OsStr) -> Option<OsString>) -> Result<Self, clap::Error> {
+        let mut cli = Self::read_ours(args, &env)?;
+        if let Some(UpSettings { telemetry, .. }) = cli.command.settings_mut() {
+            // Whoever sets up a whole machine's tracing says it by OpenTelemetry's own name.
+            let of_machine = || env(OsStr::new("OTEL_EXPORTER_OTLP_ENDPOINT"))?.into_string().ok().filter(|url| !url.is_empty());
+            telemetry.otlp_endpoint = telemetry.otlp_endpoint.take().or_else(of_machine);
+        }
+        Ok(cli)
+    }
+
+    fn read_ours(args: Vec<OsString>, env: &impl Fn(&OsStr) -> Option<OsString>) -> Result<Self, clap::Error> {
         let mut command = roles::command();
         let cli = Self::parsed(&mut command, &args)?;
         let Some(file) = cli.command.config() else { return Ok(cli) };
@@ -378,7 +402,7 @@ impl Cli {
         let (start, rest) = args.split_at(2);
         let mut refuse =
             |problem: String| roles::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()));
-        let flags = flags_of(&command, &start[1].to_string_lossy(), file, &env).map_err(&mut refuse)?;
+        let flags = flags_of(&command, &start[1].to_string_lossy(), file, env).map_err(&mut refuse)?;
         // Alone first, so that a mistake in the file is told as one.
         let alone: Vec<OsString> = start.iter().chain(&flags).cloned().collect();
         Self::parsed(&mut command, &alone).map_err(|error| refuse(error.to_string().trim_start_matches("error: ").to_owned()))?;
@@ -471,6 +495,19 @@ mod tests {
     }
 
     #[test]
+    fn the_collector_may_be_named_as_opentelemetry_does() {
+        let read = |args: &[&str], named: &str| {
+            let args = ["tandem", "router"].iter().chain(args).map(OsString::from).collect();
+            let env = |name: &OsStr| (name == "OTEL_EXPORTER_OTLP_ENDPOINT").then(|| OsString::from(named));
+            let mut cli = Cli::read(args, env).expect("valid");
+            cli.command.settings_mut().expect("a role has settings").telemetry.otlp_endpoint.clone()
+        };
+        assert_eq!(read(&[], "http://c:4317").as_deref(), Some("http://c:4317"));
+        assert_eq!(read(&["--otlp-endpoint", "http://d:1"], "http://c:4317").as_deref(), Some("http://d:1"));
+        assert_eq!(read(&[], ""), None);
+    }
+
+    #[test]
     fn mistakes_in_the_file_are_told_with_its_name() {
         for (config, told) in [
             ("wrokers = 3", "unknown key `wrokers`"),
@@ -480,6 +517,7 @@ mod tests {
             ("engine = \"gpu\"", "possible values: cpu"),
             ("engine = [1]", "`engine` is not a plain value"),
             ("sim-speedup = 0", "a number above 0"),
+            ("trace-sample-ratio = 1.5", "a number from 0 to 1"),
             ("= 3", "in /"),
         ] {
             let error = read(&[], config).expect_err(config);

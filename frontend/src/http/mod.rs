@@ -36,7 +36,10 @@ use axum::{
 };
 use std::{collections::BTreeSet, sync::Arc};
 use tandem_kv::TokenId;
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{
+    Metrics, Shutdown,
+    trace::{Span, Tracer},
+};
 use tandem_proto::{link::Network, v1::Identity};
 
 /// Prompts in one request.
@@ -57,6 +60,7 @@ pub(crate) struct App {
     block_size: u32,
     body_max_bytes: usize,
     prompts_max: usize,
+    tracer: Tracer,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     since: u64,
     /// For the page at `/dashboard`; `None`: there is none.
@@ -97,6 +101,7 @@ impl App {
             body_max_bytes: settings.body_max_bytes,
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
+            tracer: settings.tracer,
             since: unix_seconds(),
             audit: settings.audit_result.map(LastAudit),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
@@ -137,6 +142,8 @@ struct Incoming {
     /// Instead of an answer, why it would be placed where.
     explain: bool,
     traceparent: String,
+    /// The request's trace begins with it.
+    span: Span,
 }
 
 /// Lets a request in, has `answer` answer it, and sees to it that every way out is counted.
@@ -145,7 +152,7 @@ where
     F: AsyncFnOnce(&mut Incoming, bytes::Bytes) -> Result<Response, ApiError>,
 {
     let (parts, body) = request.into_parts();
-    let admitted = match app.admission.enter(endpoint) {
+    let mut admitted = match app.admission.enter(endpoint) {
         Ok(admitted) => Some(admitted),
         Err(error) => {
             body::discard(body).await;
@@ -155,8 +162,14 @@ where
     let id = uuid::Uuid::new_v4().simple().to_string();
     let wants = |name| parts.headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
     let (details, explain, traceparent) = (wants(DETAILS), wants(EXPLAIN), traceparent(&parts.headers));
+    let span = app.tracer.request(&traceparent, endpoint.operation());
+    // Whoever is behind goes on with ours, or with the client's.
+    let traceparent = span.traceparent().unwrap_or(traceparent);
+    if let Some(admitted) = &mut admitted {
+        admitted.trace(&span);
+    }
     let body_max_bytes = app.body_max_bytes;
-    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent };
+    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent, span };
     let result = match body::read(body, body_max_bytes).await {
         Ok(body) => answer(&mut incoming, body).await,
         Err(error) => Err(error),
@@ -196,6 +209,7 @@ impl Incoming {
         Prompt {
             request_id: format!("{}-{index}", self.id),
             traceparent: self.traceparent.clone(),
+            span: self.span.clone(),
             model: self.app.model.id.clone(),
             sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
             tokens,

@@ -6,6 +6,7 @@ fn samples(count: u32, stop: &[&str], sampling: Sampling) -> Samples {
     let prompt = Prompt {
         request_id: String::new(),
         traceparent: String::new(),
+        span: Default::default(),
         model: String::new(),
         tokens: vec![1],
         sequence_hashes: Vec::new(),

@@ -2,7 +2,7 @@
 
 use crate::{model::ModelError, settings::DiscoveryFlagsError};
 use std::{net::SocketAddr, path::PathBuf};
-use tandem_node::events::NatsError;
+use tandem_node::{events::NatsError, trace::TraceError};
 
 /// Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,9 @@ pub enum StartError {
     /// What is set for NATS.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Nats(#[from] NatsError),
+    /// Nobody would see its traces.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
     /// Nobody could audit what it serves.
     #[error("the ledger {} cannot be opened ({cause}); choose another file with --ledger", .path.display())]
     Ledger {

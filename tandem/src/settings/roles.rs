@@ -56,6 +56,9 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("sim-kv-bytes-per-token", WORKERS),
     ("sim-transfer-bytes-per-second", WORKERS),
     ("log", ALL),
+    ("log-format", ALL),
+    ("otlp-endpoint", ALL),
+    ("trace-sample-ratio", ALL),
 ];
 
 /// Flags that etcd makes needless.

@@ -9,4 +9,5 @@ mod refusals;
 mod roles;
 mod routers;
 mod talk;
+mod trace;
 mod up;
