@@ -91,7 +91,7 @@ pub async fn run(
     };
     let info = worker_info(&settings, engine.info());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "decode worker starts");
-    let ledger = settings.ledger.of(&settings.worker_id, &metrics);
+    let ledger = settings.ledger.of(&settings.worker_id, &settings.model, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
     metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());

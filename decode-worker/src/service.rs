@@ -8,7 +8,7 @@ use std::{
 use tandem_engine::{EngineHandle, Event};
 use tandem_node::{
     trace::Span,
-    worker::{ClientGone, LedgerEntry, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
+    worker::{Begun, ClientGone, LedgerEntry, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
 };
 use tandem_proto::{
     link::Channels,
@@ -131,7 +131,7 @@ impl Worker {
     }
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { attempt, generate, output, start_within, .. } = request;
+        let Request { attempt, account, generate, output, start_within, .. } = request;
         let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
         let request_id = generate.request_id.clone();
         let starting = async {
@@ -143,7 +143,8 @@ impl Worker {
         };
         let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
         self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-        self.ledger.scheduled(&request_id, attempt, prompt_tokens, cached_tokens);
+        let (request_id, account) = (&request_id, &account);
+        self.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
         let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
         client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
         forward(&mut job, output, client).await

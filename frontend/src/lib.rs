@@ -22,6 +22,7 @@ pub use audit::{AuditResult, AuditResultError};
 pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 
+pub use axum::http::HeaderName;
 use axum::serve::ListenerExt;
 use listen::{Arriving, Impatient};
 use std::{path::PathBuf, sync::Arc, time::Duration};
@@ -64,6 +65,8 @@ pub struct FrontendSettings {
     pub audit_result: Option<PathBuf>,
     /// Begins the traces of requests.
     pub tracer: Tracer,
+    /// A header that says whom a request is for, for the ledger: whoever stands in front of the frontend and checks who calls sets it.
+    pub account_header: Option<HeaderName>,
 }
 
 impl FrontendSettings {
@@ -84,6 +87,7 @@ impl FrontendSettings {
             dashboard_requests: 512,
             audit_result: None,
             tracer: Tracer::default(),
+            account_header: None,
         }
     }
 }

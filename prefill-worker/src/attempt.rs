@@ -9,7 +9,7 @@ use tandem_engine::{Event, Job, Prefill};
 use tandem_kv::Namespace;
 use tandem_node::{
     trace::Span,
-    worker::{ClientGone, ReplySender},
+    worker::{Begun, ClientGone, ReplySender},
 };
 use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, prefill_reply, prefill_request};
 use tandem_transfer::TransferError;
@@ -26,7 +26,7 @@ pub(crate) async fn attempt(
 ) -> Result<(), Ended> {
     let mut job = submit(worker, &start).await?;
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
-    let (request_id, attempt) = (start.request_id, start.attempt);
+    let (request_id, attempt, account) = (start.request_id, start.attempt, start.account);
     drop(start.prompt);
 
     let cached_tokens = match job.next().await {
@@ -34,7 +34,8 @@ pub(crate) async fn attempt(
         _ => return Err(Ended::Engine),
     };
     worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-    worker.ledger.scheduled(&request_id, attempt, prompt_tokens, cached_tokens);
+    let (request_id, account) = (&request_id, &account);
+    worker.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
     span.event("scheduled", &[]);
     span.set("tandem.cached_tokens", cached_tokens);
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));

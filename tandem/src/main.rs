@@ -44,6 +44,17 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         }
         Command::Ready { address } => ready::check(&address)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
+        Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
+            let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
+            let format = if json {
+                audit::Format::Json
+            } else if csv {
+                audit::Format::Csv
+            } else {
+                audit::Format::Table
+            };
+            print(&report.print(format));
+        }
         Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend, result } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             evidence.lost_workers.extend(lost_workers);

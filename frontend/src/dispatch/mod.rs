@@ -56,6 +56,8 @@ pub(crate) struct Prompt {
     pub(crate) traceparent: String,
     /// The request's.
     pub(crate) span: Span,
+    /// Whom it is for; empty: nobody said.
+    pub(crate) account: String,
     pub(crate) model: String,
     pub(crate) tokens: Vec<TokenId>,
     pub(crate) sequence_hashes: Vec<u64>,
@@ -294,6 +296,7 @@ impl Dispatcher {
             // They were told before the first token.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| work.generated.is_empty()),
             generated: work.generated.to_vec(),
+            account: prompt.account.clone(),
             start_within_ms: limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
         };
         let channel = self.decoders.to(&decode.address).map_err(|_: InvalidAddress| unreachable())?;

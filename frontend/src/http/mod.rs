@@ -49,6 +49,8 @@ const ENCODE_INLINE_BYTES: usize = 4 << 10;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+/// Letters in the name of an account.
+const ACCOUNT_MAX: usize = 64;
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// What all requests share.
@@ -61,6 +63,7 @@ pub(crate) struct App {
     body_max_bytes: usize,
     prompts_max: usize,
     tracer: Tracer,
+    account_header: Option<HeaderName>,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     since: u64,
     /// For the page at `/dashboard`; `None`: there is none.
@@ -102,6 +105,7 @@ impl App {
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
             tracer: settings.tracer,
+            account_header: settings.account_header,
             since: unix_seconds(),
             audit: settings.audit_result.map(LastAudit),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
@@ -110,6 +114,20 @@ impl App {
 
     pub(crate) fn admission(&self) -> &Admission {
         &self.admission
+    }
+
+    /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.
+    fn account(&self, headers: &HeaderMap) -> Result<String, ApiError> {
+        let Some((name, value)) = self.account_header.as_ref().and_then(|name| Some((name, headers.get(name)?))) else {
+            return Ok(String::new());
+        };
+        let fits = |name: &&str| {
+            let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
+            name.len() <= ACCOUNT_MAX && name.bytes().all(letter)
+        };
+        let rule = "must have at most 64 letters, digits, -, _, ., : and @";
+        let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
+        value.to_str().ok().filter(fits).map(str::to_owned).ok_or_else(problem)
     }
 }
 
@@ -144,6 +162,7 @@ struct Incoming {
     traceparent: String,
     /// The request's trace begins with it.
     span: Span,
+    account: String,
 }
 
 /// Lets a request in, has `answer` answer it, and sees to it that every way out is counted.
@@ -169,10 +188,14 @@ where
         admitted.trace(&span);
     }
     let body_max_bytes = app.body_max_bytes;
-    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent, span };
-    let result = match body::read(body, body_max_bytes).await {
-        Ok(body) => answer(&mut incoming, body).await,
-        Err(error) => Err(error),
+    let account = app.account(&parts.headers);
+    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent, span, account: String::new() };
+    let result = match (body::read(body, body_max_bytes).await, account) {
+        (Ok(body), Ok(account)) => {
+            incoming.account = account;
+            answer(&mut incoming, body).await
+        }
+        (Err(error), _) | (_, Err(error)) => Err(error),
     };
     let mut response = result.unwrap_or_else(|error| {
         tracing::debug!(request_id = %incoming.id, status = error.status().as_u16(), "refused");
@@ -210,6 +233,7 @@ impl Incoming {
             request_id: format!("{}-{index}", self.id),
             traceparent: self.traceparent.clone(),
             span: self.span.clone(),
+            account: self.account.clone(),
             model: self.app.model.id.clone(),
             sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
             tokens,

@@ -112,7 +112,7 @@ impl Pair {
                 report_cached_tokens: true,
                 ticket_wait: Duration::from_secs(10),
             },
-            ledger: Ledger::default().of("prefill-0", &Metrics::default()),
+            ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
             metrics,
             transport: Box::new(loopback.clone()),
             requests: Requests::new(Shutdown::default()),

@@ -191,6 +191,7 @@ impl Parts {
             audit_result: settings.audit_result.clone(),
             routers,
             tracer: self.tracer.clone(),
+            account_header: settings.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
             ..FrontendSettings::new("", model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));

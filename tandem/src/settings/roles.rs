@@ -48,6 +48,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("dashboard-requests", &[FRONTEND]),
     ("audit-result", &[FRONTEND]),
     ("ledger", WORKERS),
+    ("account-header", &[FRONTEND]),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),
     ("sim-prefill-overhead-ms", WORKERS),

@@ -1,5 +1,6 @@
 //! The binary as a process of its own.
 
+mod account;
 mod canary;
 mod cluster;
 mod command_line;

@@ -2,8 +2,7 @@
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::ask,
-    up::Up,
+    talk::{ask, post_chat},
 };
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
@@ -16,15 +15,14 @@ use opentelemetry_proto::tonic::{
 use serde_json::json;
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io::{Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener},
     sync::{Arc, Mutex},
 };
 use tonic::{Request, Response, Status};
 
 /// What has been received: spans with the names of the services that sent them.
 #[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
+pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
 #[tonic::async_trait]
 impl TraceService for Collector {
@@ -42,14 +40,14 @@ impl TraceService for Collector {
 
 impl Collector {
     /// Listens from now on.
-    fn start(plan: &Plan) -> (Self, SocketAddr) {
+    pub fn start(plan: &Plan) -> (Self, SocketAddr) {
         let (collector, at) = (Self::default(), address());
         let service = TraceServiceServer::new(collector.clone());
         plan.runtime.spawn(tonic::transport::Server::builder().add_service(service).serve(at));
         (collector, at)
     }
 
-    fn spans(&self) -> Vec<(String, Span)> {
+    pub fn spans(&self) -> Vec<(String, Span)> {
         self.0.lock().expect("not poisoned").clone()
     }
 }
@@ -70,18 +68,6 @@ fn number(span: &Span, key: &str) -> i64 {
         Some(Value::IntValue(number)) => *number,
         other => panic!("{key} of {} is {other:?}", span.name),
     }
-}
-
-/// A chat, with headers; the answer's body and what the client was told its request is called.
-fn chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
-    let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("it listens"), body.to_string());
-    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
-    write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("text");
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has its id").to_owned();
-    (answer.split_once("\r\n\r\n").expect("a head").1.to_owned(), id)
 }
 
 /// Spans may say this and nothing else.
@@ -157,11 +143,11 @@ fn a_request_is_one_tree_through_all_processes_and_says_nothing_of_its_text() {
             body.as_object_mut().expect("an object").remove("stream_options");
         }
         let headers = if turn == 0 { format!("traceparent: 00-{COMES_ALONG}-b7ad6b7169203331-01\r\n") } else { String::new() };
-        let (answer, id) = chat(frontend, &headers, &body);
+        let (answer, id) = post_chat(frontend, &headers, &body);
         asked.insert(format!("chatcmpl-{id}"), (answer, 10 + turn));
     }
     let unsampled = "traceparent: 00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00\r\n";
-    chat(frontend, unsampled, &json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 }));
+    post_chat(frontend, unsampled, &json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 }));
     for process in processes {
         process.signal("-TERM");
         assert_eq!(process.wait().0.code(), Some(0), "what is left is sent, and it ends in order");
