@@ -10,6 +10,7 @@ use tandem::{
     ready,
     serve::{self, Served},
     settings::{AuditCommand, Cli, Command, ModelCommand, Own, RouteCommand, Serve},
+    top,
 };
 
 fn main() -> ExitCode {
@@ -40,6 +41,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Model { command: ModelCommand::List { store } } => {
             for model in Store::new(store)?.list()? {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
+            }
+        }
+        Command::Top(args) => {
+            if let Some(table) = top::run(args)? {
+                print(&table);
             }
         }
         Command::Ready { address } => ready::check(&address)?,

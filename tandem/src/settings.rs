@@ -11,7 +11,7 @@ mod telemetry;
 
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
-pub(crate) use roles::CLUSTER;
+pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 pub use sim::SimFlags;
 pub use telemetry::{LogFormat, TelemetryFlags};
@@ -19,6 +19,7 @@ pub use telemetry::{LogFormat, TelemetryFlags};
 use crate::{
     explain::ExplainArgs,
     model::{Source, StoreSettings},
+    top::TopArgs,
 };
 use clap::{Args, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use serde::Serialize;
@@ -69,6 +70,8 @@ pub enum Command {
         #[command(subcommand)]
         command: RouteCommand,
     },
+    /// Show what a router sees of its workers, as it changes; or once, as plain text
+    Top(TopArgs),
     /// End with 0 if a process is ready, else with 1; for health checks
     Ready {
         /// host:port of a frontend, or of another process's --admin-listen
@@ -361,7 +364,7 @@ impl Command {
             Self::PrefillWorker(worker) => Some(&mut worker.settings),
             Self::DecodeWorker(worker) => Some(&mut worker.settings),
             Self::Frontend(frontend) => Some(&mut frontend.settings),
-            Self::Audit { .. } | Self::Route { .. } | Self::Ready { .. } | Self::Model { .. } => None,
+            Self::Audit { .. } | Self::Route { .. } | Self::Top(_) | Self::Ready { .. } | Self::Model { .. } => None,
         }
     }
 
@@ -372,7 +375,7 @@ impl Command {
             Self::PrefillWorker(worker) => worker.config.as_deref(),
             Self::DecodeWorker(worker) => worker.config.as_deref(),
             Self::Frontend(frontend) => frontend.config.as_deref(),
-            Self::Audit { .. } | Self::Route { .. } | Self::Ready { .. } | Self::Model { .. } => None,
+            Self::Audit { .. } | Self::Route { .. } | Self::Top(_) | Self::Ready { .. } | Self::Model { .. } => None,
         }
     }
 }

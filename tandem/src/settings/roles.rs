@@ -295,7 +295,7 @@ pub(super) fn with_commas<S: Serializer>(list: &[String], serializer: S) -> Resu
     serializer.serialize_str(&list.join(","))
 }
 
-pub(super) fn address(text: &str) -> Result<String, &'static str> {
+pub(crate) fn address(text: &str) -> Result<String, &'static str> {
     link::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
 }
 

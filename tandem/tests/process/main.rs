@@ -10,5 +10,6 @@ mod refusals;
 mod roles;
 mod routers;
 mod talk;
+mod top;
 mod trace;
 mod up;
