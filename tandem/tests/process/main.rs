@@ -6,6 +6,7 @@ mod cluster;
 mod command_line;
 mod etcd;
 mod metrics;
+mod overhead;
 mod refusals;
 mod roles;
 mod routers;
