@@ -17,6 +17,7 @@ const WEIGHT_MAX: f32 = 1_000.0;
 pub(crate) struct Request {
     pub(crate) attempt: u32,
     pub(crate) traceparent: String,
+    pub(crate) account: String,
     pub(crate) generate: Generate,
     pub(crate) output: Output,
     pub(crate) prefill: Option<WorkerRef>,
@@ -92,6 +93,7 @@ impl Request {
         Ok(Self {
             attempt: request.attempt,
             traceparent: request.traceparent,
+            account: request.account,
             output: Output {
                 samples: if generated.is_empty() { request.samples as usize } else { generated.len() },
                 stop_tokens: sampling.stop_token_ids.clone(),

@@ -19,6 +19,7 @@ use tandem_engine::{EngineHandle, EngineInfo, WriteRefused};
 use tandem_node::{
     Metrics, Shutdown,
     events::Broker,
+    trace::Tracer,
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
@@ -44,6 +45,8 @@ pub struct DecodeWorkerSettings {
     pub ledger: Ledger,
     /// Where changes of the cache are published, beside the streams of those who watch.
     pub broker: Option<Broker>,
+    /// Goes on with the traces of requests.
+    pub tracer: Tracer,
     /// host:port at which prefill workers reach this worker; absent: where it listens.
     pub advertise: Option<String>,
     /// Off: `Scheduled` of local prefills says nothing about cached tokens. Only to test what a cluster makes of such a worker.
@@ -88,7 +91,7 @@ pub async fn run(
     };
     let info = worker_info(&settings, engine.info());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "decode worker starts");
-    let ledger = settings.ledger.of(&settings.worker_id, &metrics);
+    let ledger = settings.ledger.of(&settings.worker_id, &settings.model, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
     metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());

@@ -1,10 +1,14 @@
 //! The `Decode` service: checks a request, then runs it here or with a prefill worker.
 
 use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote};
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Once},
+    time::Duration,
+};
 use tandem_engine::{EngineHandle, Event};
-use tandem_node::worker::{
-    ClientGone, LedgerEntry, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics,
+use tandem_node::{
+    trace::Span,
+    worker::{Begun, ClientGone, LedgerEntry, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
 };
 use tandem_proto::{
     link::Channels,
@@ -36,6 +40,9 @@ pub(crate) struct Client {
     replies: ReplySender<GenerateReply>,
     /// What it has seen of the attempt is the attempt's outcome.
     entry: LedgerEntry,
+    /// The attempt's.
+    pub(crate) span: Span,
+    began: Once,
 }
 
 impl Client {
@@ -45,6 +52,12 @@ impl Client {
             Message::Failure(_) => Some(LedgerEntry::failed),
             Message::Scheduled(_) | Message::Started(_) => None,
         };
+        match &message {
+            Message::Scheduled(_) => self.span.event("scheduled", &[]),
+            Message::Started(_) => self.span.event("started", &[]),
+            Message::Failure(failure) => self.span.fail(failure.reason().label()),
+            _ => self.began.call_once(|| self.span.event("first token", &[])),
+        }
         self.replies.send(GenerateReply { message: Some(message) }).await?;
         if let Some(tell) = outcome {
             tell(&self.entry);
@@ -73,9 +86,19 @@ impl Decode for Service {
 
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let (worker, request) = (self.0.clone(), request.into_inner());
-        let span = tracing::debug_span!("generate", request_id = request.request_id, attempt = request.attempt);
+        let span = worker.settings.tracer.follow(&request.traceparent, "generate");
+        if span.is_sampled() {
+            span.set("tandem.worker", worker.settings.worker_id.clone());
+            span.set("tandem.attempt", request.attempt);
+            span.set("gen_ai.request.model", worker.settings.model.clone());
+            span.set("gen_ai.usage.input_tokens", request.prompt.len() as u64);
+            span.set("tandem.resumed", !request.generated.is_empty());
+        }
+        let logged = span.logged(&request.request_id, request.attempt);
         let entry = worker.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
-        let serve = |replies| async move { worker.serve(request, Client { replies, entry }).await }.instrument(span);
+        let serve = |replies| {
+            async move { worker.serve(request, Client { replies, entry, span, began: Once::new() }).await }.instrument(logged)
+        };
         let replies = self.0.requests.start(serve);
         Ok(Response::new(replies))
     }
@@ -108,7 +131,7 @@ impl Worker {
     }
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { attempt, generate, output, start_within, .. } = request;
+        let Request { attempt, account, generate, output, start_within, .. } = request;
         let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
         let request_id = generate.request_id.clone();
         let starting = async {
@@ -120,7 +143,8 @@ impl Worker {
         };
         let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
         self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-        self.ledger.scheduled(&request_id, attempt, prompt_tokens, cached_tokens);
+        let (request_id, account) = (&request_id, &account);
+        self.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
         let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
         client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
         forward(&mut job, output, client).await

@@ -6,7 +6,7 @@ use crate::{
 };
 use axum::http::StatusCode;
 use std::sync::Arc;
-use tandem_node::Shutdown;
+use tandem_node::{Shutdown, trace::Span};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
     time::Instant,
@@ -33,6 +33,7 @@ pub(crate) struct Admitted {
     permits: OwnedSemaphorePermit,
     semaphore: Arc<Semaphore>,
     metrics: Arc<FrontendMetrics>,
+    span: Span,
     _running: TaskTrackerToken,
 }
 
@@ -61,6 +62,7 @@ impl Admission {
             permits,
             semaphore: Arc::clone(&self.permits),
             metrics: Arc::clone(&self.metrics),
+            span: Span::default(),
             _running: self.running.token(),
         })
     }
@@ -94,6 +96,11 @@ impl Admitted {
         self.endpoint
     }
 
+    /// The request's end is to be seen in its trace.
+    pub(crate) fn trace(&mut self, span: &Span) {
+        self.span = span.clone();
+    }
+
     /// The request is for the served model.
     pub(crate) fn model_is_known(&mut self) {
         self.model_known = true;
@@ -110,6 +117,10 @@ impl Admitted {
     /// The request has its reply, whole.
     pub(crate) fn finish(&mut self, status: StatusCode) {
         self.finished = true;
+        self.span.set("http.response.status_code", u32::from(status.as_u16()));
+        if status.is_server_error() {
+            self.span.fail("server_error");
+        }
         self.metrics.finished(self.endpoint, self.model_known, status, self.since.elapsed());
     }
 }
@@ -118,6 +129,7 @@ impl Drop for Admitted {
     fn drop(&mut self) {
         self.metrics.inflight_requests.decrement(1.0);
         if !self.finished {
+            self.span.fail("cancelled");
             self.metrics.cancelled(self.endpoint, self.model_known);
         }
     }

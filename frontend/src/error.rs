@@ -8,7 +8,6 @@ use axum::{
 };
 use serde::Serialize;
 use std::borrow::Cow;
-use tandem_proto::v1::Reason;
 
 /// Why a request is not answered with a result.
 #[derive(Debug, thiserror::Error)]
@@ -206,18 +205,4 @@ fn in_json_words(error: &serde_json::Error) -> String {
         other => other,
     };
     format!("{found}expected {expected} at line {place}")
-}
-
-/// The reason as a metric's label and for people.
-pub(crate) fn reason_label(reason: Reason) -> &'static str {
-    match reason {
-        Reason::Unspecified => "unreachable",
-        Reason::Full => "full",
-        Reason::PrefillLost => "prefill_lost",
-        Reason::Timeout => "timeout",
-        Reason::WrongInstance => "wrong_instance",
-        Reason::Engine => "engine",
-        Reason::Invalid => "invalid",
-        Reason::Draining => "draining",
-    }
 }

@@ -22,12 +22,14 @@ pub use audit::{AuditResult, AuditResultError};
 pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 
+pub use axum::http::HeaderName;
 use axum::serve::ListenerExt;
 use listen::{Arriving, Impatient};
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Workers},
+    trace::Tracer,
 };
 use tandem_proto::link::Listener;
 
@@ -61,6 +63,10 @@ pub struct FrontendSettings {
     pub dashboard_requests: usize,
     /// Where `tandem audit check` leaves its result, for the page and the metrics.
     pub audit_result: Option<PathBuf>,
+    /// Begins the traces of requests.
+    pub tracer: Tracer,
+    /// A header that says whom a request is for, for the ledger: whoever stands in front of the frontend and checks who calls sets it.
+    pub account_header: Option<HeaderName>,
 }
 
 impl FrontendSettings {
@@ -80,6 +86,8 @@ impl FrontendSettings {
             unread_max: Duration::from_secs(300),
             dashboard_requests: 512,
             audit_result: None,
+            tracer: Tracer::default(),
+            account_header: None,
         }
     }
 }

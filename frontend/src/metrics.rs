@@ -2,7 +2,6 @@
 
 use crate::{
     audit::AuditResult,
-    error::reason_label,
     usage::{Cached, CachedSource, PromptUsage},
 };
 use axum::http::StatusCode;
@@ -59,6 +58,14 @@ impl Endpoint {
         match self {
             Self::Chat => "chat_completions",
             Self::Completions => "completions",
+        }
+    }
+
+    /// As OpenTelemetry calls it.
+    pub(crate) fn operation(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Completions => "text_completion",
         }
     }
 }
@@ -190,7 +197,7 @@ impl FrontendMetrics {
             tracing::warn!(worker, "the worker has stopped reporting cached tokens; their number is estimated");
             const SILENT: &str = "tandem_frontend_reports_stopped_total";
             let help = "Times a worker that used to report cached tokens stopped.";
-            self.registry.counter(SILENT, help, &[("worker", worker)]).increment(1);
+            self.registry.counter(SILENT, help, &[]).increment(1);
         }
     }
 
@@ -217,7 +224,7 @@ impl FrontendMetrics {
 
 fn attempts_failed(registry: &Metrics, reason: Reason) -> Counter {
     const NAME: &str = "tandem_frontend_attempts_failed_total";
-    registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason_label(reason))])
+    registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason.label())])
 }
 
 fn unreported_prompts(registry: &Metrics, source: CachedSource) -> Counter {
@@ -284,6 +291,6 @@ mod tests {
             metrics.prompt_finished(&finished(16, source, &[]), "p0");
         }
         let text = registry.render();
-        assert!(text.contains(r#"tandem_frontend_reports_stopped_total{worker="p0"} 2"#), "{text}");
+        assert!(text.contains("tandem_frontend_reports_stopped_total 2"), "{text}");
     }
 }

@@ -95,6 +95,20 @@ struct CompletionTokensDetails {
     reasoning_tokens: u32,
 }
 
+impl Usage {
+    pub(crate) fn prompt_tokens(&self) -> u32 {
+        self.prompt_tokens
+    }
+
+    pub(crate) fn completion_tokens(&self) -> u32 {
+        self.completion_tokens
+    }
+
+    pub(crate) fn cached_tokens(&self) -> u32 {
+        self.prompt_tokens_details.cached_tokens
+    }
+}
+
 /// The usage of a request: its prompts' together.
 pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> Usage {
     let (mut prompt_tokens, mut completion_tokens, mut cached_tokens) = (0_u32, 0_u32, 0_u32);

@@ -8,6 +8,7 @@ pub mod retry;
 mod secret;
 mod shutdown;
 pub mod telemetry;
+pub mod trace;
 pub mod worker;
 
 pub use metrics::Metrics;

@@ -4,11 +4,21 @@
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    time::Duration,
+};
 
 /// Hands out metric handles and renders them all in Prometheus' text format. Cheap to clone.
 #[derive(Clone)]
-pub struct Metrics(Arc<PrometheusRecorder>);
+pub struct Metrics(Arc<Registry>);
+
+struct Registry {
+    recorder: PrometheusRecorder,
+    /// Series that come and go, by their owner.
+    parts: Mutex<BTreeMap<String, Weak<Registry>>>,
+}
 
 /// A label's name and its value; values come from closed sets (never ids of requests, never paths).
 pub type LabelPair<'a> = (&'static str, &'a str);
@@ -33,43 +43,78 @@ impl Default for Metrics {
             builder =
                 builder.set_buckets_for_metric(Matcher::Suffix(suffix.to_owned()), buckets).expect("the buckets are not empty");
         }
-        Self(Arc::new(builder.build_recorder()))
+        Self(Arc::new(Registry { recorder: builder.build_recorder(), parts: Mutex::default() }))
     }
 }
 
 impl Metrics {
     /// A counter; its name ends in `_total`.
     pub fn counter(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Counter {
-        self.0.describe_counter(KeyName::from_const_str(name), None, help.into());
-        self.0.register_counter(&key(name, labels), &METADATA)
+        self.0.recorder.describe_counter(KeyName::from_const_str(name), None, help.into());
+        self.0.recorder.register_counter(&key(name, labels), &METADATA)
     }
 
     /// A value that goes up and down.
     pub fn gauge(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Gauge {
-        self.0.describe_gauge(KeyName::from_const_str(name), None, help.into());
-        self.0.register_gauge(&key(name, labels), &METADATA)
+        self.0.recorder.describe_gauge(KeyName::from_const_str(name), None, help.into());
+        self.0.recorder.register_gauge(&key(name, labels), &METADATA)
     }
 
     /// A distribution; its name ends in its unit, which chooses the buckets.
     pub fn histogram(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Histogram {
-        self.0.describe_histogram(KeyName::from_const_str(name), None, help.into());
-        self.0.register_histogram(&key(name, labels), &METADATA)
+        self.0.recorder.describe_histogram(KeyName::from_const_str(name), None, help.into());
+        self.0.recorder.register_histogram(&key(name, labels), &METADATA)
+    }
+
+    /// Series that are rendered with these until the last clone of what is returned is dropped: those of a worker that may leave.
+    /// Who asks for the same owner meanwhile gets the same.
+    pub fn part(&self, owner: &str) -> Self {
+        let mut parts = self.parts();
+        if let Some(part) = parts.get(owner).and_then(Weak::upgrade) {
+            return Self(part);
+        }
+        parts.retain(|_, part| part.strong_count() > 0);
+        let part = Self::default();
+        parts.insert(owner.to_owned(), Arc::downgrade(&part.0));
+        part
+    }
+
+    fn parts(&self) -> MutexGuard<'_, BTreeMap<String, Weak<Registry>>> {
+        self.0.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All there are now, this one first.
+    fn all(&self) -> Vec<Arc<Registry>> {
+        [Arc::clone(&self.0)].into_iter().chain(self.parts().values().filter_map(Weak::upgrade)).collect()
     }
 
     /// Everything, in Prometheus' text format.
     pub fn render(&self) -> String {
-        self.0.handle().render()
+        let pages: Vec<String> = self.all().iter().map(|registry| registry.recorder.handle().render()).collect();
+        join(&pages)
     }
 
     /// Puts the values that histograms were told into their buckets, now and then, until it is dropped. Before that each value is
     /// kept by itself: without upkeep, memory grows for as long as nobody reads the page.
     pub async fn upkeep(self) {
-        let handle = self.0.handle();
         loop {
             tokio::time::sleep(UPKEEP_INTERVAL).await;
-            handle.run_upkeep();
+            self.all().iter().for_each(|registry| registry.recorder.handle().run_upkeep());
         }
     }
+}
+
+/// Pages as one, in which each family has its help and type once.
+fn join(pages: &[String]) -> String {
+    let mut families: BTreeMap<&str, String> = BTreeMap::new();
+    for family in pages.iter().flat_map(|page| page.split_terminator("\n\n")) {
+        let head: usize = family.split_inclusive('\n').take_while(|line| line.starts_with('#')).map(str::len).sum();
+        let (head, series) = family.split_at(head);
+        let all = families.entry(head).or_default();
+        all.push_str(series);
+        all.push('\n');
+    }
+    families.into_iter().map(|(head, series)| format!("{head}{series}\n")).collect()
 }
 
 fn key(name: &'static str, labels: &[LabelPair<'_>]) -> Key {
@@ -118,5 +163,33 @@ mod tests {
         assert!(text.contains("tandem_worker_prompt_tokens_total{worker=\"prefill-1\"} 3"), "{text}");
         assert!(text.contains("tandem_router_overlap_blocks_bucket{le=\"16\"} 1"), "{text}");
         assert_eq!(other.render(), "");
+    }
+
+    #[test]
+    fn the_series_of_a_part_go_with_it() {
+        let metrics = Metrics::default();
+        let placed = |metrics: &Metrics, worker| {
+            metrics.counter("tandem_router_placements_total", "Placements.", &[("worker", worker)]).increment(1);
+            metrics.histogram("tandem_router_overlap_blocks", "Overlap.", &[("worker", worker)]).record(5.0);
+        };
+        let (here, away) = (metrics.part("p0"), metrics.part("p1"));
+        placed(&here, "p0");
+        placed(&away, "p1");
+        placed(&metrics.part("p1"), "p1");
+        placed(&metrics, "own");
+        let text = metrics.render();
+        for once in ["# TYPE tandem_router_placements_total counter\n", "# HELP tandem_router_overlap_blocks Overlap.\n"] {
+            assert_eq!(text.matches(once).count(), 1, "{text}");
+        }
+        for line in
+            ["placements_total{worker=\"p1\"} 2", "placements_total{worker=\"own\"} 1", "overlap_blocks_count{worker=\"p0\"} 1"]
+        {
+            assert_eq!(text.lines().filter(|found| *found == format!("tandem_router_{line}")).count(), 1, "{line} in {text}");
+        }
+        drop(away);
+        assert!(!metrics.render().contains("p1"), "{}", metrics.render());
+        placed(&metrics.part("p1"), "p1");
+        assert!(!metrics.render().contains("p1"), "nobody keeps it: {}", metrics.render());
+        assert!(metrics.render().contains("tandem_router_placements_total{worker=\"p0\"} 1\n"));
     }
 }

@@ -1,4 +1,4 @@
-//! Logs: to stderr, filtered by `TANDEM_LOG`.
+//! Logs: to stderr, filtered by `TANDEM_LOG`, as text or as a line of JSON each.
 
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
@@ -6,14 +6,28 @@ use tracing_subscriber::{EnvFilter, fmt};
 /// NATS' client, as it calls itself in logs.
 const NATS: &str = "async_nats";
 
+/// How lines look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs: an object a line, with the ids of the trace where a request is sampled.
+    Json,
+}
+
 /// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`.
-pub fn init(filter: &str) -> Result<(), InvalidFilter> {
+pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
         // It tells every try to connect; we tell what matters of it.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
-    fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal()).init();
+    let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).init(),
+        LogFormat::Json => lines.json().flatten_event(true).with_span_list(false).init(),
+    }
     Ok(())
 }
 

@@ -7,7 +7,10 @@ use crate::{
 use std::time::Duration;
 use tandem_engine::{Event, Job, Prefill};
 use tandem_kv::Namespace;
-use tandem_node::worker::{ClientGone, ReplySender};
+use tandem_node::{
+    trace::Span,
+    worker::{Begun, ClientGone, ReplySender},
+};
 use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, prefill_reply, prefill_request};
 use tandem_transfer::TransferError;
 use tokio::time::Instant;
@@ -19,10 +22,11 @@ pub(crate) async fn attempt(
     start: PrefillStart,
     mut messages: Streaming<PrefillRequest>,
     replies: &ReplySender<PrefillReply>,
+    span: &Span,
 ) -> Result<(), Ended> {
     let mut job = submit(worker, &start).await?;
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
-    let (request_id, attempt) = (start.request_id, start.attempt);
+    let (request_id, attempt, account) = (start.request_id, start.attempt, start.account);
     drop(start.prompt);
 
     let cached_tokens = match job.next().await {
@@ -30,14 +34,17 @@ pub(crate) async fn attempt(
         _ => return Err(Ended::Engine),
     };
     worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-    worker.ledger.scheduled(&request_id, attempt, prompt_tokens, cached_tokens);
+    let (request_id, account) = (&request_id, &account);
+    worker.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
+    span.event("scheduled", &[]);
+    span.set("tandem.cached_tokens", cached_tokens);
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
 
     // The engine computes meanwhile.
     let ticket = ticket(worker, &mut messages).await?;
     check(&ticket, blocks(prompt_tokens, worker.engine.info().block_size))?;
-    send(worker, job, ticket).await
+    send(worker, job, ticket, span).await
 }
 
 async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
@@ -85,13 +92,14 @@ fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
 }
 
 /// Pushes each missing block as soon as it is computed; returns when all is computed and all have landed.
-async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended> {
+async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Result<(), Ended> {
     let Ticket { ticket, address, missing_blocks } = ticket;
     let mut push = worker.transport.open(&address, ticket).map_err(|error| match error {
         TransferError::Address(_) => Ended::Protocol(Protocol::InvalidAddress),
         error @ (TransferError::Refused(_) | TransferError::Gone(_)) => error.into(),
     })?;
-    let nothing_missing = missing_blocks.is_empty();
+    let (nothing_missing, blocks) = (missing_blocks.is_empty(), missing_blocks.len() as u64);
+    let mut transfer = Span::default();
     job.send_blocks(missing_blocks).await;
     let (mut first_block, mut busy, mut bytes) = (None, Duration::ZERO, 0_u64);
     loop {
@@ -103,14 +111,20 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
         match event {
             Some(Event::Block { index, payload }) => {
                 let began = Instant::now();
-                first_block.get_or_insert(began);
+                if first_block.is_none() {
+                    first_block = Some(began);
+                    transfer = span.child("transfer");
+                }
                 bytes += payload.len() as u64;
                 worker.link.pass().await;
                 worker.sent.bytes.increment(payload.len() as u64);
                 push.send(index, payload).await?;
                 busy += began.elapsed();
             }
-            Some(Event::Computed) => break,
+            Some(Event::Computed) => {
+                span.event("computed", &[]);
+                break;
+            }
             _ => return Err(Ended::Engine),
         }
     }
@@ -123,6 +137,9 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket) -> Result<(), Ended
     push.finish().await?;
     drop(job);
     busy += began.elapsed();
+    transfer.set("tandem.kv_transfer_blocks", blocks);
+    transfer.set("tandem.kv_transfer_bytes", bytes);
+    transfer.set("tandem.transport", worker.transport.name());
     worker.metrics.observe_bandwidth(bytes, busy);
     if let Some(first_block) = first_block {
         worker.sent.duration.record(first_block.elapsed().as_secs_f64());

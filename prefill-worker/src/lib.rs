@@ -17,6 +17,7 @@ use tandem_engine::{EngineHandle, EngineInfo};
 use tandem_node::{
     Metrics, Shutdown,
     events::Broker,
+    trace::Tracer,
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
@@ -41,6 +42,8 @@ pub struct PrefillWorkerSettings {
     pub ledger: Ledger,
     /// Where changes of the cache are published, beside the streams of those who watch.
     pub broker: Option<Broker>,
+    /// Goes on with the traces of requests.
+    pub tracer: Tracer,
     /// Off: `Scheduled` says nothing about cached tokens. Only to test what a cluster makes of such a worker.
     pub report_cached_tokens: bool,
     /// A computed prompt is let go when the decode worker has not said by then where its blocks may go.
@@ -69,7 +72,7 @@ pub async fn run(
     let listener = listener.into();
     let info = worker_info(&settings, engine.info());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "prefill worker starts");
-    let ledger = settings.ledger.of(&settings.worker_id, &metrics);
+    let ledger = settings.ledger.of(&settings.worker_id, &settings.model, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
     metrics.set_capacity(engine.info().capacity_blocks);
     let requests = Requests::new(shutdown.clone());

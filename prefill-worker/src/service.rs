@@ -8,7 +8,10 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_engine::EngineHandle;
-use tandem_node::worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics};
+use tandem_node::{
+    trace::Span,
+    worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
+};
 use tandem_proto::v1::{
     PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill,
 };
@@ -42,9 +45,15 @@ impl Prefill for Service {
             return Err(Protocol::MissingStart.into());
         };
         let worker = self.0.clone();
-        let span = tracing::debug_span!("prefill", request_id = start.request_id, attempt = start.attempt);
-        let replies =
-            self.0.requests.start(|replies| async move { worker.serve(start, messages, replies).await }.instrument(span));
+        let span = worker.settings.tracer.follow(&start.traceparent, "prefill");
+        if span.is_sampled() {
+            span.set("tandem.worker", worker.settings.worker_id.clone());
+            span.set("tandem.attempt", start.attempt);
+            span.set("tandem.prompt_tokens", start.prompt.len() as u64);
+        }
+        let logged = span.logged(&start.request_id, start.attempt);
+        let serve = |replies| async move { worker.serve(start, messages, replies, span).await }.instrument(logged);
+        let replies = self.0.requests.start(serve);
         Ok(Response::new(replies))
     }
 }
@@ -55,10 +64,11 @@ impl Worker {
         start: PrefillStart,
         messages: Streaming<PrefillRequest>,
         replies: ReplySender<PrefillReply>,
+        span: Span,
     ) -> Result<(), ClientGone> {
         let ended = tokio::select! {
             biased;
-            ended = attempt(self, start, messages, &replies) => ended,
+            ended = attempt(self, start, messages, &replies, &span) => ended,
             () = self.engine.hung() => Err(Ended::Hung),
         };
         let last = match ended {
@@ -67,8 +77,14 @@ impl Worker {
                 tracing::debug!(%ended, "prefill ended early");
                 match ended.tell(&self.instance_id) {
                     Told::Nobody(gone) => return Err(gone),
-                    Told::Error(status) => return replies.fail(status).await,
-                    Told::Failure(failure) => prefill_reply::Message::Failure(failure),
+                    Told::Error(status) => {
+                        span.fail("protocol");
+                        return replies.fail(status).await;
+                    }
+                    Told::Failure(failure) => {
+                        span.fail(failure.reason().label());
+                        prefill_reply::Message::Failure(failure)
+                    }
                 }
             }
         };

@@ -5,6 +5,7 @@ mod event;
 mod identity;
 pub mod link;
 mod load;
+mod reason;
 mod scheduled;
 mod snapshot;
 

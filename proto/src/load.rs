@@ -3,7 +3,7 @@
 use crate::{WireError, v1};
 use tandem_kv::Load;
 
-/// `taken_in`, `transfer_bytes_per_second` and `cache` are not the cache's to know: they stay empty, for the sender to fill in.
+/// `taken_in`, `transfer_bytes_per_second`, `cache` and `steps` are not the cache's to know: they stay empty, for the sender to fill in.
 impl From<&Load> for v1::Load {
     fn from(load: &Load) -> Self {
         Self {
@@ -18,6 +18,7 @@ impl From<&Load> for v1::Load {
             transfer_bytes_per_second: 0.0,
             taken_in: Vec::new(),
             cache: None,
+            steps: None,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
 use tandem_proto::{
     SnapshotAssembly, WireError,
-    v1::{CacheTotals, KvEventBatch, Load, SnapshotChunk, WatchReply, WorkerInfo, watch_reply::Message},
+    v1::{CacheTotals, KvEventBatch, Load, SnapshotChunk, StepTotals, WatchReply, WorkerInfo, watch_reply::Message},
 };
 use tokio::time::Instant;
 
@@ -34,17 +34,19 @@ pub(crate) struct Beside {
     pub(crate) transfer_bytes_per_second: f64,
     /// As the worker counts; `None`: not told.
     pub(crate) cache: Option<CacheTotals>,
+    /// The same of its steps.
+    pub(crate) steps: Option<StepTotals>,
 }
 
 impl Beside {
     fn of(load: &Load) -> Self {
-        Self { transfer_bytes_per_second: load.transfer_bytes_per_second, cache: load.cache }
+        Self { transfer_bytes_per_second: load.transfer_bytes_per_second, cache: load.cache, steps: load.steps }
     }
 
     /// Puts it back.
     pub(crate) fn fill(self, load: Load) -> Load {
-        let Self { transfer_bytes_per_second, cache } = self;
-        Load { transfer_bytes_per_second, cache, ..load }
+        let Self { transfer_bytes_per_second, cache, steps } = self;
+        Load { transfer_bytes_per_second, cache, steps, ..load }
     }
 }
 

@@ -1,4 +1,4 @@
-//! The router's families. Series of a worker carry its `worker_id`; they stay when it leaves, and go on when it returns.
+//! The router's families. Series of a worker carry its `worker_id`; they go when it leaves, and begin anew when it returns.
 
 use metrics::{Counter, Gauge, Histogram};
 use tandem_kv::Change;
@@ -31,8 +31,9 @@ pub(crate) struct RouterMetrics {
     pub(crate) unreachable: Gauge,
 }
 
-/// Series of one worker.
+/// Series of one worker. They are shown for as long as this value is kept.
 pub(crate) struct WorkerSeries {
+    _shown: Metrics,
     /// Placements in which it prefills for another.
     pub(crate) placed_prefill: Counter,
     /// Placements in which it decodes what another prefills.
@@ -97,13 +98,14 @@ impl RouterMetrics {
     }
 
     pub(crate) fn worker(&self, worker_id: &str) -> WorkerSeries {
-        let counter = |name, help| self.registry.counter(name, help, &[("worker", worker_id)]);
-        let labelled = |name, help, label, value| self.registry.counter(name, help, &[("worker", worker_id), (label, value)]);
+        let registry = self.registry.part(worker_id);
+        let counter = |name, help| registry.counter(name, help, &[("worker", worker_id)]);
+        let labelled = |name, help, label, value| registry.counter(name, help, &[("worker", worker_id), (label, value)]);
         let placed =
             |kind| labelled("tandem_router_placements_total", "Placements by what the worker does in them.", "kind", kind);
         let way = |way| {
             let help = "1 for the way by which the worker's KV events come: over NATS, or direct on its stream.";
-            self.registry.gauge("tandem_router_event_plane", help, &[("worker", worker_id), ("plane", way)])
+            registry.gauge("tandem_router_event_plane", help, &[("worker", worker_id), ("plane", way)])
         };
         let event = |kind| labelled("tandem_router_kv_events_total", "KV events applied.", "kind", kind);
         let skipped =
@@ -112,7 +114,7 @@ impl RouterMetrics {
             placed_prefill: placed("prefill"),
             placed_decode: placed("decode"),
             placed_local: placed("local"),
-            overlap_blocks: self.registry.histogram(
+            overlap_blocks: registry.histogram(
                 "tandem_router_overlap_blocks",
                 "Leading blocks of a placed prompt that the worker which computes it is known to hold.",
                 &[("worker", worker_id)],
@@ -122,7 +124,7 @@ impl RouterMetrics {
                 "Tokens predicted as cached beyond those that were.",
             ),
             overlap_under: counter("tandem_router_overlap_under_tokens_total", "Cached tokens beyond those predicted."),
-            index_blocks: self.registry.gauge(
+            index_blocks: registry.gauge(
                 "tandem_router_index_blocks",
                 "Blocks the index holds for the worker.",
                 &[("worker", worker_id), ("tier", "device")],
@@ -139,6 +141,7 @@ impl RouterMetrics {
             stored: event("stored"),
             removed: event("removed"),
             cleared: event("cleared"),
+            _shown: registry.clone(),
         }
     }
 }

@@ -10,10 +10,14 @@ use crate::{
 use futures::{Stream, StreamExt, stream};
 use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::SequenceHash;
-use tandem_node::Shutdown;
+use tandem_node::{
+    Shutdown,
+    trace::{Span, Tracer},
+};
 use tandem_proto::v1::{
-    AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Leaving, Reason, RoutePrompt,
-    RouteReply, RouteRequest, Running, WorkersReply, WorkersRequest, route_reply, route_request::Message, router_server::Router,
+    AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Leaving, Placement, Reason,
+    RoutePrompt, RouteReply, RouteRequest, Running, WorkersReply, WorkersRequest, route_reply, route_request::Message,
+    router_server::Router,
 };
 use tokio::{
     sync::watch,
@@ -48,12 +52,21 @@ impl Router for RouterService {
         let Some(Message::Prompt(prompt)) = first.and_then(|first| first.message) else {
             return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
         };
+        let traceparent = prompt.traceparent.clone();
         let (running, asked) = self.check(prompt)?;
         if self.shutdown.is_draining() {
             return Err(Status::unavailable("the router is leaving; ask another"));
         }
-        let (cluster, prompt_tokens) = (self.cluster.clone(), asked.prompt_tokens);
-        let mut held = Held { cluster, asked, prompt_tokens, excluded: Excluded::default(), attempts: 0, booking: None };
+        let mut held = Held {
+            cluster: self.cluster.clone(),
+            tracer: self.settings.tracer.clone(),
+            traceparent,
+            prompt_tokens: asked.prompt_tokens,
+            asked,
+            excluded: Excluded::default(),
+            attempts: 0,
+            booking: None,
+        };
         let first = match running {
             Some(running) => {
                 held.rebook(running)?;
@@ -218,6 +231,8 @@ const EXCLUDED_MAX: usize = 256;
 /// A request with its booking.
 struct Held {
     cluster: Arc<Cluster>,
+    tracer: Tracer,
+    traceparent: String,
     asked: Asked,
     /// Of the prompt alone.
     prompt_tokens: u32,
@@ -231,6 +246,7 @@ struct Held {
 impl Held {
     fn place(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
+        let span = self.tracer.follow(&self.traceparent, "route");
         let mut state = self.cluster.lock();
         if let Some(booking) = self.booking.take() {
             state.release(booking);
@@ -238,11 +254,15 @@ impl Held {
         let message = match state.place(&self.asked, &self.excluded, self.attempts) {
             Ok((booking, placement)) => {
                 self.booking = Some(booking);
+                drop(state);
+                describe(&span, &placement);
                 route_reply::Message::Placement(placement)
             }
             Err(not_placed) => {
                 tracing::debug!(request_id = %self.asked.request_id, attempt = self.attempts, "not placed: {not_placed}");
-                route_reply::Message::Failure(failure(not_placed))
+                let failure = failure(not_placed);
+                span.fail(failure.reason().label());
+                route_reply::Message::Failure(failure)
             }
         };
         RouteReply { message: Some(message) }
@@ -285,6 +305,23 @@ impl Drop for Held {
             self.cluster.lock().release(booking);
         }
     }
+}
+
+/// Where it goes, and how much of it is there.
+fn describe(span: &Span, placement: &Placement) {
+    if !span.is_sampled() {
+        return;
+    }
+    for (key, candidate) in [("tandem.decode_worker", &placement.decode), ("tandem.prefill_worker", &placement.prefill)] {
+        if let Some(worker) = candidate.as_ref().and_then(|candidate| candidate.worker.as_ref()) {
+            span.set(key, worker.worker_id.clone());
+        }
+    }
+    if let Some(computes) = placement.prefill.as_ref().or(placement.decode.as_ref()) {
+        span.set("tandem.overlap_blocks", computes.overlap_blocks);
+        span.set("tandem.predicted_blocks", computes.predicted_blocks);
+    }
+    span.set("tandem.block_size", placement.block_size);
 }
 
 /// The one table from why a request is not placed to what the frontend hears.

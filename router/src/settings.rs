@@ -4,7 +4,7 @@ use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
 };
-use tandem_node::{discovery::Workers, events::Broker};
+use tandem_node::{discovery::Workers, events::Broker, trace::Tracer};
 use tandem_proto::v1::Identity;
 
 /// How a router is run.
@@ -14,6 +14,8 @@ pub struct RouterSettings {
     pub workers: Workers,
     /// Where workers publish their events, if they do: one message for all routers.
     pub broker: Option<Broker>,
+    /// Goes on with the traces of requests.
+    pub tracer: Tracer,
     /// The other routers' gRPC addresses: they tell each other of their bookings. A router that has peers places nothing before
     /// it knows its workers, as others can. Its own address among them does no harm.
     pub peers: Workers,
@@ -46,6 +48,7 @@ impl Default for RouterSettings {
         Self {
             workers: Workers::List(Vec::new()),
             broker: None,
+            tracer: Tracer::default(),
             peers: Workers::List(Vec::new()),
             identity: Identity { version: env!("CARGO_PKG_VERSION").to_owned(), ..Identity::default() },
             policy: PolicyKind::default(),

@@ -8,5 +8,6 @@ pub mod model;
 pub mod ready;
 pub mod serve;
 pub mod settings;
+pub mod top;
 
 pub use cluster::{Cluster, Process, Role, StartError, Worker};

@@ -10,6 +10,7 @@ use tandem::{
     ready,
     serve::{self, Served},
     settings::{AuditCommand, Cli, Command, ModelCommand, Own, RouteCommand, Serve},
+    top,
 };
 
 fn main() -> ExitCode {
@@ -42,8 +43,24 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
         }
+        Command::Top(args) => {
+            if let Some(table) = top::run(args)? {
+                print(&table);
+            }
+        }
         Command::Ready { address } => ready::check(&address)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
+        Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
+            let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
+            let format = if json {
+                audit::Format::Json
+            } else if csv {
+                audit::Format::Csv
+            } else {
+                audit::Format::Table
+            };
+            print(&report.print(format));
+        }
         Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend, result } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             evidence.lost_workers.extend(lost_workers);
@@ -74,8 +91,8 @@ where
         print(&settings);
         return Ok(());
     }
-    let (log, grace) = (command.settings.log.clone(), command.settings.grace());
-    serve::run(&log, grace, &settings, start(command))
+    let (telemetry, grace) = (command.settings.telemetry.clone(), command.settings.grace());
+    serve::run(&telemetry, grace, &settings, start(command))
 }
 
 #[expect(clippy::print_stdout, reason = "what the user asked for")]

@@ -1,6 +1,6 @@
 //! A process that serves: what a person needs to know about it, and an orderly end.
 
-use crate::cluster::StartError;
+use crate::{cluster::StartError, settings::TelemetryFlags};
 use anyhow::Context;
 use std::{future::Future, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -17,12 +17,12 @@ pub trait Served {
 
 /// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` are told in the log.
 pub fn run<S: Served>(
-    log: &str,
+    telemetry: &TelemetryFlags,
     grace: Duration,
     settings: &str,
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
-    tandem_node::telemetry::init(log)?;
+    tandem_node::telemetry::init(&telemetry.log, telemetry.log_format.into())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads to run on")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));

@@ -7,16 +7,19 @@ mod discovery;
 mod events;
 mod roles;
 mod sim;
+mod telemetry;
 
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
-pub(crate) use roles::CLUSTER;
+pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 pub use sim::SimFlags;
+pub use telemetry::{LogFormat, TelemetryFlags};
 
 use crate::{
     explain::ExplainArgs,
     model::{Source, StoreSettings},
+    top::TopArgs,
 };
 use clap::{Args, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use serde::Serialize;
@@ -26,6 +29,7 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
+use tandem_frontend::HeaderName;
 
 /// Serves large language models with prefill and decode on different workers, and tells the truth about cached tokens.
 #[derive(Debug, Parser)]
@@ -66,6 +70,8 @@ pub enum Command {
         #[command(subcommand)]
         command: RouteCommand,
     },
+    /// Show what a router sees of its workers, as it changes; or once, as plain text
+    Top(TopArgs),
     /// End with 0 if a process is ready, else with 1; for health checks
     Ready {
         /// host:port of a frontend, or of another process's --admin-listen
@@ -111,6 +117,18 @@ pub enum AuditCommand {
         /// Also write what came of it to this file, for a frontend's --audit-result
         #[arg(long, value_name = "FILE")]
         result: Option<PathBuf>,
+    },
+    /// Sum up what workers wrote down: prompts and their tokens by account, model and day (UTC), for invoices
+    Report {
+        /// What workers wrote; all files of all workers
+        #[arg(long, value_name = "FILE", required = true)]
+        ledger: Vec<PathBuf>,
+        /// Print a list of objects
+        #[arg(long, conflicts_with = "csv")]
+        json: bool,
+        /// Print a line for each sum, with commas between, and a line of names before
+        #[arg(long)]
+        csv: bool,
     },
 }
 
@@ -270,6 +288,12 @@ pub struct UpSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ledger: Option<PathBuf>,
 
+    /// The header with which whatever checks your clients' keys tells whom a request is for, such as x-account; it must not come from
+    /// clients. Ledgers keep it, and `tandem audit report` sums by it [default: none]
+    #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub account_header: Option<String>,
+
     /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
     #[arg(skip = true)]
     #[serde(skip)]
@@ -280,9 +304,10 @@ pub struct UpSettings {
     #[serde(flatten)]
     pub sim: SimFlags,
 
-    /// What is logged to stderr: a level, or directives such as `tandem_router=debug,info`; `info` tells state changes only
-    #[arg(long, env = "TANDEM_LOG", value_name = "FILTER", default_value = "info")]
-    pub log: String,
+    /// What is told of it.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub telemetry: TelemetryFlags,
 }
 
 /// What computes.
@@ -327,6 +352,10 @@ pub enum PolicyName {
     Random,
 }
 
+fn header_name(text: &str) -> Result<String, &'static str> {
+    text.parse::<HeaderName>().map(|name| name.to_string()).map_err(|_| "write the name of an HTTP header")
+}
+
 impl<F: Own> Serve<F> {
     /// The settings that count here, as a file for `--config`.
     pub fn to_toml(&self) -> String {
@@ -335,6 +364,17 @@ impl<F: Own> Serve<F> {
 }
 
 impl Command {
+    fn settings_mut(&mut self) -> Option<&mut UpSettings> {
+        match self {
+            Self::Up(up) => Some(&mut up.settings),
+            Self::Router(router) => Some(&mut router.settings),
+            Self::PrefillWorker(worker) => Some(&mut worker.settings),
+            Self::DecodeWorker(worker) => Some(&mut worker.settings),
+            Self::Frontend(frontend) => Some(&mut frontend.settings),
+            Self::Audit { .. } | Self::Route { .. } | Self::Top(_) | Self::Ready { .. } | Self::Model { .. } => None,
+        }
+    }
+
     fn config(&self) -> Option<&Path> {
         match self {
             Self::Up(up) => up.config.as_deref(),
@@ -342,7 +382,7 @@ impl Command {
             Self::PrefillWorker(worker) => worker.config.as_deref(),
             Self::DecodeWorker(worker) => worker.config.as_deref(),
             Self::Frontend(frontend) => frontend.config.as_deref(),
-            Self::Audit { .. } | Self::Route { .. } | Self::Ready { .. } | Self::Model { .. } => None,
+            Self::Audit { .. } | Self::Route { .. } | Self::Top(_) | Self::Ready { .. } | Self::Model { .. } => None,
         }
     }
 }
@@ -387,6 +427,16 @@ impl UpSettings {
 impl Cli {
     /// Reads the command line, the environment and the file named by `--config`. `env` looks a variable up.
     pub fn read(args: Vec<OsString>, env: impl Fn(&OsStr) -> Option<OsString>) -> Result<Self, clap::Error> {
+        let mut cli = Self::read_ours(args, &env)?;
+        if let Some(UpSettings { telemetry, .. }) = cli.command.settings_mut() {
+            // Whoever sets up a whole machine's tracing says it by OpenTelemetry's own name.
+            let of_machine = || env(OsStr::new("OTEL_EXPORTER_OTLP_ENDPOINT"))?.into_string().ok().filter(|url| !url.is_empty());
+            telemetry.otlp_endpoint = telemetry.otlp_endpoint.take().or_else(of_machine);
+        }
+        Ok(cli)
+    }
+
+    fn read_ours(args: Vec<OsString>, env: &impl Fn(&OsStr) -> Option<OsString>) -> Result<Self, clap::Error> {
         let mut command = roles::command();
         let cli = Self::parsed(&mut command, &args)?;
         let Some(file) = cli.command.config() else { return Ok(cli) };
@@ -394,7 +444,7 @@ impl Cli {
         let (start, rest) = args.split_at(2);
         let mut refuse =
             |problem: String| roles::command().error(ErrorKind::ValueValidation, format!("in {}: {problem}", file.display()));
-        let flags = flags_of(&command, &start[1].to_string_lossy(), file, &env).map_err(&mut refuse)?;
+        let flags = flags_of(&command, &start[1].to_string_lossy(), file, env).map_err(&mut refuse)?;
         // Alone first, so that a mistake in the file is told as one.
         let alone: Vec<OsString> = start.iter().chain(&flags).cloned().collect();
         Self::parsed(&mut command, &alone).map_err(|error| refuse(error.to_string().trim_start_matches("error: ").to_owned()))?;
@@ -452,82 +502,4 @@ fn flags_of(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::Write;
-
-    fn read(args: &[&str], config: &str) -> Result<UpSettings, String> {
-        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
-        file.write_all(config.as_bytes()).expect("a temporary file takes a few bytes");
-        let path = file.path().to_str().expect("the path is text");
-        let args = ["tandem", "up", "--config", path].iter().chain(args).map(OsString::from).collect();
-        let env = |name: &OsStr| (name == "TANDEM_BLOCK_SIZE").then(|| OsString::from("16"));
-        match Cli::read(args, env).map_err(|error| error.to_string())?.command {
-            Command::Up(up) => Ok(up.settings),
-            other => unreachable!("the command is up: {other:?}"),
-        }
-    }
-
-    #[test]
-    fn flags_go_before_the_file_and_the_file_before_defaults() {
-        let config =
-            "decode-workers = 3\nprefill-workers = 5\nlisten = \"127.0.0.1:9\"\nno-prefix-caching = true\nsim-speedup = 2.5\n";
-        let settings = read(&["--prefill-workers", "4"], config).expect("all is valid");
-        assert_eq!((settings.prefill_workers, settings.decode_workers), (4, 3));
-        assert_eq!(settings.listen.port(), 9);
-        assert!(settings.no_prefix_caching);
-        assert_eq!(settings.sim.sim_speedup, 2.5);
-        assert_eq!(settings.policy, PolicyName::KvAware);
-    }
-
-    #[test]
-    fn the_environment_goes_before_the_file() {
-        // The parser itself does not see the test's environment: the key is left out and the default remains.
-        assert_eq!(read(&[], "block-size = 64").expect("valid").block_size, 16);
-    }
-
-    #[test]
-    fn mistakes_in_the_file_are_told_with_its_name() {
-        for (config, told) in [
-            ("wrokers = 3", "unknown key `wrokers`"),
-            ("config = \"x\"", "unknown key `config`"),
-            ("print-config = true", "unknown key `print-config`"),
-            ("decode-workers = 0", "--decode-workers"),
-            ("engine = \"gpu\"", "possible values: cpu"),
-            ("engine = [1]", "`engine` is not a plain value"),
-            ("sim-speedup = 0", "a number above 0"),
-            ("= 3", "in /"),
-        ] {
-            let error = read(&[], config).expect_err(config);
-            assert!(error.contains(told) && error.contains("in /"), "{config}: {error}");
-        }
-    }
-
-    #[test]
-    fn what_is_printed_can_be_read_back() {
-        let mut settings = UpSettings::defaults();
-        settings.model = Some("pypi:x==1".parse().expect("a source"));
-        settings.policy = PolicyName::LeastLoaded;
-        settings.sim.sim_kv_bytes_per_token = 1e6;
-        settings.no_prefix_caching = true;
-        settings.kv_capacity_tokens = Some(1024);
-        assert_eq!(read(&[], &settings.to_toml()).expect("what we print is valid"), settings);
-    }
-
-    #[test]
-    fn every_setting_has_an_environment_variable_and_a_reason() {
-        for arg in UpSettings::augment_args(clap::Command::new("up")).get_arguments() {
-            assert!(arg.get_env().is_some(), "{:?} has no environment variable", arg.get_id());
-            assert!(arg.get_help().is_some_and(|help| help.to_string().len() > 10), "{:?} has no help", arg.get_id());
-        }
-    }
-
-    #[test]
-    fn the_store_belongs_to_the_same_settings_and_its_token_is_never_shown() {
-        let settings = read(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("valid");
-        assert_eq!(settings.store.models_dir, Some(PathBuf::from("/x")));
-        for shown in [format!("{settings:?}"), settings.to_toml()] {
-            assert!(!shown.contains("secret"), "{shown}");
-        }
-    }
-}
+mod tests;

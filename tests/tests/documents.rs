@@ -93,6 +93,7 @@ impl Parts {
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
             broker: None,
+            tracer: Default::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
         };
@@ -110,6 +111,7 @@ impl Parts {
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
             broker: None,
+            tracer: Default::default(),
             advertise: None,
             report_cached_tokens: true,
             remote_waiting_max: 64,

@@ -6,10 +6,11 @@ mod routers;
 
 pub(crate) use routers::Routers;
 
-use crate::{error::reason_label, metrics::FrontendMetrics};
+use crate::metrics::FrontendMetrics;
 use route::Route;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, TokenId};
+use tandem_node::trace::Span;
 use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
     v1::{
@@ -29,7 +30,7 @@ pub(crate) enum DispatchError {
     /// The request can never run here.
     #[error("The request cannot run here: {message}. Lower n or max_tokens, or shorten the prompt.")]
     Refused { message: String },
-    #[error("No worker can take the request now ({}); try again shortly.", reason_label(*.reason))]
+    #[error("No worker can take the request now ({}); try again shortly.", .reason.label())]
     NoWorker { reason: Reason },
     #[error("The router cannot be reached; try again shortly.")]
     Router(#[source] Box<Status>),
@@ -37,11 +38,11 @@ pub(crate) enum DispatchError {
     Foreign,
     #[error("The router went away before it placed the request; try again shortly.")]
     RouterClosed,
-    #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", reason_label(*.reason))]
+    #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", .reason.label())]
     Attempts { attempts: u32, reason: Reason },
     #[error("The first token did not come within {} seconds; try again later.", .limit.as_secs_f64())]
     Timeout { limit: Duration },
-    #[error("The worker was lost while it generated ({}); send the request again.", reason_label(*.reason))]
+    #[error("The worker was lost while it generated ({}); send the request again.", .reason.label())]
     Lost { reason: Reason },
     #[error("This server is shutting down; send the request again.")]
     Stopped,
@@ -51,7 +52,12 @@ pub(crate) enum DispatchError {
 pub(crate) struct Prompt {
     /// Ours, never the client's.
     pub(crate) request_id: String,
+    /// Of the span under which others put theirs.
     pub(crate) traceparent: String,
+    /// The request's.
+    pub(crate) span: Span,
+    /// Whom it is for; empty: nobody said.
+    pub(crate) account: String,
     pub(crate) model: String,
     pub(crate) tokens: Vec<TokenId>,
     pub(crate) sequence_hashes: Vec<u64>,
@@ -189,7 +195,8 @@ impl Dispatcher {
         // A worker that only seemed lost must not go on beside its successor.
         drop(replies);
         let reason = failed.reason;
-        tracing::debug!(request_id = %prompt.request_id, number, reason = reason_label(reason), instance = %failed.instance_id, "stream lost");
+        tracing::debug!(request_id = %prompt.request_id, number, reason = reason.label(), instance = %failed.instance_id, "stream lost");
+        prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
         }
@@ -244,8 +251,11 @@ impl Dispatcher {
             };
             self.metrics.attempt_failed(failed.reason);
             failures.push((Instant::now(), failed.reason));
+            work.prompt
+                .span
+                .event("attempt failed", &[("tandem.attempt", (*number).into()), ("error.type", failed.reason.label().into())]);
             let request_id = &work.prompt.request_id;
-            tracing::debug!(%request_id, number, reason = reason_label(failed.reason), instance = %failed.instance_id, "attempt failed");
+            tracing::debug!(%request_id, number, reason = failed.reason.label(), instance = %failed.instance_id, "attempt failed");
             if failed.reason == Reason::Invalid {
                 return Err(DispatchError::Refused { message: failed.message });
             }
@@ -286,6 +296,7 @@ impl Dispatcher {
             // They were told before the first token.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| work.generated.is_empty()),
             generated: work.generated.to_vec(),
+            account: prompt.account.clone(),
             start_within_ms: limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
         };
         let channel = self.decoders.to(&decode.address).map_err(|_: InvalidAddress| unreachable())?;

@@ -75,11 +75,13 @@ impl Run {
     fn new(incoming: &Incoming, job: Job) -> Self {
         let Job { shape, prompts, options } = job;
         let app = Arc::clone(&incoming.app);
+        describe(incoming, shape, &options);
         let since = incoming.admitted.as_ref().map_or_else(Instant::now, Admitted::since);
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
         let endpoint = incoming.admitted.as_ref().map_or("", |admitted| admitted.endpoint().label());
         let kept = app.recent.clone().map(|recent| Kept { recent, endpoint, streamed: options.stream.is_some() });
-        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), kept);
+        let progress =
+            Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), incoming.span.clone(), kept);
         let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
             echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
@@ -188,6 +190,28 @@ impl Run {
         envelope.tandem = self.details.then(|| self.progress.details());
         Ok(Json(envelope).into_response())
     }
+}
+
+/// What is asked for, without what it says.
+fn describe(incoming: &Incoming, shape: Shape, options: &Options) {
+    let span = &incoming.span;
+    if !span.is_sampled() {
+        return;
+    }
+    let (operation, model) = (shape.endpoint().operation(), &incoming.app.model.id);
+    span.rename(|| format!("{operation} {model}"));
+    span.set("gen_ai.operation.name", operation);
+    span.set("gen_ai.provider.name", "tandem");
+    span.set("gen_ai.request.model", model.clone());
+    span.set("gen_ai.response.model", model.clone());
+    span.set("gen_ai.response.id", shape.id(&incoming.id));
+    span.set("gen_ai.request.choice.count", options.samples);
+    span.set("gen_ai.request.temperature", f64::from(options.sampling.temperature));
+    span.set("gen_ai.request.top_p", f64::from(options.sampling.top_p));
+    if let Some(max_tokens) = options.sampling.max_tokens {
+        span.set("gen_ai.request.max_tokens", max_tokens);
+    }
+    span.set("tandem.stream", options.stream.is_some());
 }
 
 /// A choice of a whole answer as it grows.

@@ -36,7 +36,10 @@ use axum::{
 };
 use std::{collections::BTreeSet, sync::Arc};
 use tandem_kv::TokenId;
-use tandem_node::{Metrics, Shutdown};
+use tandem_node::{
+    Metrics, Shutdown,
+    trace::{Span, Tracer},
+};
 use tandem_proto::{link::Network, v1::Identity};
 
 /// Prompts in one request.
@@ -46,6 +49,8 @@ const ENCODE_INLINE_BYTES: usize = 4 << 10;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+/// Letters in the name of an account.
+const ACCOUNT_MAX: usize = 64;
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// What all requests share.
@@ -57,6 +62,8 @@ pub(crate) struct App {
     block_size: u32,
     body_max_bytes: usize,
     prompts_max: usize,
+    tracer: Tracer,
+    account_header: Option<HeaderName>,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     since: u64,
     /// For the page at `/dashboard`; `None`: there is none.
@@ -97,6 +104,8 @@ impl App {
             body_max_bytes: settings.body_max_bytes,
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
+            tracer: settings.tracer,
+            account_header: settings.account_header,
             since: unix_seconds(),
             audit: settings.audit_result.map(LastAudit),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
@@ -105,6 +114,20 @@ impl App {
 
     pub(crate) fn admission(&self) -> &Admission {
         &self.admission
+    }
+
+    /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.
+    fn account(&self, headers: &HeaderMap) -> Result<String, ApiError> {
+        let Some((name, value)) = self.account_header.as_ref().and_then(|name| Some((name, headers.get(name)?))) else {
+            return Ok(String::new());
+        };
+        let fits = |name: &&str| {
+            let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
+            name.len() <= ACCOUNT_MAX && name.bytes().all(letter)
+        };
+        let rule = "must have at most 64 letters, digits, -, _, ., : and @";
+        let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
+        value.to_str().ok().filter(fits).map(str::to_owned).ok_or_else(problem)
     }
 }
 
@@ -137,6 +160,9 @@ struct Incoming {
     /// Instead of an answer, why it would be placed where.
     explain: bool,
     traceparent: String,
+    /// The request's trace begins with it.
+    span: Span,
+    account: String,
 }
 
 /// Lets a request in, has `answer` answer it, and sees to it that every way out is counted.
@@ -145,7 +171,7 @@ where
     F: AsyncFnOnce(&mut Incoming, bytes::Bytes) -> Result<Response, ApiError>,
 {
     let (parts, body) = request.into_parts();
-    let admitted = match app.admission.enter(endpoint) {
+    let mut admitted = match app.admission.enter(endpoint) {
         Ok(admitted) => Some(admitted),
         Err(error) => {
             body::discard(body).await;
@@ -155,11 +181,21 @@ where
     let id = uuid::Uuid::new_v4().simple().to_string();
     let wants = |name| parts.headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
     let (details, explain, traceparent) = (wants(DETAILS), wants(EXPLAIN), traceparent(&parts.headers));
+    let span = app.tracer.request(&traceparent, endpoint.operation());
+    // Whoever is behind goes on with ours, or with the client's.
+    let traceparent = span.traceparent().unwrap_or(traceparent);
+    if let Some(admitted) = &mut admitted {
+        admitted.trace(&span);
+    }
     let body_max_bytes = app.body_max_bytes;
-    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent };
-    let result = match body::read(body, body_max_bytes).await {
-        Ok(body) => answer(&mut incoming, body).await,
-        Err(error) => Err(error),
+    let account = app.account(&parts.headers);
+    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent, span, account: String::new() };
+    let result = match (body::read(body, body_max_bytes).await, account) {
+        (Ok(body), Ok(account)) => {
+            incoming.account = account;
+            answer(&mut incoming, body).await
+        }
+        (Err(error), _) | (_, Err(error)) => Err(error),
     };
     let mut response = result.unwrap_or_else(|error| {
         tracing::debug!(request_id = %incoming.id, status = error.status().as_u16(), "refused");
@@ -196,6 +232,8 @@ impl Incoming {
         Prompt {
             request_id: format!("{}-{index}", self.id),
             traceparent: self.traceparent.clone(),
+            span: self.span.clone(),
+            account: self.account.clone(),
             model: self.app.model.id.clone(),
             sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
             tokens,

@@ -2,7 +2,6 @@
 
 use crate::{
     dispatch::Facts,
-    error::reason_label,
     metrics::FrontendMetrics,
     recent::{FailedAttempt, Finished, Recent, Steps},
     stream::{Delta, Piece},
@@ -11,6 +10,8 @@ use crate::{
 use axum::http::StatusCode;
 use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
+use tandem_node::trace::Span;
+use tandem_proto::v1::Reason;
 use tokio::time::Instant;
 
 /// The status of a request whose client went away, as in the metrics.
@@ -22,6 +23,9 @@ pub(super) struct Progress {
     samples: usize,
     prompts: Vec<PromptProgress>,
     metrics: Arc<FrontendMetrics>,
+    span: Span,
+    /// Of each sample that has ended; for the trace.
+    finish_reasons: Vec<&'static str>,
     kept: Option<Kept>,
     /// What became of the request, as its HTTP status.
     status: u16,
@@ -75,6 +79,7 @@ impl Progress {
         samples: usize,
         prompts: impl Iterator<Item = (String, u32)>,
         metrics: Arc<FrontendMetrics>,
+        span: Span,
         kept: Option<Kept>,
     ) -> Self {
         let prompts = prompts.map(|(request_id, prompt_tokens)| PromptProgress {
@@ -85,7 +90,8 @@ impl Progress {
             last_token_at: vec![None; samples],
             ended_at: None,
         });
-        Self { since, samples, prompts: prompts.collect(), metrics, kept, status: CLIENT_CLOSED }
+        let (finish_reasons, status) = (Vec::new(), CLIENT_CLOSED);
+        Self { since, samples, prompts: prompts.collect(), metrics, span, finish_reasons, kept, status }
     }
 
     /// Continuations of each prompt.
@@ -96,6 +102,11 @@ impl Progress {
     /// Takes note of a piece of prompt `index`.
     pub(super) fn note(&mut self, index: usize, piece: &Piece) {
         let prompt = &mut self.prompts[index];
+        if let Piece::Delta(Delta { finish: Some(finish), .. }) = piece
+            && self.span.is_sampled()
+        {
+            self.finish_reasons.push(finish.label());
+        }
         match piece {
             Piece::Started(facts) => {
                 let prompt_tokens = prompt.usage.prompt_tokens;
@@ -103,6 +114,7 @@ impl Progress {
                 let ttft = facts.first_token_at.duration_since(self.since);
                 self.metrics.time_to_first_token.record(ttft.as_secs_f64());
                 prompt.facts = Some(facts.clone());
+                self.span.event("first token", &[]);
             }
             Piece::Delta(delta) if delta.tokens > 0 => prompt.note_tokens(delta, &self.metrics),
             Piece::Migrated => prompt.migrations += 1,
@@ -119,6 +131,7 @@ impl Progress {
     /// The answer is whole: every prompt is counted, once.
     pub(super) fn finish(&mut self) {
         self.status = StatusCode::OK.as_u16();
+        self.trace();
         for prompt in &self.prompts {
             let placement = prompt.facts.as_ref().map(|facts| &facts.placement);
             let prefilling = placement.and_then(|placement| placement.prefill.as_ref().or(placement.decode.as_ref()));
@@ -130,6 +143,20 @@ impl Progress {
     /// The answer ends with an error.
     pub(super) fn fail(&mut self, status: StatusCode) {
         self.status = status.as_u16();
+    }
+
+    fn trace(&self) {
+        if !self.span.is_sampled() {
+            return;
+        }
+        let usage = self.usage();
+        self.span.set("gen_ai.usage.input_tokens", usage.prompt_tokens());
+        self.span.set("gen_ai.usage.output_tokens", usage.completion_tokens());
+        self.span.set("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens());
+        self.span.set("gen_ai.response.finish_reasons", self.finish_reasons.clone());
+        self.span.set("tandem.prompts", self.prompts.len() as u64);
+        let sources = self.prompts.iter().filter_map(|prompt| Some(prompt.usage.cached.as_ref()?.source.label()));
+        self.span.set("tandem.cached_tokens_source", sources.collect::<Vec<_>>());
     }
 
     /// What is known beyond OpenAI's fields.
@@ -167,7 +194,7 @@ impl PromptProgress {
     fn steps(&self, since: Instant) -> Steps {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
-        let failed = |(at, reason): &(Instant, _)| FailedAttempt { at_ms: ms(*at), reason: reason_label(*reason) };
+        let failed = |(at, reason): &(Instant, Reason)| FailedAttempt { at_ms: ms(*at), reason: reason.label() };
         Steps {
             asked_ms: facts.map(|facts| ms(facts.times.asked_at)),
             placed_ms: facts.map(|facts| ms(facts.times.placed_at)),

@@ -2,6 +2,7 @@
 
 use super::progress::Details;
 use crate::{
+    metrics::Endpoint,
     model::ServedModel,
     stream::{Finish, TokenLogprobs},
     usage::Usage,
@@ -96,6 +97,13 @@ impl Serialize for Alternatives {
 }
 
 impl Shape {
+    pub(super) fn endpoint(self) -> Endpoint {
+        match self {
+            Self::Chat => Endpoint::Chat,
+            Self::Text => Endpoint::Completions,
+        }
+    }
+
     pub(super) fn id(self, request_id: &str) -> String {
         match self {
             Self::Chat => format!("chatcmpl-{request_id}"),

@@ -46,6 +46,16 @@ pub(crate) enum Finish {
     Length,
 }
 
+impl Finish {
+    /// As it is written, too.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
 /// A token, how likely it was, and what else could have been.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TokenLogprobs {

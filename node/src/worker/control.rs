@@ -203,6 +203,7 @@ impl Watcher {
         if let Some(load) = &mut message.load {
             load.transfer_bytes_per_second = self.metrics.transfer_bytes_per_second();
             load.cache = Some(self.metrics.cache_totals());
+            load.steps = Some(self.metrics.step_totals());
         }
         self.replies.send(WatchReply { message: Some(watch_reply::Message::Batch(message)) }).await?;
         Ok(Told { at: Instant::now(), load: batch.load.clone() })

@@ -20,6 +20,7 @@ use std::{
         mpsc::{Receiver, SyncSender, sync_channel},
     },
     thread::JoinHandle,
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 /// Lines that wait for the disk: seconds of a busy cluster's, a few megabytes.
@@ -59,6 +60,15 @@ pub enum LedgerLine {
         computed: u32,
         /// Tokens found, by the tiers that exist.
         by_tier: BTreeMap<String, u32>,
+        /// When, in seconds since 1970.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        at: Option<u64>,
+        /// The served model's id.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        model: String,
+        /// Whom the prompt is for, if the frontend was told.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        account: String,
     },
     /// The attempt has its outcome.
     Ended {
@@ -119,11 +129,11 @@ impl Ledger {
         Ok(Self(Some(Arc::new(Writer { lines: Some(lines), thread: Some(thread) }))))
     }
 
-    /// One worker's side of it.
-    pub fn of(&self, worker_id: &str, metrics: &Metrics) -> WorkerLedger {
+    /// One worker's side of it, who serves this model.
+    pub fn of(&self, worker_id: &str, model: &str, metrics: &Metrics) -> WorkerLedger {
         let help = "Lines of the ledger that were lost: the disk was too slow or refused them.";
         let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
-        WorkerLedger { ledger: self.clone(), worker: worker_id.into(), lost }
+        WorkerLedger { ledger: self.clone(), worker: worker_id.into(), model: model.into(), lost }
     }
 }
 
@@ -160,12 +170,29 @@ fn write(queued: &Receiver<Queued>, to: impl Write) {
 pub struct WorkerLedger {
     ledger: Ledger,
     worker: Arc<str>,
+    model: Arc<str>,
     lost: Counter,
 }
 
+/// A prompt whose prefill begins.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Begun<'a> {
+    /// Of the prompt.
+    pub request_id: &'a str,
+    /// From 1.
+    pub attempt: u32,
+    /// Whom it is for; empty: nobody said.
+    pub account: &'a str,
+    /// Tokens.
+    pub prompt: u32,
+    /// Tokens found on the device.
+    pub cached: u32,
+}
+
 impl WorkerLedger {
-    /// A prompt's prefill begins here, with `cached` of its tokens found on the device.
-    pub fn scheduled(&self, request_id: &str, attempt: u32, prompt: u32, cached: u32) {
+    /// A prompt's prefill begins here, now.
+    pub fn scheduled(&self, begun: Begun<'_>) {
+        let Begun { request_id, attempt, account, prompt, cached } = begun;
         self.append(|worker| LedgerLine::Scheduled {
             request_id: request_id.to_owned(),
             attempt,
@@ -174,6 +201,9 @@ impl WorkerLedger {
             cached,
             computed: prompt.saturating_sub(cached),
             by_tier: [("device".to_owned(), cached)].into(),
+            at: SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs()),
+            model: (*self.model).to_owned(),
+            account: account.to_owned(),
         });
     }
 
@@ -229,6 +259,8 @@ impl Drop for LedgerEntry {
 mod tests {
     use super::*;
 
+    const BEGUN: Begun<'_> = Begun { request_id: "a", attempt: 1, account: "", prompt: 1, cached: 0 };
+
     /// A disk that one can hold.
     #[derive(Clone, Default)]
     struct Disk {
@@ -266,8 +298,8 @@ mod tests {
     fn every_attempt_has_one_outcome_and_the_end_waits_for_the_last_line() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
-        let worker = ledger.of("p0", &metrics);
-        worker.scheduled("a \"name\"\n", 1, 100, 96);
+        let worker = ledger.of("p0", "m", &metrics);
+        worker.scheduled(Begun { request_id: "a \"name\"\n", attempt: 1, account: "acme", prompt: 100, cached: 96 });
         let won = worker.attempt("a", 1, false);
         won.began();
         won.failed();
@@ -277,12 +309,18 @@ mod tests {
         drop((won, worker, ledger));
         assert_eq!(outcomes(&disk), [Outcome::Won, Outcome::Superseded, Outcome::Failed, Outcome::Cancelled]);
         let text = String::from_utf8(disk.text.lock().expect("nobody panics with it").clone()).expect("text");
-        assert_eq!(
-            text.lines().next(),
-            Some(
-                r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}}"#
-            )
-        );
+        let first = text.lines().next().expect("a line");
+        let (before, after) = first.split_once(",\"at\":").expect("it says when");
+        let expected = r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}"#;
+        assert_eq!(before, expected);
+        assert!(after.ends_with(r#","model":"m","account":"acme"}"#), "{first}");
+        // Lines of an older worker say less.
+        let LedgerLine::Scheduled { at, model, account, .. } =
+            serde_json::from_str(&(expected.to_owned() + "}")).expect("a line")
+        else {
+            panic!("it is scheduled");
+        };
+        assert_eq!((at, model.as_str(), account.as_str()), (None, "", ""));
         assert_eq!(lost(&metrics), 0);
     }
 
@@ -291,10 +329,10 @@ mod tests {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let held = disk.text.lock().expect("nobody panics with it");
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
-        let worker = ledger.of("p0", &metrics);
+        let worker = ledger.of("p0", "m", &metrics);
         // One batch may be on its way to the disk, which is held.
         for _ in 0..=2 * LINES_MAX + 1 {
-            worker.scheduled("a", 1, 1, 0);
+            worker.scheduled(BEGUN);
         }
         let dropped = lost(&metrics);
         assert!(dropped >= 1 && dropped <= LINES_MAX as u64 + 2, "{dropped}");
@@ -304,7 +342,7 @@ mod tests {
         assert_eq!(lines as u64 + dropped, 2 * LINES_MAX as u64 + 2);
 
         let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("a thread");
-        ledger.of("p0", &metrics).scheduled("a", 1, 1, 0);
+        ledger.of("p0", "m", &metrics).scheduled(BEGUN);
         drop(ledger);
         assert_eq!(lost(&metrics), dropped + 1);
     }
@@ -327,7 +365,7 @@ mod tests {
             let mut end = std::fs::OpenOptions::new().append(true).open(file.path()).expect("a temporary file");
             end.write_all(before.as_bytes()).expect("a temporary file");
             let ledger = Ledger::open(file.path()).expect("a temporary file");
-            ledger.of("p0", &Metrics::default()).scheduled("a", 1, 1, 0);
+            ledger.of("p0", "m", &Metrics::default()).scheduled(BEGUN);
             drop(ledger);
             expected += if before.is_empty() { "whole\n" } else { "half\nwhole\n" };
             let text = std::fs::read_to_string(file.path()).expect("text");
@@ -340,8 +378,8 @@ mod tests {
     #[test]
     fn without_a_ledger_nothing_is_written_or_lost() {
         let metrics = Metrics::default();
-        let worker = Ledger::default().of("p0", &metrics);
-        worker.scheduled("a", 1, 1, 0);
+        let worker = Ledger::default().of("p0", "m", &metrics);
+        worker.scheduled(BEGUN);
         worker.attempt("a", 1, false).began();
         assert_eq!(lost(&metrics), 0);
     }

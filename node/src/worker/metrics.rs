@@ -4,7 +4,10 @@ use super::Watched;
 use crate::Metrics;
 use ::metrics::{Counter, Gauge, Histogram};
 use std::{
-    sync::{Mutex, PoisonError},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 use tandem_kv::{KvBatch, Load, StepStats};
@@ -30,6 +33,8 @@ pub struct WorkerMetrics {
     preemptions: Counter,
     capacity_blocks: Gauge,
     totals: Mutex<CacheTotals>,
+    prefilled_tokens: AtomicU64,
+    generated_tokens: AtomicU64,
     transfer_bytes_per_second: Mutex<f64>,
 }
 
@@ -125,6 +130,8 @@ impl WorkerMetrics {
             preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),
             capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "KV blocks in all.", &[worker]),
             totals: Mutex::default(),
+            prefilled_tokens: AtomicU64::default(),
+            generated_tokens: AtomicU64::default(),
             transfer_bytes_per_second: Mutex::default(),
             registry: registry.clone(),
             worker_id: worker_id.to_owned(),
@@ -171,6 +178,14 @@ impl WorkerMetrics {
             prompts_hit: totals.hit_requests,
             prompt_tokens: totals.total_prompt_tokens,
             cached_tokens: totals.total_cached_tokens,
+        }
+    }
+
+    /// What the steps have computed, for the router's view.
+    pub(super) fn step_totals(&self) -> v1::StepTotals {
+        v1::StepTotals {
+            prefilled_tokens: self.prefilled_tokens.load(Ordering::Relaxed),
+            generated_tokens: self.generated_tokens.load(Ordering::Relaxed),
         }
     }
 
@@ -224,6 +239,8 @@ impl WorkerMetrics {
     fn observe_batch(&self, batch: &KvBatch) {
         self.observe_load(&batch.load);
         let Some(StepStats { prefill_tokens, decode_tokens, duration }) = batch.step else { return };
+        self.prefilled_tokens.fetch_add(prefill_tokens.into(), Ordering::Relaxed);
+        self.generated_tokens.fetch_add(decode_tokens.into(), Ordering::Relaxed);
         self.batch_tokens.record(f64::from(prefill_tokens) + f64::from(decode_tokens));
         let step = match (prefill_tokens, decode_tokens) {
             (_, 0) => &self.prefill_step,
@@ -335,6 +352,7 @@ mod tests {
         drop(sender);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
         metrics.follow(Watched { snapshot, load: Load::default(), batches }).await;
+        assert_eq!(metrics.step_totals(), v1::StepTotals { prefilled_tokens: 32, generated_tokens: 5 });
         let text = registry.render();
         for line in [
             r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="hit"} 1"#,

@@ -7,6 +7,6 @@ mod metrics;
 mod requests;
 
 pub use control::{ControlService, Watch, Watched};
-pub use ledger::{Ledger, LedgerEntry, LedgerLine, Outcome, WorkerLedger};
+pub use ledger::{Begun, Ledger, LedgerEntry, LedgerLine, Outcome, WorkerLedger};
 pub use metrics::{Direction, TransferMetrics, WorkerMetrics};
 pub use requests::{ClientGone, Replies, ReplySender, Requests};

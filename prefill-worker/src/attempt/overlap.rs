@@ -108,10 +108,11 @@ impl Pair {
                 revision: "1".to_owned(),
                 ledger: Ledger::default(),
                 broker: None,
+                tracer: Default::default(),
                 report_cached_tokens: true,
                 ticket_wait: Duration::from_secs(10),
             },
-            ledger: Ledger::default().of("prefill-0", &Metrics::default()),
+            ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
             metrics,
             transport: Box::new(loopback.clone()),
             requests: Requests::new(Shutdown::default()),
@@ -139,7 +140,8 @@ impl Pair {
         let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
         let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
         let ticket = Ticket { ticket, address: "decode".to_owned(), missing_blocks };
-        let (sent, started) = tokio::join!(send(&self.prefill, job, ticket), async {
+        let unseen = Span::default();
+        let (sent, started) = tokio::join!(send(&self.prefill, job, ticket, &unseen), async {
             assert!(matches!(continued.next().await, Some(Event::Started(_))));
             submitted.elapsed()
         });

@@ -146,7 +146,7 @@ impl Cluster {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The worker is gone, and with it all it held.
+    /// The worker is gone, and with it all it held and its series.
     pub(crate) fn leave(&self, id: MemberId) {
         self.lock().leave(id);
         self.left.notify_one();
@@ -308,14 +308,11 @@ impl State {
         Ok(id)
     }
 
-    /// The worker is gone, and with it all it held.
+    /// The worker is gone, and with it all it held and its series.
     pub(crate) fn leave(&mut self, id: MemberId) {
         if let Some(member) = self.members.remove(id) {
             self.index.forget(member.slot);
             self.free_slots.push(member.slot);
-            member.series.index_blocks.set(0.0);
-            member.series.by_nats.set(0.0);
-            member.series.by_stream.set(0.0);
             self.count_workers();
         }
     }

@@ -146,14 +146,16 @@ fn a_remote_prompt_counts_on_both_sides_until_each_has_taken_it_in() {
 
     // The view says what the metrics say, and of the cache what the worker says.
     let cache = Some(v1::CacheTotals { prompts: 1, prompts_hit: 1, prompt_tokens: 101, cached_tokens: 48 });
-    let beside = Beside { transfer_bytes_per_second: 7.0, cache };
+    let steps = Some(v1::StepTotals { prefilled_tokens: 53, generated_tokens: 9 });
+    let beside = Beside { transfer_bytes_per_second: 7.0, cache, steps };
     story.state.apply(story.member("p0"), KvBatch::default(), beside);
     let view = story.state.view();
     let of = |name: &str| view.workers.iter().find(|view| view.info.as_ref().is_some_and(|info| info.worker_id == name)).cloned();
     let (prefill, decode) = (of("p0").expect("it is there"), of("d0").expect("it is there"));
     let totals = v1::PlacementTotals { prefill: 1, overlap_blocks: 2, overlap_under_tokens: 16, ..Default::default() };
     assert_eq!(prefill.placements, Some(totals));
-    assert_eq!(prefill.load.map(|load| (load.transfer_bytes_per_second, load.cache)), Some((7.0, cache)));
+    let told = prefill.load.map(|load| (load.transfer_bytes_per_second, load.cache, load.steps));
+    assert_eq!(told, Some((7.0, cache, steps)));
     assert_eq!(decode.placements, Some(v1::PlacementTotals { decode: 1, ..Default::default() }));
     assert_eq!(decode.load.map(|load| load.cache), Some(None), "it has told nothing");
     assert!(!prefill.left_alone && !decode.left_alone);
@@ -204,7 +206,7 @@ fn a_worker_that_leaves_takes_its_entries_and_its_bookings_along() {
     let (first, _) = story.place_hashes(100, hashes(1, 0, 6));
     let gone = story.member("p0");
     story.state.leave(gone);
-    assert!(story.recorder.render().contains(r#"tandem_router_index_blocks{worker="p0",tier="device"} 0"#));
+    assert!(!story.recorder.render().contains(r#"worker="p0""#), "its series are gone with it");
     let asked = story.ask(100, hashes(1, 0, 6));
     let refused = story.state.place(&asked, &Excluded::default(), 1).expect_err("nobody prefills");
     assert_eq!(refused, NotPlaced::Unplaced(Unplaced::NoPrefill));

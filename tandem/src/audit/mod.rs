@@ -4,11 +4,13 @@
 
 mod evidence;
 mod metrics;
+mod report;
 #[cfg(test)]
 mod tests;
 
 pub use evidence::{ClientLine, Evidence, EvidenceError, Source, Told, read};
 pub use metrics::Samples;
+pub use report::{Format, Report, report};
 
 use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
@@ -201,7 +203,7 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     let mut prompts: BTreeMap<&str, BTreeMap<u32, Attempt>> = BTreeMap::new();
     for line in ledger {
         match line {
-            LedgerLine::Scheduled { request_id, attempt, worker, prompt, cached, computed, by_tier } => {
+            LedgerLine::Scheduled { request_id, attempt, worker, prompt, cached, computed, by_tier, .. } => {
                 let tiers: u64 = by_tier.values().map(|tokens| u64::from(*tokens)).sum();
                 if u64::from(*computed) + u64::from(*cached) != u64::from(*prompt)
                     || tiers != u64::from(*cached)

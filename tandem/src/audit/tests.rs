@@ -11,6 +11,9 @@ fn scheduled(prompt: &str, attempt: u32, worker: &str, tokens: u32, cached: u32)
         cached,
         computed: tokens - cached,
         by_tier: [("device".to_owned(), cached)].into(),
+        at: None,
+        model: String::new(),
+        account: String::new(),
     }
 }
 
@@ -125,6 +128,9 @@ fn every_way_not_to_agree_is_told() {
                     cached: 48,
                     computed: 100,
                     by_tier: [("device".to_owned(), 48)].into(),
+                    at: None,
+                    model: String::new(),
+                    account: String::new(),
                 }
             }),
         ),

@@ -3,7 +3,7 @@
 use crate::{model::ModelError, settings::DiscoveryFlagsError};
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
-use tandem_node::events::NatsError;
+use tandem_node::{events::NatsError, trace::TraceError};
 
 /// Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +25,9 @@ pub enum StartError {
     /// What is set for NATS.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Nats(#[from] NatsError),
+    /// Nobody would see its traces.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
     /// Nobody could audit what it serves.
     #[error("the ledger {} cannot be opened ({cause}); choose another file with --ledger", .path.display())]
     Ledger {

@@ -136,6 +136,7 @@ impl Cluster {
         let until = Instant::now() + grace;
         self.front.run(grace).await;
         self.back.run(until.saturating_duration_since(Instant::now())).await;
+        self.parts.flush().await;
     }
 
     /// Stops at once: running requests are cancelled.
@@ -145,7 +146,7 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        let parts = Parts::new(CLUSTER, &settings, &metrics)?;
+        let parts = Parts::new("tandem", CLUSTER, &settings, &metrics)?;
         let mut workers = Vec::new();
         let engines = settings.prefill_workers + settings.decode_workers;
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];

@@ -1,11 +1,18 @@
 //! The parts of a cluster as tasks, and the news that one has ended.
 
 use super::{Loaded, Role, StartError, Worker};
-use crate::settings::{PolicyName, PrefillPlace, UpSettings};
+use crate::settings::{PolicyName, PrefillPlace, TelemetryFlags, UpSettings};
 use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, discovery::Workers, events::Broker, worker::Ledger};
+use tandem_node::{
+    Metrics, Shutdown,
+    discovery::Workers,
+    events::Broker,
+    new_instance_id,
+    trace::{TraceSettings, Tracer},
+    worker::Ledger,
+};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::v1::Identity;
 use tandem_router::{PolicyKind, RouterSettings};
@@ -16,16 +23,20 @@ const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// A client that has seen nothing for so long has given up, or its proxy has.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
+/// A collector that takes nothing must not hold up the end of a process.
+const FLUSH_WAIT: Duration = Duration::from_secs(1);
+
 /// Starts parts and hears of their ends: all of them in `up`, one in a process of its own.
 pub(super) struct Parts {
     cluster: String,
     /// Of all workers.
     ledger: Ledger,
+    tracer: Tracer,
     /// Where workers publish KV events and the router hears them; not in `up`.
     pub(super) broker: Option<Broker>,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
-    /// What the metrics need for as long as there are parts.
+    /// What metrics and traces need for as long as there are parts.
     _upkeep: JoinSet<()>,
 }
 
@@ -37,8 +48,14 @@ struct Report {
 }
 
 impl Parts {
-    /// Parts of the cluster of this name, whose workers share a ledger; they are to count in these metrics.
-    pub(super) fn new(cluster: &str, settings: &UpSettings, metrics: &Metrics) -> Result<Self, StartError> {
+    /// Parts of the cluster of this name, whose workers share a ledger; they are to count in these metrics, and traces are to know
+    /// the process as this `service`.
+    pub(super) fn new(
+        service: &'static str,
+        cluster: &str,
+        settings: &UpSettings,
+        metrics: &Metrics,
+    ) -> Result<Self, StartError> {
         let ledger = match &settings.ledger {
             Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
             None => Ledger::default(),
@@ -46,7 +63,22 @@ impl Parts {
         let (reports, ends) = mpsc::unbounded_channel();
         let mut upkeep = JoinSet::new();
         upkeep.spawn(metrics.clone().upkeep());
-        Ok(Self { cluster: cluster.to_owned(), ledger, broker: None, ends, reports, _upkeep: upkeep })
+        let TelemetryFlags { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
+        let tracer = match otlp_endpoint {
+            Some(endpoint) => {
+                let instance = new_instance_id();
+                let (tracer, sending) = Tracer::new(TraceSettings { endpoint, sample_ratio, service, instance }, metrics)?;
+                upkeep.spawn(sending);
+                tracer
+            }
+            None => Tracer::default(),
+        };
+        Ok(Self { cluster: cluster.to_owned(), ledger, tracer, broker: None, ends, reports, _upkeep: upkeep })
+    }
+
+    /// Everything has ended: what it has told goes out.
+    pub(super) async fn flush(&self) {
+        self.tracer.flush(FLUSH_WAIT).await;
     }
 
     /// The end of the first part that has ended.
@@ -65,7 +97,7 @@ impl Parts {
     ) {
         let (worker_id, engine, cluster) = (worker.id.clone(), worker.engine.clone(), self.cluster.clone());
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
-        let (ledger, broker) = (self.ledger.clone(), self.broker.clone());
+        let (ledger, broker, tracer) = (self.ledger.clone(), self.broker.clone(), self.tracer.clone());
         let report_cached_tokens = settings.report_cached_tokens;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
@@ -77,6 +109,7 @@ impl Parts {
                     revision,
                     ledger,
                     broker,
+                    tracer,
                     report_cached_tokens,
                     ticket_wait: TICKET_WAIT,
                 };
@@ -90,6 +123,7 @@ impl Parts {
                     revision,
                     ledger,
                     broker,
+                    tracer,
                     advertise: worker.advertise.clone(),
                     report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
@@ -113,6 +147,7 @@ impl Parts {
         let settings = RouterSettings {
             workers,
             broker: self.broker.clone(),
+            tracer: self.tracer.clone(),
             peers,
             identity: Identity {
                 cluster: self.cluster.clone(),
@@ -155,6 +190,8 @@ impl Parts {
             dashboard_requests: settings.dashboard_requests as usize,
             audit_result: settings.audit_result.clone(),
             routers,
+            tracer: self.tracer.clone(),
+            account_header: settings.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
             ..FrontendSettings::new("", model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));

@@ -50,7 +50,7 @@ impl Process {
     /// A frontend. Its router need not be there yet.
     pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
-        let mut process = Self::new(&own.cluster, &settings)?;
+        let mut process = Self::new("tandem-frontend", &own.cluster, &settings)?;
         let listener = listen(settings.listen, "--listen").await?;
         let served = load_served(&settings).await?;
         process.name = format!("frontend for {}", served.id());
@@ -70,7 +70,7 @@ impl Process {
     /// A router. Its workers need not be there yet.
     pub async fn router(command: Serve<RouterFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
-        let mut process = Self::new(&own.process.cluster, &settings)?;
+        let mut process = Self::new("tandem-router", &own.process.cluster, &settings)?;
         let (listener, address) = process.open(settings.listen, &own.process, can_place).await?;
         process.name = "router".to_owned();
         let model = settings.served_model_name.as_deref();
@@ -94,7 +94,11 @@ impl Process {
 
     async fn worker(role: Role, settings: UpSettings, own: PrefillFlags) -> Result<Self, StartError> {
         check_device(&settings)?;
-        let mut process = Self::new(&own.process.cluster, &settings)?;
+        let service = match role {
+            Role::Prefill => "tandem-prefill-worker",
+            Role::Decode => "tandem-decode-worker",
+        };
+        let mut process = Self::new(service, &own.process.cluster, &settings)?;
         let (listener, address) = process.open(settings.listen, &own.process, answers).await?;
         let registration = own.process.discovery.registration(&own.process.cluster, address)?;
         let loaded = load(&settings).await?;
@@ -123,12 +127,12 @@ impl Process {
         });
     }
 
-    fn new(cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
+    fn new(service: &'static str, cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
         let metrics = Metrics::default();
         Ok(Self {
             name: String::new(),
             places: Vec::new(),
-            parts: Parts::new(cluster, settings, &metrics)?,
+            parts: Parts::new(service, cluster, settings, &metrics)?,
             metrics,
             registration: Shutdown::default(),
             service: Shutdown::default(),
@@ -181,6 +185,7 @@ impl Served for Process {
     async fn drain(&self, grace: Duration) {
         self.registration.run(LEAVE_WAIT).await;
         self.service.run(grace).await;
+        self.parts.flush().await;
         self.admin.run(Duration::ZERO).await;
     }
 }

@@ -49,6 +49,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("dashboard-requests", &[FRONTEND]),
     ("audit-result", &[FRONTEND]),
     ("ledger", WORKERS),
+    ("account-header", &[FRONTEND]),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),
     ("sim-prefill-overhead-ms", WORKERS),
@@ -57,6 +58,9 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("sim-kv-bytes-per-token", WORKERS),
     ("sim-transfer-bytes-per-second", WORKERS),
     ("log", ALL),
+    ("log-format", ALL),
+    ("otlp-endpoint", ALL),
+    ("trace-sample-ratio", ALL),
 ];
 
 /// Flags that etcd makes needless.
@@ -292,7 +296,7 @@ pub(super) fn with_commas<S: Serializer>(list: &[String], serializer: S) -> Resu
     serializer.serialize_str(&list.join(","))
 }
 
-pub(super) fn address(text: &str) -> Result<String, &'static str> {
+pub(crate) fn address(text: &str) -> Result<String, &'static str> {
     link::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
 }
 

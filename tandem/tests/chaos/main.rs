@@ -11,6 +11,7 @@ mod faults;
 mod idle;
 mod load;
 mod proxy;
+mod reconcile;
 mod requests;
 mod rig;
 mod services;

@@ -59,3 +59,14 @@ pub fn stream(frontend: &Up, text: &str, max_tokens: u32) {
     let whole = answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]");
     assert!(whole, "the answer is not whole: {}", &answer[answer.len().saturating_sub(500)..]);
 }
+
+/// A chat with headers: the answer's body, and what the client was told its request is called.
+pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
+    let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("it listens"), body.to_string());
+    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
+    write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("text");
+    let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has its id").to_owned();
+    (answer, id)
+}

@@ -135,6 +135,7 @@ impl World {
                     revision: text("sim"),
                     ledger: self.ledger.clone(),
                     broker: None,
+                    tracer: Default::default(),
                     report_cached_tokens: true,
                     ticket_wait: TICKET_WAIT,
                 };
@@ -149,6 +150,7 @@ impl World {
                     revision: text("sim"),
                     ledger: self.ledger.clone(),
                     broker: None,
+                    tracer: Default::default(),
                     advertise: Some(format!("{name}:1")),
                     report_cached_tokens: true,
                     remote_waiting_max: 64,

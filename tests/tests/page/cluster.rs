@@ -68,6 +68,7 @@ impl Parts {
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
             broker: None,
+            tracer: Default::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
         };
@@ -84,6 +85,7 @@ impl Parts {
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
             broker: None,
+            tracer: Default::default(),
             advertise: None,
             report_cached_tokens: true,
             remote_waiting_max: 64,

@@ -146,6 +146,7 @@ impl Worker {
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
             broker: None,
+            tracer: Default::default(),
             report_cached_tokens: setup.report_cached_tokens,
             ticket_wait: setup.ticket_wait,
         };
@@ -163,6 +164,7 @@ impl Worker {
             revision: "sim".to_owned(),
             ledger: Ledger::default(),
             broker: None,
+            tracer: Default::default(),
             advertise: None,
             report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,

@@ -1,0 +1,294 @@
+//! Traces: a request's spans form one tree through all processes, and go to a collector over OTLP.
+//!
+//! - A request is sampled where it comes in, or before; everybody behind follows. What is not sampled has no spans.
+//! - Spans hold names, counts and times; never text, token ids, or names that clients chose.
+//! - Nobody waits for the collector: what it does not take in time is lost, and counted.
+
+mod export;
+
+pub use export::TraceError;
+
+use crate::Metrics;
+use export::Queue;
+use opentelemetry::{
+    Array, Context, KeyValue, Value,
+    propagation::{Extractor, TextMapPropagator},
+    trace::{SpanKind, Status, TraceContextExt, Tracer as _, TracerProvider as _},
+};
+use opentelemetry_sdk::{
+    Resource,
+    propagation::TraceContextPropagator,
+    trace::{Sampler, SdkTracer, SdkTracerProvider},
+};
+use std::{borrow::Cow, future::Future, sync::Arc, time::Duration};
+
+/// `00-`, trace id, `-`, span id, `-`, flags.
+const TRACEPARENT_LEN: usize = 55;
+
+/// What a span tells: a number, a name, or a list of either.
+#[derive(Clone, Debug)]
+pub struct Fact(Value);
+
+impl From<u32> for Fact {
+    fn from(count: u32) -> Self {
+        Self(i64::from(count).into())
+    }
+}
+
+impl From<u64> for Fact {
+    fn from(count: u64) -> Self {
+        Self(i64::try_from(count).unwrap_or(i64::MAX).into())
+    }
+}
+
+impl From<f64> for Fact {
+    fn from(number: f64) -> Self {
+        Self(number.into())
+    }
+}
+
+impl From<bool> for Fact {
+    fn from(holds: bool) -> Self {
+        Self(holds.into())
+    }
+}
+
+impl From<&'static str> for Fact {
+    fn from(name: &'static str) -> Self {
+        Self(name.into())
+    }
+}
+
+impl From<String> for Fact {
+    fn from(name: String) -> Self {
+        Self(name.into())
+    }
+}
+
+impl From<Vec<&'static str>> for Fact {
+    fn from(names: Vec<&'static str>) -> Self {
+        Self(Value::Array(Array::String(names.into_iter().map(Into::into).collect())))
+    }
+}
+
+impl From<Fact> for Value {
+    fn from(Fact(value): Fact) -> Self {
+        value
+    }
+}
+
+/// Where spans go, and of how many requests.
+#[derive(Clone, Debug)]
+pub struct TraceSettings {
+    /// The collector's gRPC: `http://host:4317`, or `https://`.
+    pub endpoint: String,
+    /// The part of requests that is sampled, from 0 to 1. A request that comes with a trace is sampled if that is, whatever this says.
+    pub sample_ratio: f64,
+    /// What this process is, such as `tandem-frontend`.
+    pub service: &'static str,
+    /// Which one.
+    pub instance: String,
+}
+
+/// Begins spans. Cheap to clone; the default begins none.
+#[derive(Clone, Debug, Default)]
+pub struct Tracer(Option<Arc<Source>>);
+
+#[derive(Debug)]
+struct Source {
+    tracer: SdkTracer,
+    queue: Queue,
+}
+
+/// A span; it ends when the last of its clones is dropped. Of a request that is not sampled it is nothing.
+#[derive(Clone, Debug, Default)]
+pub struct Span(Option<(Context, Arc<Source>)>);
+
+impl Tracer {
+    /// A tracer, and the task that sends what it makes. Within a tokio runtime, which connects to the collector when it first sends.
+    pub fn new(
+        settings: TraceSettings,
+        metrics: &Metrics,
+    ) -> Result<(Self, impl Future<Output = ()> + Send + use<>), TraceError> {
+        let ratio = Sampler::TraceIdRatioBased(settings.sample_ratio);
+        let instance = KeyValue::new("service.instance.id", settings.instance);
+        let version = KeyValue::new("service.version", env!("CARGO_PKG_VERSION"));
+        let resource = Resource::builder().with_service_name(settings.service).with_attributes([instance, version]).build();
+        let (queue, sending) = export::start(&settings.endpoint, &resource, metrics)?;
+        let provider = SdkTracerProvider::builder()
+            .with_sampler(Sampler::ParentBased(Box::new(ratio)))
+            .with_resource(resource)
+            .with_span_processor(queue.clone())
+            .build();
+        Ok((Self(Some(Arc::new(Source { tracer: provider.tracer("tandem"), queue }))), sending))
+    }
+
+    /// The span of a request that comes from outside, with the client's `traceparent` if it has one.
+    pub fn request(&self, traceparent: &str, name: &'static str) -> Span {
+        let Some(source) = &self.0 else { return Span::default() };
+        source.begin(name.into(), SpanKind::Server, &remote(traceparent))
+    }
+
+    /// The span of what another process asks for in a span of its own; nothing without such.
+    pub fn follow(&self, traceparent: &str, name: &'static str) -> Span {
+        match &self.0 {
+            Some(source) if !traceparent.is_empty() => {
+                let parent = remote(traceparent);
+                if !parent.span().span_context().is_sampled() {
+                    return Span::default();
+                }
+                source.begin(name.into(), SpanKind::Server, &parent)
+            }
+            _ => Span::default(),
+        }
+    }
+
+    /// Sends what has ended so far, if the collector takes it in this time.
+    pub async fn flush(&self, within: Duration) {
+        if let Some(source) = &self.0 {
+            tokio::time::timeout(within, source.queue.flush()).await.ok();
+        }
+    }
+}
+
+impl Source {
+    fn begin(self: &Arc<Self>, name: Cow<'static, str>, kind: SpanKind, parent: &Context) -> Span {
+        let span = self.tracer.span_builder(name).with_kind(kind).start_with_context(&self.tracer, parent);
+        let context = Context::new().with_span(span);
+        if !context.span().is_recording() {
+            return Span::default();
+        }
+        Span(Some((context, Arc::clone(self))))
+    }
+}
+
+impl Span {
+    /// What others have to know to go on with it, as W3C writes it.
+    pub fn traceparent(&self) -> Option<String> {
+        let (trace_id, span_id) = self.ids()?;
+        Some(format!("00-{trace_id}-{span_id}-01"))
+    }
+
+    fn ids(&self) -> Option<(String, String)> {
+        let (context, _) = self.0.as_ref()?;
+        let span = context.span();
+        let context = span.span_context();
+        Some((context.trace_id().to_string(), context.span_id().to_string()))
+    }
+
+    /// Whether anybody will see it: what is said to it costs nothing otherwise.
+    pub fn is_sampled(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Work within it.
+    pub fn child(&self, name: &'static str) -> Self {
+        match &self.0 {
+            Some((context, source)) => source.begin(name.into(), SpanKind::Internal, context),
+            None => Self::default(),
+        }
+    }
+
+    /// Its name with what is only known later.
+    pub fn rename(&self, name: impl FnOnce() -> String) {
+        if let Some((context, _)) = &self.0 {
+            context.span().update_name(name());
+        }
+    }
+
+    /// A fact: a count, a time, a name that an operator has given.
+    pub fn set(&self, key: &'static str, fact: impl Into<Fact>) {
+        if let Some((context, _)) = &self.0 {
+            context.span().set_attribute(KeyValue::new(key, fact.into()));
+        }
+    }
+
+    /// Something happens now; with facts as in [`Span::set`].
+    pub fn event(&self, name: &'static str, facts: &[(&'static str, Fact)]) {
+        if let Some((context, _)) = &self.0 {
+            let facts = facts.iter().map(|(key, fact)| KeyValue::new(*key, fact.clone()));
+            context.span().add_event(name, facts.collect());
+        }
+    }
+
+    /// It has failed; `reason` is of a closed set.
+    pub fn fail(&self, reason: &'static str) {
+        if let Some((context, _)) = &self.0 {
+            context.span().set_attribute(KeyValue::new("error.type", reason));
+            context.span().set_status(Status::error(reason));
+        }
+    }
+
+    /// What logs put before lines of the request: with the trace's ids if it is sampled.
+    pub fn logged(&self, request_id: &str, attempt: u32) -> tracing::Span {
+        match self.ids() {
+            Some((trace_id, span_id)) => tracing::info_span!("request", request_id, attempt, trace_id, span_id),
+            None => tracing::debug_span!("request", request_id, attempt),
+        }
+    }
+}
+
+/// The caller's span, if `traceparent` names one.
+fn remote(traceparent: &str) -> Context {
+    struct Header<'a>(&'a str);
+    impl Extractor for Header<'_> {
+        fn get(&self, key: &str) -> Option<&str> {
+            (key == "traceparent").then_some(self.0)
+        }
+        fn keys(&self) -> Vec<&str> {
+            vec!["traceparent"]
+        }
+    }
+    // The propagator takes half a flag for a whole one.
+    if traceparent.len() != TRACEPARENT_LEN {
+        return Context::new();
+    }
+    TraceContextPropagator::new().extract_with_context(&Context::new(), &Header(traceparent))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    const UNSAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00";
+
+    fn tracer(sample_ratio: f64) -> Tracer {
+        let endpoint = "http://127.0.0.1:9".to_owned();
+        let settings = TraceSettings { endpoint, sample_ratio, service: "tandem-test", instance: "i".to_owned() };
+        Tracer::new(settings, &Metrics::default()).expect("an address").0
+    }
+
+    #[tokio::test]
+    async fn a_trace_that_comes_along_is_followed_and_others_are_sampled_by_chance() {
+        let (never, always) = (tracer(0.0), tracer(1.0));
+        assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
+        assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());
+        for nonsense in ["", "00-x-y-01", &SAMPLED[..54]] {
+            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense}: a trace of its own");
+            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense}: nobody asked for it");
+        }
+        assert!(!always.follow(UNSAMPLED, "r").is_sampled());
+        assert!(!Tracer::default().request(SAMPLED, "r").is_sampled());
+        assert_eq!(Tracer::default().request(SAMPLED, "r").traceparent(), None);
+    }
+
+    #[tokio::test]
+    async fn a_trace_goes_on_in_what_others_are_told() {
+        let tracer = tracer(0.0);
+        let root = tracer.request(SAMPLED, "r");
+        let told = root.traceparent().expect("sampled");
+        let child = tracer.follow(&told, "c").child("grandchild").traceparent().expect("sampled");
+        for told in [&told, &child] {
+            assert_eq!((&told[..35], &told[52..], told.len()), (&SAMPLED[..35], "-01", 55), "{told}");
+        }
+        assert!(told != SAMPLED && child != told);
+    }
+
+    #[tokio::test]
+    async fn half_of_the_requests_are_sampled_when_half_are_asked_for() {
+        let tracer = tracer(0.5);
+        let sampled = (0..4_000).filter(|_| tracer.request("", "r").is_sampled()).count();
+        assert!((1_700..2_300).contains(&sampled), "{sampled}");
+    }
+}

@@ -1,0 +1,219 @@
+//! Ended spans on their way to the collector: a bounded queue, and a task that sends batches of it.
+
+use super::Metrics;
+use metrics::Counter;
+use opentelemetry::{Context, trace::SpanId};
+use opentelemetry_otlp::{
+    ExporterBuildError, SpanExporter, WithExportConfig, WithTonicConfig, tonic_types::transport::ClientTlsConfig,
+};
+use opentelemetry_sdk::{
+    Resource,
+    error::OTelSdkResult,
+    trace::{Span, SpanData, SpanExporter as _, SpanProcessor},
+};
+use std::{future::Future, time::Duration};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::{Instant, sleep_until, timeout},
+};
+
+/// Spans that wait for the collector: some seconds of a busy process, a few megabytes.
+const WAITING_MAX: usize = 4_096;
+/// In one message.
+const BATCH_MAX: usize = 512;
+/// The oldest span of a batch waits for so long.
+const GATHER: Duration = Duration::from_secs(1);
+/// A collector that takes longer for a batch is away.
+const SEND_WAIT: Duration = Duration::from_secs(10);
+
+/// The collector's address cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("--otlp-endpoint {endpoint} cannot be used; write http://host:4317, the gRPC address of a collector")]
+pub struct TraceError {
+    endpoint: String,
+    #[source]
+    cause: Option<ExporterBuildError>,
+}
+
+enum Item {
+    Span(Box<SpanData>),
+    Flush(oneshot::Sender<()>),
+}
+
+/// Takes what has ended. Never waits.
+#[derive(Clone, Debug)]
+pub(super) struct Queue {
+    items: mpsc::Sender<Item>,
+    lost: Counter,
+}
+
+/// Sends what is in the queue.
+struct Sending {
+    items: mpsc::Receiver<Item>,
+    exporter: SpanExporter,
+    sent: Counter,
+    lost: Counter,
+    is_well: bool,
+}
+
+pub(super) fn start(
+    endpoint: &str,
+    resource: &Resource,
+    metrics: &Metrics,
+) -> Result<(Queue, impl Future<Output = ()> + Send + use<>), TraceError> {
+    let unusable = |cause| TraceError { endpoint: endpoint.to_owned(), cause };
+    let is_secure = endpoint.starts_with("https://");
+    if !is_secure && !endpoint.starts_with("http://") {
+        return Err(unusable(None));
+    }
+    let mut builder = SpanExporter::builder().with_tonic().with_endpoint(endpoint).with_timeout(SEND_WAIT);
+    if is_secure {
+        builder = builder.with_tls_config(ClientTlsConfig::new().with_enabled_roots());
+    }
+    let mut exporter = builder.build().map_err(|cause| unusable(Some(cause)))?;
+    exporter.set_resource(resource);
+    let spans =
+        |result| metrics.counter("tandem_trace_spans_total", "Ended spans, by what became of them.", &[("result", result)]);
+    let (sender, items) = mpsc::channel(WAITING_MAX);
+    let (sent, lost) = (spans("sent"), spans("lost"));
+    let queue = Queue { items: sender, lost: lost.clone() };
+    Ok((queue, Sending { items, exporter, sent, lost, is_well: true }.run()))
+}
+
+impl Queue {
+    /// Resolves when all that has ended so far is sent or lost.
+    pub(super) async fn flush(&self) {
+        let (done, is_done) = oneshot::channel();
+        if self.items.send(Item::Flush(done)).await.is_ok() {
+            is_done.await.ok();
+        }
+    }
+}
+
+impl SpanProcessor for Queue {
+    fn on_start(&self, _: &mut Span, _: &Context) {}
+
+    fn on_end(&self, span: SpanData) {
+        tell(&span);
+        if self.items.try_send(Item::Span(Box::new(span))).is_err() {
+            self.lost.increment(1);
+        }
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        Ok(())
+    }
+
+    fn shutdown_with_timeout(&self, _: Duration) -> OTelSdkResult {
+        Ok(())
+    }
+}
+
+/// The log's line of a request that is sampled: one from each process that had to do with it.
+fn tell(span: &SpanData) {
+    if span.parent_span_id != SpanId::INVALID && !span.parent_span_is_remote {
+        return;
+    }
+    let duration = span.end_time.duration_since(span.start_time).unwrap_or_default();
+    let facts = span.attributes.iter().map(|fact| format!("{}={}", fact.key, fact.value));
+    tracing::info!(
+        target: "tandem_trace",
+        trace_id = %span.span_context.trace_id(),
+        span_id = %span.span_context.span_id(),
+        parent_span_id = %span.parent_span_id,
+        duration_ms = duration.as_secs_f64() * 1e3,
+        facts = facts.collect::<Vec<_>>().join(" "),
+        "{}", span.name,
+    );
+}
+
+impl Sending {
+    /// Until nobody makes spans any more.
+    async fn run(mut self) {
+        let (mut batch, mut due) = (Vec::new(), Instant::now());
+        loop {
+            let (mut flushed, mut ended) = (None, false);
+            tokio::select! {
+                item = self.items.recv() => match item {
+                    Some(Item::Span(span)) => {
+                        if batch.is_empty() {
+                            due = Instant::now() + GATHER;
+                        }
+                        batch.push(*span);
+                        if batch.len() < BATCH_MAX {
+                            continue;
+                        }
+                    }
+                    Some(Item::Flush(done)) => flushed = Some(done),
+                    None => ended = true,
+                },
+                () = sleep_until(due), if !batch.is_empty() => {}
+            }
+            if !batch.is_empty() {
+                self.send(std::mem::take(&mut batch)).await;
+            }
+            if let Some(done) = flushed {
+                // Who asked may have given up.
+                let _ = done.send(());
+            }
+            if ended {
+                return;
+            }
+        }
+    }
+
+    async fn send(&mut self, batch: Vec<SpanData>) {
+        let spans = batch.len() as u64;
+        let problem = match timeout(SEND_WAIT, self.exporter.export(batch)).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some("it does not answer".to_owned()),
+        };
+        match (&problem, self.is_well) {
+            (Some(problem), true) => tracing::warn!(problem, "the OTLP collector takes no spans; they are lost until it does"),
+            (None, false) => tracing::info!("the OTLP collector takes spans again"),
+            _ => {}
+        }
+        self.is_well = problem.is_none();
+        if self.is_well { &self.sent } else { &self.lost }.increment(spans);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::{TraceSettings, Tracer};
+
+    #[tokio::test]
+    async fn without_a_collector_spans_are_lost_and_counted() {
+        let metrics = Metrics::default();
+        let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
+        let endpoint = format!("http://{closed}");
+        let settings = TraceSettings { endpoint, sample_ratio: 1.0, service: "tandem-test", instance: "i".to_owned() };
+        let (tracer, sending) = Tracer::new(settings, &metrics).expect("an address");
+        let mut tasks = tokio::task::JoinSet::new();
+        tasks.spawn(sending);
+        for _ in 0..3 {
+            drop(tracer.request("", "request"));
+        }
+        tracer.flush(Duration::from_secs(60)).await;
+        let page = metrics.render();
+        assert!(page.contains("tandem_trace_spans_total{result=\"lost\"} 3"), "{page}");
+        // Nobody takes them from the queue any more.
+        tasks.shutdown().await;
+        (0..2 * WAITING_MAX).for_each(|_| drop(tracer.request("", "request")));
+        let page = metrics.render();
+        assert!(page.contains(&format!("tandem_trace_spans_total{{result=\"lost\"}} {}", 3 + 2 * WAITING_MAX)), "{page}");
+        assert!(page.contains("tandem_trace_spans_total{result=\"sent\"} 0"), "{page}");
+    }
+
+    #[tokio::test]
+    async fn an_address_that_is_none_is_refused() {
+        for endpoint in ["collector:4317", "http://two words:4317", ""] {
+            let endpoint = endpoint.to_owned();
+            let settings = TraceSettings { endpoint, sample_ratio: 1.0, service: "tandem-test", instance: "i".to_owned() };
+            let error = Tracer::new(settings, &Metrics::default()).err().expect("no address").to_string();
+            assert!(error.contains("write http://host:4317"), "{error}");
+        }
+    }
+}

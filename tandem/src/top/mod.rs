@@ -1,0 +1,131 @@
+//! `tandem top`: what a router sees of its cluster, a line a worker, in a terminal; or once, as plain text.
+
+mod screen;
+mod table;
+
+use anyhow::{Context, Result, anyhow};
+use ratatui::crossterm::event::{self, Event, KeyEventKind};
+use screen::{Flow, Screen};
+use std::{
+    io::{IsTerminal, stdin, stdout},
+    time::Duration,
+};
+use table::{Column, Table};
+use tandem_proto::{
+    link,
+    v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
+};
+use tokio::{
+    runtime::Runtime,
+    time::{Instant, timeout},
+};
+use tonic::transport::Channel;
+
+/// A router that is well answers within milliseconds.
+const ANSWER_WAIT: Duration = Duration::from_secs(5);
+
+/// What is shown, and of whom.
+#[derive(clap::Args, Debug)]
+pub struct TopArgs {
+    /// A router's gRPC, host:port; `tandem up` prints its own
+    #[arg(default_value = "127.0.0.1:7000", value_parser = crate::settings::address)]
+    router: String,
+    /// Seconds from one look to the next: rates are taken over this time
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
+    interval: f64,
+    /// By which column lines are ordered; in the terminal the arrow keys choose another
+    #[arg(long, value_enum, default_value_t)]
+    sort: Column,
+    /// The largest first
+    #[arg(long)]
+    reverse: bool,
+    /// Print one table after one interval, and end; so it is, too, where there is no terminal
+    #[arg(long)]
+    once: bool,
+}
+
+fn interval(text: &str) -> Result<f64, &'static str> {
+    text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
+}
+
+/// Where the views come from.
+struct Source {
+    runtime: Runtime,
+    client: RouterClient<Channel>,
+    address: String,
+}
+
+/// What was seen, and when.
+struct Look {
+    at: Instant,
+    view: WorkersReply,
+}
+
+impl Source {
+    fn new(address: &str) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread to run on")?;
+        let endpoint = link::endpoint(address)?;
+        let channel = {
+            let _within = runtime.enter();
+            endpoint.connect_lazy()
+        };
+        Ok(Self { runtime, client: RouterClient::new(channel), address: address.to_owned() })
+    }
+
+    fn look(&mut self) -> Result<Look> {
+        let asked = self.runtime.block_on(async { timeout(ANSWER_WAIT, self.client.workers(WorkersRequest {})).await });
+        let nobody = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
+        let reply = asked.with_context(nobody)?.map_err(|status| anyhow!("{}", status.message())).with_context(nobody)?;
+        Ok(Look { at: Instant::now(), view: reply.into_inner() })
+    }
+}
+
+/// Shows what there is until the user has seen enough; returns what is to be printed in place of that.
+pub fn run(args: TopArgs) -> Result<Option<String>> {
+    let mut source = Source::new(&args.router)?;
+    let interval = Duration::from_secs_f64(args.interval);
+    let mut screen = Screen::new(args.sort, args.reverse);
+    let before = source.look()?;
+    if args.once || !stdout().is_terminal() || !stdin().is_terminal() {
+        std::thread::sleep(interval);
+        let now = source.look()?;
+        return Ok(Some(screen.sorted(Table::new(&now.view, &before.view, now.at - before.at)).plain()));
+    }
+    let mut terminal = ratatui::try_init().context("the terminal cannot be drawn on; --once prints a plain table")?;
+    let shown = (|| -> Result<()> {
+        let (mut before, mut now) = (None, before);
+        let mut problem = None;
+        loop {
+            let earlier = before.as_ref().unwrap_or(&now);
+            let table = screen.sorted(Table::new(&now.view, &earlier.view, now.at - earlier.at));
+            terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
+            let due = Instant::now() + interval;
+            loop {
+                let left = due.saturating_duration_since(Instant::now());
+                if !event::poll(left)? {
+                    break;
+                }
+                match event::read()? {
+                    Event::Key(key) if key.kind == KeyEventKind::Press => match screen.press(key) {
+                        Flow::Quit => return Ok(()),
+                        Flow::Go => {}
+                    },
+                    Event::Resize(..) => {}
+                    _ => continue,
+                }
+                let table = screen.sorted(table.clone());
+                terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
+            }
+            match source.look() {
+                Ok(look) => {
+                    before = Some(std::mem::replace(&mut now, look));
+                    problem = None;
+                }
+                // What was seen last stays.
+                Err(error) => problem = Some(format!("{error:#}")),
+            }
+        }
+    })();
+    ratatui::restore();
+    shown.map(|()| None)
+}

@@ -1,0 +1,324 @@
+//! What a router says of its workers, as cells. Pure.
+
+use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
+use tandem_proto::v1::{StepTotals, WorkerView, WorkersReply, worker_info::Role};
+
+/// What is shown of a worker, from left to right.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Column {
+    /// Its name
+    #[default]
+    Worker,
+    /// What it does
+    Role,
+    /// Whether it is routed to
+    Health,
+    /// Requests that the router has placed there
+    Requests,
+    /// Sequences that run
+    Batch,
+    /// Requests that wait
+    Queue,
+    /// Prompt tokens found in its cache, of all, since its start
+    Hits,
+    /// Tokens that were to be found by what routers knew: what was, and by how much this router was wrong
+    Predicted,
+    /// Tokens that were found
+    Real,
+    /// Blocks
+    Free,
+    /// Blocks
+    Cached,
+    /// Blocks
+    InUse,
+    /// Tokens prefilled a second
+    Prefill,
+    /// Tokens generated a second
+    Decode,
+}
+
+impl Column {
+    pub(super) const ALL: [Self; 14] = [
+        Self::Worker,
+        Self::Role,
+        Self::Health,
+        Self::Requests,
+        Self::Batch,
+        Self::Queue,
+        Self::Hits,
+        Self::Predicted,
+        Self::Real,
+        Self::Free,
+        Self::Cached,
+        Self::InUse,
+        Self::Prefill,
+        Self::Decode,
+    ];
+
+    pub(super) fn head(self) -> &'static str {
+        match self {
+            Self::Worker => "worker",
+            Self::Role => "role",
+            Self::Health => "health",
+            Self::Requests => "requests",
+            Self::Batch => "batch",
+            Self::Queue => "queue",
+            Self::Hits => "hit rate",
+            Self::Predicted => "predicted",
+            Self::Real => "real",
+            Self::Free => "free",
+            Self::Cached => "cached",
+            Self::InUse => "in use",
+            Self::Prefill => "prefill/s",
+            Self::Decode => "decode/s",
+        }
+    }
+
+    /// Texts stand at the left, numbers at the right.
+    pub(super) fn is_text(self) -> bool {
+        matches!(self, Self::Worker | Self::Role | Self::Health)
+    }
+
+    /// The next in a direction, around the ends.
+    pub(super) fn beside(self, right: bool) -> Self {
+        let (at, count) = (self as usize, Self::ALL.len());
+        Self::ALL[(at + if right { 1 } else { count - 1 }) % count]
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Cell {
+    Text(String),
+    Count(f64),
+    /// From 0 to 1.
+    Share(f64),
+    /// Not known, or of no use here.
+    Nothing,
+}
+
+impl Cell {
+    fn rank(&self) -> f64 {
+        match self {
+            Self::Count(value) | Self::Share(value) => *value,
+            Self::Text(_) | Self::Nothing => -1.0,
+        }
+    }
+
+    fn order(&self, other: &Self) -> Ordering {
+        match (self, other) {
+            (Self::Text(one), Self::Text(other)) => one.cmp(other),
+            (one, other) => one.rank().total_cmp(&other.rank()),
+        }
+    }
+}
+
+impl std::fmt::Display for Cell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Text(text) => f.write_str(text),
+            Self::Count(count) if *count >= 999_950.0 => write!(f, "{:.1}M", count / 1e6),
+            Self::Count(count) if *count >= 99_950.0 => write!(f, "{:.0}k", count / 1e3),
+            Self::Count(count) if *count >= 9_999.5 => write!(f, "{:.1}k", count / 1e3),
+            Self::Count(count) => write!(f, "{count:.0}"),
+            Self::Share(share) => write!(f, "{:.1}%", share * 100.0),
+            Self::Nothing => f.write_str("-"),
+        }
+    }
+}
+
+/// A look at a cluster.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Table {
+    /// Of the cluster.
+    pub(super) title: String,
+    pub(super) rows: Vec<Vec<Cell>>,
+    /// What somebody should look at.
+    pub(super) notes: Vec<String>,
+}
+
+impl Table {
+    /// `now`, and the rates since `before`, `elapsed` ago.
+    pub(super) fn new(now: &WorkersReply, before: &WorkersReply, elapsed: Duration) -> Self {
+        let instance = |worker: &WorkerView| worker.info.as_ref().map(|info| info.instance_id.clone());
+        let earlier: HashMap<_, _> = before.workers.iter().filter_map(|worker| Some((instance(worker)?, worker))).collect();
+        let rows = now.workers.iter().map(|worker| {
+            let before = instance(worker).and_then(|instance| earlier.get(&instance).copied());
+            row(worker, before.and_then(|worker| worker.load.as_ref()?.steps), elapsed.as_secs_f64())
+        });
+        let absent = now.absent.iter().map(|absent| {
+            let mut row = vec![Cell::Nothing; Column::ALL.len()];
+            row[Column::Worker as usize] = Cell::Text(absent.address.clone());
+            row[Column::Role as usize] = Cell::Text("?".to_owned());
+            row[Column::Health as usize] = Cell::Text(if absent.refused { "refused" } else { "away" }.to_owned());
+            row
+        });
+        let identity = now.identity.clone().unwrap_or_default();
+        let mut title =
+            format!("{} serves {}", identity.cluster, if identity.model.is_empty() { "nothing yet" } else { &identity.model });
+        write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.workers_listed, now.bookings)
+            .expect("a string takes all");
+        if now.peers > 0 {
+            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
+        }
+        let reasons = now.absent.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
+        Self { title, rows: rows.chain(absent).collect(), notes: now.unready.iter().cloned().chain(reasons).collect() }
+    }
+
+    /// Stable: equal lines stay in the order of their names.
+    pub(super) fn sort(&mut self, by: Column, reverse: bool) {
+        self.rows.sort_by(|one, other| one[Column::Worker as usize].order(&other[Column::Worker as usize]));
+        self.rows.sort_by(|one, other| {
+            let order = one[by as usize].order(&other[by as usize]);
+            if reverse { order.reverse() } else { order }
+        });
+    }
+
+    /// For scripts and mails.
+    pub(super) fn plain(&self) -> String {
+        let lines: Vec<Vec<String>> = std::iter::once(Column::ALL.iter().map(|column| column.head().to_owned()).collect())
+            .chain(self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect()))
+            .collect();
+        let widths: Vec<usize> =
+            (0..Column::ALL.len()).map(|at| lines.iter().map(|line| line[at].chars().count()).max().unwrap_or(0)).collect();
+        let mut text = format!("{}\n\n", self.title);
+        for line in &lines {
+            let cells = line.iter().zip(&widths).zip(Column::ALL).map(|((cell, width), column)| {
+                if column.is_text() { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+            });
+            writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end()).expect("a string takes all");
+        }
+        self.notes.iter().for_each(|note| writeln!(text, "\n{note}").expect("a string takes all"));
+        text
+    }
+}
+
+fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cell> {
+    let (info, load) = (worker.info.clone().unwrap_or_default(), worker.load.clone().unwrap_or_default());
+    let placed = worker.placements.unwrap_or_default();
+    let role = match info.role() {
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+        Role::Unspecified => "?",
+    };
+    let rate = |total: fn(&StepTotals) -> u64| match (&load.steps, &before) {
+        (Some(now), Some(before)) if seconds > 0.0 => Cell::Count(total(now).saturating_sub(total(before)) as f64 / seconds),
+        _ => Cell::Nothing,
+    };
+    let (hits, real, predicted) = match load.cache {
+        Some(cache) if cache.prompt_tokens > 0 => {
+            let predicted = (cache.cached_tokens + placed.overlap_over_tokens).saturating_sub(placed.overlap_under_tokens);
+            let share = cache.cached_tokens as f64 / cache.prompt_tokens as f64;
+            (Cell::Share(share), Cell::Count(cache.cached_tokens as f64), Cell::Count(predicted as f64))
+        }
+        _ => (Cell::Nothing, Cell::Nothing, Cell::Nothing),
+    };
+    Column::ALL
+        .into_iter()
+        .map(|column| match column {
+            Column::Worker => Cell::Text(info.worker_id.clone()),
+            Column::Role => Cell::Text(role.to_owned()),
+            Column::Health => Cell::Text(if worker.left_alone { "failing" } else { "ok" }.to_owned()),
+            Column::Requests => Cell::Count(worker.bookings.into()),
+            Column::Batch => Cell::Count(load.running_sequences.into()),
+            Column::Queue => Cell::Count(load.waiting_requests.into()),
+            Column::Hits => hits.clone(),
+            Column::Predicted => predicted.clone(),
+            Column::Real => real.clone(),
+            Column::Free => Cell::Count(load.free_blocks.into()),
+            Column::Cached => Cell::Count(load.cached_blocks.into()),
+            Column::InUse => Cell::Count(load.in_use_blocks.into()),
+            Column::Prefill => rate(|steps| steps.prefilled_tokens),
+            Column::Decode => rate(|steps| steps.generated_tokens),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use tandem_proto::v1::{AbsentWorker, CacheTotals, Identity, Load, PlacementTotals, WorkerInfo};
+
+    /// A prefill worker that finds much, a decode worker that fails, and somebody who is not let in; `later` by so many seconds.
+    pub(crate) fn cluster(later: u64) -> WorkersReply {
+        let worker = |role: Role, worker_id: &str, running, left_alone, cache, steps| WorkerView {
+            info: Some(WorkerInfo {
+                role: role.into(),
+                worker_id: worker_id.to_owned(),
+                instance_id: format!("{worker_id}'s"),
+                ..Default::default()
+            }),
+            bookings: 3,
+            load: Some(Load {
+                running_sequences: running,
+                free_blocks: 10,
+                cached_blocks: 20,
+                in_use_blocks: 2,
+                waiting_requests: 1,
+                cache: Some(cache),
+                steps: Some(steps),
+                ..Default::default()
+            }),
+            placements: Some(PlacementTotals { overlap_over_tokens: 100, overlap_under_tokens: 300, ..Default::default() }),
+            left_alone,
+            ..Default::default()
+        };
+        let found = CacheTotals { prompt_tokens: 20_000, cached_tokens: 17_500, ..Default::default() };
+        let prefilling = StepTotals { prefilled_tokens: 125 + later * 300, ..Default::default() };
+        let generating = StepTotals { generated_tokens: 7 + later * 50, ..Default::default() };
+        WorkersReply {
+            workers: vec![
+                worker(Role::Prefill, "p0", 4, false, found, prefilling),
+                worker(Role::Decode, "d0", 9, true, CacheTotals::default(), generating),
+            ],
+            bookings: 6,
+            identity: Some(Identity { cluster: "blue".to_owned(), model: "m".to_owned(), ..Default::default() }),
+            absent: vec![AbsentWorker { address: "h:7100".to_owned(), reason: "another model".to_owned(), refused: true }],
+            workers_listed: 3,
+            ..Default::default()
+        }
+    }
+
+    pub(crate) fn table() -> Table {
+        Table::new(&cluster(2), &cluster(0), Duration::from_secs(2))
+    }
+
+    #[test]
+    fn a_line_a_worker_with_rates_of_the_time_between() {
+        let plain = table().plain();
+        let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
+        let p0 = ["p0", "prefill", "ok", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
+        let d0 = ["d0", "decode", "failing", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
+        assert_eq!(lines[3..5], [p0, d0]);
+        assert_eq!(lines[5][..3], ["h:7100", "?", "refused"]);
+        assert_eq!(plain.lines().last(), Some("h:7100: another model"));
+        let starts: Vec<usize> =
+            plain.lines().skip(2).take(3).filter_map(|line| line.find("  ok").or(line.find("  failing"))).collect();
+        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
+    }
+
+    #[test]
+    fn a_worker_that_has_come_back_has_no_rate_yet() {
+        let mut before = cluster(0);
+        before.workers[0].info.as_mut().expect("it is said").instance_id = "another".to_owned();
+        let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
+        assert_eq!(table.rows[0][Column::Prefill as usize], Cell::Nothing);
+        assert_eq!(table.rows[1][Column::Decode as usize], Cell::Count(50.0));
+    }
+
+    #[test]
+    fn lines_are_in_the_order_that_is_asked_for() {
+        let order = |by, reverse| {
+            let mut table = table();
+            table.sort(by, reverse);
+            table.rows.iter().map(|row| row[0].to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(order(Column::Worker, false), ["d0", "h:7100", "p0"]);
+        assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
+        assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
+        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "equal ones by their names");
+        let all = Column::ALL.into_iter().fold(Column::Worker, |column, _| column.beside(true));
+        assert_eq!((all, Column::Worker.beside(false)), (Column::Worker, Column::Decode));
+        assert!(Column::ALL.into_iter().enumerate().all(|(at, column)| column as usize == at));
+    }
+}

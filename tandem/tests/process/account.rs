@@ -1,0 +1,68 @@
+//! Whom a request is for: told by a header, kept in the ledger, summed for invoices.
+
+use crate::{
+    cluster::{Plan, address, ready},
+    talk::post_chat,
+    up::tandem,
+};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+fn report(ledgers: &[String], format: &str) -> (bool, String) {
+    let mut command = tandem(&["audit", "report", format]);
+    let output = ledgers.iter().fold(&mut command, |command, ledger| command.args(["--ledger", ledger])).output();
+    let output = output.expect("the binary runs");
+    (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
+}
+
+#[test]
+fn the_report_adds_up_to_what_each_account_was_told() {
+    let plan = Plan::new();
+    let workers = [address(), address()];
+    plan.list(&workers);
+    let ledgers = ["p", "d"].map(|name| plan.file(&format!("{name}.ledger")).to_str().expect("text").to_owned());
+    let (router, frontend) = (plan.router(&["--prefill", "auto"]), plan.frontend(&["--account-header", "X-Account"]));
+    let processes = [
+        plan.worker("prefill", "p", workers[0], &["--ledger", &ledgers[0]]),
+        plan.worker("decode", "d", workers[1], &["--ledger", &ledgers[1]]),
+    ];
+    ready(&frontend);
+    let mut told: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
+    for (turn, account) in ["acme", "", "acme", "zoo:7", "acme", "zoo:7"].into_iter().enumerate() {
+        let text = format!("{account}: {}", "what is asked again is partly cached ".repeat(4 + turn));
+        let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 3 });
+        let headers = if account.is_empty() { String::new() } else { format!("x-account: {account}\r\n") };
+        let (answer, _) = post_chat(&frontend, &headers, &body);
+        let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+        let usage = |pointer| answer["usage"].pointer(pointer).and_then(Value::as_u64).expect("the usage says it");
+        let sums = told.entry(if account.is_empty() { "-" } else { account }).or_default();
+        for (sum, tokens) in sums.iter_mut().zip([1, usage("/prompt_tokens"), usage("/prompt_tokens_details/cached_tokens")]) {
+            *sum += tokens;
+        }
+    }
+    let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
+    let (refused, _) = post_chat(&frontend, "x-account: a bill, please\r\n", &strange);
+    assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");
+    // Ledgers are whole when their writers have ended.
+    for process in [frontend, router].into_iter().chain(processes) {
+        process.signal("-TERM");
+        assert_eq!(process.wait().0.code(), Some(0));
+    }
+
+    let (ok, json) = report(&ledgers, "--json");
+    let lines: Vec<Value> = serde_json::from_str(&json).expect("a list");
+    let mut counted: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
+    for line in &lines {
+        assert_eq!((line["model"].as_str(), line["day"].as_str().map(str::len)), (Some("sim"), Some(10)), "{line}");
+        let sums = counted.entry(line["account"].as_str().expect("text")).or_default();
+        for (sum, key) in sums.iter_mut().zip(["requests", "prompt_tokens", "cached_tokens"]) {
+            *sum += line[key].as_u64().expect("a number");
+        }
+    }
+    assert_eq!((ok, &counted), (true, &told));
+    assert!(told.values().any(|[_, _, cached]| *cached > 0), "{told:?}");
+    let (ok, csv) = report(&ledgers, "--csv");
+    assert!(ok && csv.starts_with("day,account,model,") && csv.lines().count() == lines.len() + 1, "{csv}");
+    let (ok, told) = report(&[plan.file("none").to_str().expect("text").to_owned()], "--csv");
+    assert!(!ok && told.contains("cannot be read"), "{told}");
+}

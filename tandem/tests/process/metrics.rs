@@ -1,0 +1,125 @@
+//! What each role counts: DESIGN's families, on the process where they belong.
+
+use crate::{
+    cluster::{Plan, address, ready, until},
+    talk::{ask, stream},
+    up::Up,
+};
+use std::{
+    collections::BTreeSet,
+    io::Write,
+    process::{Command, Stdio},
+};
+
+/// A family without its role's prefix, its type, and the names of its labels.
+type Family = (&'static str, &'static str, &'static [&'static str]);
+
+const FRONTEND: &[Family] = &[
+    ("requests_total", "counter", &["endpoint", "model", "code"]),
+    ("request_duration_seconds", "histogram", &[]),
+    ("time_to_first_token_seconds", "histogram", &[]),
+    ("inter_token_latency_seconds", "histogram", &[]),
+    ("prompt_tokens_total", "counter", &[]),
+    ("completion_tokens_total", "counter", &[]),
+    ("cached_tokens_total", "counter", &["source", "tier"]),
+    ("request_prompt_tokens", "histogram", &[]),
+    ("request_completion_tokens", "histogram", &[]),
+    ("request_cached_tokens", "histogram", &[]),
+    ("request_cached_ratio", "histogram", &[]),
+    ("inflight_requests", "gauge", &[]),
+    ("migrations_total", "counter", &[]),
+    ("cancelled_total", "counter", &[]),
+];
+const ROUTER: &[Family] = &[
+    ("placements_total", "counter", &["worker", "kind"]),
+    ("overlap_blocks", "histogram", &["worker"]),
+    ("overlap_over_tokens_total", "counter", &["worker"]),
+    ("overlap_under_tokens_total", "counter", &["worker"]),
+    ("index_blocks", "gauge", &["worker", "tier"]),
+    ("kv_events_total", "counter", &["worker", "kind"]),
+    ("kv_event_gaps_total", "counter", &["worker"]),
+    ("kv_event_lag_seconds", "histogram", &[]),
+    ("route_duration_seconds", "histogram", &[]),
+    ("bookings", "gauge", &[]),
+];
+const WORKER: &[Family] = &[
+    ("prefix_cache_requests_total", "counter", &["worker", "result"]),
+    ("prompt_tokens_total", "counter", &["worker"]),
+    ("cached_tokens_total", "counter", &["worker", "tier"]),
+    ("kv_blocks", "gauge", &["worker", "state"]),
+    ("batch_tokens", "histogram", &["worker"]),
+    ("queue_depth", "gauge", &["worker"]),
+    ("step_duration_seconds", "histogram", &["worker", "phase"]),
+    ("kv_transfer_bytes_total", "counter", &["worker", "transport", "direction"]),
+    ("kv_transfer_duration_seconds", "histogram", &["worker", "transport", "direction"]),
+    ("preemptions_total", "counter", &["worker"]),
+];
+
+fn page(process: &Up) -> String {
+    process.get("/metrics").split_once("\r\n\r\n").expect("an answer has a head").1.to_owned()
+}
+
+/// What is wrong with a page that is to have these families.
+fn wrong(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let typed = |line: &'_ str| {
+        line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')).map(|(name, kind)| (name.to_owned(), kind.to_owned()))
+    };
+    for (name, kind) in page.lines().filter_map(typed) {
+        let help = page.lines().filter(|line| line.starts_with(&format!("# HELP {name} "))).count();
+        let total = name.ends_with("_total");
+        if help != 1 || total != (kind == "counter") || !name.starts_with("tandem_") {
+            wrong.push(format!("{name}: {kind}, {help} lines of help"));
+        }
+    }
+    for (name, kind, labels) in families {
+        let name = format!("{prefix}{name}");
+        if !page.lines().any(|line| line == format!("# TYPE {name} {kind}")) {
+            wrong.push(format!("{name} is no {kind} here"));
+            continue;
+        }
+        let sample = if *kind == "histogram" { format!("{name}_count") } else { name.clone() };
+        let series = page.lines().filter_map(|line| line.strip_prefix(&sample)).filter(|rest| rest.starts_with(['{', ' ']));
+        let of_series = |rest: &str| -> BTreeSet<String> {
+            let labels = rest.split_once('}').map_or("", |(labels, _)| labels.trim_start_matches('{'));
+            labels.split("\",").filter_map(|label| Some(label.split_once('=')?.0.to_owned())).collect()
+        };
+        let found: BTreeSet<_> = series.map(of_series).collect();
+        if found != BTreeSet::from([labels.iter().map(|label| (*label).to_owned()).collect()]) {
+            wrong.push(format!("{name} has the labels {found:?}, not {labels:?}"));
+        }
+    }
+    wrong
+}
+
+fn promtool(page: &str) -> String {
+    let mut command = Command::new("promtool");
+    command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut process =
+        command.spawn().expect("promtool is missing: apt-get install prometheus, or leave it out: -- --skip a_real_");
+    process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("it reads");
+    let output = process.wait_with_output().expect("it ends");
+    let told = [output.stdout, output.stderr].concat();
+    if output.status.success() { String::new() } else { String::from_utf8_lossy(&told).into_owned() }
+}
+
+#[test]
+fn a_real_promtool_finds_every_family_where_it_belongs_and_nothing_to_complain_of() {
+    let plan = Plan::new();
+    let at = [address(), address()];
+    plan.list(&at);
+    let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let workers = [plan.worker("prefill", "p", at[0], &[]), plan.worker("decode", "d", at[1], &[])];
+    ready(&frontend);
+    let text = "what is told twice is found the second time ".repeat(8);
+    ask(&frontend, &text);
+    stream(&frontend, &text, 20);
+    until("a transfer is counted", || page(&workers[1]), |page| page.contains("kv_transfer_duration_seconds_count"));
+    let (before, roles) = ("tandem_", [(&frontend, "frontend_", FRONTEND), (&router, "router_", ROUTER)]);
+    let of_workers = workers.iter().map(|worker| (worker, "worker_", WORKER));
+    for (process, role, families) in roles.into_iter().chain(of_workers) {
+        let page = page(process);
+        assert_eq!(wrong(&page, &format!("{before}{role}"), families), [""; 0], "{role}\n{page}");
+        assert_eq!(promtool(&page), "", "{role}\n{page}");
+    }
+}
