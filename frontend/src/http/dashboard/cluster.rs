@@ -17,7 +17,7 @@ impl App {
         let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
         let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
         let audit = match &self.audit {
-            Some(audit) => Some(audit.look(&self.metrics).await),
+            Some(audit) => Some(audit.look().await),
             None => None,
         };
         json!({
