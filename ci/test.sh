@@ -38,21 +38,21 @@ tools() {
         PATH="$PWD/target/ci-venv/bin:$PATH"
         export PATH
     fi
-    command -v g++ >/dev/null || fail "g++ is missing: the tests run the GPU's kernels on the host with it (Debian: apt-get install g++)"
     servers
     cargo --version
 }
 
 # etcd and NATS, for the tests of discovery and of the event plane; Prometheus, for those of the boards and alerts; Chromium, for that of
-# the page at /dashboard.
+# the page at /dashboard; g++, which compiles the GPU's kernels for the host.
 servers() {
     local missing=()
+    command -v g++ >/dev/null || missing+=(g++)
     command -v etcd >/dev/null || missing+=(etcd-server)
     command -v nats-server >/dev/null || missing+=(nats-server)
     command -v promtool >/dev/null || missing+=(prometheus)
     command -v chromium >/dev/null || missing+=(chromium)
     [ "${#missing[@]}" -eq 0 ] && return
-    command -v apt-get >/dev/null || fail "missing for the tests: ${missing[*]}; install etcd 3.4, nats-server 2.9, prometheus 2.42 and chromium 120, or later ones"
+    command -v apt-get >/dev/null || fail "missing for the tests: ${missing[*]}; install g++, etcd 3.4, nats-server 2.9, prometheus 2.42 and chromium 120, or later ones"
     apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}" ||
         fail "missing for the tests: ${missing[*]}; as root: apt-get install ${missing[*]}"
 }

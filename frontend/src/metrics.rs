@@ -208,12 +208,21 @@ impl FrontendMetrics {
         self.registry.counter(NAME, "Requests by the status of their reply.", &labels)
     }
 
-    /// What the last audit says. Its gauges are there from the first one on.
+    /// An audit's result is to be read: its time is there from now on, what it found with the first one.
+    pub(crate) fn audit_awaited(&self) {
+        self.audited_at().set(0.0);
+    }
+
+    /// What the last audit says.
     pub(crate) fn audited(&self, found: &AuditResult) {
-        let gauge = |name, help| self.registry.gauge(name, help, &[]);
-        let at = "When `tandem audit check` last ended, in seconds since 1970.";
-        gauge("tandem_frontend_audit_timestamp_seconds", at).set(found.checked_unix_s as f64);
-        gauge("tandem_frontend_audit_findings", "Things that did not reconcile then.").set(found.findings as f64);
+        self.audited_at().set(found.checked_unix_s as f64);
+        let help = "Things that did not reconcile when `tandem audit check` last ended.";
+        self.registry.gauge("tandem_frontend_audit_findings", help, &[]).set(found.findings as f64);
+    }
+
+    fn audited_at(&self) -> Gauge {
+        let help = "When `tandem audit check` last ended, in seconds since 1970; 0: no result was ever read.";
+        self.registry.gauge("tandem_frontend_audit_timestamp_seconds", help, &[])
     }
 
     /// Everything of the process, in Prometheus' text format.

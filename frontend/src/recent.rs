@@ -64,7 +64,7 @@ pub(crate) struct Steps {
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
-    /// Attempts before.
+    /// Attempts before the one that brought the first token. Without a first token they are not known, and none is here.
     pub(crate) failed: Vec<FailedAttempt>,
 }
 

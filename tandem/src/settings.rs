@@ -273,7 +273,7 @@ pub struct UpSettings {
 
     /// Requests that the page /dashboard remembers, with their tokens, workers and times, never their text; less than a kilobyte each.
     /// 0: there is no such page
-    #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=4_096))]
     pub dashboard_requests: u32,
 
     /// Where `tandem audit check --result FILE` leaves its result: /dashboard shows it, and /metrics for an alert [default: nowhere]

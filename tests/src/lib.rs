@@ -305,14 +305,18 @@ impl Client {
 
     /// The sum over all series of a metric whose labels contain `labels`.
     pub async fn metric(&self, name: &str, labels: &str) -> Result<f64> {
-        let (_, text) = self.get("/metrics").await?;
-        let series = text.lines().filter_map(|line| {
-            let (series, value) = line.rsplit_once(' ')?;
-            let rest = series.strip_prefix(name)?;
-            ((rest.is_empty() || rest.starts_with('{')) && rest.contains(labels)).then(|| value.parse::<f64>().ok()).flatten()
-        });
-        Ok(series.sum())
+        Ok(sum(&self.get("/metrics").await?.1, name, labels))
     }
+}
+
+/// The sum over all series of a metric in a scraped text whose labels contain `labels`.
+pub fn sum(metrics: &str, name: &str, labels: &str) -> f64 {
+    let series = metrics.lines().filter_map(|line| {
+        let (series, value) = line.rsplit_once(' ')?;
+        let rest = series.strip_prefix(name)?;
+        ((rest.is_empty() || rest.starts_with('{')) && rest.contains(labels)).then(|| value.parse::<f64>().ok()).flatten()
+    });
+    series.sum()
 }
 
 impl Answer {

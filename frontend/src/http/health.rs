@@ -27,10 +27,9 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 /// Prometheus' text format.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    if let Some(audit) = &app.audit
-        && let Err(error) = audit.look(&app.metrics).await
-    {
-        tracing::debug!("the last audit is not known: {error}");
+    if let Some(audit) = &app.audit {
+        // It has kept its gauges, or has said why not.
+        let _ = audit.look().await;
     }
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }

@@ -99,6 +99,7 @@ impl App {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),
             admission: Admission::new(settings.concurrent_requests, shutdown, Arc::clone(&metrics)),
+            audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
             metrics,
             block_size: settings.block_size,
             body_max_bytes: settings.body_max_bytes,
@@ -107,7 +108,6 @@ impl App {
             tracer: settings.tracer,
             account_header: settings.account_header,
             since: unix_seconds(),
-            audit: settings.audit_result.map(LastAudit),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
     }

@@ -190,7 +190,12 @@ async fn the_last_audit_is_shown_and_counted_for_an_alert() {
     let shown = async || cluster.get("/dashboard/cluster").await.1["audit"].clone();
     let scraped = async || cluster.send(Method::GET, "/metrics", &[], "").await.text().await.1;
     assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("cannot be read")));
-    assert!(!scraped().await.contains("tandem_frontend_audit"));
+    let text = scraped().await;
+    assert!(
+        text.lines().any(|line| line == "tandem_frontend_audit_timestamp_seconds 0"),
+        "an alert sees that there is none: {text}"
+    );
+    assert!(!text.contains("tandem_frontend_audit_findings"), "not known is not 0");
     let result = AuditResult { findings: 2, answers: 60, ..AuditResult::default() }.now();
     result.write(&file).expect("ours");
     let text = scraped().await;

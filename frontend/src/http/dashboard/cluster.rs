@@ -5,7 +5,7 @@ use crate::{dispatch::DispatchError, recent::unix_ms};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
-use tandem_proto::v1::{Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply, worker_info::Role};
+use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply, worker_info::Role};
 
 /// What each router said, in the order of their addresses.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
@@ -13,24 +13,26 @@ type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
 impl App {
     /// The cluster as its routers see it now.
     pub(super) async fn seen(&self) -> Value {
+        let identity = self.dispatcher.routers().identity();
         let views: Views = self.dispatcher.routers().views().collect().await;
+        let replies = replies(&views, identity);
         let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
         let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
         let audit = match &self.audit {
-            Some(audit) => Some(audit.look(&self.metrics).await),
+            Some(audit) => Some(audit.look().await),
             None => None,
         };
         json!({
             "now_unix_ms": unix_ms(),
             "since_unix_s": self.since,
             "version": env!("CARGO_PKG_VERSION"),
-            "cluster": self.dispatcher.routers().identity().cluster,
+            "cluster": identity.cluster,
             "model": self.model.id(),
             "block_size": self.block_size,
             "unready": ready.err().map(|why| why.to_string()),
             "routers": routers,
-            "workers": workers(&views),
-            "absent": absent(&views),
+            "workers": workers(&replies),
+            "absent": absent(&replies),
             "audit": audit.map(|found| match found {
                 Ok(found) => json!(found),
                 Err(error) => json!({ "problem": error.to_string() }),
@@ -54,37 +56,35 @@ impl App {
     }
 }
 
-fn replies(views: &Views) -> impl Iterator<Item = (&str, &WorkersReply)> {
-    views.iter().filter_map(|(address, view)| Some((&**address, view.as_ref().ok()?)))
+/// What the routers of this frontend's cluster say, and their addresses: the workers of another are not its own.
+fn replies<'a>(views: &'a Views, identity: &Identity) -> Vec<(&'a str, &'a WorkersReply)> {
+    let replies = views.iter().filter_map(|(address, view)| Some((&**address, view.as_ref().ok()?)));
+    replies.filter(|(_, reply)| identity.fits(reply.identity.as_ref().unwrap_or(&Identity::default())).is_ok()).collect()
 }
 
 /// Every instance that a router has, by name. Routers count their own placements, which add up; they hear the same of a worker, at
 /// most a second apart, so that the latest is taken of that.
-fn workers(views: &Views) -> Vec<Value> {
+fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
-    for worker in replies(views).flat_map(|(_, reply)| &reply.workers) {
+    for worker in replies.iter().flat_map(|(_, reply)| &reply.workers) {
         let WorkerInfo { worker_id, instance_id, .. } = worker.info.clone().unwrap_or_default();
         seen.entry((worker_id, instance_id)).or_default().push(worker);
     }
-    let routers = replies(views).count();
-    seen.into_values().map(|views_of_it| worker(&views_of_it, routers)).collect()
+    seen.into_values().map(|views_of_it| worker(&views_of_it, replies.len())).collect()
 }
 
 fn worker(views: &[&WorkerView], routers: usize) -> Value {
     let prompts = |view: &&&WorkerView| view.load.as_ref().and_then(|load| load.cache).map_or(0, |cache| cache.prompts);
     let latest = views.iter().max_by_key(prompts).copied().cloned().unwrap_or_default();
     let (info, load) = (latest.info.unwrap_or_default(), latest.load.unwrap_or_default());
-    let mut placed = PlacementTotals::default();
-    for PlacementTotals { prefill, decode, local, overlap_blocks, overlap_over_tokens, overlap_under_tokens } in
-        views.iter().filter_map(|view| view.placements)
-    {
-        placed.prefill += prefill;
-        placed.decode += decode;
-        placed.local += local;
-        placed.overlap_blocks += overlap_blocks;
-        placed.overlap_over_tokens += overlap_over_tokens;
-        placed.overlap_under_tokens += overlap_under_tokens;
-    }
+    let placed = views.iter().filter_map(|view| view.placements).reduce(|one, other| PlacementTotals {
+        prefill: one.prefill + other.prefill,
+        decode: one.decode + other.decode,
+        local: one.local + other.local,
+        overlap_blocks: one.overlap_blocks + other.overlap_blocks,
+        overlap_over_tokens: one.overlap_over_tokens + other.overlap_over_tokens,
+        overlap_under_tokens: one.overlap_under_tokens + other.overlap_under_tokens,
+    });
     let (health, problem) = if views.iter().any(|view| view.left_alone) {
         ("left alone", Some("requests failed here; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
@@ -111,14 +111,14 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
             "prompt_tokens": cache.prompt_tokens,
             "cached_tokens": cache.cached_tokens,
         })),
-        "placements": {
+        "placements": placed.map(|placed| json!({
             "prefill": placed.prefill,
             "decode": placed.decode,
             "local": placed.local,
             "overlap_blocks": placed.overlap_blocks,
             "overlap_over_tokens": placed.overlap_over_tokens,
             "overlap_under_tokens": placed.overlap_under_tokens,
-        },
+        })),
     })
 }
 
@@ -145,8 +145,8 @@ fn loads(load: &Load) -> Value {
 }
 
 /// Listed workers that a router has not, with its reason. One that another router has is among the workers, too.
-fn absent(views: &Views) -> Vec<Value> {
-    let absent = replies(views).flat_map(|(router, reply)| reply.absent.iter().map(move |absent| (router, absent)));
+fn absent(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
+    let absent = replies.iter().flat_map(|(router, reply)| reply.absent.iter().map(move |absent| (router, absent)));
     absent
         .map(|(router, absent)| {
             json!({ "address": absent.address, "reason": absent.reason, "refused": absent.refused, "router": router })
@@ -185,7 +185,8 @@ mod tests {
         let other =
             WorkersReply { workers: vec![view("p0", "a", 5), failing], absent: vec![absent_at("x:1")], ..Default::default() };
         let views = views(vec![Ok(one), Ok(other), Err(DispatchError::RouterClosed)]);
-        let found = workers(&views);
+        let replies = replies(&views, &Identity::default());
+        let found = workers(&replies);
         assert_eq!(found.len(), 2);
         let p0 = &found[0];
         assert_eq!((&p0["worker"], &p0["health"], &p0["problem"]), (&json!("p0"), &json!("well"), &Value::Null));
@@ -194,18 +195,36 @@ mod tests {
         assert_eq!((&p0["placements"]["prefill"], &p0["placements"]["overlap_blocks"]), (&json!(4), &json!(14)));
         assert_eq!(p0["placements"]["overlap_under_tokens"], 32);
         assert_eq!(found[1]["health"], "left alone");
-        assert_eq!(absent(&views), [json!({ "address": "x:1", "reason": "", "refused": false, "router": "r1:1" })]);
+        assert_eq!(absent(&replies), [json!({ "address": "x:1", "reason": "", "refused": false, "router": "r1:1" })]);
     }
 
     #[test]
     fn one_that_only_some_routers_have_and_one_that_says_nothing_of_its_cache() {
         let mut silent = view("p0", "new", 0);
-        silent.load = Some(Load::default());
+        (silent.load, silent.placements) = (Some(Load::default()), None);
         let one = WorkersReply { workers: vec![view("p0", "old", 9), silent], ..Default::default() };
-        let found = workers(&views(vec![Ok(one), Ok(WorkersReply::default())]));
+        let views = views(vec![Ok(one), Ok(WorkersReply::default())]);
+        let found = workers(&replies(&views, &Identity::default()));
         let told: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
         assert_eq!(told, [(Some("new"), Some("partly there")), (Some("old"), Some("partly there"))]);
-        assert_eq!(found[0]["cache"], Value::Null, "not told is not 0");
+        assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "not told is not 0");
         assert_eq!(found[0]["problem"], "1 of 2 routers have it");
+    }
+
+    #[test]
+    fn a_router_of_another_cluster_counts_for_nothing() {
+        let of = |cluster: &str| Identity { cluster: cluster.to_owned(), ..Identity::default() };
+        let reply = |cluster: &str, worker_id: &str| WorkersReply {
+            identity: Some(of(cluster)),
+            workers: vec![view(worker_id, "a", 1)],
+            absent: vec![AbsentWorker { address: format!("{cluster}:1"), ..Default::default() }],
+            ..Default::default()
+        };
+        let views = views(vec![Ok(reply("ours", "p0")), Ok(reply("theirs", "p9"))]);
+        let replies = replies(&views, &of("ours"));
+        let found = workers(&replies);
+        assert_eq!((found.len(), &found[0]["worker"], &found[0]["health"]), (1, &json!("p0"), &json!("well")));
+        assert_eq!(absent(&replies).len(), 1);
+        assert_eq!(absent(&replies)[0]["address"], "ours:1");
     }
 }

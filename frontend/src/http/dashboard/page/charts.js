@@ -6,6 +6,11 @@ const HEIGHT = 200;
 const EDGE = { left: 44, right: 12, top: 10, bottom: 26 };
 const TICKS = 4;
 
+// However many they are, and 0 if there are none; a function takes only so many arguments.
+function greatest(values) {
+  return values.reduce((one, other) => Math.max(one, other), 0);
+}
+
 // The least of 1, 2, 5, 10, 20, … that is not below `value`.
 export function niceMax(value) {
   if (!(value > 0)) return 1;
@@ -39,7 +44,7 @@ export function lineChart(place, { series, span: [from, to], max, format, what }
   if (known.length === 0) return place.replaceChildren(el('p', { class: 'empty' }, 'Nothing computed since this page was opened.'));
   const begin = Math.min(from, to - 60_000);
   const minutes = Math.round((to - begin) / 60_000);
-  const y = { max: max ?? niceMax(Math.max(...series.flatMap(({ points }) => points.map(([, value]) => value ?? 0)))), format };
+  const y = { max: max ?? niceMax(greatest(series.flatMap(({ points }) => points.map(([, value]) => value ?? 0)))), format };
   const x = { min: begin, max: to, ticks: [[begin, `${minutes} min ago`, 'start'], [to, 'now', 'end']] };
   const label = `${what}, latest: ${known.map(([name, value]) => `${name} ${format(value)}`).join(', ')}`;
   const { chart, atX, atY } = frame(place, { label, x, y });
@@ -64,7 +69,7 @@ export function lineChart(place, { series, span: [from, to], max, format, what }
 // `points`: [{ x, y, name, title, open }], both in the same unit.
 export function scatterChart(place, { points, format, what }) {
   if (points.length === 0) return place.replaceChildren(el('p', { class: 'empty' }, 'No prompt with a worker’s report yet.'));
-  const max = niceMax(Math.max(1, ...points.map((point) => Math.max(point.x, point.y))));
+  const max = niceMax(Math.max(1, greatest(points.map(({ x, y }) => Math.max(x, y)))));
   const ticks = [[0, '0', 'start'], [max / 2, 'predicted tokens', 'middle'], [max, format(max), 'end']];
   const { chart, atX, atY } = frame(place, { label: what, x: { min: 0, max, ticks }, y: { max, format } });
   chart.append(svg('line', { class: 'equal', x1: atX(0), y1: atY(0), x2: atX(max), y2: atY(max) }));

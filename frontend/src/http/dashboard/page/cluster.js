@@ -98,9 +98,8 @@ function showTable(workers) {
 }
 
 function cells({ worker, cache, placements, load, indexed_blocks }) {
-  const computed = placements.prefill + placements.local;
   const cell = (field, text) => el('td', { 'data-field': field }, text);
-  const kinds = [['computes', placements.prefill], ['decodes', placements.decode], ['both', placements.local]];
+  const kinds = [['computes', placements?.prefill], ['decodes', placements?.decode], ['both', placements?.local]];
   const told = kinds.filter(([, number]) => number > 0).map(([kind, number]) => `${kind} ${count(number)}`);
   return [
     el('th', { scope: 'row' }, el('i', { class: `swatch ${colour(worker)}` }), worker),
@@ -108,10 +107,10 @@ function cells({ worker, cache, placements, load, indexed_blocks }) {
     cell('prompt_tokens', count(cache?.prompt_tokens)),
     cell('cached_tokens', count(cache?.cached_tokens)),
     cell('hit_rate', share(cache?.cached_tokens, cache?.prompt_tokens)),
-    cell('overlap_blocks', computed > 0 ? count(placements.overlap_blocks) : count(0)),
-    cell('overlap_over_tokens', count(placements.overlap_over_tokens)),
-    cell('overlap_under_tokens', count(placements.overlap_under_tokens)),
-    cell('placements', told.join(', ') || count(0)),
+    cell('overlap_blocks', count(placements?.overlap_blocks)),
+    cell('overlap_over_tokens', count(placements?.overlap_over_tokens)),
+    cell('overlap_under_tokens', count(placements?.overlap_under_tokens)),
+    cell('placements', told.join(', ') || count(placements && 0)),
     cell('indexed_blocks', count(indexed_blocks)),
     cell('free_blocks', count(load.free_blocks)),
     cell('cached_blocks', count(load.cached_blocks)),

@@ -27,17 +27,14 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Makes `parent` hold these children in this order. Those that stay are not moved, so that nothing loses the focus.
+// Makes `parent` hold these children in this order. Those that stay in their order are not moved, so that nothing loses the focus.
 export function arrange(parent, children) {
+  const wanted = new Set(children);
+  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
   let at = parent.firstElementChild;
   for (const child of children) {
     if (child === at) at = at.nextElementSibling;
     else parent.insertBefore(child, at);
-  }
-  while (at) {
-    const next = at.nextElementSibling;
-    at.remove();
-    at = next;
   }
 }
 

@@ -34,8 +34,9 @@ export function note(at, workers) {
   const totals = new Map();
   for (const { worker, instance_id, cache, placements } of workers) {
     if (!cache) continue;
-    const prompts = placements.prefill + placements.local;
-    totals.set(worker, { instance_id, prompts, overlap: placements.overlap_blocks, tokens: cache.prompt_tokens, cached: cache.cached_tokens });
+    // What no router tells has no ratio.
+    const prompts = placements ? placements.prefill + placements.local : NaN;
+    totals.set(worker, { instance_id, prompts, overlap: placements?.overlap_blocks, tokens: cache.prompt_tokens, cached: cache.cached_tokens });
   }
   looks.push({ at, totals });
   if (looks.length > SAMPLES_MAX) looks.shift();

@@ -5,6 +5,8 @@ import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
 
 const PAGE = 25;
+// Each is an element, drawn anew at every look.
+const POINTS_MAX = 500;
 
 let records = [];
 let shown = PAGE;
@@ -88,7 +90,7 @@ export function status(code) {
 }
 
 export function showScatter() {
-  const known = records.filter(reported);
+  const known = records.filter(reported).slice(0, POINTS_MAX);
   const points = known.map((record) => ({
     x: predictedTokens(record),
     y: record.cached_tokens,
@@ -98,7 +100,7 @@ export function showScatter() {
   }));
   const over = points.filter(({ x, y }) => x > y).length;
   const under = points.filter(({ x, y }) => x < y).length;
-  const sum = `${count(points.length)} prompts: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
+  const sum = `The latest ${count(points.length)} prompts: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
   scatterChart(byId('scatter'), { points, format: brief, what: `Predicted and reported cached tokens. ${sum}` });
   setText(byId('scatter-sum'), points.length > 0 ? `${sum} Predicted is across, reported is up.` : '');
 }

@@ -46,6 +46,9 @@ function facts(record) {
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
     : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
+  // Where it was tried is told with its first token.
+  const came = record.steps.first_token_ms !== null;
+  const known = (text) => (came ? text : 'not known');
   const list = [
     ['Ended', `${clock(record.ended_unix_ms)}, status ${record.status}${record.status === 499 ? ' (the client left)' : ''}`],
     ['Endpoint', `${record.endpoint}${record.streamed ? ', streamed' : ''}${record.samples > 1 ? `, ${record.samples} answers` : ''}`],
@@ -53,10 +56,10 @@ function facts(record) {
     ['Cached tokens', cached],
     ['Predicted overlap', predicted],
     ['New tokens', count(record.completion_tokens)],
-    ['Prefill on', record.prefill_worker ?? (record.decode_worker === null ? '–' : `${record.decode_worker}, which decodes`)],
-    ['Decode on', record.decode_worker ?? '–'],
-    ['Waited there for blocks', duration(record.queue_ms)],
-    ['Attempts that failed', record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none'],
+    ['Prefill on', known(record.prefill_worker ?? `${record.decode_worker}, which decodes`)],
+    ['Decode on', known(record.decode_worker)],
+    ['Waited there for blocks', known(duration(record.queue_ms))],
+    ['Attempts that failed', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
     ['Went on elsewhere', record.migrations === 0 ? 'no' : `${record.migrations} times`],
   ];
   return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
