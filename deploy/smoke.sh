@@ -27,7 +27,7 @@ python3 smoke.py cached "http://$TANDEM_PORT"
 log=$(mktemp)
 python3 smoke.py load "http://$TANDEM_PORT" > "$log" &
 load=$!
-trap 'kill "$load" 2>/dev/null; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -f "$log"' EXIT
+trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -f "$log"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
     victim=$("${compose[@]}" ps -q "$service" | head -1)
