@@ -7,6 +7,7 @@
 use crate::{
     cluster::{Cluster, MemberId, Refused},
     feed::{Broken, Feed, News, Way},
+    metrics::WorkerSeries,
 };
 use std::{sync::Arc, time::Duration};
 use tandem_kv::Snapshot;
@@ -117,8 +118,12 @@ impl Watcher {
         let mut control =
             ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
         let info = self.in_time(control.describe(DescribeRequest {})).await??.into_inner();
-        self.cluster.lock().admits(&info)?;
-        let mut member = Member { watcher: self, info, id: None };
+        let series = {
+            let cluster = self.cluster.lock();
+            cluster.admits(&info)?;
+            cluster.series(&info.worker_id)
+        };
+        let mut member = Member { watcher: self, info, series, id: None };
         // From then on NATS may be listened to.
         let mut listen_at = Instant::now();
         loop {
@@ -270,6 +275,8 @@ impl Drop for Watcher {
 struct Member<'a> {
     watcher: &'a Watcher,
     info: WorkerInfo,
+    /// Gaps are counted before it has joined, too.
+    series: WorkerSeries,
     /// Set from the first snapshot on.
     id: Option<MemberId>,
 }
@@ -316,7 +323,7 @@ impl Member<'_> {
     }
 
     fn count_gap(&self) {
-        self.watcher.cluster.lock().count_gap(&self.info.worker_id);
+        self.series.gaps.increment(1);
         tracing::warn!(worker = %self.watcher.address, "its KV events have a gap; asking for its cache anew");
     }
 }

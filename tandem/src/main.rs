@@ -60,6 +60,9 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 audit::Format::Table
             };
             print(&report.print(format));
+            if let Some(note) = report.note() {
+                tell(&note);
+            }
         }
         Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend, result } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
@@ -100,7 +103,7 @@ fn print(text: &str) {
     print!("{text}");
 }
 
-#[expect(clippy::print_stderr, reason = "the one line of a failure")]
+#[expect(clippy::print_stderr, reason = "one line, beside what was asked for")]
 fn tell(failure: &str) {
     eprintln!("tandem: {}", failure.replace('\n', " "));
 }

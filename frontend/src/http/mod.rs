@@ -118,16 +118,18 @@ impl App {
 
     /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.
     fn account(&self, headers: &HeaderMap) -> Result<String, ApiError> {
-        let Some((name, value)) = self.account_header.as_ref().and_then(|name| Some((name, headers.get(name)?))) else {
-            return Ok(String::new());
-        };
+        let Some(name) = &self.account_header else { return Ok(String::new()) };
+        let mut values = headers.get_all(name).iter();
+        let Some(value) = values.next() else { return Ok(String::new()) };
         let fits = |name: &&str| {
             let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
-            name.len() <= ACCOUNT_MAX && name.bytes().all(letter)
+            name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
         };
-        let rule = "must have at most 64 letters, digits, -, _, ., : and @";
+        let rule = "must be there once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
-        value.to_str().ok().filter(fits).map(str::to_owned).ok_or_else(problem)
+        // Of two, one may be the client's own.
+        let value = values.next().is_none().then_some(value);
+        value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
     }
 }
 

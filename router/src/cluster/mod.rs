@@ -18,7 +18,7 @@ use crate::{
     exchange::Journal,
     feed::{Beside, Way},
     index::{PrefixIndex, WorkerSlot},
-    metrics::RouterMetrics,
+    metrics::{RouterMetrics, WorkerSeries},
     route::{self, Policy, Role, Unplaced},
     settings::{PrefillPlace, RouterSettings},
 };
@@ -358,9 +358,9 @@ impl State {
         }
     }
 
-    /// The worker's events have a gap.
-    pub(crate) fn count_gap(&self, worker_id: &str) {
-        self.metrics.worker(worker_id).gaps.increment(1);
+    /// The worker's series, which are there for as long as somebody has them.
+    pub(crate) fn series(&self, worker_id: &str) -> WorkerSeries {
+        self.metrics.worker(worker_id)
     }
 
     /// Everything, for people.

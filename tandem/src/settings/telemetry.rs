@@ -8,7 +8,7 @@ use tandem_node::telemetry;
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct TelemetryFlags {
-    /// What is logged to stderr: a level, or directives such as `tandem_router=debug,info`; `info` tells state changes only
+    /// What is logged to stderr: a level, or directives such as `tandem_router=debug,info`; `info` tells state changes and sampled requests only
     #[arg(long, env = "TANDEM_LOG", value_name = "FILTER", default_value = "info")]
     pub log: String,
 

@@ -41,8 +41,11 @@ fn the_report_adds_up_to_what_each_account_was_told() {
         }
     }
     let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
-    let (refused, _) = post_chat(&frontend, "x-account: a bill, please\r\n", &strange);
-    assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");
+    // The second: a client's own, before that of whoever knows who it is.
+    for headers in ["x-account: a bill, please\r\n", "x-account: zoo:7\r\nx-account: acme\r\n", "x-account: -\r\n"] {
+        let (refused, _) = post_chat(&frontend, headers, &strange);
+        assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");
+    }
     // Ledgers are whole when their writers have ended.
     for process in [frontend, router].into_iter().chain(processes) {
         process.signal("-TERM");

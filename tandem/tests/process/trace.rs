@@ -148,6 +148,7 @@ fn a_request_is_one_tree_through_all_processes_and_says_nothing_of_its_text() {
     }
     let unsampled = "traceparent: 00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00\r\n";
     post_chat(frontend, unsampled, &json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 }));
+    until("all spans have come", || collector.spans().len(), |spans| *spans >= 5 * asked.len());
     for process in processes {
         process.signal("-TERM");
         assert_eq!(process.wait().0.code(), Some(0), "what is left is sent, and it ends in order");
