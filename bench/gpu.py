@@ -139,13 +139,13 @@ def fast(folder):
         seconds = found["seconds"]
         if found["what"] == "prefill":
             name, share, goal = f"prefill {found['tokens']}", work_of(config, found["tokens"]) / seconds / flops, PREFILL_GOAL
-            rate = f"{found['tokens'] / seconds:.0f} tok/s"
+            rate, other = f"{found['tokens'] / seconds:.0f} tok/s", theirs.get(name)
         else:
             kv = found["batch"] * found["context"] * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
             name, share, goal = f"decode {found['batch']} × {found['context']}", (weights + kv) / seconds / bandwidth, DECODE_GOAL
+            name, other = f"{name}, {found['draw']}", theirs.get(name)
             rate = f"{seconds * 1e3:.2f} ms a step"
         met &= share >= goal
-        other = theirs.get(name)
         compared = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "– | –"
         print(f"| {name} | {rate} | {share:.0%} | {goal:.0%} | {compared} |", flush=True)
     return met

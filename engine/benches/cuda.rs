@@ -6,12 +6,18 @@
 //! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through the host, and compares bytes and what is decoded from them.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
-use std::{error::Error, fs, path::Path, process::ExitCode, time::Instant};
+use std::{
+    error::Error,
+    fs,
+    path::Path,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
 use tandem_engine::{
-    Chunk, Engine, Logits,
+    Chunk, Engine, EngineHandle, EngineSettings, Event, Generate, KvSource, Logits, Sampling,
     cuda::{CudaLimits, CudaModel, CudaSettings},
 };
-use tandem_kv::{BlockId, TokenId};
+use tandem_kv::{BlockId, Namespace, TokenId};
 use tandem_model::HfDirectory;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -21,6 +27,8 @@ const BLOCK: usize = 16;
 const CHUNK: usize = 8_192;
 const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
+/// Measured of a decoding batch.
+const STEPS: usize = 64;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
@@ -91,39 +99,75 @@ fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-/// A whole prompt in chunks.
+/// A whole prompt in chunks, to its last token's logits.
 fn prefill(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId]) -> Outcome<f64> {
     let started = Instant::now();
-    for (i, tokens) in tokens.chunks(CHUNK).enumerate() {
-        engine.step(&[Chunk { tokens, start: (i * CHUNK) as u32, blocks, logits: Logits::None }])?;
+    for (i, chunk) in tokens.chunks(CHUNK).enumerate() {
+        let start = i * CHUNK;
+        // Whoever has none of its rows wanted spares itself a part of the last layer.
+        let logits = if start + chunk.len() == tokens.len() { Logits::Last } else { Logits::None };
+        engine.step(&[Chunk { tokens: chunk, start: start as u32, blocks, logits }])?;
     }
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// One step of sequences that have so many tokens each; logits of all come to the host.
-fn decode(engine: &mut dyn Engine, batch: usize, context: usize) -> Outcome<f64> {
-    let all: Vec<_> = (0..batch).map(|sequence| blocks(sequence * (context / BLOCK + 1), context + 1)).collect();
-    let chunk = |blocks| Chunk { tokens: &[7], start: context as u32, blocks, logits: Logits::None };
-    let last = |blocks| Chunk { logits: Logits::Last, ..chunk(blocks) };
-    // One row of logits: what a draw on the device would leave to copy is less.
-    let chunks: Vec<Chunk<'_>> =
-        all.iter().enumerate().map(|(i, blocks)| if i == 0 { last(blocks) } else { chunk(blocks) }).collect();
-    let started = Instant::now();
-    engine.step(&chunks)?;
-    Ok(started.elapsed().as_secs_f64())
+/// A step of the whole loop while `batch` sequences of some `context` tokens each go on, tokens drawn on the device and told.
+fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) -> Outcome<f64> {
+    let settings = EngineSettings {
+        chunk_budget: CHUNK as u32,
+        batch_max: 256,
+        queue_max: 256,
+        prefix_caching: false,
+        unheard_max: 1_024,
+        step_max: Duration::from_secs(60),
+    };
+    let engine = EngineHandle::start(engine(model, batch * (context + 2 * STEPS))?, settings);
+    let generate = |number: usize| Generate {
+        request_id: number.to_string(),
+        namespace: Namespace::new("bench", "", "", ""),
+        prompt: (0..context - STEPS / 2).map(|position| ((number + position) % 1_000) as TokenId).collect(),
+        sampling: Sampling { max_tokens: None, seed: number as u64, ..sampling.clone() },
+        samples: 1,
+        kv: KvSource::Local,
+        prompt_logprobs: None,
+        generated: Vec::new(),
+    };
+    tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+        let mut jobs = Vec::new();
+        for number in 0..batch {
+            jobs.push(engine.generate(generate(number)).await?);
+        }
+        // The last one to begin: from its first token on, all go on in every step.
+        let last = jobs.last_mut().expect("a batch has sequences");
+        let mut told = Vec::new();
+        while told.len() <= STEPS {
+            match last.next().await {
+                Some(Event::Token { .. }) => told.push(Instant::now()),
+                Some(Event::Scheduled { .. } | Event::Started(_)) => {}
+                other => return Err(format!("a sequence ended with {other:?}").into()),
+            }
+        }
+        Ok(median(told.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
+    })
 }
 
 fn speed(model: &str) -> Outcome<()> {
-    let mut engine = engine(&load(model)?, 33 * 2_064)?;
+    let model = load(model)?;
+    let mut alone = engine(&model, 65_536)?;
     let tokens: Vec<TokenId> = (0..65_536).map(|token| token % 1_000).collect();
     for len in [4_096, 16_384, 65_536] {
         let blocks = blocks(0, len);
-        let rounds = (0..ROUNDS).map(|_| prefill(&mut *engine, &tokens[..len], &blocks)).collect::<Outcome<Vec<_>>>()?;
+        let rounds = (0..ROUNDS).map(|_| prefill(&mut *alone, &tokens[..len], &blocks)).collect::<Outcome<Vec<_>>>()?;
         println!(r#"{{"what":"prefill","tokens":{len},"seconds":{}}}"#, median(rounds));
     }
+    drop(alone);
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+    let drawn = Sampling { temperature: 0.8, top_p: 0.95, top_k: 40, ..Sampling::default() };
     for batch in [1, 32] {
-        let rounds = (0..ROUNDS * 6).map(|_| decode(&mut *engine, batch, 2_048)).collect::<Outcome<Vec<_>>>()?;
-        println!(r#"{{"what":"decode","batch":{batch},"context":2048,"seconds":{}}}"#, median(rounds));
+        for (draw, sampling) in [("greedy", &greedy), ("drawn", &drawn)] {
+            let seconds = decode(&model, batch, 2_048, sampling)?;
+            println!(r#"{{"what":"decode","draw":"{draw}","batch":{batch},"context":2048,"seconds":{seconds}}}"#);
+        }
     }
     Ok(())
 }
