@@ -165,7 +165,7 @@ fn sampling(sampling: v1::Sampling) -> Result<Sampling, Invalid> {
     })
 }
 
-pub(crate) fn started(started: tandem_engine::Started) -> v1::Started {
+pub(crate) fn started(started: &tandem_engine::Started) -> v1::Started {
     v1::Started {
         queue_ms: started.queue.as_secs_f64() * 1e3,
         kv_transfer_ms: started.kv_transfer.as_secs_f64() * 1e3,

@@ -8,7 +8,7 @@ use crate::{
 use futures::FutureExt;
 use tandem_engine::{Event, Job};
 use tandem_node::worker::ClientGone;
-use tandem_proto::v1::{Token, Tokens, generate_reply::Message};
+use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
 
 /// Tokens in one message: what a slow client finds when it comes back.
 const TOKENS_MAX: usize = 256;
@@ -40,7 +40,11 @@ pub(crate) async fn forward(job: &mut Job, output: Output, client: &Client) -> R
                 client.send(Message::Finished(convert::finished(sample, reason))).await?;
                 running -= 1;
             }
-            Some(Event::Started(started)) => client.send(Message::Started(convert::started(started))).await?,
+            Some(Event::Started(started)) => {
+                client.send(Message::Started(convert::started(&started))).await?;
+                let chunks = started.chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
+                client.prefilled(chunks.collect()).await?;
+            }
             Some(Event::PromptLogprobs(logprobs)) => {
                 client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
             }

@@ -4,8 +4,8 @@ use crate::failure::Ended;
 use tandem_proto::{
     link::{Channels, MESSAGE_BYTES_MAX},
     v1::{
-        Failure, PrefillReply, PrefillRequest, PrefillStart, Reason, Scheduled, Ticket, WorkerRef, prefill_client::PrefillClient,
-        prefill_reply, prefill_request::Message,
+        Failure, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Reason, Scheduled, Ticket, WorkerRef,
+        prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
     },
 };
 use tokio::sync::mpsc;
@@ -22,7 +22,7 @@ pub(crate) struct Prefill {
 /// What the prefill worker says.
 pub(crate) enum Said {
     Scheduled(Scheduled),
-    Done,
+    Done(PrefillDone),
     Failure(Failure),
 }
 
@@ -58,7 +58,7 @@ impl Prefill {
         };
         match message {
             Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
-            Some(prefill_reply::Message::Done(_)) => Ok(Said::Done),
+            Some(prefill_reply::Message::Done(done)) => Ok(Said::Done(done)),
             Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
             None => Err(self.lost()),
         }

@@ -11,7 +11,7 @@ use crate::{
     service::{Client, Worker, in_time},
 };
 use tandem_engine::{Event, Job, Started};
-use tandem_proto::v1::{PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message};
+use tandem_proto::v1::{PrefillDone, PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
@@ -34,7 +34,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         match prefill.next().await? {
             Said::Scheduled(scheduled) => Ok((prefill, scheduled)),
             Said::Failure(failure) => Err(Ended::Prefill(failure)),
-            Said::Done => Err(prefill.lost()),
+            Said::Done(_) => Err(prefill.lost()),
         }
     };
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
@@ -47,21 +47,27 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         worker.received.bytes.increment(landed.started.kv_transfer_bytes);
         worker.received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
-    client.send(Message::Started(convert::started(landed.started))).await?;
+    client.send(Message::Started(convert::started(&landed.started))).await?;
     let goodbye = async {
         // The prefill worker is about to hear that its last block has landed. If all was here before, it computes for nothing:
         // closing the stream tells it.
-        if landed.prefill_to_end {
-            let _ = tokio::time::timeout_at(deadline, prefill.next()).await;
+        let mut done = landed.done;
+        if landed.prefill_to_end
+            && let Ok(Ok(Said::Done(late))) = tokio::time::timeout_at(deadline, prefill.next()).await
+        {
+            done = Some(late);
         }
         drop(prefill);
-        Ok(())
+        client.prefilled(done.map(|done| done.chunks).unwrap_or_default()).await?;
+        Ok::<(), Ended>(())
     };
     tokio::try_join!(forward(&mut job, output, client), goodbye).map(drop)
 }
 
 struct Landed {
     started: Started,
+    /// The prefill worker has said so already.
+    done: Option<PrefillDone>,
     /// The prefill worker has not said that it is done, and has something to be done with.
     prefill_to_end: bool,
 }
@@ -70,7 +76,7 @@ struct Landed {
 async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: Instant) -> Result<Landed, Ended> {
     let not_landed = |prefill: &Prefill| Ended::NotLanded { prefill: prefill.instance_id().to_owned() };
     let mut missing = None;
-    let mut done = false;
+    let mut done = None;
     loop {
         tokio::select! {
             // What the engine has told counts before what the prefill worker says of it.
@@ -81,13 +87,14 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
                     prefill.give(Ticket { ticket, address: worker.address.clone(), missing_blocks });
                 }
                 Some(Event::Started(started)) => {
-                    return Ok(Landed { started, prefill_to_end: !done && missing.is_some_and(|missing| missing > 0) });
+                    let prefill_to_end = done.is_none() && missing.is_some_and(|missing| missing > 0);
+                    return Ok(Landed { started, done, prefill_to_end });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
                 _ => return Err(Ended::Engine),
             },
-            said = prefill.next(), if !done => match said? {
-                Said::Done => done = true,
+            said = prefill.next(), if done.is_none() => match said? {
+                Said::Done(said) => done = Some(said),
                 // It waited for our ticket, which waited for our blocks.
                 Said::Failure(failure) if missing.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),
                 Said::Failure(failure) => return Err(Ended::Prefill(failure)),

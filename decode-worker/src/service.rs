@@ -12,7 +12,7 @@ use tandem_node::{
 };
 use tandem_proto::{
     link::Channels,
-    v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message},
+    v1::{GenerateReply, GenerateRequest, PrefillChunk, Prefilled, Scheduled, decode_server::Decode, generate_reply::Message},
 };
 use tokio::sync::Semaphore;
 use tonic::{Response, Status};
@@ -50,11 +50,12 @@ impl Client {
         let outcome: Option<fn(&LedgerEntry)> = match &message {
             Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => Some(LedgerEntry::began),
             Message::Failure(_) => Some(LedgerEntry::failed),
-            Message::Scheduled(_) | Message::Started(_) => None,
+            Message::Scheduled(_) | Message::Started(_) | Message::Prefilled(_) => None,
         };
         match &message {
             Message::Scheduled(_) => self.span.event("scheduled", &[]),
             Message::Started(_) => self.span.event("started", &[]),
+            Message::Prefilled(_) => {}
             Message::Failure(failure) => self.span.fail(failure.reason().label()),
             _ => self.began.call_once(|| self.span.event("first token", &[])),
         }
@@ -63,6 +64,15 @@ impl Client {
             tell(&self.entry);
         }
         Ok(())
+    }
+
+    /// What the prompt's prefill was cut into; says nothing of none.
+    pub(crate) async fn prefilled(&self, chunks: Vec<PrefillChunk>) -> Result<(), ClientGone> {
+        if chunks.is_empty() {
+            return Ok(());
+        }
+        self.span.set("tandem.prefill_chunks", chunks.len() as u64);
+        self.send(Message::Prefilled(Prefilled { chunks })).await
     }
 }
 

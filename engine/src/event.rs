@@ -28,8 +28,8 @@ pub enum Event {
         /// Its KV.
         payload: Bytes,
     },
-    /// Prefill: all is computed, and every block asked for has been told. The blocks are held until the job is dropped.
-    Computed,
+    /// Prefill: all is computed, chunk by chunk, and every block asked for has been told. The blocks are held until the job is dropped.
+    Computed(Vec<PrefillChunk>),
     /// The prompt's KV is all here.
     Started(Started),
     /// Of the prompt's tokens; the first has none.
@@ -57,7 +57,7 @@ pub enum Event {
 }
 
 /// How the prompt's KV came here.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Started {
     /// From submission to the taking of blocks.
     pub queue: Duration,
@@ -65,6 +65,19 @@ pub struct Started {
     pub kv_transfer: Duration,
     /// Written by another worker.
     pub kv_transfer_bytes: u64,
+    /// Computed here, in their order; none if it came from elsewhere, or was cached.
+    pub chunks: Vec<PrefillChunk>,
+}
+
+/// What one step computed of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillChunk {
+    /// From the taking of blocks to the step's beginning.
+    pub begun: Duration,
+    /// The whole step, with what it computed for others.
+    pub took: Duration,
+    /// Of this prompt.
+    pub tokens: u32,
 }
 
 /// Why a continuation has ended.

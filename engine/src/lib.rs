@@ -14,7 +14,7 @@ mod sampling;
 pub mod sim;
 
 pub use chunk::ChunkError;
-pub use event::{Event, FinishReason, Started};
+pub use event::{Event, FinishReason, PrefillChunk, Started};
 pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{Draw, Drawn, Sampling, TokenLogprob, TokenLogprobs};

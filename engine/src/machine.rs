@@ -6,6 +6,7 @@
 
 mod admission;
 mod rates;
+mod sending;
 mod sequence;
 #[cfg(test)]
 mod tests;
@@ -15,6 +16,7 @@ use crate::{
     Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, WriteRefused, mix,
 };
 use rates::Rates;
+use sending::tell_finished_blocks;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
 use std::collections::{BTreeMap, VecDeque};
@@ -112,21 +114,6 @@ impl Machine {
     pub fn pause(&mut self, job: JobId, behind: bool) {
         let all = self.reserved.iter_mut().chain(&mut self.running).chain(&mut self.waiting);
         all.filter(|sequence| sequence.job == job).for_each(|sequence| sequence.paused = behind);
-    }
-
-    /// Says which blocks of a prefill to tell; those that are computed are told now.
-    pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>) {
-        indices.sort_unstable_by(|a, b| b.cmp(a));
-        indices.dedup();
-        let mut all = self.running.iter_mut().chain(&mut self.held).chain(&mut self.waiting);
-        let Some(sequence) = all.find(|sequence| sequence.job == job) else { return };
-        let blocks = sequence.target().div_ceil(self.info.block_size as usize);
-        indices.retain(|index| (*index as usize) < blocks);
-        if let Role::Prefill(sending) = &mut sequence.role {
-            sending.wanted.get_or_insert(indices);
-        }
-        tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize);
-        self.tell_sent_prefills();
     }
 
     /// Where a block that comes from elsewhere is to be written; it counts as landed from now on.
@@ -227,6 +214,7 @@ impl Machine {
             }
             let first = sequence.computed;
             sequence.computed += chunk.len;
+            sequence.note_chunk(chunk.len, duration, now);
             self.commit(sequence);
             match &mut sequence.role {
                 Role::Prefill(_) => tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize),
@@ -286,14 +274,15 @@ impl Machine {
         let Role::Prompt(prompt) = std::mem::replace(&mut leader.role, Role::Prefill(sequence::Sending::default())) else {
             unreachable!("only prompts fork");
         };
-        let job = leader.job;
+        let (job, chunks) = (leader.job, std::mem::take(&mut leader.chunks));
         let started = match &prompt.remote {
             Some(remote) => Started {
                 queue: leader.queued.unwrap_or_default(),
                 kv_transfer: remote.first_write.map_or(Duration::ZERO, |first| now - first),
                 kv_transfer_bytes: remote.bytes,
+                chunks,
             },
-            None => Started { queue: leader.queued.unwrap_or_default(), ..Started::default() },
+            None => Started { queue: leader.queued.unwrap_or_default(), chunks, ..Started::default() },
         };
         self.actions.push(Action::Tell(job, Event::Started(started)));
         if let Some(logprobs) = prompt.logprobs {
@@ -309,7 +298,8 @@ impl Machine {
             let role = Role::Sample(Box::new(Sample { number, sampler, len_max: prompt.len_max }));
             let tokens = [&leader.tokens[..prompt.boundary], &generated].concat();
             let namespace = leader.namespace.clone();
-            let mut sample = Sequence { order: (job, number), namespace, tokens, blocks: Vec::new(), role, ..leader };
+            let mut sample =
+                Sequence { order: (job, number), namespace, tokens, blocks: Vec::new(), chunks: Vec::new(), role, ..leader };
             if self.share(&mut leader, &mut sample, place == 0) {
                 self.running.push(sample);
             } else {
@@ -370,20 +360,6 @@ impl Machine {
         if *live == 0 {
             self.live.remove(&job);
             self.actions.push(Action::End(job));
-        }
-    }
-
-    /// Tells the prefills that are computed and of which every block asked for has been told. They keep their blocks until their
-    /// job is dropped, so copies on their way elsewhere never outgrow the cache.
-    fn tell_sent_prefills(&mut self) {
-        for sequence in &mut self.held {
-            if let Role::Prefill(sending) = &mut sequence.role
-                && !sending.all_told
-                && sending.wanted.as_ref().is_some_and(Vec::is_empty)
-            {
-                sending.all_told = true;
-                self.actions.push(Action::Tell(sequence.job, Event::Computed));
-            }
         }
     }
 
@@ -456,19 +432,6 @@ impl Machine {
             assert!(self.live.contains_key(&sequence.job), "every sequence belongs to a live job");
         }
         assert!(self.running.is_sorted_by_key(|sequence| sequence.order), "the oldest runs first");
-    }
-}
-
-/// Asks for the reading of blocks that are wanted and computed, in their order.
-fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, block_size: usize) {
-    let finished = match sequence.remaining() {
-        0 => sequence.blocks.len(),
-        _ => sequence.computed / block_size,
-    };
-    let Role::Prefill(sending) = &mut sequence.role else { return };
-    let Some(wanted) = &mut sending.wanted else { return };
-    while let Some(index) = wanted.pop_if(|index| (*index as usize) < finished) {
-        actions.push(Action::Read { job: sequence.job, index, block: sequence.blocks[index as usize] });
     }
 }
 

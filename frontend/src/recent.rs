@@ -60,12 +60,22 @@ pub(crate) struct Steps {
     pub(crate) placed_ms: Option<f64>,
     /// Its prefill had begun.
     pub(crate) scheduled_ms: Option<f64>,
+    /// What was computed of it then, and when. Empty: all was cached, or it was not told.
+    pub(crate) chunks: Vec<Chunk>,
     /// Its KV was all on the decode worker.
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
     /// Attempts before the one that brought the first token. Without a first token they are not known, and none is here.
     pub(crate) failed: Vec<FailedAttempt>,
+}
+
+/// One step's part of a prompt.
+#[derive(Debug, Serialize)]
+pub(crate) struct Chunk {
+    pub(crate) from_ms: f64,
+    pub(crate) took_ms: f64,
+    pub(crate) tokens: u32,
 }
 
 /// An attempt that ended before its first token.

@@ -11,7 +11,9 @@ use tandem_node::{
     trace::Span,
     worker::{Begun, ClientGone, ReplySender},
 };
-use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, prefill_reply, prefill_request};
+use tandem_proto::v1::{
+    PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, prefill_reply, prefill_request,
+};
 use tandem_transfer::TransferError;
 use tokio::time::Instant;
 use tonic::Streaming;
@@ -23,7 +25,7 @@ pub(crate) async fn attempt(
     mut messages: Streaming<PrefillRequest>,
     replies: &ReplySender<PrefillReply>,
     span: &Span,
-) -> Result<(), Ended> {
+) -> Result<PrefillDone, Ended> {
     let mut job = submit(worker, &start).await?;
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
     let (request_id, attempt, account) = (start.request_id, start.attempt, start.account);
@@ -92,7 +94,7 @@ fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
 }
 
 /// Pushes each missing block as soon as it is computed; returns when all is computed and all have landed.
-async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Result<(), Ended> {
+async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Result<PrefillDone, Ended> {
     let Ticket { ticket, address, missing_blocks } = ticket;
     let mut push = worker.transport.open(&address, ticket).map_err(|error| match error {
         TransferError::Address(_) => Ended::Protocol(Protocol::InvalidAddress),
@@ -102,7 +104,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
     let mut transfer = Span::default();
     job.send_blocks(missing_blocks).await;
     let (mut first_block, mut busy, mut bytes) = (None, Duration::ZERO, 0_u64);
-    loop {
+    let chunks = loop {
         let event = tokio::select! {
             biased;
             event = job.next() => event,
@@ -121,15 +123,18 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
                 push.send(index, payload).await?;
                 busy += began.elapsed();
             }
-            Some(Event::Computed) => {
+            Some(Event::Computed(chunks)) => {
                 span.event("computed", &[]);
-                break;
+                span.set("tandem.prefill_chunks", chunks.len() as u64);
+                break chunks;
             }
             _ => return Err(Ended::Engine),
         }
-    }
+    };
+    let chunks = chunks.into_iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
+    let done = PrefillDone { chunks: chunks.collect() };
     if nothing_missing {
-        return Ok(());
+        return Ok(done);
     }
     let began = Instant::now();
     worker.link.settle().await;
@@ -144,7 +149,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
     if let Some(first_block) = first_block {
         worker.sent.duration.record(first_block.elapsed().as_secs_f64());
     }
-    Ok(())
+    Ok(done)
 }
 
 #[cfg(test)]

@@ -12,9 +12,7 @@ use tandem_node::{
     trace::Span,
     worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
 };
-use tandem_proto::v1::{
-    PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill,
-};
+use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
 use tandem_transfer::Transport;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
@@ -72,7 +70,7 @@ impl Worker {
             () = self.engine.hung() => Err(Ended::Hung),
         };
         let last = match ended {
-            Ok(()) => prefill_reply::Message::Done(PrefillDone {}),
+            Ok(done) => prefill_reply::Message::Done(done),
             Err(ended) => {
                 tracing::debug!(%ended, "prefill ended early");
                 match ended.tell(&self.instance_id) {

@@ -1,6 +1,7 @@
 //! What a worker reports of a prompt it prefills.
 
 use crate::v1;
+use std::time::Duration;
 
 /// The memory KV is found in; the only tier there is.
 const DEVICE: &str = "device";
@@ -10,6 +11,14 @@ impl v1::Scheduled {
     pub fn on_device(cached_tokens: Option<u32>) -> Self {
         let by_tier = cached_tokens.map(|tokens| (DEVICE.to_owned(), tokens));
         Self { cached_tokens, cached_tokens_by_tier: by_tier.into_iter().collect() }
+    }
+}
+
+impl v1::PrefillChunk {
+    /// A step that began so long after Scheduled.
+    pub fn new(begun: Duration, took: Duration, tokens: u32) -> Self {
+        let ms = |time: Duration| time.as_secs_f32() * 1e3;
+        Self { begun_ms: ms(begun), took_ms: ms(took), tokens }
     }
 }
 

@@ -133,7 +133,7 @@ async fn a_prefill_whose_blocks_are_not_taken_is_computed_all_the_same() {
     while let Some(event) = job.next().await {
         match event {
             Event::Block { .. } => blocks += 1,
-            Event::Computed => break,
+            Event::Computed(_) => break,
             _ => {}
         }
     }

@@ -39,6 +39,7 @@ impl Machine {
             ahead: None,
             twin: None,
             queued: None,
+            chunks: Vec::new(),
             role: Role::Prefill(Sending::default()),
         });
         self.live.insert(job, 1);
@@ -86,6 +87,7 @@ impl Machine {
             ahead: None,
             twin: None,
             queued: None,
+            chunks: Vec::new(),
             role: Role::Prompt(Box::new(prompt)),
         });
         self.taken_in.push(generate.request_id);

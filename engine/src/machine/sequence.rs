@@ -1,6 +1,6 @@
 //! One sequence of tokens and its blocks.
 
-use crate::{Generated, Logits, TokenLogprobs, sampling::Sampler};
+use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::time::Duration;
 use tandem_kv::{BlockId, Namespace, TokenId};
 
@@ -36,8 +36,13 @@ pub(super) struct Sequence {
     pub twin: Option<Twin>,
     /// From submission to the first taking of blocks; set then.
     pub queued: Option<Duration>,
+    /// What steps have computed of a prompt.
+    pub chunks: Vec<PrefillChunk>,
     pub role: Role,
 }
+
+/// Chunks that are remembered of a prompt, the last with all that come after it.
+const CHUNKS_MAX: usize = 64;
 
 /// What a sequence is for.
 #[derive(Debug)]
@@ -146,6 +151,19 @@ impl Sequence {
 
     pub fn wants_prompt_logprobs(&self) -> bool {
         matches!(&self.role, Role::Prompt(prompt) if prompt.logprobs.is_some())
+    }
+
+    /// A step that took `duration` and has just ended computed so many tokens.
+    pub fn note_chunk(&mut self, tokens: usize, duration: Duration, now: Duration) {
+        if matches!(self.role, Role::Sample(_)) {
+            return;
+        }
+        let ended = now.saturating_sub(self.submitted + self.queued.unwrap_or_default());
+        let chunk = PrefillChunk { begun: ended.saturating_sub(duration), took: duration, tokens: tokens as u32 };
+        match self.chunks.get_mut(CHUNKS_MAX - 1) {
+            Some(last) => (last.took, last.tokens) = (ended.saturating_sub(last.begun), last.tokens + chunk.tokens),
+            None => self.chunks.push(chunk),
+        }
     }
 
     /// Logits wanted of a chunk that ends at `end`.

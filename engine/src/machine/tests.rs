@@ -1,6 +1,7 @@
 //! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
 mod burst;
+mod chunks;
 mod history;
 mod paused;
 mod resumed;
@@ -263,7 +264,7 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         source.act();
         source.run();
         assert_eq!(source.blocks(0).len(), missing.len(), "only what is asked for is sent");
-        assert!(matches!(source.heard[&0].last(), Some(Event::Computed)));
+        assert!(matches!(source.heard[&0].last(), Some(Event::Computed(_))));
         assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks have landed");
         source.machine.cancel(0);
         for (index, payload) in source.blocks(0).into_iter().rev() {
@@ -298,7 +299,7 @@ fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
     world.machine.send_blocks(1, vec![0, 3, 3, 900]);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
-    assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed)).count(), 1);
+    assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
     world.machine.cancel(1);
     world.assert_idle();
 }

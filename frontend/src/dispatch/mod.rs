@@ -15,7 +15,7 @@ use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
     v1::{
         AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Generated, Placement,
-        Reason, Sampling, Scheduled, Started, decode_client::DecodeClient, generate_reply,
+        PrefillChunk, Reason, Sampling, Scheduled, Started, decode_client::DecodeClient, generate_reply,
     },
 };
 use tokio::time::Instant;
@@ -69,12 +69,14 @@ pub(crate) struct Prompt {
     pub(crate) prompt_logprobs: Option<u32>,
 }
 
-/// What is known when the first token is there: of the attempt that led to it. Never changes afterwards.
+/// What is known when the first token is there: of the attempt that led to it. Never changes afterwards, but for the chunks.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
     pub(crate) placement: Placement,
     pub(crate) scheduled: Option<Scheduled>,
     pub(crate) started: Started,
+    /// Empty if they were not told yet.
+    pub(crate) chunks: Vec<PrefillChunk>,
     pub(crate) times: Times,
     pub(crate) first_token_at: Instant,
     /// Attempts before, each with when and why it ended.
@@ -307,7 +309,7 @@ impl Dispatcher {
         let begins_by = limit.map(|limit| Instant::now() + limit + LATE);
         let opening = in_time(begins_by, client.generate(request)).await.ok_or_else(silent)?;
         let mut replies = opening.map_err(failed)?.into_inner();
-        let (mut scheduled, mut started) = (None, None);
+        let (mut scheduled, mut started, mut chunks) = (None, None, Vec::new());
         loop {
             let begins_by = begins_by.filter(|_| scheduled.is_none());
             let reply = in_time(begins_by, replies.message()).await.ok_or_else(silent)?;
@@ -318,6 +320,7 @@ impl Dispatcher {
                 Some(generate_reply::Message::Started(message)) => {
                     (started, times.started_at) = (Some(message), Some(Instant::now()));
                 }
+                Some(generate_reply::Message::Prefilled(message)) => chunks = message.chunks,
                 Some(generate_reply::Message::Failure(failure)) => return Err(Failed::by_worker(failure, &instance_id)),
                 Some(
                     first @ (generate_reply::Message::PromptLogprobs(_)
@@ -326,7 +329,7 @@ impl Dispatcher {
                 ) => {
                     let started = started.unwrap_or_default();
                     let (first_token_at, failed) = (Instant::now(), Vec::new());
-                    let facts = Facts { placement, scheduled, started, times, first_token_at, failed };
+                    let facts = Facts { placement, scheduled, started, chunks, times, first_token_at, failed };
                     return Ok((facts, first, replies));
                 }
                 None => return Err(unreachable()),

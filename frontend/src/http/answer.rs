@@ -134,7 +134,7 @@ impl Run {
         let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
         let logprobs = match piece {
             Piece::Started(_) if echo.with_logprobs => return Ok(None),
-            Piece::Migrated => return Ok(None),
+            Piece::Migrated | Piece::Prefilled(_) => return Ok(None),
             Piece::Started(_) => Vec::new(),
             Piece::PromptLogprobs(logprobs) => logprobs.clone(),
             // The worker was asked for the prompt's logprobs and goes on without.

@@ -3,7 +3,7 @@
 use crate::{
     dispatch::Facts,
     metrics::FrontendMetrics,
-    recent::{FailedAttempt, Finished, Recent, Steps},
+    recent::{Chunk, FailedAttempt, Finished, Recent, Steps},
     stream::{Delta, Piece},
     usage::{CachedSource, PromptUsage, Usage, cached, overlap_blocks, usage},
 };
@@ -118,8 +118,14 @@ impl Progress {
             }
             Piece::Delta(delta) if delta.tokens > 0 => prompt.note_tokens(delta, &self.metrics),
             Piece::Migrated => prompt.migrations += 1,
+            // Whoever goes on for another prefills anew: the timeline is of the attempt that brought the first token.
+            Piece::Prefilled(chunks) if prompt.migrations == 0 => {
+                if let Some(facts) = &mut prompt.facts {
+                    facts.chunks.clone_from(chunks);
+                }
+            }
             Piece::Finished => prompt.ended_at = Some(Instant::now()),
-            Piece::Delta(_) | Piece::PromptLogprobs(_) => {}
+            Piece::Delta(_) | Piece::PromptLogprobs(_) | Piece::Prefilled(_) => {}
         }
     }
 
@@ -194,11 +200,22 @@ impl PromptProgress {
     fn steps(&self, since: Instant) -> Steps {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
+        let scheduled_ms = facts.and_then(|facts| facts.times.scheduled_at).map(ms);
+        // Counted from there, on the worker's clock.
+        let chunks = scheduled_ms.zip(facts).map(|(from, facts)| {
+            let chunk = |chunk: &tandem_proto::v1::PrefillChunk| Chunk {
+                from_ms: from + f64::from(chunk.begun_ms),
+                took_ms: chunk.took_ms.into(),
+                tokens: chunk.tokens,
+            };
+            facts.chunks.iter().map(chunk).collect()
+        });
         let failed = |(at, reason): &(Instant, Reason)| FailedAttempt { at_ms: ms(*at), reason: reason.label() };
         Steps {
             asked_ms: facts.map(|facts| ms(facts.times.asked_at)),
             placed_ms: facts.map(|facts| ms(facts.times.placed_at)),
-            scheduled_ms: facts.and_then(|facts| facts.times.scheduled_at).map(ms),
+            scheduled_ms,
+            chunks: chunks.unwrap_or_default(),
             started_ms: facts.and_then(|facts| facts.times.started_at).map(ms),
             first_token_ms: facts.map(|facts| ms(facts.first_token_at)),
             ended_ms: ms(self.ended_at.unwrap_or_else(Instant::now)),

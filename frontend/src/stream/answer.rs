@@ -148,6 +148,10 @@ impl Samples {
                 self.pieces.push_back(piece);
                 Ok(())
             }
+            generate_reply::Message::Prefilled(prefilled) => {
+                self.pieces.push_back(Piece::Prefilled(prefilled.chunks));
+                Ok(())
+            }
             generate_reply::Message::Failure(failure) => Err(failure.reason()),
             // They belong before the first token and change nothing now: the facts are frozen.
             generate_reply::Message::Scheduled(_) | generate_reply::Message::Started(_) => Ok(()),

@@ -8,11 +8,14 @@ pub(crate) use answer::answers;
 
 use crate::dispatch::Facts;
 use tandem_kv::TokenId;
+use tandem_proto::v1::PrefillChunk;
 
 /// What comes of one prompt.
 pub(crate) enum Piece {
     /// First, once: the first token is there.
     Started(Box<Facts>),
+    /// How the prompt was prefilled, if that comes after the first token.
+    Prefilled(Vec<PrefillChunk>),
     /// Of the prompt's own tokens, when they were asked for; before any sample's pieces.
     PromptLogprobs(Vec<TokenLogprobs>),
     /// More of a sample.

@@ -3,7 +3,7 @@
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_proto::v1::Reason;
+use tandem_proto::v1::{PrefillChunk, Prefilled, Reason, finished::FinishReason, generate_reply};
 
 /// The remembered prompts, once there are so many.
 async fn remembered(cluster: &Cluster, count: usize) -> Vec<Value> {
@@ -57,7 +57,14 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
     cluster.place(cluster.nowhere());
     cluster.place(cluster.remote(2, 16));
     let asked = cluster.ask(COMPLETIONS, completion(json!("a rare wisteria"), json!({ "max_tokens": 5 })));
-    cluster.call().await.answer(Some(32), "lilac").await;
+    let call = cluster.call().await;
+    call.begin(Some(32)).await;
+    call.say(tokens(0, b"lil")).await;
+    // What a prefill worker says of its chunks may come when the answer has begun.
+    let chunks = [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(begun_ms, took_ms, tokens)| PrefillChunk { begun_ms, took_ms, tokens });
+    call.say(generate_reply::Message::Prefilled(Prefilled { chunks: chunks.into() })).await;
+    call.say(tokens(0, b"ac")).await;
+    call.say(finished(0, FinishReason::Length, None)).await;
     let answer = asked.await.expect("it is answered").json().await.1;
     let records = remembered(&cluster, 1).await;
     let record = &records[0];
@@ -87,6 +94,9 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
     let way: Vec<f64> = way.iter().map(|step| steps[step].as_f64().unwrap_or_else(|| panic!("{step} in {steps}"))).collect();
     assert!(way.is_sorted() && way[0] >= 0.0, "{steps}");
     assert!(failed[0]["at_ms"].as_f64().is_some_and(|at| way[0] <= at && at <= way[1]), "{steps}");
+    let scheduled = steps["scheduled_ms"].as_f64().expect("it was");
+    let chunk = |from: f64, took: f64, tokens: u32| json!({ "from_ms": scheduled + from, "took_ms": took, "tokens": tokens });
+    assert_eq!(steps["chunks"], json!([chunk(0.5, 1.0, 64), chunk(1.5, 2.0, 8)]));
     let text = records[0].to_string();
     assert!(!text.contains("wisteria") && !text.contains("lilac"), "{text}");
 }

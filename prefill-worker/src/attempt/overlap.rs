@@ -158,7 +158,7 @@ impl Pair {
     async fn prefill_alone(&self, prompt: Vec<u32>) {
         let mut job = self.submit(prompt).await;
         job.send_blocks(Vec::new()).await;
-        assert!(matches!(job.next().await, Some(Event::Computed)));
+        assert!(matches!(job.next().await, Some(Event::Computed(_))));
     }
 
     async fn submit(&self, prompt: Vec<u32>) -> Job {

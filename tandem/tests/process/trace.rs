@@ -96,6 +96,7 @@ const FACTS: &[&str] = &[
     "tandem.kv_transfer_bytes",
     "tandem.overlap_blocks",
     "tandem.predicted_blocks",
+    "tandem.prefill_chunks",
     "tandem.prefill_worker",
     "tandem.prompt_tokens",
     "tandem.prompts",

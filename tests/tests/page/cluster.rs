@@ -13,6 +13,8 @@ use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tokio::net::TcpListener;
 
+/// Tokens of a prompt in a step, at most.
+pub const CHUNK_BUDGET: u32 = 64;
 const SOON: Duration = Duration::from_secs(60);
 
 /// The parts of a cluster, as tasks. Dropping it stops them.
@@ -45,7 +47,8 @@ impl Parts {
 
     fn engine(&self) -> EngineHandle {
         let settings = EngineSettings {
-            chunk_budget: 512,
+            // Prompts are computed in several steps.
+            chunk_budget: CHUNK_BUDGET,
             batch_max: 64,
             queue_max: 64,
             prefix_caching: true,

@@ -183,9 +183,15 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     assert_eq!(browser.value("document.getElementById('request-title').textContent").await?, format!("Request {request}"));
     let steps = browser.value("[...document.querySelectorAll('#steps tbody tr')].map((row) => row.dataset.phase)").await?;
     assert_eq!(steps, json!(["read", "route", "queue", "prefill", "transfer", "first", "decode"]));
+    let chunks =
+        "[...document.querySelectorAll('#chunks tbody tr')].map((row) => Number(row.lastChild.textContent.replaceAll(',', '')))";
+    let chunks: Vec<u32> = serde_json::from_value(browser.value(chunks).await?)?;
+    // The last may be short, and so is one that shares its step.
+    ensure!(chunks.len() >= 2 && chunks.contains(&cluster::CHUNK_BUDGET), "the slowest prompt's chunks: {chunks:?}");
     browser.press("Tab").await?;
     ensure!(browser.value("document.getElementById('request').contains(document.activeElement)").await? == true);
     if let Ok(folder) = std::env::var("PAGE_SHOTS") {
+        browser.value("document.querySelector('#request details').open = true").await?;
         std::fs::write(format!("{folder}/timeline.png"), browser.picture(false).await?)?;
     }
     browser.press("Escape").await?;

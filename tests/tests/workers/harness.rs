@@ -16,9 +16,9 @@ use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     link::endpoint,
     v1::{
-        DescribeRequest, Failure, Finished, GenerateReply, GenerateRequest, PromptLogprobs, Reason, Sampling, Scheduled, Started,
-        WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient, generate_reply::Message,
-        prefill_client::PrefillClient,
+        DescribeRequest, Failure, Finished, GenerateReply, GenerateRequest, PrefillChunk, PromptLogprobs, Reason, Sampling,
+        Scheduled, Started, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
+        generate_reply::Message, prefill_client::PrefillClient,
     },
 };
 use tokio::net::TcpListener;
@@ -367,6 +367,10 @@ impl Replies {
                     assert!(answer.scheduled.is_some() && answer.started.is_none(), "Started comes once, after Scheduled");
                     answer.started = Some(started);
                 }
+                Message::Prefilled(prefilled) => {
+                    assert!(answer.started.is_some() && answer.chunks.is_none(), "Prefilled comes once, after Started");
+                    answer.chunks = Some(prefilled.chunks);
+                }
                 Message::PromptLogprobs(logprobs) => {
                     assert!(answer.started.is_some() && answer.tokens.is_empty(), "before any token");
                     answer.prompt_logprobs = Some(logprobs);
@@ -393,6 +397,7 @@ impl Replies {
 pub struct Answer {
     pub scheduled: Option<Scheduled>,
     pub started: Option<Started>,
+    pub chunks: Option<Vec<PrefillChunk>>,
     pub prompt_logprobs: Option<PromptLogprobs>,
     pub tokens: BTreeMap<u32, Vec<u32>>,
     pub finished: BTreeMap<u32, Finished>,
@@ -402,6 +407,11 @@ pub struct Answer {
 impl Answer {
     pub fn cached_tokens(&self) -> Option<u32> {
         self.scheduled.as_ref().expect("Scheduled comes always").cached_tokens
+    }
+
+    /// Of all chunks.
+    pub fn prefilled_tokens(&self) -> u32 {
+        self.chunks.iter().flatten().map(|chunk| chunk.tokens).sum()
     }
 
     pub fn kv_transfer_bytes(&self) -> u64 {

@@ -14,8 +14,9 @@ async fn a_prompt_is_counted_cold_then_warm() {
     let cold = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
     assert_eq!((cold.cached_tokens(), cold.kv_transfer_bytes()), (Some(0), 0));
     assert_eq!(cold.scheduled.as_ref().expect("always").cached_tokens_by_tier["device"], 0);
+    assert_eq!(cold.prefilled_tokens(), 99, "the last token is computed with the first step");
     let warm = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
-    assert_eq!(warm.cached_tokens(), Some(96));
+    assert_eq!((warm.cached_tokens(), warm.prefilled_tokens()), (Some(96), 3));
     assert_eq!(warm.scheduled.as_ref().expect("always").cached_tokens_by_tier["device"], 96);
     assert_eq!(warm.tokens, cold.tokens, "the cache never changes the answer");
     assert_eq!(cold.finished[&0].reason(), FinishReason::Length);

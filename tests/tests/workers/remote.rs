@@ -44,7 +44,7 @@ async fn the_prefill_workers_count_is_the_answer_and_only_it_counts() {
 async fn blocks_that_decode_holds_are_not_sent() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let cold = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
-    assert_eq!(cold.kv_transfer_bytes(), 7 * BLOCK_BYTES);
+    assert_eq!((cold.kv_transfer_bytes(), cold.prefilled_tokens()), (7 * BLOCK_BYTES, 99));
     let warm = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
     assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the block that is not full");
     assert_eq!(warm.tokens, cold.tokens);
@@ -53,7 +53,7 @@ async fn blocks_that_decode_holds_are_not_sent() {
     assert_eq!((longer.cached_tokens(), longer.kv_transfer_bytes()), (Some(64), 4 * BLOCK_BYTES));
     // All 97 - 1 tokens are full blocks that decode holds: nothing is sent, and the prefill worker is not waited for.
     let whole = cluster.answer(cluster.remote(prompt(1, 97), 4)).await;
-    assert_eq!((whole.cached_tokens(), whole.kv_transfer_bytes()), (Some(96), 0));
+    assert_eq!((whole.cached_tokens(), whole.kv_transfer_bytes(), whole.chunks), (Some(96), 0, None));
     cluster.idle().await;
 }
 

@@ -21,17 +21,22 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'it had no first token']];
 }
 
+// In which the prompt was computed, if there was more than one. Their clock is the worker's: a little may stand out at the end.
+const chunksOf = ({ chunks }) => (chunks.length > 1 ? chunks : []);
+
 function bars(list, steps) {
   const total = Math.max(steps.ended_ms, 0.001);
   const height = 18 * list.length;
   const chart = svg('svg', { class: 'bars', viewBox: `0 0 1000 ${height}`, preserveAspectRatio: 'none', 'aria-hidden': 'true' });
   list.forEach(([kind, , from, to], index) => {
-    const width = Math.max((1000 * (to - from)) / total, 3);
-    const x = Math.min((1000 * from) / total, 1000 - width);
-    chart.append(
-      svg('rect', { class: 'bar-back', x: 0, y: 18 * index + 2, width: 1000, height: 14 }),
-      svg('rect', { class: `bar bar-${kind}`, x, y: 18 * index + 2, width, height: 14 }),
-    );
+    const bar = (name, from, to, thinner) => {
+      const width = Math.max((1000 * (to - from)) / total, thinner ? 1 : 3);
+      const x = Math.min((1000 * from) / total, 1000 - width);
+      return svg('rect', { class: `bar bar-${name}`, x, y: 18 * index + 2 + thinner, width, height: 14 - 2 * thinner });
+    };
+    const back = svg('rect', { class: 'bar-back', x: 0, y: 18 * index + 2, width: 1000, height: 14 });
+    const parts = kind === 'prefill' ? chunksOf(steps) : [];
+    chart.append(back, bar(kind, from, to, 0), ...parts.map(({ from_ms: at, took_ms: took }) => bar('chunk', at, at + took, 4)));
   });
   for (const { at_ms: at } of steps.failed) {
     chart.append(svg('line', { class: 'failed', x1: (1000 * at) / total, x2: (1000 * at) / total, y1: 0, y2: height }));
@@ -65,18 +70,31 @@ function facts(record) {
   return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
 }
 
+function table(id, columns, rows) {
+  const head = el('tr', {}, ...columns.map((name) => el('th', { scope: 'col' }, name)));
+  return el('div', { class: 'wide' }, el('table', { id }, el('thead', {}, head), el('tbody', {}, ...rows)));
+}
+
+function chunks({ steps }) {
+  const list = chunksOf(steps);
+  if (list.length === 0) return [];
+  const rows = list.map(({ from_ms: from, took_ms: took, tokens }, index) =>
+    el('tr', {}, el('th', { scope: 'row' }, String(index + 1)), el('td', {}, duration(from)), el('td', {}, duration(took)), el('td', {}, count(tokens))));
+  return [el('details', {}, el('summary', {}, `The prefill’s ${list.length} chunks`), table('chunks', ['Chunk', 'From', 'Took', 'Tokens'], rows))];
+}
+
 export function openTimeline(record) {
   const list = phases(record);
   const rows = list.map(([kind, name, from, to, where]) =>
     el('tr', { 'data-phase': kind },
       el('th', { scope: 'row' }, el('i', { class: `swatch bar-${kind}` }), name),
       el('td', {}, duration(from)), el('td', {}, duration(to - from)), el('td', { class: 'left' }, where)));
-  const head = el('tr', {}, ...['Step', 'From', 'Took', 'Where'].map((name) => el('th', { scope: 'col' }, name)));
   byId('request-title').textContent = `Request ${record.request_id}`;
   byId('request-body').replaceChildren(
     bars(list, record.steps),
-    el('div', { class: 'wide' }, el('table', { id: 'steps' }, el('thead', {}, head), el('tbody', {}, ...rows))),
+    table('steps', ['Step', 'From', 'Took', 'Where'], rows),
     facts(record),
+    ...chunks(record),
   );
   byId('request').showModal();
 }

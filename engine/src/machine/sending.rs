@@ -1,0 +1,51 @@
+//! Blocks of prefills that go elsewhere.
+
+use super::{
+    Action, Machine,
+    sequence::{JobId, Role, Sequence},
+};
+use crate::Event;
+
+impl Machine {
+    /// Says which blocks of a prefill to tell; those that are computed are told now.
+    pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>) {
+        indices.sort_unstable_by(|a, b| b.cmp(a));
+        indices.dedup();
+        let mut all = self.running.iter_mut().chain(&mut self.held).chain(&mut self.waiting);
+        let Some(sequence) = all.find(|sequence| sequence.job == job) else { return };
+        let blocks = sequence.target().div_ceil(self.info.block_size as usize);
+        indices.retain(|index| (*index as usize) < blocks);
+        if let Role::Prefill(sending) = &mut sequence.role {
+            sending.wanted.get_or_insert(indices);
+        }
+        tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize);
+        self.tell_sent_prefills();
+    }
+
+    /// Tells the prefills that are computed and of which every block asked for has been told. They keep their blocks until their
+    /// job is dropped, so copies on their way elsewhere never outgrow the cache.
+    pub(super) fn tell_sent_prefills(&mut self) {
+        for sequence in &mut self.held {
+            if let Role::Prefill(sending) = &mut sequence.role
+                && !sending.all_told
+                && sending.wanted.as_ref().is_some_and(Vec::is_empty)
+            {
+                sending.all_told = true;
+                self.actions.push(Action::Tell(sequence.job, Event::Computed(std::mem::take(&mut sequence.chunks))));
+            }
+        }
+    }
+}
+
+/// Asks for the reading of blocks that are wanted and computed, in their order.
+pub(super) fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, block_size: usize) {
+    let finished = match sequence.remaining() {
+        0 => sequence.blocks.len(),
+        _ => sequence.computed / block_size,
+    };
+    let Role::Prefill(sending) = &mut sequence.role else { return };
+    let Some(wanted) = &mut sending.wanted else { return };
+    while let Some(index) = wanted.pop_if(|index| (*index as usize) < finished) {
+        actions.push(Action::Read { job: sequence.job, index, block: sequence.blocks[index as usize] });
+    }
+}

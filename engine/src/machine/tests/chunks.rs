@@ -1,0 +1,48 @@
+//! What a prompt's prefill was cut into.
+
+use super::*;
+use crate::PrefillChunk;
+
+fn chunks(world: &World, job: JobId) -> Vec<PrefillChunk> {
+    let of = |event: &Event| match event {
+        Event::Computed(chunks) => Some(chunks.clone()),
+        Event::Started(started) => Some(started.chunks.clone()),
+        _ => None,
+    };
+    world.heard[&job].iter().find_map(of).expect("it was computed")
+}
+
+/// Milliseconds after its blocks were taken at which each begins, and its tokens.
+fn steps(chunks: &[PrefillChunk]) -> Vec<(u128, u32)> {
+    assert!(chunks.iter().all(|chunk| chunk.took == Duration::from_millis(1)), "the steps of these worlds: {chunks:?}");
+    chunks.iter().map(|chunk| (chunk.begun.as_millis(), chunk.tokens)).collect()
+}
+
+#[test]
+fn chunks_are_the_steps_of_what_was_not_cached() {
+    let mut world = World::new(64, SETTINGS);
+    world.machine.prefill(0, prefill(prompt("cut", 150)), world.now).expect("it fits");
+    world.run();
+    world.machine.send_blocks(0, vec![]);
+    world.act();
+    // A world's clock stands still in a step: that which takes the blocks began a millisecond before them.
+    assert_eq!(steps(&chunks(&world, 0)), [(0, 64), (0, 64), (1, 21)]);
+    world.machine.cancel(0);
+    world.machine.generate(1, generate(prompt("cut", 150), 4), world.now).expect("it fits");
+    world.run();
+    assert_eq!((world.cached(1), steps(&chunks(&world, 1))), (Some(144), vec![(0, 5)]));
+    world.machine.generate(2, generate(prompt("cut", 145), 4), world.now).expect("it fits");
+    world.run();
+    assert_eq!((world.cached(2), chunks(&world, 2)), (Some(144), vec![]), "its last token is no prefill");
+}
+
+#[test]
+fn of_a_long_prompt_the_last_chunk_holds_the_rest() {
+    let mut world = World::new(200, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    world.machine.generate(0, generate(prompt("long", 1_601), 1), world.now).expect("it fits");
+    world.run();
+    let chunks = chunks(&world, 0);
+    assert_eq!((chunks.len(), chunks.iter().map(|chunk| chunk.tokens).sum::<u32>()), (64, 1_600));
+    let last = chunks[63];
+    assert_eq!((last.tokens, last.begun + last.took), (37 * 16, Duration::from_millis(99)));
+}
