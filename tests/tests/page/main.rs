@@ -183,21 +183,38 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     assert_eq!(browser.value("document.getElementById('request-title').textContent").await?, format!("Request {request}"));
     let steps = browser.value("[...document.querySelectorAll('#steps tbody tr')].map((row) => row.dataset.phase)").await?;
     assert_eq!(steps, json!(["read", "route", "queue", "prefill", "transfer", "first", "decode"]));
-    let chunks =
-        "[...document.querySelectorAll('#chunks tbody tr')].map((row) => Number(row.lastChild.textContent.replaceAll(',', '')))";
-    let chunks: Vec<u32> = serde_json::from_value(browser.value(chunks).await?)?;
-    // The last may be short, and so is one that shares its step.
-    ensure!(chunks.len() >= 2 && chunks.contains(&cluster::CHUNK_BUDGET), "the slowest prompt's chunks: {chunks:?}");
     browser.press("Tab").await?;
     ensure!(browser.value("document.getElementById('request').contains(document.activeElement)").await? == true);
     if let Ok(folder) = std::env::var("PAGE_SHOTS") {
-        browser.value("document.querySelector('#request details').open = true").await?;
         std::fs::write(format!("{folder}/timeline.png"), browser.picture(false).await?)?;
     }
     browser.press("Escape").await?;
     browser.until("!document.getElementById('request').open").await?;
     assert_eq!(browser.value(focus).await?, request, "the focus returns to where it was");
     Ok(())
+}
+
+/// In how many steps a prompt was computed, and when.
+async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
+    let remembered: Value = serde_json::from_str(&client.get("/dashboard/requests").await?.1)?;
+    let chunks = |request: &Value| request["steps"]["chunks"].as_array().cloned().unwrap_or_default();
+    let cut = remembered["requests"].as_array().into_iter().flatten().max_by_key(|request| chunks(request).len());
+    let cut = cut.context("there are requests")?;
+    let told: Vec<Value> = chunks(cut).iter().map(|chunk| chunk["tokens"].clone()).collect();
+    ensure!(told.len() > 2 && told.contains(&json!(cluster::CHUNK_BUDGET)), "prompts are longer than a chunk: {told:?}");
+    browser.value(&format!("document.getElementById('filter').value = {}", cut["request_id"])).await?;
+    browser.value("document.getElementById('filter').dispatchEvent(new Event('input'))").await?;
+    browser.value("document.querySelector('#recent tbody button').click()").await?;
+    browser.until("document.getElementById('request').open").await?;
+    browser.value("document.querySelector('#request summary').click()").await?;
+    let shown =
+        "[...document.querySelectorAll('#chunks tbody tr')].map((row) => Number(row.lastChild.textContent.replace(',', '')))";
+    assert_eq!(browser.value(shown).await?, json!(told));
+    if let Ok(folder) = std::env::var("PAGE_SHOTS") {
+        std::fs::write(format!("{folder}/chunks.png"), browser.picture(false).await?)?;
+    }
+    browser.press("Escape").await?;
+    browser.until("!document.getElementById('request').open").await
 }
 
 /// The page says what the frontend answers the command line.
@@ -281,6 +298,7 @@ async fn a_real_browser_shows_the_cluster_as_it_is() -> Result<()> {
     shows_the_cluster(&mut browser, &client).await?;
     shows_the_requests(&mut browser, &client).await?;
     works_by_keyboard(&mut browser).await?;
+    shows_chunks(&mut browser, &client).await?;
     explains(&mut browser, &client).await?;
     fits_every_window(&mut browser).await?;
     assert_eq!(browser.complaints(), [] as [String; 0]);
