@@ -3,17 +3,22 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 
 import numpy
+import tokenizers
 import torch
 import transformers
+import turns
 
-OURS = pathlib.Path(sys.argv[1]).resolve()
+FOLDER = pathlib.Path(sys.argv[1]).resolve()
+OURS = FOLDER / "cuda"
 # Of the logits' size.
 ERROR_MAX = {torch.bfloat16: 1e-2, torch.float16: 3e-3}
 # Two likeliest tokens that are nearer than this are a tie.
@@ -91,6 +96,63 @@ def right(name, config, dtype, folder):
         failures.append(f"transfer: {moved.stdout.strip()}")
     print(f"| {name} | {str(dtype).removeprefix('torch.')} | {worst:.1e} | {'; '.join(failures) or 'equal'} |", flush=True)
     return not failures
+
+
+def clean(folder):
+    """No finding of compute-sanitizer: memory out of bounds, races in shared memory."""
+    for wheel in FOLDER.glob("nvidia_cuda_sanitizer_api-*.whl"):
+        zipfile.ZipFile(wheel).extractall(FOLDER / "sanitizer")
+    tool = next((FOLDER / "sanitizer").glob("**/compute-sanitizer/compute-sanitizer"), None)
+    if tool is None:
+        sys.exit("compute-sanitizer is missing: run bench/gpu.sh build anew")
+    for file in tool.parent.iterdir():
+        file.chmod(0o755)
+    print("\n| compute-sanitizer | Model | Findings |\n|---|---|---|")
+    good = True
+    for name, config, dtype in small_models()[1::2]:
+        model = folder / re.sub(r"\W+", "-", name)
+        random_model(config, dtype).save_pretrained(model)
+        for check in ("memcheck", "racecheck"):
+            command = [tool, "--tool", check, "--error-exitcode", "9", OURS, "exercise", model]
+            try:
+                done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=90)
+                found = "none" if done.returncode == 0 else "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+            except subprocess.TimeoutExpired:
+                found = "not done within 90 s"
+            good &= found == "none"
+            print(f"| {check} | {name} | {found} |", flush=True)
+    return good
+
+
+def tokenizer_file(path, size):
+    """Bytes, and a word for every other id: random weights say nothing anyway."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = letters + [f"Ġ{number}" for number in range(size - len(letters))]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(path))
+
+
+def converse(model):
+    """A prefill and a decode worker on the one card."""
+    tokenizer_file(model / "tokenizer.json", LARGE["vocab_size"])
+    command = [FOLDER / "tandem", "up", "--engine", "cuda", "--model", model, "--prefill-workers", "1", "--prefill", "remote"]
+    command += ["--listen", "127.0.0.1:0", "--log", "error", "--kv-capacity-tokens", "200000"]
+    cluster = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+    try:
+        for line in cluster.stdout:
+            if found := re.search(r"frontend +http://(\S+)", line):
+                break
+        else:
+            print(f"tandem up ended with {cluster.wait()}: its error is above")
+            return False
+        print("\nTwo workers on the one card, Qwen3-8B's shape. ", end="")
+        turns.measure(found[1], turns.shape_of()[1])
+    finally:
+        cluster.kill()
+        cluster.wait()
+    return True
 
 
 def seconds_of(work, rounds=5):
@@ -183,9 +245,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, config, dtype) in enumerate(small_models()):
             good &= right(name, config, dtype, pathlib.Path(folder) / str(i))
+        good &= clean(pathlib.Path(folder))
     large = pathlib.Path(tempfile.mkdtemp())
     try:
         good &= fast(large)
+        good &= converse(large)
     finally:
         shutil.rmtree(large)
     return 0 if good else 1

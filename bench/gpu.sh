@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The CUDA back end on a machine with an NVIDIA GPU: is it right (against transformers), and how fast is it?
-#   bench/gpu.sh build   on a machine with Rust: puts what the other one needs into target/gpu (some 10 MB)
+#   bench/gpu.sh build   on a machine with Rust and pip: puts what the other one needs into target/gpu (some 50 MB)
 #   bench/gpu.sh         on the machine with the GPU, which needs Python with torch, transformers and safetensors, and no network:
 #                        under eight minutes; prints a table, and exits with 1 when something is not right or not as fast as it should be
 # BENCH_PYTHON: that Python [default: python3]. BENCH_LAYERS: layers of the model whose speed is measured [default: 36, as Qwen3-8B has].
@@ -12,11 +12,16 @@ if [ "${1:-}" = build ]; then
         sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
     mkdir -p target/gpu
     cp "$ours" target/gpu/cuda
-    strip target/gpu/cuda
+    cargo build --release --locked -p tandem
+    cp target/release/tandem target/gpu/tandem
+    strip target/gpu/cuda target/gpu/tandem
+    # compute-sanitizer, as it comes: unpacked it is three times as large.
+    rm -f target/gpu/*.whl
+    python3 -m pip download -q --no-deps -d target/gpu nvidia-cuda-sanitizer-api==13.0.85
     ls -l target/gpu
     exit
 fi
-[ -x target/gpu/cuda ] || { echo "bench/gpu.sh: target/gpu/cuda is missing: run bench/gpu.sh build on a machine with Rust" >&2; exit 1; }
+[ -x target/gpu/cuda ] && [ -x target/gpu/tandem ] || { echo "bench/gpu.sh: target/gpu is not complete: run bench/gpu.sh build on a machine with Rust" >&2; exit 1; }
 python=${BENCH_PYTHON:-python3}
 # Where pip's wheels have NVRTC and cuBLASLt.
 libraries=$("$python" - <<'PYTHON'
@@ -26,4 +31,4 @@ print(":".join(path for root in sorted(roots) for path in sorted(glob.glob(root 
 PYTHON
 )
 export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-exec "$python" bench/gpu.py target/gpu/cuda
+exec "$python" bench/gpu.py target/gpu

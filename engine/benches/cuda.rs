@@ -3,6 +3,7 @@
 //! - `cuda logits MODEL TOKENS CHUNK OUT`: computes the tokens (separated by commas) of a model's directory in chunks of so many, writes the
 //!   logits of all of them to OUT (four bytes each), then prints 32 tokens that follow greedily, computed one by one.
 //! - `cuda speed MODEL`: prints a line of JSON for each workload, with the median seconds of its rounds.
+//! - `cuda exercise MODEL`: a little of everything: chunks, draws of every kind, moved blocks. For compute-sanitizer.
 //! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through the host, and compares bytes and what is decoded from them.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
@@ -36,7 +37,8 @@ fn main() -> ExitCode {
     let outcome = match arguments[..] {
         ["logits", model, tokens, chunk, out] => logits(model, tokens, chunk, out),
         ["speed", model] => speed(model),
-        ["transfer", model] => transfer(model),
+        ["transfer", model] => load(model).and_then(|model| transfer(&model)),
+        ["exercise", model] => exercise(model),
         _ => {
             println!("see bench/gpu.sh, which runs this on a machine with a GPU");
             Ok(())
@@ -172,9 +174,27 @@ fn speed(model: &str) -> Outcome<()> {
     Ok(())
 }
 
-fn transfer(model: &str) -> Outcome<()> {
+fn exercise(model: &str) -> Outcome<()> {
     let model = load(model)?;
-    let (mut from, mut to) = (engine(&model, 1_024)?, engine(&model, 1_024)?);
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+    let drawn = Sampling { temperature: 0.8, top_p: 0.95, top_k: 40, min_p: 0.01, ..Sampling::default() };
+    let (logprobs, logit_bias) = (Some(3), [(7, 1.5)].into());
+    let penalised = Sampling {
+        frequency_penalty: 0.3,
+        presence_penalty: 0.2,
+        repetition_penalty: 1.1,
+        logprobs,
+        logit_bias,
+        ..drawn.clone()
+    };
+    for (batch, sampling) in [(1, &greedy), (3, &drawn), (3, &penalised)] {
+        decode(&model, batch, 150, sampling)?;
+    }
+    transfer(&model)
+}
+
+fn transfer(model: &CudaModel) -> Outcome<()> {
+    let (mut from, mut to) = (engine(model, 1_024)?, engine(model, 1_024)?);
     let tokens: Vec<TokenId> = (0..200).map(|token| token * 7 % 90).collect();
     let (here, there) = (blocks(0, 200), blocks(20, 200));
     prefill(&mut *from, &tokens[..199], &here)?;
