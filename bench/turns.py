@@ -2,7 +2,7 @@
 
     python3 bench/turns.py http://127.0.0.1:8000
 
-Prompts are token ids, so any model will do; every turn sends all that was said before. The words of an answer are stood in by others of
+Prompts are token ids, so any model that has so many (--vocabulary) will do; every turn sends all that was said before. The words of an answer are stood in by others of
 the same number: prefill workers have not computed them, whatever they are. Times are the client's.
 """
 

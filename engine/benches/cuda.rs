@@ -149,6 +149,9 @@ fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) 
                 other => return Err(format!("a sequence ended with {other:?}").into()),
             }
         }
+        drop(jobs);
+        // Its thread must not be in the driver when the process ends.
+        engine.wait_for_load(|load| load.in_use_blocks == 0).await;
         Ok(median(told.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
     })
 }
