@@ -202,8 +202,10 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     let cut = cut.context("there are requests")?;
     let told: Vec<Value> = chunks(cut).iter().map(|chunk| chunk["tokens"].clone()).collect();
     ensure!(told.len() > 2 && told.contains(&json!(cluster::CHUNK_BUDGET)), "prompts are longer than a chunk: {told:?}");
-    browser.value(&format!("document.getElementById('filter').value = {}", cut["request_id"])).await?;
-    browser.value("document.getElementById('filter').dispatchEvent(new Event('input'))").await?;
+    let filter = |by: &Value| {
+        format!("filter = document.getElementById('filter'), filter.value = {by}, filter.dispatchEvent(new Event('input'))")
+    };
+    browser.value(&filter(&cut["request_id"])).await?;
     browser.value("document.querySelector('#recent tbody button').click()").await?;
     browser.until("document.getElementById('request').open").await?;
     browser.value("document.querySelector('#request summary').click()").await?;
@@ -214,7 +216,10 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
         std::fs::write(format!("{folder}/chunks.png"), browser.picture(false).await?)?;
     }
     browser.press("Escape").await?;
-    browser.until("!document.getElementById('request').open").await
+    browser.until("!document.getElementById('request').open").await?;
+    // Others look at the whole list.
+    browser.value(&filter(&json!(""))).await?;
+    Ok(())
 }
 
 /// The page says what the frontend answers the command line.
