@@ -70,7 +70,7 @@ pub(crate) struct Steps {
     pub(crate) failed: Vec<FailedAttempt>,
 }
 
-/// One step's part of a prompt.
+/// One step's part of a prompt; the 64th is of all steps from there on.
 #[derive(Debug, Serialize)]
 pub(crate) struct Chunk {
     pub(crate) from_ms: f64,

@@ -271,7 +271,7 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 
-    /// Requests that the page /dashboard remembers, with their tokens, workers and times, never their text; less than a kilobyte each.
+    /// Requests that the page /dashboard remembers, with their tokens, workers and times, never their text; a few kilobytes each at most.
     /// 0: there is no such page
     #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=4_096))]
     pub dashboard_requests: u32,
