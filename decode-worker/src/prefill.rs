@@ -47,20 +47,20 @@ impl Prefill {
         Ok(Self { instance_id, requests, replies })
     }
 
-    /// The next thing said. A stream that breaks or says nothing of use is a lost worker. Cancel-safe.
+    /// The next thing said that this build knows. A stream that breaks is a lost worker. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Said, Ended> {
-        let message = match self.replies.message().await {
-            Ok(reply) => reply.and_then(|reply| reply.message),
-            Err(status) => {
+        loop {
+            let reply = self.replies.message().await.unwrap_or_else(|status| {
                 tracing::debug!(%status, "the prefill stream broke");
                 None
-            }
-        };
-        match message {
-            Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
-            Some(prefill_reply::Message::Done(done)) => Ok(Said::Done(done)),
-            Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
-            None => Err(self.lost()),
+            });
+            return match reply.ok_or_else(|| self.lost())?.message {
+                Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
+                Some(prefill_reply::Message::Done(done)) => Ok(Said::Done(done)),
+                Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
+                // Of a kind that came after this build.
+                None => continue,
+            };
         }
     }
 

@@ -125,7 +125,9 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
             }
             Some(Event::Computed(chunks)) => {
                 span.event("computed", &[]);
-                span.set("tandem.prefill_chunks", chunks.len() as u64);
+                if !chunks.is_empty() {
+                    span.set("tandem.prefill_chunks", chunks.len() as u64);
+                }
                 break chunks;
             }
             _ => return Err(Ended::Engine),

@@ -3,12 +3,14 @@
 //! [`UpSettings`] is the list of settings; a role that runs as a process takes some of them and adds its own. A key of the file is the flag of that name, put before the user's own
 //! flags and left out where the environment sets it, so one parser reads, checks and explains all of them.
 
+mod choices;
 mod discovery;
 mod events;
 mod roles;
 mod sim;
 mod telemetry;
 
+pub use choices::{EngineKind, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
 pub(crate) use roles::{CLUSTER, address};
@@ -21,7 +23,7 @@ use crate::{
     model::{Source, StoreSettings},
     top::TopArgs,
 };
-use clap::{Args, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind};
+use clap::{Args, FromArgMatches, Parser, Subcommand, error::ErrorKind};
 use serde::Serialize;
 use std::{
     ffi::{OsStr, OsString},
@@ -308,48 +310,6 @@ pub struct UpSettings {
     #[command(flatten)]
     #[serde(flatten)]
     pub telemetry: TelemetryFlags,
-}
-
-/// What computes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EngineKind {
-    /// This machine's CPU
-    #[default]
-    Cpu,
-    /// An NVIDIA GPU; not run on one yet (docs/adr/013-cuda.md)
-    Cuda,
-    /// No model: deterministic text, times from a cost model
-    Sim,
-}
-
-/// Where prompts are computed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PrefillPlace {
-    /// Wherever the first token is estimated to come first
-    #[default]
-    Auto,
-    /// Always on a prefill worker
-    Remote,
-    /// Always on the decode worker
-    Local,
-}
-
-/// How workers are chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[clap(rename_all = "snake_case")]
-#[serde(rename_all = "snake_case")]
-pub enum PolicyName {
-    /// The least estimated time to the first token
-    #[default]
-    KvAware,
-    /// The least pending work
-    LeastLoaded,
-    /// One after the other
-    RoundRobin,
-    /// By chance
-    Random,
 }
 
 fn header_name(text: &str) -> Result<String, &'static str> {

@@ -277,6 +277,8 @@ impl Machine {
 
     fn push_back(&mut self, mut sequence: Sequence) {
         release(&mut self.cache, &mut sequence);
+        // What they computed is computed anew, or found.
+        sequence.chunks.clear();
         self.preemptions += 1;
         self.wait_again(sequence);
     }

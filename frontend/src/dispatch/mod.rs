@@ -313,7 +313,7 @@ impl Dispatcher {
         loop {
             let begins_by = begins_by.filter(|_| scheduled.is_none());
             let reply = in_time(begins_by, replies.message()).await.ok_or_else(silent)?;
-            match reply.map_err(failed)?.and_then(|reply| reply.message) {
+            match reply.map_err(failed)?.ok_or_else(unreachable)?.message {
                 Some(generate_reply::Message::Scheduled(message)) => {
                     (scheduled, times.scheduled_at) = (Some(message), Some(Instant::now()));
                 }
@@ -332,7 +332,8 @@ impl Dispatcher {
                     let facts = Facts { placement, scheduled, started, chunks, times, first_token_at, failed };
                     return Ok((facts, first, replies));
                 }
-                None => return Err(unreachable()),
+                // Of a kind that came after this build.
+                None => {}
             }
         }
     }
@@ -353,15 +354,18 @@ impl Attempt {
         if let Some(first) = self.first.take() {
             return Ok(first);
         }
-        let reply = tokio::select! {
-            biased;
-            reply = self.replies.message() => reply.map_err(|status| failed_by(&status, &self.instance_id))?,
-            never = self.route.keep(prompt) => match never {},
-        };
-        match reply.and_then(|reply| reply.message) {
-            Some(generate_reply::Message::Failure(failure)) => Err(Failed::by_worker(failure, &self.instance_id)),
-            Some(reply) => Ok(reply),
-            None => Err(self.failed(Reason::Unspecified)),
+        loop {
+            let reply = tokio::select! {
+                biased;
+                reply = self.replies.message() => reply.map_err(|status| failed_by(&status, &self.instance_id))?,
+                never = self.route.keep(prompt) => match never {},
+            };
+            match reply.ok_or_else(|| self.failed(Reason::Unspecified))?.message {
+                Some(generate_reply::Message::Failure(failure)) => return Err(Failed::by_worker(failure, &self.instance_id)),
+                Some(message) => return Ok(message),
+                // Of a kind that came after this build.
+                None => {}
+            }
         }
     }
 

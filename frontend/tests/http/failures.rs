@@ -83,6 +83,22 @@ async fn a_worker_that_closes_without_a_word_is_a_failed_attempt() {
 }
 
 #[tokio::test]
+async fn messages_of_kinds_that_came_later_are_skipped() {
+    let mut cluster = Cluster::start().await;
+    let reply = cluster.ask(CHAT, chat(json!({})));
+    let call = cluster.call().await;
+    call.say_something_new().await;
+    call.begin(Some(0)).await;
+    call.say_something_new().await;
+    call.say(tokens(0, b"a")).await;
+    call.say_something_new().await;
+    call.say(finished(0, FinishReason::Length, None)).await;
+    let (status, body) = soon(reply).await.expect("the client lives").json().await;
+    assert_eq!((status, &body["choices"][0]["message"]["content"]), (StatusCode::OK, &json!("a")));
+    assert!(cluster.no_call(), "one attempt");
+}
+
+#[tokio::test]
 async fn what_can_never_run_is_refused_and_not_tried_again() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({})));

@@ -347,6 +347,11 @@ impl Call {
         self.replies.send(Ok(GenerateReply { message: Some(message) })).await.ok();
     }
 
+    /// What a later build may say, and this one does not know.
+    pub async fn say_something_new(&self) {
+        self.replies.send(Ok(GenerateReply { message: None })).await.ok();
+    }
+
     pub async fn break_off(self, status: Status) {
         self.replies.send(Err(status)).await.ok();
     }

@@ -4,13 +4,13 @@ use crate::harness::{Cluster, SOON, Setup, prompt};
 use std::time::Duration;
 use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{
-    PrefillReply, PrefillRequest, PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message, prefill_reply,
-    prefill_request,
+    Failure, PrefillReply, PrefillRequest, PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message, prefill_reply,
+    prefill_request, prefill_server,
 };
 use tandem_transfer::{Tcp, TransferError, Transport};
-use tokio::sync::mpsc;
+use tokio::{net::TcpListener, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
 /// A decode worker that the test plays.
 struct Played {
@@ -82,6 +82,33 @@ async fn a_prefill_worker_that_is_not_there_is_lost() {
     let mut request = cluster.remote(prompt(1, 50), 1);
     request.prefill = Some(nowhere);
     assert_eq!(cluster.failure(request).await, (Reason::PrefillLost, "nobody".to_owned()));
+    cluster.decode.idle().await;
+}
+
+/// A prefill worker of a later build: it says something new, and then that it leaves.
+struct Later;
+
+#[tonic::async_trait]
+impl prefill_server::Prefill for Later {
+    type PrefillStream = tokio_stream::Iter<std::vec::IntoIter<Result<PrefillReply, Status>>>;
+
+    async fn prefill(&self, _: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
+        let leaves = prefill_reply::Message::Failure(Failure { reason: Reason::Draining.into(), ..Failure::default() });
+        let replies = [None, Some(leaves)].map(|message| Ok(PrefillReply { message }));
+        Ok(Response::new(tokio_stream::iter(replies.to_vec())))
+    }
+}
+
+#[tokio::test]
+async fn what_a_later_prefill_worker_says_besides_is_skipped() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let address = listener.local_addr().expect("it is bound").to_string();
+    let later = Server::builder().add_service(prefill_server::PrefillServer::new(Later));
+    tokio::spawn(later.serve_with_incoming(tandem_proto::link::incoming(listener)));
+    let mut request = cluster.remote(prompt(1, 50), 1);
+    request.prefill = Some(WorkerRef { instance_id: "later".to_owned(), address, worker_id: String::new() });
+    assert_eq!(cluster.failure(request).await, (Reason::Draining, "later".to_owned()));
     cluster.decode.idle().await;
 }
 

@@ -46,3 +46,20 @@ fn of_a_long_prompt_the_last_chunk_holds_the_rest() {
     let last = chunks[63];
     assert_eq!((last.tokens, last.begun + last.took), (37 * 16, Duration::from_millis(99)));
 }
+
+#[test]
+fn what_was_pushed_back_tells_the_steps_after_it() {
+    let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    let mut grows = generate(prompt("grows", 60), 30);
+    grows.samples = 2;
+    world.machine.generate(0, grows, world.now).expect("it fits");
+    world.machine.prefill(1, prefill(prompt("pushed back", 110)), world.now).expect("it fits");
+    world.run();
+    assert!(world.machine.preemptions > 0, "somebody ran out of blocks");
+    world.machine.send_blocks(1, vec![]);
+    world.act();
+    let computed: u32 = chunks(&world, 1).iter().map(|chunk| chunk.tokens).sum();
+    assert!((1..=109).contains(&computed), "{computed} tokens of 109 computed, by what is told");
+    world.machine.cancel(1);
+    world.assert_idle();
+}

@@ -21,7 +21,7 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'it had no first token']];
 }
 
-// In which the prompt was computed, if there was more than one. Their clock is the worker's: a little may stand out at the end.
+// In which the prompt was computed, if there was more than one; workers tell 64, the last of which holds the rest. Their clock is the worker's: a little may stand out at the end.
 const chunksOf = ({ chunks }) => (chunks.length > 1 ? chunks : []);
 
 function bars(list, steps) {
@@ -79,8 +79,9 @@ function chunks({ steps }) {
   const list = chunksOf(steps);
   if (list.length === 0) return [];
   const rows = list.map(({ from_ms: from, took_ms: took, tokens }, index) =>
-    el('tr', {}, el('th', { scope: 'row' }, String(index + 1)), el('td', {}, duration(from)), el('td', {}, duration(took)), el('td', {}, count(tokens))));
-  return [el('details', {}, el('summary', {}, `The prefill’s ${list.length} chunks`), table('chunks', ['Chunk', 'From', 'Took', 'Tokens'], rows))];
+    el('tr', {}, el('th', { scope: 'row' }, index < 63 ? String(index + 1) : '64 and later'), el('td', {}, duration(from)), el('td', {}, duration(took)), el('td', {}, count(tokens))));
+  const many = list.length < 64 ? String(list.length) : '64 or more';
+  return [el('details', {}, el('summary', {}, `The prefill’s ${many} chunks`), table('chunks', ['Chunk', 'From', 'Took', 'Tokens'], rows))];
 }
 
 export function openTimeline(record) {

@@ -1,0 +1,53 @@
+//! Blocks of prefills that go elsewhere.
+
+use super::*;
+
+#[test]
+fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
+    let mut world = World::new(64, SETTINGS);
+    world.machine.prefill(0, prefill(prompt("held", 50)), world.now).expect("the job fits");
+    world.run();
+    assert_eq!(world.machine.load().in_use_blocks, 4, "held until somebody says what to send");
+    world.machine.cancel(0);
+    world.assert_idle();
+    assert_eq!(world.machine.load().cached_blocks, 3, "what was computed stays cached");
+    world.machine.prefill(1, prefill(prompt("held", 50)), world.now).expect("the job fits");
+    world.run();
+    assert_eq!(world.cached(1), Some(48));
+    world.machine.send_blocks(1, vec![0, 3, 3, 900]);
+    world.act();
+    assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
+    assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
+    world.machine.cancel(1);
+    world.assert_idle();
+}
+
+#[test]
+fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
+    let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    let mut grows = generate(prompt("grows", 60), 30);
+    grows.samples = 2;
+    world.machine.generate(0, grows, world.now).expect("the job fits");
+    world.machine.prefill(1, prefill(prompt("pushed back", 110)), world.now).expect("the job fits");
+    while world.machine.preemptions == 0 {
+        assert!(world.step(), "somebody runs out of blocks");
+    }
+    assert!(world.blocks(1).is_empty() && world.machine.held.is_empty());
+    world.machine.send_blocks(1, (0..5).collect());
+    world.run();
+    assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+    world.machine.cancel(1);
+    world.assert_idle();
+}
+
+#[test]
+fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
+    let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
+    world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
+    world.step();
+    world.machine.send_blocks(0, (0..6).collect());
+    world.act();
+    assert_eq!(world.blocks(0).len(), 2, "one chunk of two blocks is computed");
+    world.step();
+    assert_eq!(world.blocks(0).len(), 4);
+}
