@@ -3,9 +3,9 @@
 use crate::TokenLogprobs;
 use bytes::Bytes;
 use std::time::Duration;
-use tandem_kv::TokenId;
+use tandem_kv::{BlockId, TokenId};
 
-/// What a job hears, in this order: `Scheduled` or `Reserved`, (`Blocks`…`Computed` | `Started`, `PromptLogprobs`?, `Token`…, one `Finished` a sample).
+/// What a job hears, in this order: `Scheduled` or `Reserved`, (`Block`… or `Ready`…, `Computed` | `Started`, `PromptLogprobs`?, `Token`…, one `Finished` a sample).
 /// `Revoked` (before `Started`) and `Failed` may come at any time and are the last.
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -28,6 +28,8 @@ pub enum Event {
         /// Its KV.
         payload: Bytes,
     },
+    /// Prefill: finished blocks that [`crate::Job::show_blocks`] asked for: index from the prompt's start, and place in the KV memory.
+    Ready(Vec<(u32, BlockId)>),
     /// Prefill: all is computed, chunk by chunk, and every block asked for has been told. The blocks are held until the job is dropped.
     Computed(Vec<PrefillChunk>),
     /// The prompt's KV is all here.

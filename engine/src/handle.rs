@@ -4,8 +4,13 @@
 //! which there is always room for them: a generation whose listener is behind pauses before its next token, and a prefill tells each of
 //! its blocks once, all of which it holds. So a slow listener holds up nobody else, loses nothing, and costs a bounded memory.
 
+mod arrival;
+
+pub use arrival::Arrival;
+
 use crate::machine::{Action, JobId, Machine};
-use crate::{Engine, EngineError, EngineInfo, Event, Generate, Prefill, Refusal};
+use crate::{Engine, EngineError, EngineInfo, Event, Generate, KvMemory, Prefill, Refusal};
+use arrival::Ended;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -42,6 +47,7 @@ pub struct EngineHandle {
     info: Arc<EngineInfo>,
     commands: mpsc::Sender<Command>,
     wake: Arc<Notify>,
+    kv_memory: Option<Arc<dyn KvMemory>>,
     load: watch::Receiver<Load>,
     at_work: watch::Receiver<Option<Instant>>,
     step_max: Duration,
@@ -68,8 +74,10 @@ const BATCHES_MAX: usize = 1_024;
 enum Command {
     Prefill(Prefill, oneshot::Sender<Result<Accepted, Refusal>>),
     Generate(Generate, oneshot::Sender<Result<Accepted, Refusal>>),
-    SendBlocks(JobId, Vec<u32>),
+    SendBlocks { job: JobId, indices: Vec<u32>, by_place: bool },
     Write { ticket: u64, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
+    Begin { ticket: u64, indices: Vec<u32>, reply: oneshot::Sender<Result<Arrival, WriteRefused>> },
+    Confirm(u64),
     Watch(oneshot::Sender<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)>),
 }
 
@@ -100,7 +108,7 @@ impl EngineHandle {
     }
 
     fn new(engine: Box<dyn Engine>, settings: EngineSettings, seed: u64) -> (Self, Driver) {
-        let info = engine.describe();
+        let (info, kv_memory) = (engine.describe(), engine.kv_memory());
         let machine = Machine::new(info.clone(), settings, seed);
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let (load, watched) = watch::channel(machine.load());
@@ -114,6 +122,7 @@ impl EngineHandle {
             unheard_max: (settings.unheard_max as usize).max(1),
             next_job: 0,
             wake: Arc::clone(&wake),
+            ended: Ended::default(),
             batches: broadcast::Sender::new(BATCHES_MAX),
             load,
             at_work,
@@ -121,7 +130,8 @@ impl EngineHandle {
             is_lost: false,
         };
         let (info, go_on_at) = (Arc::new(info), driver.unheard_max / 2);
-        (Self { info, commands, wake, load: watched, at_work: working, step_max: settings.step_max, go_on_at }, driver)
+        let (load, at_work, step_max) = (watched, working, settings.step_max);
+        (Self { info, commands, wake, kv_memory, load, at_work, step_max, go_on_at }, driver)
     }
 
     /// What the engine is.
@@ -150,6 +160,22 @@ impl EngineHandle {
     pub async fn write_block(&self, ticket: u64, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
         self.ask(write).await.unwrap_or(Err(WriteRefused))
+    }
+
+    /// The KV memory for others than the engine's thread, if there is such a thing.
+    pub fn kv_memory(&self) -> Option<&Arc<dyn KvMemory>> {
+        self.kv_memory.as_ref()
+    }
+
+    /// The right to write blocks under a ticket beside the steps, by way of [`EngineHandle::kv_memory`]: all of them, or none.
+    pub async fn begin_arrival(&self, ticket: u64, indices: Vec<u32>) -> Result<Arrival, WriteRefused> {
+        self.ask(|reply| Command::Begin { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused))
+    }
+
+    /// What was written beside the steps was what it should be: the prompt starts, if all is there.
+    pub async fn confirm(&self, ticket: u64) {
+        // The engine being gone shows as the end of the events.
+        let _ = self.commands.send(Command::Confirm(ticket)).await;
     }
 
     /// The cache as it is, and every batch after it: a batch's events with ids up to the snapshot's are in the snapshot.
@@ -204,7 +230,12 @@ impl Job {
     /// Prefill: tells these blocks as [`Event::Block`] as soon as each is computed. Once a job.
     pub async fn send_blocks(&self, block_indices: Vec<u32>) {
         // The engine being gone shows as the end of the events.
-        let _ = self.commands.send(Command::SendBlocks(self.id, block_indices)).await;
+        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, by_place: false }).await;
+    }
+
+    /// Prefill: tells these blocks as [`Event::Ready`] as soon as they are computed, instead.
+    pub async fn show_blocks(&self, block_indices: Vec<u32>) {
+        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, by_place: true }).await;
     }
 }
 
@@ -242,6 +273,7 @@ struct Driver {
     unheard_max: usize,
     next_job: JobId,
     wake: Arc<Notify>,
+    ended: Ended,
     batches: broadcast::Sender<Arc<KvBatch>>,
     load: watch::Sender<Load>,
     /// Since when it has been at what it does now; `None` while it waits for something to do.
@@ -260,6 +292,7 @@ impl Driver {
                 let Ok(command) = self.commands.try_recv() else { break };
                 self.obey(command);
             }
+            self.end_arrivals();
             self.look_after_listeners();
             // One look at the clock: what is not yet due for the plan is due after it.
             let now = self.now();
@@ -329,7 +362,17 @@ impl Driver {
                 let room = self.unheard_max + 2 * samples;
                 self.accept(reply, room, self.unheard_max, |machine, job| machine.generate(job, generate, now));
             }
-            Command::SendBlocks(job, indices) => self.machine.send_blocks(job, indices),
+            Command::SendBlocks { job, indices, by_place } => self.machine.send_blocks(job, indices, by_place),
+            Command::Begin { ticket, indices, reply } => {
+                let begun = self.machine.begin_arrival(ticket, &indices, now);
+                let (ended, wake) = (self.ended.clone(), Arc::clone(&self.wake));
+                // If nobody takes it, it ends at once.
+                let _ = reply.send(begun.map(|blocks| Arrival::new(ticket, indices, blocks, ended, wake)));
+            }
+            Command::Confirm(ticket) => {
+                self.end_arrivals();
+                self.machine.confirm(ticket, now);
+            }
             Command::Write { ticket, index, payload, reply } => {
                 let target = self.machine.write(ticket, index, payload.len(), now);
                 let written = target.and_then(|block| match self.engine.write_block(block, &payload) {
@@ -371,6 +414,12 @@ impl Driver {
         });
         // If the caller has gone, so has the receiver, and the job is cancelled as a dropped one.
         let _ = reply.send(accepted);
+    }
+
+    fn end_arrivals(&mut self) {
+        for (ticket, indices, whole) in self.ended.take() {
+            self.machine.end_arrival(ticket, &indices, whole);
+        }
     }
 
     /// Jobs that nobody listens to any more are cancelled; those whose listeners are behind pause, and go on when these have caught up.

@@ -9,17 +9,19 @@ pub mod cuda;
 mod event;
 mod handle;
 mod machine;
+mod memory;
 mod request;
 mod sampling;
 pub mod sim;
 
 pub use chunk::ChunkError;
 pub use event::{Event, FinishReason, PrefillChunk, Started};
-pub use handle::{EngineHandle, EngineSettings, Job, WriteRefused};
+pub use handle::{Arrival, EngineHandle, EngineSettings, Job, WriteRefused};
+pub use memory::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{Draw, Drawn, Sampling, TokenLogprob, TokenLogprobs};
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, TokenId};
 
 /// A device that holds a model and the KV memory of one worker.
@@ -44,6 +46,12 @@ pub trait Engine: Send + 'static {
 
     /// Copies one block's KV in. `bytes` has `block_bytes`.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
+
+    /// The KV memory for others than the thread that makes the steps, where it can be had: blocks that nobody computes on may be copied
+    /// from and to there meanwhile.
+    fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
+        None
+    }
 
     /// Copies one block's KV to another.
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {

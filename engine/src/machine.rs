@@ -5,6 +5,7 @@
 //! All prompts are cut the same way: `Prefill` and `Prompt` sequences compute all tokens but the last, samples compute the rest.
 
 mod admission;
+mod landing;
 mod rates;
 mod sending;
 mod sequence;
@@ -12,9 +13,8 @@ mod sequence;
 mod tests;
 
 use crate::sampling::{Sampler, logprobs};
-use crate::{
-    Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, WriteRefused, mix,
-};
+use crate::{Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, mix};
+use landing::{Arriving, release};
 use rates::Rates;
 use sending::tell_finished_blocks;
 pub(crate) use sequence::JobId;
@@ -57,6 +57,8 @@ pub(crate) struct Machine {
     waiting: VecDeque<Sequence>,
     /// With blocks; their KV comes from elsewhere.
     reserved: Vec<Sequence>,
+    /// Blocks of reservations that are gone, which somebody still writes into.
+    arriving: Arriving,
     /// In steps, the oldest first.
     running: Vec<Sequence>,
     /// Prefills that are computed, until their jobs are dropped.
@@ -88,6 +90,7 @@ impl Machine {
             cache,
             waiting: VecDeque::new(),
             reserved: Vec::new(),
+            arriving: Arriving::default(),
             running: Vec::new(),
             held: Vec::new(),
             live: BTreeMap::new(),
@@ -101,7 +104,10 @@ impl Machine {
 
     /// Ends a job wherever it is; it hears nothing more.
     pub fn cancel(&mut self, job: JobId) {
-        for list in [&mut self.reserved, &mut self.running, &mut self.held] {
+        for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
+            self.arriving.keep(&mut self.cache, &mut sequence);
+        }
+        for list in [&mut self.running, &mut self.held] {
             for mut sequence in list.extract_if(.., |sequence| sequence.job == job) {
                 release(&mut self.cache, &mut sequence);
             }
@@ -114,34 +120,6 @@ impl Machine {
     pub fn pause(&mut self, job: JobId, behind: bool) {
         let all = self.reserved.iter_mut().chain(&mut self.running).chain(&mut self.waiting);
         all.filter(|sequence| sequence.job == job).for_each(|sequence| sequence.paused = behind);
-    }
-
-    /// Where a block that comes from elsewhere is to be written; it counts as landed from now on.
-    pub fn write(&mut self, ticket: u64, index: u32, len_bytes: usize, now: Duration) -> Result<BlockId, WriteRefused> {
-        let place = self.reserved.iter_mut().position(|sequence| remote(sequence).ticket == ticket).ok_or(WriteRefused)?;
-        let remote = remote(&mut self.reserved[place]);
-        let missing = remote.missing.iter().position(|missing| *missing == index).ok_or(WriteRefused)?;
-        if len_bytes != self.info.block_bytes {
-            return Err(WriteRefused);
-        }
-        remote.missing.swap_remove(missing);
-        remote.first_write.get_or_insert(now);
-        remote.bytes += len_bytes as u64;
-        Ok(self.reserved[place].blocks[index as usize])
-    }
-
-    /// What was to be written under the ticket so far is in its place: full blocks with none missing before them are offered to
-    /// the cache, and the prompt starts after its last one.
-    pub fn landed(&mut self, ticket: u64, now: Duration) {
-        let Some(place) = self.reserved.iter_mut().position(|sequence| remote(sequence).ticket == ticket) else { return };
-        let mut sequence = self.reserved.remove(place);
-        let next = remote(&mut sequence).missing.iter().min().copied();
-        sequence.computed = next.map_or(sequence.target(), |next| (next * self.info.block_size) as usize);
-        self.commit(&mut sequence);
-        match next {
-            Some(_) => self.reserved.insert(place, sequence),
-            None => self.fork(sequence, now),
-        }
     }
 
     /// Takes in what fits and says what to compute next; `None` when there is nothing to do.
@@ -425,7 +403,10 @@ impl Machine {
     pub fn check_invariants(&self) {
         self.cache.check_invariants();
         let with_blocks = || self.reserved.iter().chain(&self.running).chain(&self.held);
-        let held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
+        let mut held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
+        for block in self.arriving.blocks() {
+            assert!(held.insert(*block), "what is still written into is nobody else's");
+        }
         assert_eq!(held.len() as u32, self.cache.counts().in_use, "blocks in use are those of sequences");
         assert!(self.waiting.iter().all(|sequence| sequence.blocks.is_empty()), "who waits holds nothing");
         for sequence in with_blocks().chain(&self.waiting) {
@@ -450,19 +431,5 @@ fn finish_reason(sequence: &Sequence, sample: &Sample) -> Option<FinishReason> {
     match sequence.tokens.last() {
         Some(last) if sample.sampler.is_stop(*last) => Some(FinishReason::Stop(*last)),
         _ => (sequence.tokens.len() >= sample.len_max).then_some(FinishReason::Length),
-    }
-}
-
-fn remote(sequence: &mut Sequence) -> &mut sequence::Remote {
-    match &mut sequence.role {
-        Role::Prompt(prompt) => prompt.remote.as_mut().expect("reserved prompts are remote"),
-        _ => unreachable!("only prompts are reserved"),
-    }
-}
-
-/// Gives all blocks back, the last first, so that the cache forgets the end of a prompt before its beginning.
-fn release(cache: &mut PrefixCache, sequence: &mut Sequence) {
-    for block in sequence.blocks.drain(..).rev() {
-        cache.release(block);
     }
 }

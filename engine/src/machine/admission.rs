@@ -255,7 +255,7 @@ impl Machine {
             } else if self.push_back_paused() {
                 place = 0;
             } else if let Some(mut revoked) = self.reserved.pop() {
-                release(&mut self.cache, &mut revoked);
+                self.arriving.keep(&mut self.cache, &mut revoked);
                 self.live.remove(&revoked.job);
                 self.actions.push(Action::Tell(revoked.job, Event::Revoked));
                 self.actions.push(Action::End(revoked.job));

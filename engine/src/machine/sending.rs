@@ -7,8 +7,8 @@ use super::{
 use crate::Event;
 
 impl Machine {
-    /// Says which blocks of a prefill to tell; those that are computed are told now.
-    pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>) {
+    /// Says which blocks of a prefill to tell, and whether by their place; those that are computed are told now.
+    pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>, by_place: bool) {
         indices.sort_unstable_by(|a, b| b.cmp(a));
         indices.dedup();
         let mut all = self.running.iter_mut().chain(&mut self.held).chain(&mut self.waiting);
@@ -17,6 +17,7 @@ impl Machine {
         indices.retain(|index| (*index as usize) < blocks);
         if let Role::Prefill(sending) = &mut sequence.role {
             sending.wanted.get_or_insert(indices);
+            sending.by_place = by_place;
         }
         tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize);
         self.tell_sent_prefills();
@@ -37,7 +38,7 @@ impl Machine {
     }
 }
 
-/// Asks for the reading of blocks that are wanted and computed, in their order.
+/// Asks for the reading of blocks that are wanted and computed, or tells their places, in their order.
 pub(super) fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, block_size: usize) {
     let finished = match sequence.remaining() {
         0 => sequence.blocks.len(),
@@ -45,7 +46,11 @@ pub(super) fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Seq
     };
     let Role::Prefill(sending) = &mut sequence.role else { return };
     let Some(wanted) = &mut sending.wanted else { return };
-    while let Some(index) = wanted.pop_if(|index| (*index as usize) < finished) {
-        actions.push(Action::Read { job: sequence.job, index, block: sequence.blocks[index as usize] });
+    let ready = std::iter::from_fn(|| wanted.pop_if(|index| (*index as usize) < finished));
+    let mut ready = ready.map(|index| (index, sequence.blocks[index as usize])).peekable();
+    if !sending.by_place {
+        actions.extend(ready.map(|(index, block)| Action::Read { job: sequence.job, index, block }));
+    } else if ready.peek().is_some() {
+        actions.push(Action::Tell(sequence.job, Event::Ready(ready.collect())));
     }
 }

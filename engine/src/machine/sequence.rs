@@ -58,6 +58,8 @@ pub(super) enum Role {
 pub(super) struct Sending {
     /// Not told yet, last first; `None` until somebody has asked.
     pub wanted: Option<Vec<u32>>,
+    /// They are told by their place in the KV memory, not by their content.
+    pub by_place: bool,
     /// The job knows that all is computed and told.
     pub all_told: bool,
 }
@@ -87,8 +89,12 @@ pub(super) struct PromptLogprobs {
 pub(super) struct Remote {
     /// 0 before blocks are taken.
     pub ticket: u64,
-    /// Indices of blocks that have not landed.
+    /// Indices of blocks that have not landed, nor are about to.
     pub missing: Vec<u32>,
+    /// Of those that somebody writes now, beside the steps.
+    pub arriving: Vec<u32>,
+    /// Some were written so: what is in them counts when whoever held the source has said that it was what it should be.
+    pub unconfirmed: bool,
     pub first_write: Option<Duration>,
     pub bytes: u64,
 }

@@ -1,5 +1,6 @@
 //! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
+mod arriving;
 mod burst;
 mod chunks;
 mod history;
@@ -9,7 +10,7 @@ mod sending;
 
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
-use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling};
+use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use tandem_kv::{Namespace, TokenId};
@@ -163,7 +164,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
 fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     let mut source = World::new(4_096, SETTINGS);
     source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits");
-    source.machine.send_blocks(0, (0..prompt.len() as u32).collect());
+    source.machine.send_blocks(0, (0..prompt.len() as u32).collect(), false);
     source.run();
     source.blocks(0)
 }
@@ -261,7 +262,7 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         let running = destination.machine.load().running_sequences;
         assert_eq!(running, u32::from(!missing.is_empty()), "who has blocks shows in the load");
         assert_eq!(missing, (held as u32..(len as u32 - 1).div_ceil(16)).collect::<Vec<_>>());
-        source.machine.send_blocks(0, missing.clone());
+        source.machine.send_blocks(0, missing.clone(), false);
         source.act();
         source.run();
         assert_eq!(source.blocks(0).len(), missing.len(), "only what is asked for is sent");

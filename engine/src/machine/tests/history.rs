@@ -1,18 +1,43 @@
 //! Any history of jobs, on any small cache.
 
-use super::*;
+use super::{arriving::Writing, *};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum Deed {
-    Generate { family: usize, len: usize, max_tokens: u32, samples: u32, seed: u64 },
-    Prefill { family: usize, len: usize },
-    Remote { family: usize, len: usize, max_tokens: u32 },
+    Generate {
+        family: usize,
+        len: usize,
+        max_tokens: u32,
+        samples: u32,
+        seed: u64,
+    },
+    Prefill {
+        family: usize,
+        len: usize,
+    },
+    Remote {
+        family: usize,
+        len: usize,
+        max_tokens: u32,
+    },
     Steps(usize),
     Cancel(usize),
     Pause(usize, bool),
     SendAll(usize),
-    Land { index: usize, blocks: usize },
+    Land {
+        index: usize,
+        blocks: usize,
+    },
+    /// Like `Land`, but beside the steps.
+    Begin {
+        index: usize,
+        blocks: usize,
+    },
+    End {
+        index: usize,
+        whole: bool,
+    },
 }
 
 fn deeds() -> impl Strategy<Value = Vec<Deed>> {
@@ -25,6 +50,9 @@ fn deeds() -> impl Strategy<Value = Vec<Deed>> {
         1 => any::<prop::sample::Index>().prop_map(|index| Deed::Cancel(index.index(64))),
         3 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(index, behind)| Deed::Pause(index.index(64), behind)),
         4 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Deed::Land { index: index.index(64), blocks }),
+        3 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Deed::Begin { index: index.index(64), blocks }),
+        3 => (any::<prop::sample::Index>(), prop::bool::weighted(0.8))
+            .prop_map(|(index, whole)| Deed::End { index: index.index(64), whole }),
         2 => any::<prop::sample::Index>().prop_map(|index| Deed::SendAll(index.index(64))),
     ];
     prop::collection::vec(deed, 1..40)
@@ -42,6 +70,7 @@ proptest! {
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
         // With the blocks that have landed for them.
         let mut remote: BTreeMap<JobId, (Generate, usize)> = BTreeMap::new();
+        let mut writing: Vec<(Writing, Vec<TokenId>)> = Vec::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
         for (id, deed) in (0..).zip(deeds) {
             match deed {
@@ -89,11 +118,36 @@ proptest! {
                         *landed += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
                     }
                 }
+                Deed::Begin { index, blocks } => {
+                    let job = index as u64 % (id + 1);
+                    let (Some((generate, landed)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
+                        continue;
+                    };
+                    let indices: Vec<u32> = missing.iter().skip(*landed).take(blocks).copied().collect();
+                    if !indices.is_empty() && let Ok(begun) = world.begin(ticket, &indices) {
+                        *landed += indices.len();
+                        writing.push((begun, generate.prompt.clone()));
+                    }
+                }
+                Deed::End { index, whole } => {
+                    if !writing.is_empty() {
+                        let (begun, prompt) = writing.swap_remove(index % writing.len());
+                        let ticket = begun.ticket();
+                        // One that broke leaves garbage, wherever its blocks are now.
+                        world.end(begun, &if whole { kv(&prompt) } else { Vec::new() }, whole);
+                        world.confirm(ticket);
+                    }
+                }
                 Deed::SendAll(index) => {
-                    world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect());
+                    world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect(), false);
                     world.act();
                 }
             }
+        }
+        for (begun, prompt) in writing {
+            let ticket = begun.ticket();
+            world.end(begun, &kv(&prompt), true);
+            world.confirm(ticket);
         }
         // Prefills that nobody fetches and remote prompts that nobody sends hold blocks: their clients go away.
         remote.retain(|job, _| world.heard.get(job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Started(_)))));

@@ -14,7 +14,7 @@ fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
     world.machine.prefill(1, prefill(prompt("held", 50)), world.now).expect("the job fits");
     world.run();
     assert_eq!(world.cached(1), Some(48));
-    world.machine.send_blocks(1, vec![0, 3, 3, 900]);
+    world.machine.send_blocks(1, vec![0, 3, 3, 900], false);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
     assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
@@ -33,7 +33,7 @@ fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
         assert!(world.step(), "somebody runs out of blocks");
     }
     assert!(world.blocks(1).is_empty() && world.machine.held.is_empty());
-    world.machine.send_blocks(1, (0..5).collect());
+    world.machine.send_blocks(1, (0..5).collect(), false);
     world.run();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
     world.machine.cancel(1);
@@ -45,9 +45,34 @@ fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();
-    world.machine.send_blocks(0, (0..6).collect());
+    world.machine.send_blocks(0, (0..6).collect(), false);
     world.act();
     assert_eq!(world.blocks(0).len(), 2, "one chunk of two blocks is computed");
     world.step();
     assert_eq!(world.blocks(0).len(), 4);
+}
+
+#[test]
+fn blocks_are_told_by_their_places_if_that_is_asked_for() {
+    let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
+    world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
+    world.step();
+    world.machine.send_blocks(0, vec![1, 0, 3, 5], true);
+    world.run();
+    let ready: Vec<&Vec<(u32, BlockId)>> = world.heard[&0]
+        .iter()
+        .filter_map(|event| match event {
+            Event::Ready(blocks) => Some(blocks),
+            _ => None,
+        })
+        .collect();
+    let indices: Vec<Vec<u32>> = ready.iter().map(|blocks| blocks.iter().map(|(index, _)| *index).collect()).collect();
+    assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "as each step ends, and nothing where there is nothing");
+    assert!(matches!(world.heard[&0].last(), Some(Event::Computed(_))));
+    let expected = kv(&prompt("early", 97));
+    for (index, block) in ready.into_iter().flatten() {
+        assert_eq!(world.read(*block), expected[*index as usize].1, "the place holds block {index}");
+    }
+    world.machine.cancel(0);
+    world.assert_idle();
 }

@@ -1,0 +1,148 @@
+//! Blocks that somebody else writes beside the steps.
+
+use super::*;
+
+/// A write that has begun.
+pub(super) struct Writing {
+    ticket: u64,
+    indices: Vec<u32>,
+    blocks: Vec<BlockId>,
+}
+
+impl Writing {
+    pub(super) fn ticket(&self) -> u64 {
+        self.ticket
+    }
+}
+
+impl World {
+    pub(super) fn begin(&mut self, ticket: u64, indices: &[u32]) -> Result<Writing, WriteRefused> {
+        let blocks = self.machine.begin_arrival(ticket, indices, self.now)?;
+        self.machine.check_invariants();
+        Ok(Writing { ticket, indices: indices.to_vec(), blocks })
+    }
+
+    /// The blocks of a prompt, or garbage for those that are not in it, and then the write has ended.
+    pub(super) fn end(&mut self, writing: Writing, kv: &[(u32, Bytes)], whole: bool) {
+        let Writing { ticket, indices, blocks } = writing;
+        let garbage = Bytes::from(vec![0xAA; self.engine.describe().block_bytes]);
+        for (index, block) in indices.iter().zip(blocks) {
+            let payload = kv.get(*index as usize).map_or(&garbage, |(_, payload)| payload);
+            self.engine.write_block(block, payload).unwrap();
+        }
+        self.machine.end_arrival(ticket, &indices, whole);
+        self.act();
+    }
+
+    pub(super) fn confirm(&mut self, ticket: u64) {
+        self.machine.confirm(ticket, self.now);
+        self.act();
+    }
+
+    fn started(&self, job: JobId) -> bool {
+        self.heard[&job].iter().any(|event| matches!(event, Event::Started(_)))
+    }
+}
+
+/// A remote prompt of 100 tokens (7 blocks) that has its blocks.
+fn reserved(world: &mut World) -> (Generate, u64) {
+    let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 100), 8) };
+    world.machine.generate(0, job.clone(), world.now).expect("it fits");
+    world.step();
+    let (ticket, missing) = world.reserved(0).expect("there is room");
+    assert_eq!(missing, [0, 1, 2, 3, 4, 5, 6]);
+    (job, ticket)
+}
+
+#[test]
+fn what_arrives_beside_the_steps_is_used_when_it_is_confirmed() {
+    let mut world = World::new(64, SETTINGS);
+    let (job, ticket) = reserved(&mut world);
+    let kv = kv(&job.prompt);
+    let (some, rest) = (world.begin(ticket, &[6, 0, 3]).unwrap(), world.begin(ticket, &[1, 2, 4, 5]).unwrap());
+    world.end(some, &kv, true);
+    world.confirm(ticket);
+    assert!(!world.step() && !world.started(0), "more is to come");
+    world.end(rest, &kv, true);
+    assert!(!world.step() && !world.started(0), "nobody has confirmed it");
+    let cached = world.machine.cache.overlap(&namespace(), &job.prompt, 6);
+    assert_eq!(cached, 0, "nor is it cached before");
+    world.confirm(ticket);
+    world.run();
+    assert_eq!(world.tokens(0, 0), alone(job.clone()).swap_remove(0));
+    let Some(Event::Started(started)) = world.heard[&0].iter().find(|event| matches!(event, Event::Started(_))) else {
+        panic!("it runs");
+    };
+    assert_eq!(started.kv_transfer_bytes, 7 * 128);
+    assert_eq!(world.machine.cache.overlap(&namespace(), &job.prompt, 6), 6);
+    world.assert_idle();
+}
+
+#[test]
+fn only_missing_blocks_may_be_begun_and_all_of_them_or_none() {
+    let mut world = World::new(64, SETTINGS);
+    let (job, ticket) = reserved(&mut world);
+    let kv = kv(&job.prompt);
+    world.write(ticket, 5, &kv[5].1).expect("it is missing");
+    for wrong in [vec![0, 1, 7], vec![0, 5], vec![2, 2], vec![u32::MAX]] {
+        assert!(world.begin(ticket, &wrong).is_err(), "{wrong:?}");
+    }
+    assert!(world.begin(ticket + 1, &[0]).is_err(), "another ticket");
+    let begun = world.begin(ticket, &[0, 1]).expect("both are missing");
+    assert!(world.begin(ticket, &[1, 2]).is_err(), "one is on its way");
+    assert!(world.write(ticket, 1, &kv[1].1).is_err(), "it is on its way");
+    world.end(begun, &[], false);
+    let again = world.begin(ticket, &[0, 1, 2, 3, 4, 6]).expect("what did not arrive is missing again");
+    world.end(again, &kv, true);
+    world.confirm(ticket);
+    world.run();
+    assert_eq!(world.tokens(0, 0), alone(job).swap_remove(0));
+    world.assert_idle();
+}
+
+#[test]
+fn blocks_that_are_being_written_are_nobody_elses_until_that_has_ended() {
+    for fails in [false, true] {
+        // Room for one such prompt and its answer.
+        let mut world = World::new(8, SETTINGS);
+        let (_, ticket) = reserved(&mut world);
+        let writing = world.begin(ticket, &[2, 4]).expect("both are missing");
+        if fails {
+            world.machine.fail();
+        } else {
+            world.machine.cancel(0);
+        }
+        world.act();
+        assert_eq!(world.machine.load().in_use_blocks, 2);
+        let other = generate(prompt("another", 100), 8);
+        world.machine.generate(1, other.clone(), world.now).expect("it fits an empty cache");
+        assert!(!world.step(), "there are six blocks for seven");
+        world.end(writing, &[], true);
+        world.confirm(ticket);
+        world.run();
+        assert_eq!(world.tokens(1, 0), alone(other).swap_remove(0));
+        world.assert_idle();
+    }
+}
+
+#[test]
+fn a_reservation_that_is_taken_back_keeps_what_is_being_written() {
+    let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    let grows = generate(prompt("grows", 60), 60);
+    world.machine.generate(1, grows.clone(), world.now).expect("it fits");
+    world.step();
+    let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 90), 8) };
+    world.machine.generate(2, job, world.now).expect("it fits");
+    while world.reserved(2).is_none() {
+        assert!(world.step(), "there is room");
+    }
+    let (ticket, _) = world.reserved(2).expect("it has its blocks");
+    let writing = world.begin(ticket, &[0]).expect("it is missing");
+    while !world.heard[&2].iter().any(|event| matches!(event, Event::Revoked)) {
+        assert!(world.step(), "the first one grows until there is no other block");
+    }
+    world.end(writing, &[], true);
+    world.run();
+    assert_eq!(world.tokens(1, 0), alone(grows).swap_remove(0));
+    world.assert_idle();
+}
