@@ -5,6 +5,8 @@
 //!
 //! - What is on its way is bounded: a receiver that does not write makes the sender wait.
 //! - Dropping a push ends it. What has landed by then has landed; nothing is ever written in part.
+//! - Blocks may stay where they are, for the receiver to take them from there ([`Push::ready`]); the sink knows how, and the push's end says
+//!   that it has. Or they go over a link beside the service ([`Links`]). Of both nothing counts before the sender has confirmed it, elsewhere.
 
 mod loopback;
 mod push;
@@ -13,9 +15,10 @@ mod sink;
 mod tcp;
 
 pub use loopback::{Loopback, Reachable};
-pub use push::{Push, TransferError};
-pub use service::TransferService;
+pub use push::{Piece, Push, TransferError};
+pub use service::{Links, NoLinks, Receiver, TransferService};
 pub use sink::{Refused, Sink};
+pub use tandem_proto::v1::Ready;
 pub use tcp::Tcp;
 
 /// A way to reach other workers' memory.

@@ -62,13 +62,13 @@ impl Transport for Loopback {
 
     fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError> {
         let receiver = self.lock().get(address).cloned();
-        Ok(Push::new(move |blocks| {
+        Ok(Push::new(move |pieces| {
             async move {
                 let Receiver { sink, gone } = receiver.ok_or(TransferError::Gone(None))?;
-                let blocks = ReceiverStream::new(blocks).map(|block| Ok((ticket, block.index, block.payload)));
+                let pieces = ReceiverStream::new(pieces).map(|piece| Ok((ticket, piece)));
                 tokio::select! {
                     () = gone.cancelled() => Err(TransferError::Gone(None)),
-                    landed = sink.write_all(blocks) => landed,
+                    landed = sink.write_all(pieces) => landed,
                 }
             }
             .boxed()

@@ -4,10 +4,10 @@ use crate::Refused;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use std::error::Error;
-use tandem_proto::link::InvalidAddress;
+use tandem_proto::{link::InvalidAddress, v1::Ready};
 use tokio::sync::mpsc;
 
-/// Blocks handed over but not yet taken by the transport. One is written while the next is read from the device.
+/// Pieces handed over but not yet taken by the transport. One is written while the next is read from the device.
 const HANDED_OVER_MAX: usize = 1;
 
 /// Why a transfer ended early. In every case some of its blocks may have landed.
@@ -24,15 +24,33 @@ pub enum TransferError {
     Gone(#[source] Option<Box<dyn Error + Send + Sync>>),
 }
 
-/// One block on its way.
-pub(crate) struct Block {
-    pub(crate) index: u32,
-    pub(crate) payload: Bytes,
+/// What a sender says of blocks, counted from the prompt's start.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Piece {
+    /// One, with its content.
+    Block {
+        /// Which.
+        index: u32,
+        /// All of it.
+        payload: Bytes,
+    },
+    /// Several that may be taken from where they are.
+    Ready(Ready),
+}
+
+impl Piece {
+    /// Blocks in it.
+    pub(crate) fn len(&self) -> u32 {
+        match self {
+            Self::Block { .. } => 1,
+            Self::Ready(ready) => ready.block_indices.len() as u32,
+        }
+    }
 }
 
 /// A transfer under one ticket. Dropping it ends the transfer.
 pub struct Push {
-    blocks: mpsc::Sender<Block>,
+    blocks: mpsc::Sender<Piece>,
     /// Moves the blocks; gives how many have landed when all were sent and `blocks` is closed.
     moving: BoxFuture<'static, Result<u32, TransferError>>,
     sent: u32,
@@ -40,7 +58,7 @@ pub struct Push {
 
 impl Push {
     /// `moving` takes blocks from the receiver it is given until there are no more.
-    pub(crate) fn new(moving: impl FnOnce(mpsc::Receiver<Block>) -> BoxFuture<'static, Result<u32, TransferError>>) -> Self {
+    pub(crate) fn new(moving: impl FnOnce(mpsc::Receiver<Piece>) -> BoxFuture<'static, Result<u32, TransferError>>) -> Self {
         let (blocks, receiver) = mpsc::channel(HANDED_OVER_MAX);
         Self { blocks, moving: moving(receiver), sent: 0 }
     }
@@ -48,6 +66,15 @@ impl Push {
     /// Sends one block, counted from the prompt's start, in any order. Waits while the receiver is busy. After an error the
     /// push is over.
     pub async fn send(&mut self, index: u32, payload: Bytes) -> Result<(), TransferError> {
+        self.tell(Piece::Block { index, payload }).await
+    }
+
+    /// Says that blocks may be taken from where they are, likewise. They must not change before [`Push::finish`] has returned.
+    pub async fn ready(&mut self, ready: Ready) -> Result<(), TransferError> {
+        self.tell(Piece::Ready(ready)).await
+    }
+
+    async fn tell(&mut self, piece: Piece) -> Result<(), TransferError> {
         let permit = tokio::select! {
             biased;
             ended = &mut self.moving => return Err(ended_early(ended)),
@@ -55,8 +82,8 @@ impl Push {
         };
         match permit {
             Ok(permit) => {
-                permit.send(Block { index, payload });
-                self.sent += 1;
+                self.sent += piece.len();
+                permit.send(piece);
                 Ok(())
             }
             // The transport takes no more: it is about to say why.

@@ -1,35 +1,88 @@
 //! The gRPC service of a worker that receives blocks.
 
-use crate::{Refused, Sink};
-use futures::TryStreamExt;
+use crate::{Piece, Refused, Sink};
+use futures::{Stream, StreamExt, TryStreamExt, future::BoxFuture, stream};
+use std::{fmt, pin::Pin, sync::Arc};
 use tandem_proto::{
     link::MESSAGE_BYTES_MAX,
     v1::{
-        PushReply, PushRequest,
+        LinkReply, LinkRequest, PushReply, PushRequest,
         transfer_server::{Transfer, TransferServer},
     },
 };
 use tonic::{Request, Response, Status, Streaming};
 
+/// The links over which blocks come to a worker beside its service.
+pub trait Links: Send + Sync + 'static {
+    /// The receiving end of one; `None`: there is no such link, or it is open already. Resolves when the link is made.
+    fn open(&self, name: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>>;
+}
+
+/// One link's end. Dropping it closes the link.
+pub trait Receiver: Send + 'static {
+    /// Receives what the sender now sends. Says whether it has landed: what the ticket does not allow is received all the same. `None`: the
+    /// link has broken.
+    fn receive(&mut self, ticket: u64, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>>;
+
+    /// Resolves when the worker leaves, and nothing more comes.
+    fn ended(&self) -> BoxFuture<'static, ()>;
+}
+
+/// Of a worker that has no links.
+pub struct NoLinks;
+
+impl Links for NoLinks {
+    fn open(&self, _: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>> {
+        Box::pin(std::future::ready(None))
+    }
+}
+
 /// Writes what arrives through a [`Sink`]; what is not taken yet waits in the network. A write that is refused ends the push.
-#[derive(Debug)]
 pub struct TransferService {
     sink: Sink,
+    links: Arc<dyn Links>,
+}
+
+impl fmt::Debug for TransferService {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("TransferService")
+    }
 }
 
 impl TransferService {
     /// For a gRPC server.
-    pub fn server(sink: Sink) -> TransferServer<Self> {
-        TransferServer::new(Self { sink }).max_decoding_message_size(MESSAGE_BYTES_MAX)
+    pub fn server(sink: Sink, links: impl Links) -> TransferServer<Self> {
+        TransferServer::new(Self { sink, links: Arc::new(links) }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 }
 
 #[tonic::async_trait]
 impl Transfer for TransferService {
+    type LinkStream = Pin<Box<dyn Stream<Item = Result<LinkReply, Status>> + Send>>;
+
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
-        let block = |PushRequest { ticket, block_index, payload }| (ticket, block_index, payload);
-        let landed_blocks = self.sink.write_all(request.into_inner().map_ok(block)).await?;
+        let piece = |PushRequest { ticket, block_index: index, payload, ready }| {
+            (ticket, ready.map_or(Piece::Block { index, payload }, Piece::Ready))
+        };
+        let landed_blocks = self.sink.write_all(request.into_inner().map_ok(piece)).await?;
         Ok(Response::new(PushReply { landed_blocks }))
+    }
+
+    async fn link(&self, request: Request<Streaming<LinkRequest>>) -> Result<Response<Self::LinkStream>, Status> {
+        let mut requests = request.into_inner();
+        let Some(LinkRequest { communicator, .. }) = requests.message().await? else {
+            return Err(Status::invalid_argument("the first message must name the communicator"));
+        };
+        let receiver = self.links.open(communicator).await.ok_or_else(|| Status::not_found("there is no such communicator"))?;
+        let replies = stream::unfold((requests, receiver), |(mut requests, mut receiver)| async move {
+            let request = tokio::select! {
+                request = requests.message() => request.ok()??,
+                () = receiver.ended() => return None,
+            };
+            let landed = receiver.receive(request.ticket, request.block_indices).await?;
+            Some((Ok(LinkReply { landed }), (requests, receiver)))
+        });
+        Ok(Response::new(replies.boxed()))
     }
 }
 

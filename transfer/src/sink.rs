@@ -1,6 +1,6 @@
 //! The receiving end: who owns the destination decides what is written.
 
-use bytes::Bytes;
+use crate::Piece;
 use futures::{FutureExt, Stream, TryStreamExt, future::BoxFuture};
 use std::{fmt, future::Future, sync::Arc};
 
@@ -10,36 +10,39 @@ use std::{fmt, future::Future, sync::Arc};
 #[error("the ticket does not allow this write")]
 pub struct Refused;
 
-/// Blocks of one transfer that wait to be written at a time. The owner of the memory writes between two of its steps: one by
+/// Pieces of one transfer that wait to be written at a time. The owner of the memory writes between two of its steps: one by
 /// one, a prompt's blocks would take as many steps as there are.
 const WRITES_MAX: usize = 16;
 
-type Write = dyn Fn(u64, u32, Bytes) -> BoxFuture<'static, Result<(), Refused>> + Send + Sync;
+type Write = dyn Fn(u64, Piece) -> BoxFuture<'static, Result<(), Refused>> + Send + Sync;
 
-/// Writes one block under a ticket, whole or not at all. Cheap to clone.
+/// Writes a piece's blocks under a ticket, whole or not at all. Cheap to clone.
 #[derive(Clone)]
 pub struct Sink(Arc<Write>);
 
 impl Sink {
-    /// `write(ticket, block_index, payload)` returns when the block is in the owner's memory.
-    pub fn new<F>(write: impl Fn(u64, u32, Bytes) -> F + Send + Sync + 'static) -> Self
+    /// `write(ticket, piece)` returns when the blocks are in the owner's memory.
+    pub fn new<F>(write: impl Fn(u64, Piece) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Result<(), Refused>> + Send + 'static,
     {
-        Self(Arc::new(move |ticket, block_index, payload| write(ticket, block_index, payload).boxed()))
+        Self(Arc::new(move |ticket, piece| write(ticket, piece).boxed()))
     }
 
-    /// Writes blocks (ticket, index, payload) as they come; gives how many have landed when there are no more. No more are
+    /// Writes pieces as they come, each with its ticket; gives how many blocks have landed when there are no more. No more are
     /// taken while [`WRITES_MAX`] wait to be written. The first refusal is the last write.
     pub(crate) async fn write_all<E: From<Refused>>(
         &self,
-        blocks: impl Stream<Item = Result<(u64, u32, Bytes), E>>,
+        pieces: impl Stream<Item = Result<(u64, Piece), E>>,
     ) -> Result<u32, E> {
-        let writes = blocks.map_ok(|(ticket, index, payload)| self.0(ticket, index, payload).map(|written| Ok(written?)));
+        let writes = pieces.map_ok(|(ticket, piece)| {
+            let blocks = piece.len();
+            self.0(ticket, piece).map(move |written| Ok(written.map(|()| blocks)?))
+        });
         let mut written = std::pin::pin!(writes.try_buffered(WRITES_MAX));
         let mut landed = 0;
-        while let Some(()) = written.try_next().await? {
-            landed += 1;
+        while let Some(blocks) = written.try_next().await? {
+            landed += blocks;
         }
         Ok(landed)
     }

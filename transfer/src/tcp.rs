@@ -1,6 +1,6 @@
 //! Over gRPC: one `Push` stream a transfer, on one connection a receiver. HTTP/2's windows bound what is on its way.
 
-use crate::{Push, Refused, TransferError, Transport};
+use crate::{Piece, Push, Refused, TransferError, Transport};
 use futures::{FutureExt, StreamExt};
 use tandem_proto::{
     link::{Channels, MESSAGE_BYTES_MAX, Network},
@@ -30,11 +30,10 @@ impl Transport for Tcp {
     fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError> {
         let channel = self.channels.to(address)?;
         let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);
-        Ok(Push::new(|blocks| {
-            let requests = ReceiverStream::new(blocks).map(move |block| PushRequest {
-                ticket,
-                block_index: block.index,
-                payload: block.payload,
+        Ok(Push::new(|pieces| {
+            let requests = ReceiverStream::new(pieces).map(move |piece| match piece {
+                Piece::Block { index, payload } => PushRequest { ticket, block_index: index, payload, ready: None },
+                Piece::Ready(ready) => PushRequest { ticket, ready: Some(ready), ..PushRequest::default() },
             });
             async move {
                 let reply = client.push(requests).await.map_err(transfer_error)?;

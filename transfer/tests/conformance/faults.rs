@@ -12,7 +12,7 @@ use std::{
 use tandem_proto::{
     link,
     v1::{
-        PushReply, PushRequest,
+        LinkReply, LinkRequest, PushReply, PushRequest,
         transfer_server::{Transfer, TransferServer},
     },
 };
@@ -221,6 +221,12 @@ struct Losing;
 
 #[tonic::async_trait]
 impl Transfer for Losing {
+    type LinkStream = futures::stream::Empty<Result<LinkReply, Status>>;
+
+    async fn link(&self, _: Request<Streaming<LinkRequest>>) -> Result<Response<Self::LinkStream>, Status> {
+        Err(Status::unimplemented("it has no links"))
+    }
+
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
         let (mut requests, mut landed_blocks) = (request.into_inner(), 0);
         while requests.message().await?.is_some() {

@@ -6,7 +6,7 @@ mod rig;
 use faults::*;
 use futures::FutureExt;
 use rig::*;
-use tandem_transfer::{Tcp, TransferError, Transport};
+use tandem_transfer::{Ready, Tcp, TransferError, Transport};
 
 async fn all_blocks_land_bit_equal_in_any_order(rig: Rig) {
     for (ticket, order) in [(1, [0, 1, 2, 3, 4, 5]), (2, [5, 4, 3, 2, 1, 0]), (3, [3, 0, 5, 1, 4, 2])] {
@@ -100,8 +100,8 @@ async fn a_refusal_in_the_middle_ends_the_push(rig: Rig) {
 }
 
 async fn a_receiver_that_was_never_there_is_a_typed_error(rig: Rig) {
+    let mut push = rig.open(TICKET);
     (rig.disconnect)();
-    let mut push = rig.transport.open(&rig.address, TICKET).expect("the address is valid");
     let sending = async {
         push.send(0, block(0)).await?;
         push.finish().await
@@ -228,7 +228,7 @@ macro_rules! conformance {
     };
 }
 
-conformance!(loopback, tcp; {
+conformance!(loopback, tcp, places; {
     all_blocks_land_bit_equal_in_any_order,
     two_pushes_share_a_ticket_without_mixing,
     nothing_to_send_is_fine,
@@ -240,7 +240,6 @@ conformance!(loopback, tcp; {
     a_receiver_that_was_never_there_is_a_typed_error,
     a_receiver_that_goes_away_is_a_typed_error,
     a_push_dropped_half_way_leaves_whole_blocks_and_no_right,
-    a_receiver_that_does_not_write_makes_the_sender_wait,
     several_blocks_wait_to_be_written_at_a_time,
     finish_waits_for_the_last_block_to_land,
     what_was_sent_lands_while_the_sender_waits_and_a_broken_push_says_so,
@@ -249,6 +248,29 @@ conformance!(loopback, tcp; {
     a_push_may_be_dropped_at_every_step,
     a_thousand_interleavings_keep_what_is_promised,
 });
+
+/// What is told of blocks that stay where they are weighs nothing: there is nothing to wait for.
+#[tokio::test]
+async fn a_sender_waits_where_blocks_travel() {
+    a_receiver_that_does_not_write_makes_the_sender_wait(loopback()).await;
+    a_receiver_that_does_not_write_makes_the_sender_wait(tcp()).await;
+}
+
+#[tokio::test]
+async fn blocks_that_are_told_together_land_together_or_not_at_all() {
+    let rig = places();
+    rig.memory.give_out(TICKET, 0..4);
+    let told = async |indices: &[u32]| {
+        let sources = indices.iter().map(|index| rig.memory.show(block(*index))).collect();
+        let mut push = rig.transport.open(&rig.address, TICKET).expect("the address is valid");
+        push.ready(Ready { block_indices: indices.to_vec(), sources }).await?;
+        push.finish().await
+    };
+    told(&[2, 0, 1]).await.expect("all are missing");
+    assert!(matches!(told(&[3, 1]).await, Err(TransferError::Refused(_))));
+    let landed = rig.memory.revoke(TICKET);
+    assert!(landed.len() == 3 && landed.iter().all(|(index, payload)| *payload == block(*index)));
+}
 
 #[test]
 fn what_is_no_address_is_refused_at_once() {

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
-use tandem_transfer::{Loopback, Push, Refused, Sink, Tcp, TransferError, TransferService, Transport};
+use tandem_transfer::{Loopback, NoLinks, Piece, Push, Ready, Refused, Sink, Tcp, TransferError, TransferService, Transport};
 use tokio::sync::Semaphore;
 
 pub const TICKET: u64 = 0xdead_beef_0000_0007;
@@ -22,6 +22,8 @@ pub struct Memory(pub Arc<State>);
 
 pub struct State {
     tickets: Mutex<BTreeMap<u64, Given>>,
+    /// Of a sender whose blocks are copied from where they are.
+    shown: Mutex<Vec<Bytes>>,
     /// One permit lets one write happen.
     allowed: Semaphore,
     /// One permit for each write that has come.
@@ -39,6 +41,7 @@ impl Memory {
     fn new() -> Self {
         Self(Arc::new(State {
             tickets: Mutex::default(),
+            shown: Mutex::default(),
             allowed: Semaphore::new(Semaphore::MAX_PERMITS),
             asked: Semaphore::new(0),
         }))
@@ -68,24 +71,39 @@ impl Memory {
         self.0.allowed.add_permits(writes);
     }
 
+    /// From now on a sender may say that this is at the place that is given back.
+    pub fn show(&self, payload: Bytes) -> u32 {
+        let mut shown = self.0.shown.lock().expect("not poisoned");
+        shown.push(payload);
+        shown.len() as u32 - 1
+    }
+
     fn sink(&self) -> Sink {
         let memory = self.clone();
-        Sink::new(move |ticket, index, payload: Bytes| {
+        Sink::new(move |ticket, piece| {
             let memory = memory.clone();
             async move {
+                let blocks: Vec<(u32, Bytes)> = match piece {
+                    Piece::Block { index, payload } => vec![(index, payload)],
+                    Piece::Ready(ready) => {
+                        let shown = memory.0.shown.lock().expect("not poisoned");
+                        let places = ready.sources.iter().map(|place| shown[*place as usize].clone());
+                        ready.block_indices.into_iter().zip(places).collect()
+                    }
+                };
                 memory.0.asked.add_permits(1);
                 memory.0.allowed.acquire().await.expect("open").forget();
                 // Some writes take longer than others.
-                for _ in 0..payload.first().map_or(0, |byte| byte % 4) {
+                for _ in 0..blocks[0].1.first().map_or(0, |byte| byte % 4) {
                     tokio::task::yield_now().await;
                 }
                 let mut tickets = memory.0.tickets.lock().expect("not poisoned");
-                let Given { block_bytes, blocks } = tickets.get_mut(&ticket).ok_or(Refused)?;
-                let block = blocks.get_mut(&index).ok_or(Refused)?;
-                if block.is_some() || payload.len() != *block_bytes {
+                let Given { block_bytes, blocks: given } = tickets.get_mut(&ticket).ok_or(Refused)?;
+                let fits = |(index, payload): &(u32, Bytes)| given.get(index) == Some(&None) && payload.len() == *block_bytes;
+                if !blocks.iter().all(fits) {
                     return Err(Refused);
                 }
-                *block = Some(payload);
+                given.extend(blocks.into_iter().map(|(index, payload)| (index, Some(payload))));
                 Ok(())
             }
         })
@@ -97,12 +115,37 @@ pub struct Rig {
     pub transport: Box<dyn Transport>,
     pub address: String,
     pub memory: Memory,
+    /// Blocks stay where they are, and the receiver takes them from there.
+    pub by_place: bool,
     pub disconnect: Box<dyn FnOnce() + Send>,
 }
 
+/// A push, whichever way its blocks go.
+pub struct Sending {
+    push: Push,
+    shown: Option<Memory>,
+}
+
+impl Sending {
+    pub async fn send(&mut self, index: u32, payload: Bytes) -> Result<(), TransferError> {
+        let Some(memory) = &self.shown else { return self.push.send(index, payload).await };
+        let place = memory.show(payload);
+        self.push.ready(Ready { block_indices: vec![index], sources: vec![place] }).await
+    }
+
+    pub async fn broken(&mut self) -> TransferError {
+        self.push.broken().await
+    }
+
+    pub async fn finish(self) -> Result<(), TransferError> {
+        self.push.finish().await
+    }
+}
+
 impl Rig {
-    pub fn open(&self, ticket: u64) -> Push {
-        self.transport.open(&self.address, ticket).expect("the address is valid")
+    pub fn open(&self, ticket: u64) -> Sending {
+        let push = self.transport.open(&self.address, ticket).expect("the address is valid");
+        Sending { push, shown: self.by_place.then(|| self.memory.clone()) }
     }
 
     /// Sends one block and waits until it has landed.
@@ -113,11 +156,16 @@ impl Rig {
     }
 }
 
+/// As workers do whose memory can be reached: only where blocks are is told.
+pub fn places() -> Rig {
+    Rig { by_place: true, ..tcp() }
+}
+
 pub fn loopback() -> Rig {
     let (transport, memory) = (Loopback::default(), Memory::new());
     let address = "decode-0".to_owned();
     let reachable = transport.add(&address, memory.sink());
-    Rig { transport: Box::new(transport), address, memory, disconnect: Box::new(move || drop(reachable)) }
+    Rig { transport: Box::new(transport), address, memory, by_place: false, disconnect: Box::new(move || drop(reachable)) }
 }
 
 pub fn tcp() -> Rig {
@@ -127,14 +175,14 @@ pub fn tcp() -> Rig {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.set_nonblocking(true).expect("a socket");
     let address = listener.local_addr().expect("bound").to_string();
-    let service = TransferService::server(memory.sink());
+    let service = TransferService::server(memory.sink(), NoLinks);
     runtime.spawn(async move {
         let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime");
         let incoming = tandem_proto::link::incoming(listener);
         tandem_proto::link::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
     });
     let runtime = RuntimeGuard(Some(runtime));
-    Rig { transport: Box::new(Tcp::default()), address, memory, disconnect: Box::new(move || drop(runtime)) }
+    Rig { transport: Box::new(Tcp::default()), address, memory, by_place: false, disconnect: Box::new(move || drop(runtime)) }
 }
 
 struct RuntimeGuard(Option<tokio::runtime::Runtime>);
