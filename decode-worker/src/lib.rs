@@ -11,11 +11,12 @@ mod forward;
 mod prefill;
 mod remote;
 mod service;
+mod ways;
 
 use futures::{FutureExt, future::OptionFuture};
 use service::{Service, Worker};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
-use tandem_engine::{EngineHandle, EngineInfo, WriteRefused};
+use tandem_engine::{EngineHandle, EngineInfo};
 use tandem_node::{
     Metrics, Shutdown,
     events::Broker,
@@ -24,11 +25,12 @@ use tandem_node::{
 };
 use tandem_proto::{
     link::{Channels, Listener, MESSAGE_BYTES_MAX},
-    v1::{WorkerInfo, decode_server::DecodeServer, worker_info::Role},
+    v1::{Way, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
 };
-use tandem_transfer::{Refused, Sink, TransferService};
+use tandem_transfer::TransferService;
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
+use ways::Ways;
 
 /// What a decode worker is told by its operator.
 #[derive(Clone, Debug)]
@@ -55,6 +57,8 @@ pub struct DecodeWorkerSettings {
     pub remote_waiting_max: usize,
     /// A prompt's KV must have landed this long after its prefill began.
     pub landing_wait: Duration,
+    /// Blocks may come from device to device where both workers can do that; off: over TCP only.
+    pub device_transfers: bool,
 }
 
 /// Why a decode worker ended.
@@ -99,12 +103,15 @@ pub async fn run(
     let watched = (watch.start)().await.ok_or(DecodeWorkerError::EngineGone)?;
     let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
+    let ways = Ways::new(engine.clone(), settings.device_transfers, requests.clone(), shutdown.clone());
+    // Its series are there before its first transfer.
+    metrics.transfer(ways::name(Way::Tcp), Direction::Received);
     let worker = Worker {
         instance_id: info.instance_id.clone(),
         address,
         engine: engine.clone(),
         metrics: metrics.clone(),
-        received: metrics.transfer("tcp", Direction::Received),
+        ways: ways.clone(),
         requests: requests.clone(),
         ledger,
         channels: Channels::on(listener.network()),
@@ -116,7 +123,7 @@ pub async fn run(
     let routes = Routes::default()
         .add_service(control.into_server())
         .add_service(decode)
-        .add_service(TransferService::server(sink(engine)));
+        .add_service(TransferService::server(ways.sink(), ways));
     tokio::select! {
         biased;
         served = requests.serve(listener, routes) => Ok(served?),
@@ -163,12 +170,4 @@ fn watch(engine: &EngineHandle) -> Watch {
         async move { engine.hung().await }.boxed()
     });
     Watch { start, hung }
-}
-
-/// The engine's thread decides about every block.
-fn sink(engine: EngineHandle) -> Sink {
-    Sink::new(move |ticket, block_index, payload| {
-        let engine = engine.clone();
-        async move { engine.write_block(ticket, block_index, payload).await.map_err(|WriteRefused| Refused) }
-    })
 }

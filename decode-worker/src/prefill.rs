@@ -4,7 +4,7 @@ use crate::failure::Ended;
 use tandem_proto::{
     link::{Channels, MESSAGE_BYTES_MAX},
     v1::{
-        Failure, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Reason, Scheduled, Ticket, WorkerRef,
+        Failure, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Reason, Scheduled, Ticket, Ways, WorkerRef,
         prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
     },
 };
@@ -15,6 +15,8 @@ use tonic::Streaming;
 /// One prompt's prefill on another worker.
 pub(crate) struct Prefill {
     instance_id: String,
+    /// Besides TCP; told before `Scheduled`, if there are any.
+    offered: Option<Ways>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
@@ -44,7 +46,7 @@ impl Prefill {
                 lost()
             })?
             .into_inner();
-        Ok(Self { instance_id, requests, replies })
+        Ok(Self { instance_id, offered: None, requests, replies })
     }
 
     /// The next thing said that this build knows. A stream that breaks is a lost worker. Cancel-safe.
@@ -58,6 +60,10 @@ impl Prefill {
                 Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
                 Some(prefill_reply::Message::Done(done)) => Ok(Said::Done(done)),
                 Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
+                Some(prefill_reply::Message::Ways(ways)) => {
+                    self.offered = Some(ways);
+                    continue;
+                }
                 // Of a kind that came after this build.
                 None => continue,
             };
@@ -72,6 +78,10 @@ impl Prefill {
 
     pub(crate) fn lost(&self) -> Ended {
         Ended::PrefillLost { prefill: self.instance_id.clone() }
+    }
+
+    pub(crate) fn offered(&self) -> Option<&Ways> {
+        self.offered.as_ref()
     }
 
     pub(crate) fn instance_id(&self) -> &str {

@@ -9,9 +9,11 @@ use crate::{
     forward::forward,
     prefill::{Prefill, Said},
     service::{Client, Worker, in_time},
+    ways::{self, Chosen},
 };
 use tandem_engine::{Event, Job, Started};
-use tandem_proto::v1::{PrefillDone, PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message};
+use tandem_node::worker::Direction;
+use tandem_proto::v1::{PrefillDone, PrefillStart, Reason, Ticket, Way, WorkerRef, generate_reply::Message};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
@@ -44,8 +46,9 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     let landed = land(worker, &mut job, &mut prefill, deadline).await?;
     drop(waiting);
     if landed.started.kv_transfer_bytes > 0 {
-        worker.received.bytes.increment(landed.started.kv_transfer_bytes);
-        worker.received.duration.record(landed.started.kv_transfer.as_secs_f64());
+        let received = worker.metrics.transfer(ways::name(landed.way), Direction::Received);
+        received.bytes.increment(landed.started.kv_transfer_bytes);
+        received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
     client.send(Message::Started(convert::started(&landed.started))).await?;
     let goodbye = async {
@@ -66,6 +69,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
 
 struct Landed {
     started: Started,
+    way: Way,
     /// The prefill worker has said so already.
     done: Option<PrefillDone>,
     /// The prefill worker has not said that it is done, and has something to be done with.
@@ -75,7 +79,8 @@ struct Landed {
 /// Reserves blocks, lets the prefill worker write into those which are missing, and waits until all is here.
 async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: Instant) -> Result<Landed, Ended> {
     let not_landed = |prefill: &Prefill| Ended::NotLanded { prefill: prefill.instance_id().to_owned() };
-    let mut missing = None;
+    // The ticket, how many blocks it is for, and the way they take.
+    let mut given: Option<(u64, usize, Chosen)> = None;
     let mut done = None;
     loop {
         tokio::select! {
@@ -83,25 +88,36 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
             biased;
             event = job.next() => match event {
                 Some(Event::Reserved { ticket, missing_blocks }) => {
-                    missing = Some(missing_blocks.len());
-                    prefill.give(Ticket { ticket, address: worker.address.clone(), missing_blocks });
+                    // Nothing has to go any way.
+                    let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
+                    let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
+                    let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
+                    given = Some((ticket, missing_blocks.len(), chosen));
+                    prefill.give(Ticket { ticket, address: worker.address.clone(), missing_blocks, way, communicator });
                 }
                 Some(Event::Started(started)) => {
-                    let prefill_to_end = done.is_none() && missing.is_some_and(|missing| missing > 0);
-                    return Ok(Landed { started, done, prefill_to_end });
+                    let missing = given.as_ref().map_or(0, |(_, missing, _)| *missing);
+                    let way = given.as_ref().map_or(Way::Tcp, |(_, _, chosen)| chosen.way);
+                    let prefill_to_end = done.is_none() && missing > 0;
+                    return Ok(Landed { started, way, done, prefill_to_end });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
                 _ => return Err(Ended::Engine),
             },
             said = prefill.next(), if done.is_none() => match said? {
-                Said::Done(said) => done = Some(said),
+                Said::Done(said) => {
+                    done = Some(said);
+                    if let Some((ticket, ..)) = given {
+                        worker.engine.confirm(ticket).await;
+                    }
+                }
                 // It waited for our ticket, which waited for our blocks.
-                Said::Failure(failure) if missing.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),
+                Said::Failure(failure) if given.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),
                 Said::Failure(failure) => return Err(Ended::Prefill(failure)),
                 Said::Scheduled(_) => return Err(prefill.lost()),
             },
             () = tokio::time::sleep_until(deadline) => {
-                return Err(if missing.is_none() { Ended::NoBlocks } else { not_landed(prefill) });
+                return Err(if given.is_none() { Ended::NoBlocks } else { not_landed(prefill) });
             }
         }
     }

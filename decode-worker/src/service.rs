@@ -1,6 +1,6 @@
 //! The `Decode` service: checks a request, then runs it here or with a prefill worker.
 
-use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote};
+use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote, ways::Ways};
 use std::{
     sync::{Arc, Once},
     time::Duration,
@@ -8,7 +8,7 @@ use std::{
 use tandem_engine::{EngineHandle, Event};
 use tandem_node::{
     trace::Span,
-    worker::{Begun, ClientGone, LedgerEntry, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
+    worker::{Begun, ClientGone, LedgerEntry, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics},
 };
 use tandem_proto::{
     link::Channels,
@@ -26,7 +26,7 @@ pub(crate) struct Worker {
     pub(crate) engine: EngineHandle,
     pub(crate) settings: DecodeWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
-    pub(crate) received: TransferMetrics,
+    pub(crate) ways: Ways,
     pub(crate) requests: Requests,
     pub(crate) ledger: WorkerLedger,
     pub(crate) channels: Channels,

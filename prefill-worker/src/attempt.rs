@@ -3,16 +3,19 @@
 use crate::{
     failure::{Ended, Protocol},
     service::Worker,
+    ways::Chosen,
 };
+use futures::FutureExt;
 use std::time::Duration;
 use tandem_engine::{Event, Job, Prefill};
 use tandem_kv::Namespace;
 use tandem_node::{
     trace::Span,
-    worker::{Begun, ClientGone, ReplySender},
+    worker::{Begun, ClientGone, Direction, ReplySender},
 };
 use tandem_proto::v1::{
-    PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, prefill_reply, prefill_request,
+    PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, Ticket, prefill_reply,
+    prefill_request,
 };
 use tandem_transfer::TransferError;
 use tokio::time::Instant;
@@ -40,6 +43,9 @@ pub(crate) async fn attempt(
     worker.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
     span.event("scheduled", &[]);
     span.set("tandem.cached_tokens", cached_tokens);
+    if let Some(ways) = worker.ways.offered() {
+        replies.send(PrefillReply { message: Some(prefill_reply::Message::Ways(ways.clone())) }).await?;
+    }
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
 
@@ -93,35 +99,68 @@ fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
     Ok(())
 }
 
-/// Pushes each missing block as soon as it is computed; returns when all is computed and all have landed.
+/// Sends each missing block as soon as it is computed; returns when all is computed and all have landed.
 async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Result<PrefillDone, Ended> {
-    let Ticket { ticket, address, missing_blocks } = ticket;
+    let way = ticket.way();
+    let Ticket { ticket, address, missing_blocks, communicator, .. } = ticket;
+    let chosen = worker.ways.choose(way, &address, communicator)?;
+    let transport = match chosen {
+        Chosen::Content => worker.transport.name(),
+        Chosen::Places => "cuda_ipc",
+        Chosen::Line(_) => "nccl",
+    };
+    let sent = worker.metrics.transfer(transport, Direction::Sent);
     let mut push = worker.transport.open(&address, ticket).map_err(|error| match error {
         TransferError::Address(_) => Ended::Protocol(Protocol::InvalidAddress),
         error @ (TransferError::Refused(_) | TransferError::Gone(_)) => error.into(),
     })?;
     let (nothing_missing, blocks) = (missing_blocks.is_empty(), missing_blocks.len() as u64);
+    let block_bytes = worker.engine.info().block_bytes;
+    let bytes = blocks * block_bytes as u64;
     let mut transfer = Span::default();
-    job.send_blocks(missing_blocks).await;
-    let (mut first_block, mut busy, mut bytes) = (None, Duration::ZERO, 0_u64);
+    match chosen {
+        Chosen::Content => job.send_blocks(missing_blocks).await,
+        Chosen::Places | Chosen::Line(_) => job.show_blocks(missing_blocks).await,
+    }
+    // What the way's bandwidth is measured by.
+    let (mut moved, mut busy) = (0, Duration::ZERO);
+    let mut first_block = None;
     let chunks = loop {
         let event = tokio::select! {
             biased;
             event = job.next() => event,
             error = push.broken() => return Err(error.into()),
         };
+        let began = Instant::now();
+        if first_block.is_none() && matches!(event, Some(Event::Block { .. } | Event::Ready(_))) {
+            first_block = Some(began);
+            transfer = span.child("transfer");
+        }
+        let pass = async |blocks: usize| {
+            for _ in 0..blocks {
+                worker.link.pass().await;
+            }
+            (blocks * block_bytes) as u64
+        };
         match event {
             Some(Event::Block { index, payload }) => {
-                let began = Instant::now();
-                if first_block.is_none() {
-                    first_block = Some(began);
-                    transfer = span.child("transfer");
-                }
-                bytes += payload.len() as u64;
-                worker.link.pass().await;
-                worker.sent.bytes.increment(payload.len() as u64);
+                moved += pass(1).await;
                 push.send(index, payload).await?;
-                busy += began.elapsed();
+            }
+            Some(Event::Ready(blocks)) => {
+                let bytes = pass(blocks.len()).await;
+                match &chosen {
+                    Chosen::Line(line) => {
+                        line.send(ticket, blocks).await?;
+                        moved += bytes;
+                    }
+                    Chosen::Content | Chosen::Places => {
+                        let (block_indices, sources) = blocks.into_iter().map(|(index, block)| (index, block.0)).unzip();
+                        push.ready(Ready { block_indices, sources }).await?;
+                        // They are copied while later ones are computed: of the last ones alone the end is waited for.
+                        (moved, busy) = (bytes, Duration::ZERO);
+                    }
+                }
             }
             Some(Event::Computed(chunks)) => {
                 span.event("computed", &[]);
@@ -132,6 +171,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
             }
             _ => return Err(Ended::Engine),
         }
+        busy += began.elapsed();
     };
     let chunks = chunks.into_iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
     let done = PrefillDone { chunks: chunks.collect() };
@@ -140,16 +180,25 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
     }
     let began = Instant::now();
     worker.link.settle().await;
-    // Until here the job holds its blocks: what is on its way is never more than the cache.
-    push.finish().await?;
+    // Until here the job holds its blocks: what is on its way is never more than the cache, and what is copied from here has not changed.
+    tokio::select! {
+        biased;
+        _ = job.next() => return Err(Ended::Engine),
+        finished = push.finish() => finished?,
+    }
+    // An engine that failed meanwhile may have given them to others before the last were copied; it says so before it computes again.
+    if job.next().now_or_never().is_some() {
+        return Err(Ended::Engine);
+    }
     drop(job);
+    sent.bytes.increment(bytes);
     busy += began.elapsed();
     transfer.set("tandem.kv_transfer_blocks", blocks);
     transfer.set("tandem.kv_transfer_bytes", bytes);
-    transfer.set("tandem.transport", worker.transport.name());
-    worker.metrics.observe_bandwidth(bytes, busy);
+    transfer.set("tandem.transport", transport);
+    worker.metrics.observe_bandwidth(moved, busy);
     if let Some(first_block) = first_block {
-        worker.sent.duration.record(first_block.elapsed().as_secs_f64());
+        sent.duration.record(first_block.elapsed().as_secs_f64());
     }
     Ok(done)
 }

@@ -23,6 +23,8 @@ pub(crate) enum Ended {
     NoTicket,
     #[error("the decode worker does not take the blocks: {0}")]
     Transfer(#[from] TransferError),
+    #[error("the link to the decode worker has broken; try again")]
+    LinkGone,
     #[error("the engine failed; try another worker")]
     Engine,
     #[error("the engine hangs; try another worker")]
@@ -43,6 +45,8 @@ pub(crate) enum Protocol {
     UnknownBlock,
     #[error("the ticket's address is not of the form host:port")]
     InvalidAddress,
+    #[error("the ticket's way was not offered")]
+    NotOffered,
 }
 
 impl From<Protocol> for Status {
@@ -73,7 +77,7 @@ impl Ended {
                 (Reason::Invalid, instance_id.to_owned())
             }
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
-            Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
+            Self::LinkGone | Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
                 (Reason::PrefillLost, instance_id.to_owned())
             }
         };

@@ -8,6 +8,7 @@ mod attempt;
 mod failure;
 mod link;
 mod service;
+mod ways;
 
 use futures::{FutureExt, future::OptionFuture};
 use link::Link;
@@ -26,6 +27,7 @@ use tandem_proto::{
 };
 use tandem_transfer::{Tcp, Transport};
 use tonic::service::Routes;
+use ways::Ways;
 
 /// What a prefill worker is told by its operator.
 #[derive(Clone, Debug)]
@@ -48,6 +50,8 @@ pub struct PrefillWorkerSettings {
     pub report_cached_tokens: bool,
     /// A computed prompt is let go when the decode worker has not said by then where its blocks may go.
     pub ticket_wait: Duration,
+    /// Blocks may go from device to device where both workers can do that; off: over TCP only.
+    pub device_transfers: bool,
 }
 
 /// Why a prefill worker ended.
@@ -81,9 +85,16 @@ pub async fn run(
     let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
     let transport = Tcp::on(listener.network());
+    // Its series are there before its first transfer.
+    metrics.transfer(transport.name(), Direction::Sent);
     let worker = Worker {
         instance_id: info.instance_id.clone(),
-        sent: metrics.transfer(transport.name(), Direction::Sent),
+        ways: Ways::new(
+            engine.kv_memory().filter(|_| settings.device_transfers).cloned(),
+            listener.network(),
+            requests.clone(),
+            shutdown.clone(),
+        ),
         link: Link::new(engine.info().simulated_block_transfer),
         transport: Box::new(transport),
         metrics: metrics.clone(),

@@ -5,12 +5,13 @@ use crate::{
     attempt::attempt,
     failure::{Ended, Protocol, Told},
     link::Link,
+    ways::Ways,
 };
 use std::sync::Arc;
 use tandem_engine::EngineHandle;
 use tandem_node::{
     trace::Span,
-    worker::{ClientGone, Replies, ReplySender, Requests, TransferMetrics, WorkerLedger, WorkerMetrics},
+    worker::{ClientGone, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics},
 };
 use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
 use tandem_transfer::Transport;
@@ -23,9 +24,9 @@ pub(crate) struct Worker {
     pub(crate) engine: EngineHandle,
     pub(crate) settings: PrefillWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
-    pub(crate) sent: TransferMetrics,
     pub(crate) transport: Box<dyn Transport>,
     pub(crate) link: Link,
+    pub(crate) ways: Ways,
     pub(crate) requests: Requests,
     pub(crate) ledger: WorkerLedger,
 }

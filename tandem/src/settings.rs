@@ -10,7 +10,7 @@ mod roles;
 mod sim;
 mod telemetry;
 
-pub use choices::{EngineKind, PolicyName, PrefillPlace};
+pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
 pub(crate) use roles::{CLUSTER, address};
@@ -229,6 +229,11 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_DEVICE", value_name = "NUMBER", default_value_t = 0)]
     pub device: u32,
 
+    /// GPUs that compute one model together, each its share of heads and feed-forward: --device and those after it. For models that are too
+    /// large for one, or too slow on it; all workers of the process use the same ones
+    #[arg(long, env = "TANDEM_TP", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub tp: u32,
+
     /// Tokens computed in one step of an engine: long prompts are cut, so that running answers wait for one step at most [default: 512;
     /// 8192 with --engine cuda, since a GPU is not busy with less]
     #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
@@ -247,6 +252,10 @@ pub struct UpSettings {
     /// Where prompts are computed: `auto` takes the place that is estimated to answer first
     #[arg(long, env = "TANDEM_PREFILL", value_enum, default_value_t)]
     pub prefill: PrefillPlace,
+
+    /// How a computed prompt's KV goes to the worker that decodes. `auto` has not run on a GPU yet: `tcp` does without it
+    #[arg(long, env = "TANDEM_KV_TRANSFER", value_enum, default_value_t)]
+    pub kv_transfer: KvTransfer,
 
     /// Compute every prompt anew; 0 cached tokens are reported then
     #[arg(long, env = "TANDEM_NO_PREFIX_CACHING")]

@@ -96,6 +96,7 @@ impl Parts {
             tracer: Default::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
+            device_transfers: true,
         };
         let engine = self.engine(PREFILL_CAPACITY_TOKENS);
         self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
@@ -116,6 +117,7 @@ impl Parts {
             report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
+            device_transfers: true,
         };
         let engine = self.engine(65_536);
         self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));

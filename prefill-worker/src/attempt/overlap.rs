@@ -1,7 +1,7 @@
 //! Blocks travel while later chunks compute: a prompt's way to a decode engine, to the millisecond of virtual time.
 
 use super::*;
-use crate::{PrefillWorkerSettings, link::Link};
+use crate::{PrefillWorkerSettings, link::Link, ways::Ways};
 use std::sync::{Arc, Mutex};
 use tandem_engine::{
     EngineHandle, EngineSettings, Generate, KvSource, Sampling, WriteRefused,
@@ -9,9 +9,10 @@ use tandem_engine::{
 };
 use tandem_node::{
     Metrics, Shutdown,
-    worker::{Direction, Ledger, Requests, WorkerMetrics},
+    worker::{Ledger, Requests, WorkerMetrics},
 };
-use tandem_transfer::{Loopback, Refused, Sink, Transport};
+use tandem_proto::link::Network;
+use tandem_transfer::{Loopback, Piece, Refused, Sink};
 use tokio::{task::JoinSet, time::sleep};
 
 const BLOCK: u32 = 16;
@@ -98,7 +99,7 @@ impl Pair {
         let metrics = Arc::new(WorkerMetrics::new(&Metrics::default(), "prefill-0"));
         let prefill = Worker {
             instance_id: "instance".to_owned(),
-            sent: metrics.transfer(loopback.name(), Direction::Sent),
+            ways: Ways::new(None, Network::default(), Requests::new(Shutdown::default()), Shutdown::default()),
             link: Link::new(engine.info().simulated_block_transfer),
             engine,
             settings: PrefillWorkerSettings {
@@ -111,6 +112,7 @@ impl Pair {
                 tracer: Default::default(),
                 report_cached_tokens: true,
                 ticket_wait: Duration::from_secs(10),
+                device_transfers: true,
             },
             ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
             metrics,
@@ -125,9 +127,10 @@ impl Pair {
         let (engine, landed) = (self.decode.clone(), self.landed.clone());
         let _reachable = self.loopback.add(
             "decode",
-            Sink::new(move |ticket, index, payload| {
+            Sink::new(move |ticket, piece| {
                 let (engine, landed) = (engine.clone(), landed.clone());
                 async move {
+                    let Piece::Block { index, payload } = piece else { unreachable!("the ticket asks for content") };
                     engine.write_block(ticket, index, payload).await.map_err(|WriteRefused| Refused)?;
                     landed.lock().expect("no test panics with the lock").push((index, Instant::now()));
                     Ok(())
@@ -139,7 +142,7 @@ impl Pair {
         sleep(ticket_after).await;
         let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
         let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
-        let ticket = Ticket { ticket, address: "decode".to_owned(), missing_blocks };
+        let ticket = Ticket { ticket, address: "decode".to_owned(), missing_blocks, ..Ticket::default() };
         let unseen = Span::default();
         let (sent, started) = tokio::join!(send(&self.prefill, job, ticket, &unseen), async {
             assert!(matches!(continued.next().await, Some(Event::Started(_))));

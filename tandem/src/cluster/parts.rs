@@ -1,7 +1,7 @@
 //! The parts of a cluster as tasks, and the news that one has ended.
 
 use super::{Loaded, Role, StartError, Worker};
-use crate::settings::{PolicyName, PrefillPlace, TelemetryFlags, UpSettings};
+use crate::settings::{KvTransfer, PolicyName, PrefillPlace, TelemetryFlags, UpSettings};
 use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -99,6 +99,7 @@ impl Parts {
         let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
         let (ledger, broker, tracer) = (self.ledger.clone(), self.broker.clone(), self.tracer.clone());
         let report_cached_tokens = settings.report_cached_tokens;
+        let device_transfers = settings.kv_transfer == KvTransfer::Auto;
         let (metrics, stop) = (metrics.clone(), shutdown.clone());
         match worker.role {
             Role::Prefill => {
@@ -112,6 +113,7 @@ impl Parts {
                     tracer,
                     report_cached_tokens,
                     ticket_wait: TICKET_WAIT,
+                    device_transfers,
                 };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
@@ -129,6 +131,7 @@ impl Parts {
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
                     remote_waiting_max: settings.max_concurrent_requests as usize,
                     landing_wait: FIRST_TOKEN_WAIT,
+                    device_transfers,
                 };
                 self.spawn(&worker.id, shutdown, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
             }

@@ -29,6 +29,17 @@ pub enum PrefillPlace {
     Local,
 }
 
+/// How KV goes from worker to worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvTransfer {
+    /// From GPU to GPU where both workers can (CUDA IPC on one host, else NCCL), else over TCP
+    #[default]
+    Auto,
+    /// Over TCP, through both hosts' memory
+    Tcp,
+}
+
 /// How workers are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[clap(rename_all = "snake_case")]

@@ -138,6 +138,7 @@ impl World {
                     tracer: Default::default(),
                     report_cached_tokens: true,
                     ticket_wait: TICKET_WAIT,
+                    device_transfers: true,
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
@@ -155,6 +156,7 @@ impl World {
                     report_cached_tokens: true,
                     remote_waiting_max: 64,
                     landing_wait: LANDING_WAIT,
+                    device_transfers: true,
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, stop));

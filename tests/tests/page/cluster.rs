@@ -74,6 +74,7 @@ impl Parts {
             tracer: Default::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
+            device_transfers: true,
         };
         self.run(tandem_prefill_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)
@@ -93,6 +94,7 @@ impl Parts {
             report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
+            device_transfers: true,
         };
         self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)

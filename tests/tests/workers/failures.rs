@@ -4,11 +4,11 @@ use crate::harness::{Cluster, SOON, Setup, prompt};
 use std::time::Duration;
 use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{
-    Failure, PrefillReply, PrefillRequest, PrefillStart, Reason, Ticket, WorkerRef, generate_reply::Message, prefill_reply,
+    Failure, PrefillReply, PrefillRequest, PrefillStart, Reason, Ticket, Way, WorkerRef, generate_reply::Message, prefill_reply,
     prefill_request, prefill_server,
 };
 use tandem_transfer::{Tcp, TransferError, Transport};
-use tokio::{net::TcpListener, sync::mpsc};
+use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
@@ -67,7 +67,7 @@ fn start(cluster: &Cluster, prompt: Vec<u32>) -> PrefillStart {
 }
 
 fn ticket(address: &str, missing_blocks: Vec<u32>) -> prefill_request::Message {
-    prefill_request::Message::Ticket(Ticket { ticket: 1, address: address.to_owned(), missing_blocks })
+    prefill_request::Message::Ticket(Ticket { ticket: 1, address: address.to_owned(), missing_blocks, ..Ticket::default() })
 }
 
 #[tokio::test]
@@ -105,7 +105,8 @@ async fn what_a_later_prefill_worker_says_besides_is_skipped() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let address = listener.local_addr().expect("it is bound").to_string();
     let later = Server::builder().add_service(prefill_server::PrefillServer::new(Later));
-    tokio::spawn(later.serve_with_incoming(tandem_proto::link::incoming(listener)));
+    let mut serving = JoinSet::new();
+    serving.spawn(later.serve_with_incoming(tandem_proto::link::incoming(listener)));
     let mut request = cluster.remote(prompt(1, 50), 1);
     request.prefill = Some(WorkerRef { instance_id: "later".to_owned(), address, worker_id: String::new() });
     assert_eq!(cluster.failure(request).await, (Reason::Draining, "later".to_owned()));
@@ -232,7 +233,9 @@ async fn what_breaks_the_protocol_is_an_error() {
     let no_start = Played::open(&cluster, ticket("a:1", vec![])).await.err().expect("a ticket is no start");
     assert_eq!(no_start.code(), Code::InvalidArgument);
     let again = prefill_request::Message::Start(start(&cluster, prompt(1, 50)));
-    for second in [again, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {
+    let not_offered = Ticket { ticket: 1, address: "a:1".to_owned(), way: Way::CudaIpc.into(), ..Ticket::default() };
+    let not_offered = prefill_request::Message::Ticket(not_offered);
+    for second in [again, not_offered, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {
         let mut played = Played::start(&cluster, prompt(1, 50)).await;
         played.scheduled().await;
         played.say(second).await;

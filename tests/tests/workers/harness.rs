@@ -1,13 +1,17 @@
 //! Two workers with simulated engines, and a client.
 
+use crate::reach::{Beside, Reach};
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Condvar, Mutex},
+    sync::{
+        Arc, Condvar, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, KvMemory, StepOutput,
     sim::{SimEngine, SimSettings},
 };
 use tandem_kv::BlockId;
@@ -22,7 +26,7 @@ use tandem_proto::{
     },
 };
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
 
 /// Time in which everything happens on the slowest machine.
@@ -41,6 +45,9 @@ pub struct Setup {
     pub ticket_wait: Duration,
     pub landing_wait: Duration,
     pub remote_waiting_max: usize,
+    /// What its device's memory can be used for beside its engine.
+    pub reach: Option<Reach>,
+    pub device_transfers: bool,
 }
 
 impl Default for Setup {
@@ -60,6 +67,8 @@ impl Default for Setup {
             ticket_wait: SOON,
             landing_wait: SOON,
             remote_waiting_max: 64,
+            reach: None,
+            device_transfers: true,
         }
     }
 }
@@ -73,14 +82,15 @@ impl Setup {
 
     fn start(&self) -> (EngineHandle, Gate) {
         let gate = Gate::default();
-        let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone() };
+        let beside = self.reach.clone().map(Beside::new);
+        let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone(), beside };
         (EngineHandle::start(Box::new(engine), self.engine), gate)
     }
 }
 
 /// Closed, no step passes it.
 #[derive(Clone, Default)]
-pub struct Gate(Arc<(Mutex<bool>, Condvar)>);
+pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
 impl Gate {
     pub fn close(&self) {
@@ -92,16 +102,30 @@ impl Gate {
         self.0.1.notify_all();
     }
 
-    fn pass(&self) {
+    pub fn pass(&self) {
         let closed = self.0.0.lock().expect("not poisoned");
+        self.0.2.send_modify(|waiting| *waiting += 1);
         drop(self.0.1.wait_while(closed, |closed| *closed).expect("not poisoned"));
+        self.0.2.send_modify(|waiting| *waiting -= 1);
+    }
+
+    /// The next step that passes fails.
+    pub fn fail_next(&self) {
+        self.0.3.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns when somebody waits for it to open.
+    pub async fn reached(&self) {
+        let mut waiting = self.0.2.subscribe();
+        tokio::time::timeout(SOON, waiting.wait_for(|waiting| *waiting > 0)).await.expect("soon").expect("the gate is there");
     }
 }
 
-/// A simulated device that can hang.
+/// A simulated device that can hang, and whose memory others may reach.
 struct Gated {
     engine: SimEngine,
     gate: Gate,
+    beside: Option<Beside>,
 }
 
 impl Engine for Gated {
@@ -111,15 +135,39 @@ impl Engine for Gated {
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         self.gate.pass();
-        self.engine.step(chunks)
+        if self.gate.0.3.swap(false, Ordering::Relaxed) {
+            return Err(EngineError::Step("the test says so".into()));
+        }
+        if let Some(beside) = &self.beside {
+            beside.take_in(&mut self.engine);
+        }
+        let output = self.engine.step(chunks);
+        if let Some(beside) = &self.beside {
+            beside.show_chunks(&self.engine, chunks);
+        }
+        output
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
-        self.engine.read_block(block, into)
+        match &self.beside {
+            Some(beside) => beside.read_into(block, into),
+            None => self.engine.read_block(block, into)?,
+        }
+        Ok(())
     }
 
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
+        if let Some(beside) = &self.beside {
+            beside.take_in(&mut self.engine);
+            self.engine.write_block(block, bytes)?;
+            beside.show(&self.engine, &[block]);
+            return Ok(());
+        }
         self.engine.write_block(block, bytes)
+    }
+
+    fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
+        self.beside.clone().map(|beside| Arc::new(beside) as Arc<dyn KvMemory>)
     }
 }
 
@@ -149,6 +197,7 @@ impl Worker {
             tracer: Default::default(),
             report_cached_tokens: setup.report_cached_tokens,
             ticket_wait: setup.ticket_wait,
+            device_transfers: setup.device_transfers,
         };
         Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
             tandem_prefill_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()
@@ -169,6 +218,7 @@ impl Worker {
             report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,
             landing_wait: setup.landing_wait,
+            device_transfers: setup.device_transfers,
         };
         Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
             tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()

@@ -1,0 +1,240 @@
+//! Blocks that go from device to device: copied by the decode worker from where they are, or sent over a link.
+
+use crate::{
+    harness::{BLOCK_BYTES, Cluster, SOON, Setup, Worker, prompt},
+    reach::Reach,
+};
+use std::{sync::atomic::Ordering, time::Duration};
+use tandem_engine::sim::SimSettings;
+use tandem_proto::v1::{Reason, generate_reply::Message};
+
+/// One host: the decode worker opens the prefill worker's memory.
+fn shared() -> Reach {
+    Reach { shares: true, ..Reach::default() }
+}
+
+/// Two hosts with links between them.
+fn linked() -> Reach {
+    Reach { links: true, ..Reach::default() }
+}
+
+fn setup(reach: &Reach) -> Setup {
+    Setup { reach: Some(reach.clone()), ..Setup::default() }
+}
+
+async fn cluster(reach: &Reach) -> Cluster {
+    Cluster::start(setup(reach), setup(reach)).await
+}
+
+fn moved(worker: &Worker, transport: &str) -> f64 {
+    let (name, direction) = (&worker.info.worker_id, if worker.info.role == 1 { "sent" } else { "received" });
+    let labels = format!(r#"{{worker="{name}",transport="{transport}",direction="{direction}"}}"#);
+    worker.metric(&format!("tandem_worker_kv_transfer_bytes_total{labels}"))
+}
+
+/// Prompts that have nothing in common with those of the tests (numbers repeat after 250), until one more goes over a link: how many did not.
+async fn until_linked(cluster: &Cluster, first: u32) -> u32 {
+    let before = moved(&cluster.decode, "nccl");
+    let trying = async {
+        for number in first.. {
+            assert_eq!(cluster.answer(cluster.remote(prompt(number, 33), 2)).await.failure, None);
+            if moved(&cluster.decode, "nccl") > before {
+                return number - first;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        unreachable!("numbers do not end")
+    };
+    tokio::time::timeout(SOON, trying).await.expect("a link is made")
+}
+
+#[tokio::test]
+async fn the_text_is_that_of_a_local_prefill_whatever_way_the_blocks_go() {
+    for (reach, way) in [(shared(), "cuda_ipc"), (linked(), "nccl"), (Reach::default(), "tcp")] {
+        let (cluster, alone) = (cluster(&reach).await, Cluster::start(Setup::default(), Setup::default()).await);
+        if way == "nccl" {
+            assert!(until_linked(&cluster, 100).await > 0, "the first prompt does not wait for the link");
+        }
+        let before = moved(&cluster.decode, way);
+        for (number, len) in [(1, 1), (2, 2), (3, 16), (4, 17), (5, 33), (6, 100), (7, 1_000)] {
+            let (mut remote, mut local) = (cluster.remote(prompt(number, len), 24), alone.local(prompt(number, len), 24));
+            (remote.samples, local.samples) = (3, 3);
+            let (remote, local) = (cluster.answer(remote).await, alone.answer(local).await);
+            assert_eq!((&remote.failure, &remote.tokens), (&None, &local.tokens), "a prompt of {len} over {way}");
+            assert_eq!(remote.kv_transfer_bytes(), u64::from((len - 1).div_ceil(16)) * BLOCK_BYTES);
+        }
+        let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
+        assert_eq!(moved(&cluster.decode, way) - before, sent as f64, "{way}");
+        assert_eq!(moved(&cluster.prefill, way), moved(&cluster.decode, way));
+        // What has come is cached, as if it had been computed here.
+        let again = cluster.answer(cluster.local(prompt(7, 1_000), 4)).await;
+        assert_eq!(again.cached_tokens(), Some(992), "{way}");
+        cluster.idle().await;
+        reach.closed().await;
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_shall_not_and_one_that_cannot_use_tcp() {
+    let tcp_only = |reach| Setup { device_transfers: false, ..setup(reach) };
+    let both = Reach { shares: true, links: true, ..Reach::default() };
+    for (prefill, decode) in [
+        (tcp_only(&both), setup(&both)),
+        (setup(&both), tcp_only(&both)),
+        (setup(&shared()), setup(&linked())),
+        (setup(&both), Setup::default()),
+    ] {
+        let cluster = Cluster::start(prefill, decode).await;
+        for number in 0..4 {
+            assert_eq!(cluster.answer(cluster.remote(prompt(number, 100), 4)).await.failure, None);
+        }
+        assert_eq!(moved(&cluster.decode, "tcp"), (4 * 7 * BLOCK_BYTES) as f64);
+        cluster.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn blocks_that_are_being_written_are_kept_until_that_has_ended() {
+    for reach in [shared(), linked()] {
+        let cluster = cluster(&reach).await;
+        if reach.links {
+            until_linked(&cluster, 100).await;
+        }
+        cluster.idle().await;
+        reach.gate.close();
+        // In one chunk, so that all of it is on its way.
+        let mut leaves = cluster.open(cluster.remote(prompt(1, 60), 4)).await;
+        leaves.scheduled().await;
+        reach.gate.reached().await;
+        // What is on its way does not end with its client.
+        drop(leaves);
+        cluster.prefill.idle().await;
+        cluster.decode.until(|load| load.waiting_requests == 0 && load.running_sequences == 0 && load.in_use_blocks == 4).await;
+        reach.gate.open();
+        cluster.idle().await;
+        // Nobody had confirmed it: it is not cached.
+        let next = cluster.answer(cluster.local(prompt(1, 60), 4)).await;
+        assert_eq!((next.failure.clone(), next.cached_tokens()), (None, Some(0)));
+        let again = cluster.answer(cluster.remote(prompt(2, 100), 4)).await;
+        assert_eq!(again.failure, None, "the way is as good as before");
+        cluster.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_dies_while_its_blocks_are_copied_is_lost() {
+    let reach = shared();
+    let mut cluster = cluster(&reach).await;
+    reach.gate.close();
+    let mut replies = cluster.open(cluster.remote(prompt(1, 100), 4)).await;
+    replies.scheduled().await;
+    reach.gate.reached().await;
+    cluster.prefill.kill();
+    let Some(Message::Failure(failure)) = replies.next().await else { panic!("nobody confirms what was copied") };
+    assert_eq!((failure.reason(), failure.instance_id), (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    reach.gate.open();
+    cluster.decode.idle().await;
+    assert_eq!(cluster.answer(cluster.local(prompt(1, 100), 4)).await.cached_tokens(), Some(0));
+}
+
+#[tokio::test]
+async fn a_link_that_breaks_fails_one_attempt_and_another_is_made() {
+    let reach = linked();
+    let cluster = cluster(&reach).await;
+    until_linked(&cluster, 100).await;
+    reach.breaks.store(1, Ordering::Relaxed);
+    let lost = (Reason::PrefillLost, cluster.prefill.info.instance_id.clone());
+    assert_eq!(cluster.failure(cluster.remote(prompt(1, 100), 4)).await, lost);
+    cluster.idle().await;
+    // Both ends have let go of it: the next prompts go over TCP until there is a new one.
+    assert!(until_linked(&cluster, 150).await > 0);
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn prompts_whose_ticket_is_spent_are_received_and_others_on_their_link_do_not_notice() {
+    let reach = linked();
+    let cluster = cluster(&reach).await;
+    let alone = Cluster::start(Setup::default(), Setup::default()).await;
+    until_linked(&cluster, 100).await;
+    for round in 0..5 {
+        reach.gate.close();
+        // Several chunks each, so that there is more to tell when the client has left.
+        let mut leave = Vec::new();
+        for number in 0..3 {
+            let mut leaves = cluster.open(cluster.remote(prompt(round * 10 + number, 300), 4)).await;
+            leaves.scheduled().await;
+            leave.push(leaves);
+        }
+        reach.gate.reached().await;
+        let stays = cluster.open(cluster.remote(prompt(round * 10 + 9, 300), 8)).await;
+        drop(leave);
+        reach.gate.open();
+        let stays = stays.answer().await;
+        let expected = alone.answer(alone.local(prompt(round * 10 + 9, 300), 8)).await;
+        assert_eq!((&stays.failure, &stays.tokens), (&None, &expected.tokens));
+        cluster.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_drains_closes_its_links() {
+    let reach = linked();
+    for prefill_first in [false, true] {
+        let mut cluster = cluster(&reach).await;
+        until_linked(&cluster, 100).await;
+        let leaves = if prefill_first { &mut cluster.prefill } else { &mut cluster.decode };
+        let (shutdown, ended) = (leaves.shutdown.clone(), &mut leaves.ended);
+        shutdown.run(SOON).await;
+        assert!(tokio::time::timeout(SOON, ended).await.expect("it ends at once").expect("it says how"), "in order");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_fails_while_its_blocks_are_copied_confirms_nothing() {
+    let reach = shared();
+    let cluster = cluster(&reach).await;
+    reach.gate.close();
+    let mut replies = cluster.open(cluster.remote(prompt(1, 60), 4)).await;
+    replies.scheduled().await;
+    reach.gate.reached().await;
+    cluster.prefill.gate.fail_next();
+    // Another prompt's step fails, and with it goes all that the engine holds.
+    assert!(cluster.answer(cluster.remote(prompt(2, 30), 4)).await.failure.is_some());
+    reach.gate.open();
+    let Some(Message::Failure(failure)) = replies.next().await else { panic!("nobody confirms what was copied") };
+    assert_eq!(failure.instance_id, cluster.prefill.info.instance_id);
+    cluster.idle().await;
+    assert_eq!(cluster.answer(cluster.local(prompt(1, 60), 4)).await.cached_tokens(), Some(0));
+}
+
+#[tokio::test]
+async fn clients_that_leave_at_any_moment_leave_nothing_behind_and_break_no_link() {
+    for reach in [shared(), linked()] {
+        let sim = SimSettings { speedup: 20.0, ..Default::default() };
+        let quick = Setup { sim, ..setup(&reach) };
+        let cluster = Cluster::start(quick.clone(), quick).await;
+        if reach.links {
+            until_linked(&cluster, 100).await;
+        }
+        let over_tcp = moved(&cluster.decode, "tcp");
+        let requests = (0..60_u32).map(|number| {
+            let cluster = &cluster;
+            async move {
+                let mut replies = cluster.open(cluster.remote(prompt(number % 7, 50 + number * 11), 40)).await;
+                let patience = if number % 2 == 0 { number as usize / 4 } else { usize::MAX };
+                let mut heard = 0;
+                while heard < patience
+                    && let Some(message) = replies.next().await
+                {
+                    assert!(!matches!(message, Message::Failure(_)), "{message:?}");
+                    heard += 1;
+                }
+            }
+        });
+        futures::future::join_all(requests).await;
+        cluster.idle().await;
+        assert_eq!(moved(&cluster.decode, "tcp"), over_tcp, "everything went the better way");
+        reach.closed().await;
+    }
+}

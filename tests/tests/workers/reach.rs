@@ -1,0 +1,217 @@
+//! Devices whose KV memory others reach without the host: those of one process, as if they were GPUs.
+
+use crate::harness::{Gate, SOON};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, OnceLock, Weak,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+};
+use tandem_engine::{Chunk, Engine, KvMemory, Link, LinkEnd, MoveError, PeerMemory, sim::SimEngine};
+use tandem_kv::BlockId;
+use tokio::sync::watch;
+
+/// What a device's memory can be used for.
+#[derive(Clone, Default)]
+pub struct Reach {
+    /// Others may open it.
+    pub shares: bool,
+    /// It has links.
+    pub links: bool,
+    /// Closed, nothing arrives.
+    pub gate: Gate,
+    /// Memories that are open.
+    pub open: watch::Sender<usize>,
+    /// The next blocks that are sent are lost, and their link with them.
+    pub breaks: Arc<AtomicU64>,
+}
+
+impl Reach {
+    /// Returns when no memory is open.
+    pub async fn closed(&self) {
+        let mut open = self.open.subscribe();
+        tokio::time::timeout(SOON, open.wait_for(|open| *open == 0)).await.expect("soon").expect("it is there");
+    }
+}
+
+/// What others see of a device: the blocks, and what they have written that it has not taken in yet.
+#[derive(Default)]
+struct Blocks {
+    seen: BTreeMap<u32, Vec<u8>>,
+    written: BTreeMap<u32, Vec<u8>>,
+}
+
+/// A device's memory, beside its engine.
+#[derive(Clone)]
+pub struct Beside {
+    reach: Reach,
+    blocks: Arc<Mutex<Blocks>>,
+    number: u64,
+}
+
+fn numbered() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// All memories, by their handle's number.
+fn known() -> &'static Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>> {
+    static KNOWN: OnceLock<Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>>> = OnceLock::new();
+    KNOWN.get_or_init(Mutex::default)
+}
+
+impl Beside {
+    pub fn new(reach: Reach) -> Self {
+        let (blocks, number) = (Arc::<Mutex<Blocks>>::default(), numbered());
+        known().lock().expect("not poisoned").insert(number, Arc::downgrade(&blocks));
+        Self { reach, blocks, number }
+    }
+
+    /// Before the engine reads: what others have written is in it.
+    pub fn take_in(&self, engine: &mut SimEngine) {
+        let written = std::mem::take(&mut self.blocks.lock().expect("not poisoned").written);
+        for (block, bytes) in written {
+            engine.write_block(BlockId(block), &bytes).expect("the simulator does not fail");
+        }
+    }
+
+    /// After the engine has written: others see it.
+    pub fn show(&self, engine: &SimEngine, blocks: &[BlockId]) {
+        for block in blocks {
+            let mut bytes = vec![0; engine.describe().block_bytes];
+            engine.read_block(*block, &mut bytes).expect("the simulator does not fail");
+            self.blocks.lock().expect("not poisoned").seen.insert(block.0, bytes);
+        }
+    }
+
+    pub fn show_chunks(&self, engine: &SimEngine, chunks: &[Chunk<'_>]) {
+        let size = engine.describe().block_size as usize;
+        for chunk in chunks {
+            let (start, end) = (chunk.start as usize, chunk.start as usize + chunk.tokens.len());
+            self.show(engine, &chunk.blocks[start / size..end.div_ceil(size)]);
+        }
+    }
+
+    /// As the engine would read it, with what others have written.
+    pub fn read_into(&self, block: BlockId, into: &mut [u8]) {
+        into.copy_from_slice(&Self::read(&self.blocks, block));
+    }
+
+    fn read(blocks: &Mutex<Blocks>, block: BlockId) -> Vec<u8> {
+        blocks.lock().expect("not poisoned").seen[&block.0].clone()
+    }
+
+    fn write(&self, block: BlockId, bytes: Vec<u8>) {
+        let mut blocks = self.blocks.lock().expect("not poisoned");
+        blocks.seen.insert(block.0, bytes.clone());
+        blocks.written.insert(block.0, bytes);
+    }
+}
+
+impl KvMemory for Beside {
+    fn handle(&self) -> Result<Vec<u8>, MoveError> {
+        if self.reach.shares {
+            Ok(self.number.to_le_bytes().to_vec())
+        } else {
+            Err(MoveError::Unreachable("it stays".to_owned()))
+        }
+    }
+
+    fn open(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, MoveError> {
+        let unreachable = || MoveError::Unreachable("another host".to_owned());
+        if !self.reach.shares {
+            return Err(unreachable());
+        }
+        let number = u64::from_le_bytes(handle.try_into().map_err(|_| unreachable())?);
+        let source = known().lock().expect("not poisoned").get(&number).and_then(Weak::upgrade).ok_or_else(unreachable)?;
+        self.reach.open.send_modify(|open| *open += 1);
+        Ok(Arc::new(Opened { source, to: self.clone() }))
+    }
+
+    fn link_devices(&self) -> u32 {
+        self.reach.links.into()
+    }
+
+    fn name_link(&self) -> Result<Vec<u8>, MoveError> {
+        Ok(numbered().to_le_bytes().to_vec())
+    }
+
+    fn link(&self, name: &[u8], end: LinkEnd) -> Result<Arc<dyn Link>, MoveError> {
+        type Ends = (Option<mpsc::Sender<Vec<Vec<u8>>>>, Option<mpsc::Receiver<Vec<Vec<u8>>>>);
+        static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
+        let mut ends = ENDS.lock().expect("not poisoned");
+        let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
+            // Who sends does not wait until somebody receives: nor does NCCL, as long as its buffers have room.
+            let (sender, receiver) = mpsc::channel();
+            (Some(sender), Some(receiver))
+        });
+        let end = match end {
+            LinkEnd::Sends => End::Sends(Mutex::new(sender.take())),
+            LinkEnd::Receives => End::Receives(Mutex::new(receiver.take())),
+        };
+        Ok(Arc::new(Linked { of: self.clone(), end }))
+    }
+}
+
+struct Opened {
+    source: Arc<Mutex<Blocks>>,
+    to: Beside,
+}
+
+impl PeerMemory for Opened {
+    fn pull(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), MoveError> {
+        self.to.reach.gate.pass();
+        for (from, to) in blocks {
+            self.to.write(*to, Beside::read(&self.source, *from));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        self.to.reach.open.send_modify(|open| *open -= 1);
+    }
+}
+
+enum End {
+    Sends(Mutex<Option<mpsc::Sender<Vec<Vec<u8>>>>>),
+    Receives(Mutex<Option<mpsc::Receiver<Vec<Vec<u8>>>>>),
+}
+
+struct Linked {
+    of: Beside,
+    end: End,
+}
+
+fn broken() -> MoveError {
+    MoveError::Broken("the test breaks it".into())
+}
+
+impl Link for Linked {
+    fn send(&self, blocks: &[BlockId]) -> Result<(), MoveError> {
+        let End::Sends(sender) = &self.end else { panic!("this end receives") };
+        let mut sender = sender.lock().expect("not poisoned");
+        if self.of.reach.breaks.swap(0, Ordering::Relaxed) > 0 {
+            *sender = None;
+        }
+        let bytes = blocks.iter().map(|block| Beside::read(&self.of.blocks, *block)).collect();
+        sender.as_ref().ok_or_else(broken)?.send(bytes).map_err(|_| broken())
+    }
+
+    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), MoveError> {
+        let End::Receives(receiver) = &self.end else { panic!("this end sends") };
+        let receiver = receiver.lock().expect("not poisoned");
+        self.of.reach.gate.pass();
+        let bytes = receiver.as_ref().ok_or_else(broken)?.recv_timeout(SOON).map_err(|_| broken())?;
+        assert_eq!(bytes.len(), blocks.len(), "both ends move as many");
+        for (block, bytes) in blocks.iter().zip(bytes) {
+            if let Some(block) = block {
+                self.of.write(*block, bytes);
+            }
+        }
+        Ok(())
+    }
+}
