@@ -4,13 +4,15 @@
 //! otherwise draws the same. Exponentials are made of products and sums in one order, here or in `libm`, so they are the same bits
 //! on every machine.
 
+mod changes;
 mod draw;
 
 pub use draw::{Draw, Drawn};
 
+use changes::Changes;
 use std::borrow::Cow;
 use std::cmp::Ordering;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use tandem_kv::TokenId;
 
 /// How a sample's tokens are chosen. The defaults are OpenAI's.
@@ -86,11 +88,9 @@ impl Default for Sampling {
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     sampling: Sampling,
-    /// How often each token was generated; empty while no penalty asks for it.
-    generated: HashMap<TokenId, u32>,
+    /// Penalties and biases; of what was generated, and of the prompt, only while a penalty asks for it.
+    changes: Changes,
     generated_len: u32,
-    /// For the repetition penalty; empty while that is off.
-    prompt: HashSet<TokenId>,
 }
 
 /// A candidate for the draw and its weight: its likelihood relative to the likeliest token's.
@@ -102,8 +102,16 @@ const LOG_WEIGHT_MIN: f32 = -50.0;
 
 impl Sampler {
     pub(crate) fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
-        let prompt = if sampling.repetition_penalty == 1.0 { HashSet::new() } else { prompt.iter().copied().collect() };
-        Self { sampling, generated: HashMap::new(), generated_len: 0, prompt }
+        let mut changes = Changes::default();
+        if sampling.repetition_penalty != 1.0 {
+            prompt.iter().for_each(|token| changes.of(*token).seen = true);
+        }
+        sampling.logit_bias.iter().for_each(|(token, bias)| changes.of(*token).bias = *bias);
+        if sampling.min_tokens > 0 {
+            // A place for each: until so many are generated, they are not drawn.
+            sampling.stop_token_ids.iter().for_each(|token| _ = changes.of(*token));
+        }
+        Self { sampling, changes, generated_len: 0 }
     }
 
     /// The same prompt and settings for the continuation with this number.
@@ -142,7 +150,9 @@ impl Sampler {
 
     fn remember(&mut self, token: TokenId) {
         if self.penalises() {
-            *self.generated.entry(token).or_default() += 1;
+            let change = self.changes.of(token);
+            change.count += 1;
+            change.seen |= self.sampling.repetition_penalty != 1.0;
         }
         self.generated_len += 1;
     }
@@ -159,20 +169,15 @@ impl Sampler {
             return Cow::Borrowed(logits);
         }
         let mut adjusted = logits.to_vec();
-        if s.repetition_penalty != 1.0 {
-            for token in self.prompt.iter().chain(self.generated.keys().filter(|token| !self.prompt.contains(token))) {
-                if let Some(logit) = adjusted.get_mut(*token as usize) {
-                    *logit = if *logit > 0.0 { *logit / s.repetition_penalty } else { *logit * s.repetition_penalty };
-                }
+        for change in self.changes.iter() {
+            let Some(logit) = adjusted.get_mut(change.token as usize) else { continue };
+            if change.seen {
+                *logit = if *logit > 0.0 { *logit / s.repetition_penalty } else { *logit * s.repetition_penalty };
             }
-        }
-        for (token, count) in &self.generated {
-            adjusted[*token as usize] -= s.frequency_penalty * *count as f32 + s.presence_penalty;
-        }
-        for (token, bias) in &s.logit_bias {
-            if let Some(logit) = adjusted.get_mut(*token as usize) {
-                *logit += bias;
+            if change.count > 0 {
+                *logit -= s.frequency_penalty * change.count as f32 + s.presence_penalty;
             }
+            *logit += change.bias;
         }
         if self.generated_len < s.min_tokens {
             for token in &s.stop_token_ids {

@@ -1,7 +1,6 @@
 //! A draw in plain numbers, for devices that draw by themselves.
 
-use super::{Sampler, TokenLogprobs, uniform};
-use std::collections::BTreeMap;
+use super::{Sampler, TokenLogprobs, changes::Adjustment, uniform};
 use tandem_kv::TokenId;
 
 /// How the token after a chunk is drawn.
@@ -18,17 +17,6 @@ pub struct Drawn {
     pub token: TokenId,
     /// When they were asked for.
     pub logprobs: Option<TokenLogprobs>,
-}
-
-/// What changes one token's logit.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Adjustment {
-    pub token: TokenId,
-    /// Times it was generated, as far as a penalty asks for it.
-    pub count: u32,
-    /// In prompt or output, as far as the repetition penalty asks for it.
-    pub seen: bool,
-    pub bias: f32,
 }
 
 impl Draw<'_> {
@@ -49,26 +37,15 @@ impl Draw<'_> {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
-    /// Every token whose logit is not what the model says, once, by its id. As `Sampler::adjusted` has it.
-    pub(crate) fn adjustments(&self, vocab_size: usize) -> Vec<Adjustment> {
+    /// Every token whose logit is not what the model says, once. As `Sampler::adjusted` has it.
+    pub(crate) fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
         let sampler = self.sampler;
-        let s = &sampler.sampling;
-        let mut changes: BTreeMap<TokenId, Adjustment> = BTreeMap::new();
-        let mut change = |token: TokenId, with: &dyn Fn(&mut Adjustment)| {
-            if (token as usize) < vocab_size {
-                with(changes.entry(token).or_insert(Adjustment { token, ..Adjustment::default() }));
-            }
+        let barred = |token| sampler.generated_len < sampler.sampling.min_tokens && sampler.is_stop(token);
+        let now = move |change: &Adjustment| Adjustment {
+            bias: if barred(change.token) { f32::NEG_INFINITY } else { change.bias },
+            ..*change
         };
-        if s.repetition_penalty != 1.0 {
-            let tokens = sampler.prompt.iter().chain(sampler.generated.keys());
-            tokens.for_each(|token| change(*token, &|adjustment| adjustment.seen = true));
-        }
-        sampler.generated.iter().for_each(|(token, count)| change(*token, &|adjustment| adjustment.count = *count));
-        s.logit_bias.iter().for_each(|(token, bias)| change(*token, &|adjustment| adjustment.bias += bias));
-        if sampler.generated_len < s.min_tokens {
-            s.stop_token_ids.iter().for_each(|token| change(*token, &|adjustment| adjustment.bias = f32::NEG_INFINITY));
-        }
-        changes.into_values().collect()
+        sampler.changes.iter().filter(move |change| (change.token as usize) < vocab_size).map(now)
     }
 }
 
