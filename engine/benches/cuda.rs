@@ -3,15 +3,22 @@
 //! - `cuda logits MODEL TOKENS CHUNK OUT`: computes the tokens (separated by commas) of a model's directory in chunks of so many, writes the
 //!   logits of all of them to OUT (four bytes each), then prints 32 tokens that follow greedily, computed one by one.
 //! - `cuda speed MODEL`: prints a line of JSON for each workload, with the median seconds of its rounds.
+//! - `cuda replayed MODEL`: five sequences go on greedily together, in steps that are recorded and replayed; prints "equal" if each of their tokens is
+//!   the likeliest, or as good as that, where plain steps compute the same sequences.
 //! - `cuda exercise MODEL`: a little of everything: chunks, draws of every kind, moved blocks. For compute-sanitizer.
+//! - `cuda transports MODEL TOKENS`: another process computes a prompt of so many tokens, and its blocks are copied from there; prints a line of
+//!   JSON with the median seconds of that, and of the same copies within this process's memory, and whether decoding from them is equal.
+//! - `cuda source MODEL TOKENS`: that other process; it prints the handle of its memory, and ends when its input does.
+//! - `cuda nccl MODEL`: sends memory to itself over NCCL, which refuses two ranks on one GPU; prints "equal" and the time.
 //! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through the host, and compares bytes and what is decoded from them.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
 use std::{
     error::Error,
     fs,
+    io::{BufRead, BufReader, Read},
     path::Path,
-    process::ExitCode,
+    process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
 use tandem_engine::{
@@ -30,6 +37,10 @@ const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
 /// Measured of a decoding batch.
 const STEPS: usize = 64;
+/// Sequences at once: six rows with padding.
+const TOGETHER: usize = 5;
+/// Two likeliest tokens that are nearer than this, of their row's standard deviation, are a tie. bench/gpu.py has it too.
+const TIE: f64 = 5e-2;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
@@ -38,7 +49,11 @@ fn main() -> ExitCode {
         ["logits", model, tokens, chunk, out] => logits(model, tokens, chunk, out),
         ["speed", model] => speed(model),
         ["transfer", model] => load(model).and_then(|model| transfer(&model)),
+        ["replayed", model] => replayed(model),
         ["exercise", model] => exercise(model),
+        ["transports", model, tokens] => transports(model, tokens),
+        ["nccl", model] => nccl(model),
+        ["source", model, tokens] => source(model, tokens),
         _ => {
             println!("see bench/gpu.sh, which runs this on a machine with a GPU");
             Ok(())
@@ -54,7 +69,7 @@ fn main() -> ExitCode {
 }
 
 fn load(model: &str) -> Outcome<CudaModel> {
-    let settings = CudaSettings { device: 0, block_size: BLOCK as u32, kernels_dir: Some("target/gpu-kernels".into()) };
+    let settings = CudaSettings { device: 0, gpus: 1, block_size: BLOCK as u32, kernels_dir: Some("target/gpu-kernels".into()) };
     Ok(CudaModel::load(&HfDirectory::open(Path::new(model))?, &settings)?)
 }
 
@@ -113,31 +128,90 @@ fn prefill(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId]) -> O
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// A step of the whole loop while `batch` sequences of some `context` tokens each go on, tokens drawn on the device and told.
-fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) -> Outcome<f64> {
-    let settings = EngineSettings {
+fn settings() -> EngineSettings {
+    EngineSettings {
         chunk_budget: CHUNK as u32,
         batch_max: 256,
         queue_max: 256,
         prefix_caching: false,
         unheard_max: 1_024,
         step_max: Duration::from_secs(60),
-    };
-    let engine = EngineHandle::start(engine(model, batch * (context + 2 * STEPS))?, settings);
-    let generate = |number: usize| Generate {
+    }
+}
+
+fn generate(number: usize, prompt: Vec<TokenId>, sampling: Sampling) -> Generate {
+    Generate {
         request_id: number.to_string(),
         namespace: Namespace::new("bench", "", "", ""),
-        prompt: (0..context - STEPS / 2).map(|position| ((number + position) % 1_000) as TokenId).collect(),
-        sampling: Sampling { max_tokens: None, seed: number as u64, ..sampling.clone() },
+        prompt,
+        sampling: Sampling { seed: number as u64, ..sampling },
         samples: 1,
         kv: KvSource::Local,
         prompt_logprobs: None,
         generated: Vec::new(),
-    };
+    }
+}
+
+fn replayed(model: &str) -> Outcome<()> {
+    let model = load(model)?;
+    let mut plain = engine(&model, 1_024)?;
+    let handle = EngineHandle::start(engine(&model, TOGETHER * 1_024)?, settings());
+    // Of several lengths, one of them of several parts.
+    let prompts: Vec<Vec<TokenId>> =
+        (0..TOGETHER).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
+    let greedy = Sampling { temperature: 0.0, max_tokens: Some(STEPS as u32), ..Sampling::default() };
+    let tokens: Vec<Vec<TokenId>> = tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+        let (mut jobs, mut all) = (Vec::new(), Vec::new());
+        for (number, prompt) in prompts.iter().enumerate() {
+            jobs.push(handle.generate(generate(number, prompt.clone(), greedy.clone())).await?);
+        }
+        for job in &mut jobs {
+            let mut told = Vec::new();
+            while told.len() < STEPS {
+                match job.next().await {
+                    Some(Event::Token { token, .. }) => told.push(token),
+                    Some(Event::Scheduled { .. } | Event::Started(_)) => {}
+                    other => return Err(format!("a sequence ended with {other:?}").into()),
+                }
+            }
+            all.push(told);
+        }
+        drop(jobs);
+        // Its thread must not be in the driver when the process ends.
+        handle.wait_for_load(|load| load.in_use_blocks == 0).await;
+        Ok::<_, Box<dyn Error>>(all)
+    })?;
+    for (prompt, told) in prompts.iter().zip(&tokens) {
+        let (sequence, blocks) = ([&prompt[..], told].concat(), blocks(0, prompt.len() + STEPS));
+        let chunk = Chunk { tokens: &sequence, start: 0, blocks: &blocks, logits: Logits::All };
+        let logits = plain.step(&[chunk])?.logits;
+        let rows = logits.chunks(plain.describe().vocab_size).skip(prompt.len() - 1);
+        for (place, (row, token)) in rows.zip(told).enumerate() {
+            let mean = row.iter().map(|logit| f64::from(*logit)).sum::<f64>() / row.len() as f64;
+            let variance = row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / row.len() as f64;
+            let likeliest = likeliest(row);
+            let [best, found] = [likeliest, *token].map(|token| f64::from(row[token as usize]));
+            // A comparison that no NaN passes.
+            let tied = best - found <= TIE * variance.sqrt();
+            if !tied {
+                return Err(format!("token {place} after {} of the prompt is {token}, not {likeliest}", prompt.len()).into());
+            }
+        }
+    }
+    println!("equal");
+    Ok(())
+}
+
+/// A step of the whole loop while `batch` sequences of some `context` tokens each go on, tokens drawn on the device and told.
+fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) -> Outcome<f64> {
+    let engine = EngineHandle::start(engine(model, batch * (context + 2 * STEPS))?, settings());
+    let prompt =
+        |number: usize| (0..context - STEPS / 2).map(|position| ((number + position) % 1_000) as TokenId).collect::<Vec<_>>();
+    let endless = Sampling { max_tokens: None, ..sampling.clone() };
     tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
         let mut jobs = Vec::new();
         for number in 0..batch {
-            jobs.push(engine.generate(generate(number)).await?);
+            jobs.push(engine.generate(generate(number, prompt(number), endless.clone())).await?);
         }
         // The last one to begin: from its first token on, all go on in every step.
         let last = jobs.last_mut().expect("a batch has sequences");
@@ -190,10 +264,76 @@ fn exercise(model: &str) -> Outcome<()> {
         logit_bias,
         ..drawn.clone()
     };
-    for (batch, sampling) in [(1, &greedy), (3, &drawn), (3, &penalised)] {
+    for (batch, sampling) in [(1, &greedy), (TOGETHER, &drawn), (TOGETHER, &penalised)] {
         decode(&model, batch, 150, sampling)?;
     }
     transfer(&model)
+}
+
+/// A prompt of so many tokens.
+fn prompt(tokens: &str) -> Outcome<Vec<TokenId>> {
+    Ok((0..tokens.parse()?).map(|token| token % 1_000).collect())
+}
+
+/// An engine that has computed all of a prompt but its last token, in its first blocks; with room for the copies of two others.
+fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
+    let mut engine = engine(model, 3 * tokens.len().next_multiple_of(BLOCK))?;
+    prefill(&mut *engine, &tokens[..tokens.len() - 1], &blocks(0, tokens.len()))?;
+    Ok(engine)
+}
+
+fn source(model: &str, tokens: &str) -> Outcome<()> {
+    let engine = computed(&load(model)?, &prompt(tokens)?)?;
+    let handle = engine.kv_memory().ok_or("this engine's memory is for nobody else")?.handle()?;
+    println!("{}", handle.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
+    // Until the other one has what it wants.
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
+fn transports(model: &str, tokens: &str) -> Outcome<()> {
+    let mut source = Command::new(std::env::current_exe()?)
+        .args(["source", model, tokens])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let tokens = prompt(tokens)?;
+    let (mut engine, here) = (computed(&load(model)?, &tokens)?, blocks(0, tokens.len()));
+    let mut told = String::new();
+    BufReader::new(source.stdout.take().ok_or("it has an output")?).read_line(&mut told)?;
+    let digits: Vec<u8> = told.trim().chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    let handle: Vec<u8> = digits.chunks(2).map(|pair| pair[0] << 4 | pair[pair.len() - 1]).collect();
+    let memory = engine.kv_memory().ok_or("this engine's memory is for nobody else")?;
+    let (theirs, ours) = (memory.open(&handle).map_err(|error| format!("{told}: {error}"))?, memory.open(&memory.handle()?)?);
+    let [there, plain] = [1, 2].map(|times| blocks(times * here.len(), tokens.len()));
+    let to = |blocks: &[BlockId]| here.iter().copied().zip(blocks.iter().copied()).collect::<Vec<_>>();
+    let (mut copied, mut plainly) = (Vec::new(), Vec::new());
+    for _ in 0..=ROUNDS {
+        for (peer, blocks, seconds) in [(&theirs, &there, &mut copied), (&ours, &plain, &mut plainly)] {
+            let (blocks, started) = (to(blocks), Instant::now());
+            peer.pull(&blocks)?;
+            seconds.push(started.elapsed().as_secs_f64());
+        }
+    }
+    // The first round makes what the others use.
+    let [copied, plainly] = [copied, plainly].map(|seconds| median(seconds[1..].to_vec()));
+    let start = tokens.len() - 1;
+    let mut last = |blocks: &[BlockId]| {
+        let chunk = Chunk { tokens: &tokens[start..], start: start as u32, blocks, logits: Logits::Last };
+        engine.step(&[chunk]).map(|output| output.logits)
+    };
+    let equal = last(&here)? == last(&there)?;
+    drop((theirs, source.stdin.take()));
+    source.wait()?;
+    let bytes = here.len() * engine.describe().block_bytes;
+    println!(r#"{{"what":"cuda_ipc","bytes":{bytes},"seconds":{copied},"plain_seconds":{plainly},"equal":{equal}}}"#);
+    Ok(())
+}
+
+fn nccl(model: &str) -> Outcome<()> {
+    let (took, came) = load(model)?.send_to_itself(64 << 20)?;
+    println!("{}, 64 MiB in {:.1} ms", if came { "equal" } else { "DIFFERENT" }, took.as_secs_f64() * 1e3);
+    Ok(())
 }
 
 fn transfer(model: &CudaModel) -> Outcome<()> {

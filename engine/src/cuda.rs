@@ -13,11 +13,15 @@ mod device;
 mod draws;
 mod error;
 mod gpu;
+mod graphs;
+mod inputs;
 mod memory;
 mod model;
 mod plan;
+mod pool;
 mod runner;
 mod shape;
+mod split;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -28,14 +32,17 @@ use crate::Engine;
 use gpu::Gpu;
 use model::Model;
 use runner::Runner;
-use std::{path::PathBuf, sync::Arc};
+use split::Split;
+use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_model::ModelFile;
 
-/// Which GPU, and what its kernels are compiled for.
+/// Which GPUs, and what their kernels are compiled for.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
-    /// The GPU's number, from 0.
+    /// The GPU's number, from 0, or the first one's.
     pub device: u32,
+    /// GPUs that compute the model together, each a part of every layer: `device` and those after it.
+    pub gpus: u32,
     /// Tokens in a block.
     pub block_size: u32,
     /// Where compiled kernels are kept; they are compiled anew at every start without.
@@ -55,28 +62,40 @@ pub struct CudaLimits {
     pub sequences_max: u32,
 }
 
-/// A model's weights on a GPU. Engines of one process share it.
+/// A model's weights on a GPU, or on several. Engines of one process share it.
 #[derive(Clone)]
-pub struct CudaModel(Arc<Model<Gpu>>);
+pub struct CudaModel(Arc<[Model<Gpu>]>);
 
-/// Whether there is a driver, and a GPU of this number that the kernels can run on.
-pub fn check(device: u32) -> Result<(), CudaError> {
-    gpu::Driver::find(device).map(drop)
+/// Whether there is a driver, so many GPUs from this number on that the kernels can run on, and what several need.
+pub fn check(device: u32, gpus: u32) -> Result<(), CudaError> {
+    gpu::Driver::find_alike(device, gpus).map(drop)
 }
 
 impl CudaModel {
-    /// Opens the GPU, compiles the kernels unless that has been done, and copies all weights. The files are not needed afterwards.
+    /// Opens the GPUs, compiles the kernels unless that has been done, and copies all weights. The files are not needed afterwards.
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
         // The driver first: without one nothing else is worth a word.
-        let driver = gpu::Driver::find(settings.device)?;
-        let model = Model::load(file, settings.block_size as usize, driver.shared_max(), |shape| {
-            Gpu::open(&driver, &compile::cubin(shape, &driver, settings.kernels_dir.as_deref())?, shape)
-        })?;
-        Ok(Self(Arc::new(model)))
+        let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
+        let (block_size, ranks, mut cubin) = (settings.block_size as usize, drivers.len(), None);
+        let ranks = drivers.iter().enumerate().map(|(rank, driver)| {
+            Model::load(file, block_size, driver.shared_max(), Split { rank, ranks }, |shape| {
+                let cubin = match &mut cubin {
+                    Some(cubin) => cubin,
+                    none => none.insert(compile::cubin(shape, driver, settings.kernels_dir.as_deref())?),
+                };
+                Gpu::open(driver, cubin, shape)
+            })
+        });
+        Ok(Self(ranks.collect::<Result<_, _>>()?))
     }
 
     /// An engine with an empty KV memory.
     pub fn engine(&self, limits: CudaLimits) -> Result<Box<dyn Engine>, CudaError> {
         Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
+    }
+
+    /// Sends memory of the first GPU to itself over NCCL: all that one GPU can show of it. How long it took, and whether the bytes came.
+    pub fn send_to_itself(&self, bytes: usize) -> Result<(Duration, bool), CudaError> {
+        self.0[0].device.send_to_itself(bytes)
     }
 }

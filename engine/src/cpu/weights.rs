@@ -9,6 +9,7 @@ use super::{
     math::{widen, widen_bf16},
 };
 use half::f16;
+use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
 /// Outputs side by side in a tile.
@@ -334,17 +335,30 @@ impl Tile for F32Tile {
 impl Matrix {
     /// Packs a tensor that must have this shape.
     pub fn load(file: &dyn ModelFile, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
+        Self::load_rows(file, name, outputs, inputs, 0..outputs)
+    }
+
+    /// Packs some of the rows of a tensor that must have this shape.
+    pub fn load_rows(
+        file: &dyn ModelFile,
+        name: &str,
+        outputs: usize,
+        inputs: usize,
+        rows: Range<usize>,
+    ) -> Result<Self, CpuError> {
         let tensor = file.tensor_of(name, &[inputs as u64, outputs as u64])?;
+        let row_bytes = tensor.data.len() / outputs;
+        let (data, outputs) = (&tensor.data[rows.start * row_bytes..rows.end * row_bytes], rows.len());
         let not_finite = || CpuError::NotFinite { name: name.to_owned() };
         let tiles = match tensor.kind {
-            TensorType::Q4_1 => pack(tensor.data, outputs).map(Tiles::Q4_1),
-            TensorType::Q8_0 => pack(tensor.data, outputs).map(Tiles::Q8_0),
-            TensorType::Q4_0 => pack(tensor.data, outputs).map(from_q4_0).map(Tiles::Q4_1),
-            TensorType::Q4_K => pack(tensor.data, outputs).map(Tiles::Q4_K),
-            TensorType::Q6_K => pack(tensor.data, outputs).map(Tiles::Q6_K),
-            TensorType::F16 => pack(tensor.data, outputs).map(Tiles::F16),
-            TensorType::BF16 => pack(tensor.data, outputs).map(Tiles::BF16),
-            TensorType::F32 => pack(tensor.data, outputs).map(Tiles::F32),
+            TensorType::Q4_1 => pack(data, outputs).map(Tiles::Q4_1),
+            TensorType::Q8_0 => pack(data, outputs).map(Tiles::Q8_0),
+            TensorType::Q4_0 => pack(data, outputs).map(from_q4_0).map(Tiles::Q4_1),
+            TensorType::Q4_K => pack(data, outputs).map(Tiles::Q4_K),
+            TensorType::Q6_K => pack(data, outputs).map(Tiles::Q6_K),
+            TensorType::F16 => pack(data, outputs).map(Tiles::F16),
+            TensorType::BF16 => pack(data, outputs).map(Tiles::BF16),
+            TensorType::F32 => pack(data, outputs).map(Tiles::F32),
             kind => return Err(CpuError::WeightType { name: name.to_owned(), kind }),
         };
         Ok(Self { outputs, inputs, tiles: tiles.ok_or_else(not_finite)? })

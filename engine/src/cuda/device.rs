@@ -1,7 +1,7 @@
 //! The seam between what is computed and what computes it: a GPU, or in tests the kernels on the host.
 
-use super::{CudaError, shape::Half};
-use std::sync::Arc;
+use super::{CudaError, pool::HANDLE_BYTES, shape::Half};
+use std::{sync::Arc, time::Duration};
 
 /// A kernel, under its name in the sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +94,21 @@ pub(super) struct Factors {
 
 /// Does one thing after the other, in the order of the calls; `download` and `wait` wait for them to be done.
 pub(super) trait Device: Send + Sync + Sized + 'static {
+    /// A connection of several devices. Dropping it ends what waits for another of them.
+    type Connection: Send;
+
+    /// Of each device, that a connection takes: at most, as far as is known.
+    const CONNECTION_BYTES: usize;
+
+    /// Connects devices, a rank each, so that they can add up.
+    fn connect(ranks: &[Arc<Self>]) -> Result<Self::Connection, CudaError>;
+
+    /// So many numbers of four bytes at one address of every rank become their sum over all ranks, in the order of each.
+    fn add_up(connection: &Self::Connection, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
+
+    /// What was recorded.
+    type Graph: Send + 'static;
+
     /// Another queue of the same device: it reads and writes the same memory, in an order of its own.
     fn beside(&self) -> Result<Self, CudaError>;
 
@@ -118,6 +133,9 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Returns when all that was asked for is done.
     fn wait(&self) -> Result<(), CudaError>;
 
+    /// Returns when all that was asked of each of these is done, or as soon as one has failed: others may wait for that one for ever.
+    fn wait_all(ranks: &[&Self]) -> Result<(), CudaError>;
+
     /// Copies within the device.
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError>;
 
@@ -126,6 +144,50 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
 
     /// Multiplies matrices.
     fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError>;
+
+    /// Makes now what these products would make at their first use, which come often, as far as the time allows. Of their factors only `outputs` is
+    /// not there yet.
+    fn prepare(&self, half: Half, products: &[(Product, Factors)], limit: Duration) -> Result<(), CudaError>;
+
+    /// Remembers what `work` starts, multiplies and copies within the device, and does none of it. It does nothing else, and all of it has been
+    /// done before. A device that refuses is as it was before.
+    fn record(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError>;
+
+    /// Does what was recorded: with the same arguments, and with what is in the memory by then.
+    fn replay(&self, graph: &Self::Graph) -> Result<(), CudaError>;
+
+    /// Under which other processes of this host find the memory that was allocated at this address.
+    fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError>;
+
+    /// Another process's memory, on any GPU that this one can read, and how many bytes it has. It must be given to `close` once.
+    fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError>;
+
+    /// Lets go of another process's memory, once all that was asked of this device is done.
+    fn close(&self, address: u64);
+
+    /// One end of a way to a device of another process.
+    type Line: Line;
+
+    /// Whether there are such ways.
+    fn has_lines() -> bool;
+
+    /// The name of a way that is still to be made.
+    fn name_line() -> Result<LineName, CudaError>;
+
+    /// One end (0 or 1) of the way of this name; returns when the other has been made, too, or when that takes too long.
+    fn line(&self, name: &LineName, end: u32, limit: Duration) -> Result<Self::Line, CudaError>;
+}
+
+/// What the two ends of a way know each other by.
+pub(super) type LineName = [u8; 128];
+
+/// Moves pieces of memory (address and bytes), which must be of the same lengths at both ends. One that has failed is of no use any more.
+pub(super) trait Line: Send + Sync + 'static {
+    /// Returns when the other end has received them, or when that takes too long.
+    fn send(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
+
+    /// Returns when they are there, or when that takes too long. What the pieces held is lost even then.
+    fn receive(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
 }
 
 /// Memory of a device, given back when it is dropped.

@@ -15,7 +15,7 @@ pub enum CudaError {
     NoDriver,
     /// The driver is there, what it drives is not.
     #[error(
-        "there is no GPU number {device}: the driver knows {count}; choose another with --device, or see CUDA_VISIBLE_DEVICES"
+        "there is no GPU number {device}: the driver knows {count}; choose another with --device (or fewer with --tp), or see CUDA_VISIBLE_DEVICES"
     )]
     NoDevice {
         /// As set.
@@ -61,6 +61,14 @@ pub enum CudaError {
         /// Its reason.
         source: Source,
     },
+    /// NCCL failed, or its other end. The communicator is of no use any more; the GPU is.
+    #[error("NCCL failed while {doing} ({source}); NCCL_DEBUG=WARN in the environment makes it say why")]
+    Nccl {
+        /// What was asked of it.
+        doing: &'static str,
+        /// Its reason.
+        source: Source,
+    },
     /// The model has other sizes than the kernels can take.
     #[error("the GPU's kernels need {what}, and the model has {found}: choose another model, or --engine cpu")]
     Shape {
@@ -68,6 +76,42 @@ pub enum CudaError {
         what: &'static str,
         /// What there is.
         found: usize,
+    },
+    /// Heads or feed-forward cannot be dealt out to so many GPUs.
+    #[error(
+        "--tp {ranks} does not fit the model: its {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns (by eights) must divide by it; {possible:?} do"
+    )]
+    Split {
+        /// GPUs, as set.
+        ranks: usize,
+        /// Of the model.
+        heads: usize,
+        /// Of the model.
+        kv_heads: usize,
+        /// Of the model.
+        ffn: usize,
+        /// What `--tp` may be.
+        possible: Vec<usize>,
+    },
+    /// One program is for all of them.
+    #[error(
+        "--tp needs GPUs of one kind, and number {device} is {found} while the first is {first}; choose others with --device or CUDA_VISIBLE_DEVICES"
+    )]
+    Unlike {
+        /// Its number.
+        device: u32,
+        /// Its architecture.
+        found: String,
+        /// That of the first.
+        first: String,
+    },
+    /// GPUs that compute one model could not add up their parts.
+    #[error(
+        "adding up what several GPUs computed failed ({source}); NCCL_DEBUG=WARN in the environment makes NCCL say why; start anew"
+    )]
+    Sum {
+        /// The reason.
+        source: Source,
     },
     /// No room for KV.
     #[error(
@@ -114,7 +158,7 @@ pub enum CudaError {
 impl From<CudaError> for EngineError {
     fn from(error: CudaError) -> Self {
         match error {
-            CudaError::Driver { .. } | CudaError::Product { .. } => Self::Lost(Box::new(error)),
+            CudaError::Driver { .. } | CudaError::Product { .. } | CudaError::Sum { .. } => Self::Lost(Box::new(error)),
             _ => Self::Step(Box::new(error)),
         }
     }

@@ -2,86 +2,42 @@
 //!
 //! Libraries are looked for before anything of theirs is called: `cudarc` panics where one is missing.
 
+mod driver;
+mod nccl;
 mod products;
+mod tuning;
 
 use super::{
     CudaError,
-    device::{Device, Factors, Kernel, Launch, Product},
+    device::{Device, Factors, Kernel, Launch, Line, LineName, Memory, Product},
+    pool::HANDLE_BYTES,
     shape::{Half, Shape},
 };
-use cudarc::{
-    cublaslt,
-    driver::{
-        result::{self, DriverError, stream::StreamKind},
-        sys,
-    },
+use cudarc::driver::{
+    result::{self, DriverError, stream::StreamKind},
+    sys,
 };
-use products::Products;
-use std::{ffi::CString, os::raw::c_void, sync::Arc, sync::Mutex};
+pub(super) use driver::Driver;
+use nccl::{Communicator, Nccl, Rank};
+use products::{Chosen, Products};
+use std::{
+    ffi::CString,
+    os::raw::{c_char, c_void},
+    sync::{Arc, Mutex, MutexGuard},
+    time::Duration,
+};
+use tokio::time::Instant;
 
-/// The least that has asynchronous copies and bfloat16.
-const CAPABILITY_MIN: i32 = 8;
 /// Pinned memory of a queue, through which large copies go.
 const STAGING_BYTES: usize = 8 << 20;
 
-/// A driver, and a GPU that it has.
-pub(super) struct Driver {
-    device: sys::CUdevice,
-    capability: (i32, i32),
-    version: i32,
-    shared_max: usize,
-}
+/// Held while a sum is started on all its GPUs, and while anything is taken or given back for which the driver may wait for all of a GPU, and let other
+/// threads' calls wait as well: else it could wait for a sum that has begun on one GPU, and whose start on the next one waits for this call.
+/// Nobody asks for another lock meanwhile but for a communicator's own. A link that waits for its other end may be waited for, until its limit.
+static ORDER: Mutex<()> = Mutex::new(());
 
-impl Driver {
-    /// Finds driver and GPU.
-    pub fn find(device: u32) -> Result<Self, CudaError> {
-        // SAFETY: looking whether libraries can be opened; opening runs nothing but their own initialisers.
-        #[expect(unsafe_code)]
-        let (driver, blas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
-        if !driver {
-            return Err(CudaError::NoDriver);
-        }
-        result::init().map_err(failed("starting"))?;
-        let count = result::device::get_count().map_err(failed("counting GPUs"))?;
-        if i64::from(device) >= i64::from(count) {
-            return Err(CudaError::NoDevice { device, count });
-        }
-        if !blas {
-            return Err(CudaError::NoLibrary { library: "libcublasLt.so.13", package: "nvidia-cublas" });
-        }
-        let handle = result::device::get(device as i32).map_err(failed("opening the GPU"))?;
-        use sys::CUdevice_attribute::{
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
-            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as SHARED,
-        };
-        let mut version = 0;
-        // SAFETY: the device is one that the driver gave, and the version goes to a number of the size it has.
-        #[expect(unsafe_code)]
-        let (major, minor, shared) = unsafe {
-            sys::cuDriverGetVersion(&mut version).result().map_err(failed("telling its version"))?;
-            let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("telling what the GPU is"));
-            (attribute(MAJOR)?, attribute(MINOR)?, attribute(SHARED)?)
-        };
-        if major < CAPABILITY_MIN {
-            return Err(CudaError::TooOld { device, major, minor });
-        }
-        Ok(Self { device: handle, capability: (major, minor), version, shared_max: shared.max(0) as usize })
-    }
-
-    /// As compilers name it, such as `sm_90`.
-    pub fn architecture(&self) -> String {
-        format!("sm_{}{}", self.capability.0, self.capability.1)
-    }
-
-    /// Bytes of shared memory that a block may have.
-    pub fn shared_max(&self) -> usize {
-        self.shared_max
-    }
-
-    /// Such as 13000 for 13.0.
-    pub fn version(&self) -> i32 {
-        self.version
-    }
+fn in_order() -> MutexGuard<'static, ()> {
+    ORDER.lock().expect("no call panics")
 }
 
 fn failed(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
@@ -89,12 +45,13 @@ fn failed(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
 }
 
 /// A device's context with the kernels in it. Weights and all queues of a process share it.
-struct Context {
+pub(super) struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
     module: sys::CUmodule,
     functions: [sys::CUfunction; Kernel::ALL.len()],
     processors: usize,
+    chosen: Chosen,
 }
 
 // SAFETY: the driver's handles may be used from any thread.
@@ -111,6 +68,7 @@ impl Context {
             CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_MAX,
         };
         let device = driver.device;
+        let _ordered = in_order();
         // SAFETY: the device is one that the driver gave. The image outlives the call, and is what NVRTC made for this device (or a file that
         // had its hash). Functions are of the module, which lives as long as they do.
         #[expect(unsafe_code)]
@@ -128,7 +86,7 @@ impl Context {
                 set.map_err(failed("reserving shared memory"))?;
             }
             let processors = result::device::get_attribute(device, PROCESSORS).map_err(failed("telling what the GPU is"))?;
-            Ok(Self { device, context, module, functions, processors: processors.max(1) as usize })
+            Ok(Self { device, context, module, functions, processors: processors.max(1) as usize, chosen: Chosen::default() })
         }
     }
 
@@ -143,6 +101,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         if self.enter().is_ok() {
+            let _ordered = in_order();
             // SAFETY: nobody has the functions any more, and each is given back once. What the driver says to that changes nothing.
             #[expect(unsafe_code)]
             unsafe {
@@ -191,6 +150,7 @@ impl Gpu {
 
     fn of(context: Arc<Context>) -> Result<Self, CudaError> {
         context.enter()?;
+        let ordered = in_order();
         let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("making a queue"))?;
         // SAFETY: the size is not 0; the bytes are zeroed before anybody reads them, and given back once, in `drop`.
         #[expect(unsafe_code)]
@@ -199,7 +159,13 @@ impl Gpu {
             bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
             Staging(bytes.cast())
         };
-        Ok(Self { products: Mutex::new(Products::new()?), staging: Mutex::new(staging), stream, context })
+        drop(ordered);
+        Ok(Self {
+            products: Mutex::new(Products::new(Arc::clone(&context.chosen))?),
+            staging: Mutex::new(staging),
+            stream,
+            context,
+        })
     }
 
     fn idle(&self) -> Result<(), CudaError> {
@@ -215,6 +181,7 @@ impl Drop for Gpu {
             // A device that has failed has nothing left to wait for.
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
+            let _ordered = in_order();
             // SAFETY: nothing runs on the stream any more, and both are given back once.
             #[expect(unsafe_code)]
             unsafe {
@@ -225,7 +192,69 @@ impl Drop for Gpu {
     }
 }
 
+impl Gpu {
+    /// Sends so many bytes over NCCL to another place of this GPU's memory, and says how long that took and whether they came.
+    pub fn send_to_itself(self: &Arc<Self>, bytes: usize) -> Result<(Duration, bool), CudaError> {
+        const LIMIT: Duration = Duration::from_secs(30);
+        let sent: Vec<u8> = (0..bytes).map(|byte| ((byte * 31) >> 3) as u8).collect();
+        let (from, to) = (Memory::of(self, &sent)?, Memory::of(self, &vec![0; bytes])?);
+        self.wait()?;
+        let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
+        let began = Instant::now();
+        // In pieces, as blocks are.
+        let pieces =
+            |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
+        ranks[0].send_to_itself(&pieces(&from), &pieces(&to), LIMIT)?;
+        let took = began.elapsed();
+        let mut received = vec![0; bytes];
+        self.download(to.address(), &mut received)?;
+        Ok((took, received == sent))
+    }
+}
+
+/// A recording that can be launched.
+pub(super) struct Graph {
+    graph: sys::CUgraphExec,
+    context: Arc<Context>,
+}
+
+// SAFETY: the driver's handles may be used from any thread.
+#[expect(unsafe_code)]
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: it is given back once; the driver keeps it until it has run.
+            #[expect(unsafe_code)]
+            let _ = unsafe { result::graph::exec_destroy(self.graph) };
+        }
+    }
+}
+
 impl Device for Gpu {
+    type Connection = Vec<Communicator>;
+
+    /// NCCL's buffers by channel, and what its kernels take of the stack: up to 1.6 GB were reported with eight GPUs.
+    const CONNECTION_BYTES: usize = 2 << 30;
+
+    fn connect(ranks: &[Arc<Self>]) -> Result<Self::Connection, CudaError> {
+        let contexts: Vec<Arc<Context>> = ranks.iter().map(|rank| Arc::clone(&rank.context)).collect();
+        Communicator::all(&Nccl::load()?, &contexts)
+    }
+
+    fn add_up(connection: &Self::Connection, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
+        let part = |(communicator, (gpu, address)): (_, &(&Self, u64))| nccl::Part {
+            communicator,
+            stream: gpu.stream,
+            address: *address,
+        };
+        let parts: Vec<nccl::Part<'_>> = connection.iter().zip(ranks).map(part).collect();
+        nccl::sum(&parts, count).map_err(|source| CudaError::Sum { source: Box::new(source) })
+    }
+
+    type Graph = Graph;
+
     fn beside(&self) -> Result<Self, CudaError> {
         // What the other queue has been asked for (weights to copy) is done before this one begins.
         self.context.enter()?;
@@ -244,6 +273,7 @@ impl Device for Gpu {
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         self.context.enter()?;
+        let _ordered = in_order();
         // Not from the stream's pool: other processes may be given a handle to this memory.
         // SAFETY: the size is not 0, and nobody reads the memory as anything but bytes.
         #[expect(unsafe_code)]
@@ -254,6 +284,7 @@ impl Device for Gpu {
         if self.context.enter().is_ok() {
             // A device that has failed keeps nothing.
             let _ = self.idle();
+            let _ordered = in_order();
             // SAFETY: the caller gives back what it was given, once, and nothing that runs uses it.
             #[expect(unsafe_code)]
             unsafe {
@@ -298,6 +329,26 @@ impl Device for Gpu {
         self.idle()
     }
 
+    fn wait_all(ranks: &[&Self]) -> Result<(), CudaError> {
+        loop {
+            let mut busy = false;
+            for rank in ranks {
+                rank.context.enter()?;
+                // SAFETY: the stream lives as long as the rank.
+                #[expect(unsafe_code)]
+                match unsafe { sys::cuStreamQuery(rank.stream) } {
+                    sys::CUresult::CUDA_ERROR_NOT_READY => busy = true,
+                    other => other.result().map_err(failed("computing"))?,
+                }
+            }
+            if !busy {
+                return Ok(());
+            }
+            // As the driver waits: a pause would be felt in every step.
+            std::thread::yield_now();
+        }
+    }
+
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: both are of the caller's memory.
@@ -328,5 +379,115 @@ impl Device for Gpu {
     fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError> {
         self.context.enter()?;
         self.products.lock().expect("no product panics").run(half, product, factors, self.stream)
+    }
+
+    fn prepare(&self, half: Half, products: &[(Product, Factors)], limit: Duration) -> Result<(), CudaError> {
+        self.context.enter()?;
+        let (began, mut prepared) = (Instant::now(), self.products.lock().expect("no product panics"));
+        for (i, (product, factors)) in products.iter().enumerate() {
+            if began.elapsed() > limit {
+                tracing::info!(left = products.len() - i, "products are left to be timed at their first use");
+                break;
+            }
+            prepared.prepare(half, *product, *factors, self.stream)?;
+        }
+        Ok(())
+    }
+
+    fn record(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+        self.context.enter()?;
+        // What other queues do meanwhile (take memory, wait) is none of this one's business.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream lives as long as this value.
+        #[expect(unsafe_code)]
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning to record"))?;
+        let worked = work();
+        // SAFETY: likewise. A recording is ended even when something failed: from then on the stream does what it is told again.
+        #[expect(unsafe_code)]
+        let recorded = unsafe { result::stream::end_capture(self.stream) }.map_err(failed("recording"));
+        // SAFETY: what was recorded is given back once, and is not needed to launch what is made of it.
+        #[expect(unsafe_code)]
+        let graph = recorded.and_then(|recorded| unsafe {
+            let graph = result::graph::instantiate(recorded, sys::CUgraphInstantiate_flags(0));
+            let _ = result::graph::destroy(recorded);
+            graph.map_err(failed("preparing a recording"))
+        });
+        worked?;
+        let graph = graph?;
+        Ok(Graph { graph, context: Arc::clone(&self.context) })
+    }
+
+    fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: both are alive. The memory that it names is of the caller, who replays nothing that names what was given back.
+        #[expect(unsafe_code)]
+        unsafe { result::graph::launch(graph.graph, self.stream) }.map_err(failed("replaying"))
+    }
+
+    fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError> {
+        self.context.enter()?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
+        // SAFETY: the memory is of `allocate`, and the handle goes to as many bytes as it has.
+        #[expect(unsafe_code)]
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }.result().map_err(failed("naming memory for other processes"))?;
+        Ok(handle.reserved.map(|byte| byte as u8))
+    }
+
+    fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError> {
+        self.context.enter()?;
+        let handle = sys::CUipcMemHandle { reserved: exported.map(|byte| byte as c_char) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut address = 0;
+        let ordered = in_order();
+        // SAFETY: the driver checks the handle, and gives the address of memory that lives until it is closed or its own process ends.
+        #[expect(unsafe_code)]
+        let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }.result();
+        drop(ordered);
+        opened.map_err(failed("opening another process's memory"))?;
+        let (mut start, mut bytes) = (0, 0);
+        // SAFETY: the address was mapped above; both numbers go to places of their sizes.
+        #[expect(unsafe_code)]
+        let measured = unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut bytes, address) }.result();
+        if let Err(error) = measured {
+            self.close(address);
+            return Err(failed("measuring another process's memory")(error));
+        }
+        Ok((address, bytes))
+    }
+
+    fn close(&self, address: u64) {
+        if self.context.enter().is_ok() {
+            let _ = self.idle();
+            let _ordered = in_order();
+            // SAFETY: the address is of `import`, is closed once, and nothing that runs uses it.
+            #[expect(unsafe_code)]
+            unsafe {
+                let _ = sys::cuIpcCloseMemHandle(address);
+            }
+        }
+    }
+
+    type Line = Communicator;
+
+    fn has_lines() -> bool {
+        Nccl::load().is_ok()
+    }
+
+    fn name_line() -> Result<LineName, CudaError> {
+        Nccl::load()?.unique_id()
+    }
+
+    fn line(&self, name: &LineName, end: u32, limit: Duration) -> Result<Communicator, CudaError> {
+        Communicator::new(&Nccl::load()?, &self.context, *name, Rank { rank: end, ranks: 2 }, limit)
+    }
+}
+
+impl Line for Communicator {
+    fn send(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+        self.send(pieces, limit)
+    }
+
+    fn receive(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+        self.receive(pieces, limit)
     }
 }

@@ -28,9 +28,20 @@ pub(super) struct Sizes {
     pub capacity_blocks: u32,
 }
 
+/// What a device has for the engines of a process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    pub processors: usize,
+    /// Free when the weights had come.
+    pub free_bytes: usize,
+    /// That each engine's connection to its other ranks takes; 0 without.
+    pub connection_bytes: usize,
+}
+
 impl Sizes {
     /// Blocks as set, or as many as fit.
-    pub fn new(shape: &Shape, limits: &CudaLimits, processors: usize, free_bytes: usize) -> Result<Self, CudaError> {
+    pub fn new(shape: &Shape, limits: &CudaLimits, room: Room) -> Result<Self, CudaError> {
+        let Room { processors, free_bytes, connection_bytes } = room;
         let rows = limits.step_tokens_max as usize;
         let parts_max = parts_max(limits.sequences_max as usize, shape, processors);
         let logit_rows = rows.min(LOGIT_ROWS_MAX);
@@ -50,7 +61,7 @@ impl Sizes {
             parts_max,
             capacity_blocks: 0,
         };
-        let share = free_bytes / 100 * SHARE_PERCENT / (limits.engines.max(1) as usize);
+        let share = (free_bytes / 100 * SHARE_PERCENT / (limits.engines.max(1) as usize)).saturating_sub(connection_bytes);
         let fit = share.saturating_sub(sizes.step_bytes()) / shape.block_bytes();
         // Slots are counted in 32 bits.
         let countable = u32::MAX as usize / shape.block_size;
@@ -91,22 +102,45 @@ mod tests {
     };
     const LIMITS: CudaLimits = CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256 };
     const H200_FREE: usize = 123 << 30;
+    const H200: Room = Room { processors: 132, free_bytes: H200_FREE, connection_bytes: 0 };
 
     #[test]
     fn kv_takes_what_is_left_of_nine_tenths() {
         assert_eq!(QWEN3_8B.block_bytes(), 2_359_296, "147,456 bytes a token");
-        let alone = Sizes::new(&QWEN3_8B, &LIMITS, 132, H200_FREE).unwrap();
+        let alone = Sizes::new(&QWEN3_8B, &LIMITS, H200).unwrap();
         let held = alone.step_bytes() + alone.capacity_blocks as usize * QWEN3_8B.block_bytes();
         let share = H200_FREE / 100 * 90;
         assert!(held <= share && share - held < QWEN3_8B.block_bytes());
         assert!(alone.step_bytes() < 2 << 30, "a step of 8,448 tokens has {} bytes of its own", alone.step_bytes());
-        let third = Sizes::new(&QWEN3_8B, &CudaLimits { engines: 3, ..LIMITS }, 132, H200_FREE).unwrap();
+        let third = Sizes::new(&QWEN3_8B, &CudaLimits { engines: 3, ..LIMITS }, H200).unwrap();
         assert!(third.capacity_blocks < alone.capacity_blocks / 3);
+        let connected = Room { connection_bytes: 2 << 30, ..H200 };
+        for (engines, plain) in [(1, alone), (3, third)] {
+            let rank = Sizes::new(&QWEN3_8B, &CudaLimits { engines, ..LIMITS }, connected).unwrap();
+            let fewer = (plain.capacity_blocks - rank.capacity_blocks) as usize;
+            let less = fewer * QWEN3_8B.block_bytes();
+            assert!(less.abs_diff(connected.connection_bytes) < QWEN3_8B.block_bytes(), "each engine has its own");
+        }
+    }
+
+    #[test]
+    fn a_rank_of_two_has_half_of_what_heads_and_feed_forward_take() {
+        let rank = Shape { heads: 16, kv_heads: 4, ffn: 6_144, ..QWEN3_8B };
+        let limits = CudaLimits { capacity_blocks: Some(1_000), ..LIMITS };
+        let [all, half] = [QWEN3_8B, rank].map(|shape| Sizes::new(&shape, &limits, H200).unwrap());
+        for (all, half) in [(all.qkv, half.qkv), (all.attended, half.attended), (all.gates, half.gates), (all.inner, half.inner)]
+        {
+            assert_eq!(all, 2 * half);
+        }
+        assert_eq!((all.stream, all.normed, all.logits), (half.stream, half.normed, half.logits));
+        let alone = Sizes::new(&QWEN3_8B, &LIMITS, H200).unwrap();
+        let split = Sizes::new(&rank, &LIMITS, H200).unwrap();
+        assert!(split.capacity_blocks > 2 * alone.capacity_blocks, "a block's parts are half as large");
     }
 
     #[test]
     fn what_does_not_fit_is_refused_with_numbers() {
-        let refused = |limits, free| match Sizes::new(&QWEN3_8B, &limits, 132, free) {
+        let refused = |limits, free_bytes| match Sizes::new(&QWEN3_8B, &limits, Room { free_bytes, ..H200 }) {
             Err(CudaError::Memory { free_bytes, needed_bytes }) => (free_bytes, needed_bytes),
             other => panic!("{other:?}"),
         };
@@ -114,7 +148,7 @@ mod tests {
         assert!(free < 1 << 30 && needed > 1 << 30);
         let (free, needed) = refused(CudaLimits { capacity_blocks: Some(1_000_000), ..LIMITS }, H200_FREE);
         assert!(needed > free);
-        let set = Sizes::new(&QWEN3_8B, &CudaLimits { capacity_blocks: Some(1_000), ..LIMITS }, 132, H200_FREE).unwrap();
+        let set = Sizes::new(&QWEN3_8B, &CudaLimits { capacity_blocks: Some(1_000), ..LIMITS }, H200).unwrap();
         assert_eq!(set.capacity_blocks, 1_000);
     }
 }

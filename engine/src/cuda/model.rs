@@ -1,18 +1,20 @@
-//! A model's weights in a device's memory.
+//! A model's weights in a device's memory, or one rank's part of them.
 
 use super::{
     CudaError,
-    device::{Device, Memory},
+    device::{Device, Into, Memory, Product},
     shape::Shape,
-    weights,
+    split::Split,
+    weights::{self, Piece},
 };
 use crate::cpu::{CpuError, weights::vector};
 use std::sync::Arc;
 use tandem_model::{ModelConfig, ModelFile};
 
-/// Weights, and the device that has them.
+/// Weights, and the device that has them. A rank has its share of heads and feed-forward, and all of the embedding and the norms.
 pub(super) struct Model<D: Device> {
     pub shape: Shape,
+    pub split: Split,
     pub context_length: u32,
     pub eps: f32,
     pub magnitude: f64,
@@ -24,7 +26,7 @@ pub(super) struct Model<D: Device> {
     pub embedding: Memory<D>,
     pub layers: Vec<Layer<D>>,
     pub norm: Memory<D>,
-    /// `None` when the embedding is the head as well.
+    /// `None` when the embedding is the head as well, and on other ranks than the first, which makes the logits.
     head: Option<Memory<D>>,
 }
 
@@ -43,52 +45,65 @@ pub(super) struct Layer<D: Device> {
     pub down: Memory<D>,
 }
 
+/// What rows are multiplied with.
+pub(super) struct Products {
+    pub qkv: Product,
+    pub attention_out: Product,
+    pub gates: Product,
+    pub down: Product,
+    pub head: Product,
+}
+
 impl<D: Device> Model<D> {
-    /// Reads, checks and copies all weights to the device that `open` gives for the model's shape.
+    /// Reads, checks and copies a rank's weights to the device that `open` gives for the model's shape.
     pub fn load(
         file: &dyn ModelFile,
         block_size: usize,
         shared_max: usize,
+        split: Split,
         open: impl FnOnce(&Shape) -> Result<D, CudaError>,
     ) -> Result<Self, CudaError> {
         let config = file.config()?;
         let half = weights::half_of(file)?;
-        let shape = Shape::new(&config, half, block_size, shared_max)?;
+        let shape = Shape::new(&config, half, block_size, shared_max, split)?;
         refuse_unread(file, &config)?;
         let device = Arc::new(open(&shape)?);
         let ModelConfig { width, ffn, vocab_size, head_dim, .. } = config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let matrix = |parts: &[(String, usize)], inputs| Memory::of(&device, &weights::rows(file, half, parts, inputs)?);
+        let matrix = |pieces: &[Piece]| Memory::of(&device, &weights::rows(file, half, pieces)?);
         let singles = |numbers: Vec<f32>| Memory::of(&device, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>());
         let layer = |i: usize| {
             let name = |part: &str| format!("blk.{i}.{part}.weight");
-            let one = |part: &str, outputs, inputs| matrix(&[(name(part), outputs)], inputs);
+            let rows = |part: &str, outputs| Piece { rows: split.share(outputs), ..Piece::whole(name(part), outputs, width) };
+            let columns = |part: &str, inputs| Piece { columns: split.share(inputs), ..Piece::whole(name(part), width, inputs) };
             let norm = |part: &str, len| singles(vector(file, &name(part), len)?);
             let biases = || {
-                let bias = |part: &str, len| vector(file, &format!("blk.{i}.{part}.bias"), len);
+                let bias = |part: &str, len| {
+                    let all = vector(file, &format!("blk.{i}.{part}.bias"), len)?;
+                    Ok::<_, CpuError>(all[split.share(len)].to_vec())
+                };
                 singles([bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?].concat())
             };
             Ok::<_, CudaError>(Layer {
                 attention_norm: norm("attn_norm", width)?,
-                qkv: matrix(&[(name("attn_q"), queries), (name("attn_k"), keys), (name("attn_v"), keys)], width)?,
+                qkv: matrix(&[rows("attn_q", queries), rows("attn_k", keys), rows("attn_v", keys)])?,
                 qkv_biases: config.qkv_biases.then(biases).transpose()?,
                 query_norm: config.qk_norms.then(|| norm("attn_q_norm", head_dim)).transpose()?,
                 key_norm: config.qk_norms.then(|| norm("attn_k_norm", head_dim)).transpose()?,
-                attention_out: one("attn_output", width, queries)?,
+                attention_out: matrix(&[columns("attn_output", queries)])?,
                 ffn_norm: norm("ffn_norm", width)?,
-                gates: matrix(&[(name("ffn_gate"), ffn), (name("ffn_up"), ffn)], width)?,
-                down: one("ffn_down", width, ffn)?,
+                gates: matrix(&[rows("ffn_gate", ffn), rows("ffn_up", ffn)])?,
+                down: matrix(&[columns("ffn_down", ffn)])?,
             })
         };
         let frequencies: Vec<u8> = config.rope.frequencies.iter().flat_map(|frequency| frequency.to_le_bytes()).collect();
         let layers = (0..config.layers).map(layer).collect::<Result<_, _>>()?;
-        let head = || matrix(&[("output.weight".to_owned(), vocab_size)], width);
-        let (embedding, norm) = (
-            matrix(&[("token_embd.weight".to_owned(), vocab_size)], width)?,
-            singles(vector(file, "output_norm.weight", width)?)?,
-        );
+        let tokens = |name: &str| matrix(&[Piece::whole(name.to_owned(), vocab_size, width)]);
+        let (embedding, norm) = (tokens("token_embd.weight")?, singles(vector(file, "output_norm.weight", width)?)?);
+        let has_head = !config.tied && split.rank == 0;
         Ok(Self {
             shape,
+            split,
             context_length: config.context_length,
             eps: config.eps,
             magnitude: config.rope.magnitude,
@@ -96,10 +111,25 @@ impl<D: Device> Model<D> {
             embedding,
             layers,
             norm,
-            head: (!config.tied).then(head).transpose()?,
+            head: has_head.then(|| tokens("output.weight")).transpose()?,
             free_bytes: device.free_bytes()?,
             device,
         })
+    }
+
+    /// Of so many rows.
+    pub fn products(&self, rows: usize) -> Products {
+        let Shape { width, ffn, vocab_size, .. } = self.shape;
+        let product = |inputs, outputs, into| Product { rows, inputs, outputs, into };
+        // The first rank adds to its stream, the others put their parts where theirs was: the sum of all is the stream again, on every rank.
+        let onto_stream = if self.split.rank == 0 { Into::Sum } else { Into::Singles };
+        Products {
+            qkv: product(width, self.shape.qkv_dim(), Into::Halves),
+            attention_out: product(self.shape.query_dim(), width, onto_stream),
+            gates: product(width, 2 * ffn, Into::Halves),
+            down: product(ffn, width, onto_stream),
+            head: product(width, vocab_size, Into::Singles),
+        }
     }
 
     /// The output head's address.

@@ -5,6 +5,8 @@ use crate::{Chunk, Draw, Logits};
 
 /// Fewer positions in a part of a sequence are not worth a block of their own.
 const PART_POSITIONS_MIN: usize = 256;
+/// Where the KV of a padding row goes: nowhere. kernels/model.cu has it too.
+const NO_SLOT: u32 = u32::MAX;
 /// Blocks of `attend_token` for each multiprocessor: two run at a time, and the last ones are not waited for alone.
 const BLOCKS_EACH: usize = 4;
 
@@ -76,6 +78,24 @@ impl Batch {
     pub fn rows(&self) -> usize {
         self.tokens.len()
     }
+
+    /// Adds rows that attend to nothing, leave no KV and are drawn like others, and parts without positions. The batch is of single tokens.
+    pub fn pad(&mut self, rows: usize, parts: usize) {
+        assert!(rows >= self.rows() && parts >= self.parts.len(), "a batch does not shrink");
+        for row in self.rows() as u32..rows as u32 {
+            self.tokens.push(0);
+            self.positions.push(0);
+            self.slots.push(NO_SLOT);
+            self.combined.push([row, 0, 0, 0]);
+            self.drawn.push(row);
+        }
+        self.parts.resize(parts, [0; 4]);
+    }
+
+    /// Where what is 16 bytes long begins that lies behind `tables`, counted from where those begin.
+    pub fn behind_tables(&self) -> u32 {
+        self.tables.len().div_ceil(4) as u32
+    }
 }
 
 /// Positions in a part, so that single tokens keep all multiprocessors busy and have no more parts than that takes.
@@ -90,6 +110,12 @@ fn part_positions(chunks: &[Chunk<'_>], shape: &Shape, processors: usize) -> usi
 pub(super) fn parts_max(tokens: usize, shape: &Shape, processors: usize) -> usize {
     let blocks_a_part = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
     tokens + (BLOCKS_EACH * processors).div_ceil(blocks_a_part)
+}
+
+/// To how many rows a step of so many single tokens is padded, so that few numbers of rows occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
+/// A product's time hardly depends on such numbers: it is that of reading the weights.
+pub(super) fn padded_rows(rows: usize) -> usize {
+    rows.next_multiple_of((rows.next_power_of_two() / 4).max(1))
 }
 
 #[cfg(test)]
@@ -157,6 +183,30 @@ mod tests {
         let ends: Vec<u32> = batch.tiles.iter().map(|[_, tokens, position, _]| tokens + position).collect();
         assert!(ends.is_sorted_by(|longer, shorter| longer >= shorter), "the most work begins first");
         assert!(batch.parts.len() <= parts_max(2, &SHAPE, 4));
+    }
+
+    #[test]
+    fn few_numbers_of_rows_occur_and_little_is_added() {
+        let mut occurring: Vec<usize> = (1..=256).map(padded_rows).collect();
+        assert!((1..=256).zip(&occurring).all(|(rows, padded)| (rows..=rows * 3 / 2).contains(padded)));
+        occurring.dedup();
+        assert_eq!(occurring, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]);
+    }
+
+    #[test]
+    fn padding_leaves_the_batch_as_it_is_and_its_lists_where_they_are() {
+        let blocks: Vec<BlockId> = (0..40).map(BlockId).collect();
+        let chunks = [600, 3, 20].map(|position| chunk(&[7], position, &blocks, Logits::Last));
+        let mut batch = Batch::new(&chunks, &[], &SHAPE, 4);
+        let (plain, tables) = (Batch::new(&chunks, &[], &SHAPE, 4), batch.tables.clone());
+        batch.pad(4, 8);
+        assert_eq!((batch.rows(), batch.parts.len(), batch.combined.len()), (4, 8, 4));
+        assert_eq!(
+            (&batch.slots[..3], &batch.parts[..5], &batch.combined[..3]),
+            (&plain.slots[..], &plain.parts[..], &plain.combined[..])
+        );
+        assert_eq!((batch.slots[3], batch.combined[3], batch.parts[5]), (NO_SLOT, [3, 0, 0, 0], [0; 4]));
+        assert_eq!(batch.tables, tables);
     }
 
     #[test]

@@ -1,29 +1,47 @@
-//! An engine on a device: one step after the other.
+//! An engine on a device, or on several that are ranks of one model: one step after the other.
 
 use super::{
     CudaError, CudaLimits,
-    device::{Device, Factors, Into, Kernel, Launch, Memory, Product, single},
-    draws::{Draws, LIKELIHOOD_BYTES},
-    memory::Sizes,
-    model::{Layer, Model},
-    plan::Batch,
+    device::{Device, Factors, Kernel, Launch, Memory, Product, single},
+    draws::{Draws, LIKELIHOOD_BYTES, ROW_BYTES},
+    graphs::Graphs,
+    inputs::{self, Inputs, Lists},
+    memory::{Room, Sizes},
+    model::{Layer, Model, Products},
+    plan::{Batch, padded_rows},
+    pool::{Part, Pool},
     shape::Shape,
 };
-use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, StepOutput};
+use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, KvMemory, StepOutput};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::BlockId;
 
+/// Layers that several ranks are told of ahead. A driver that has been told of a thousand launches lets the host wait for the first of them, and no
+/// error would end that while one rank's sum waits for another's.
+const LAYERS_AHEAD: usize = 32;
+/// For the products of steps to be prepared on a device, which takes a second or two as a rule.
+const PREPARE_MAX: Duration = Duration::from_secs(20);
+
 /// Computes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// A queue of its own: engines of one device run beside each other.
-    device: Arc<D>,
+    /// `None` on one device, and when a step has failed: what waits for a rank that is lost must end before anything is given back.
+    connection: Option<D::Connection>,
+    /// Of one rank; several run every step plainly.
+    graphs: Option<Graphs<D>>,
+    ranks: Vec<Rank<D>>,
     limits: CudaLimits,
     sizes: Sizes,
+    /// Last, so that they go last: a step that broke off may still read its weights until this engine's memory has been given back.
+    models: Arc<[Model<D>]>,
+}
+
+/// What an engine has on one device.
+struct Rank<D: Device> {
+    /// A queue of its own: engines of one device run beside each other.
+    device: Arc<D>,
     buffers: Buffers<D>,
     inputs: Inputs<D>,
-    kv: Memory<D>,
-    /// Last, so that it goes last: a step that broke off may still read its weights until this engine's memory has been given back.
-    model: Arc<Model<D>>,
+    kv: Arc<Memory<D>>,
 }
 
 /// Used again in every step.
@@ -43,33 +61,151 @@ struct Buffers<D: Device> {
     drawn: Memory<D>,
 }
 
-/// What the host says of a step, in one piece.
-struct Inputs<D: Device> {
-    memory: Memory<D>,
-    bytes: Vec<u8>,
-}
-
-/// Where a step's lists are.
-struct Lists {
-    tokens: u64,
-    positions: u64,
-    slots: u64,
-    tables: u64,
-    tiles: u64,
-    parts: u64,
-    combined: u64,
-    wanted: u64,
-    drawn: u64,
-    draws: u64,
-    adjustments: u64,
-}
-
 impl<D: Device> Runner<D> {
-    /// Takes all memory that steps will need.
-    pub fn new(model: Arc<Model<D>>, limits: CudaLimits) -> Result<Self, CudaError> {
+    /// Takes all memory that steps will need, of a model with all its ranks.
+    pub fn new(models: Arc<[Model<D>]>, limits: CudaLimits) -> Result<Self, CudaError> {
+        let free_bytes = models.iter().map(|model| model.free_bytes).min().expect("a model has a rank");
+        let connection_bytes = if models.len() > 1 { D::CONNECTION_BYTES } else { 0 };
+        let room = Room { processors: models[0].device.processors(), free_bytes, connection_bytes };
+        let sizes = Sizes::new(&models[0].shape, &limits, room)?;
+        let ranks = models.iter().map(|model| Rank::new(model, &sizes)).collect::<Result<Vec<_>, _>>()?;
+        let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
+        let connection = (devices.len() > 1).then(|| D::connect(&devices)).transpose()?;
+        if let Some(connection) = &connection {
+            // What the first sum takes, or refuses, it does before anybody relies on this engine. What is added up means nothing yet.
+            let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.stream.address())).collect();
+            D::add_up(connection, &streams, models[0].shape.width)?;
+            D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
+        }
+        let rows_max = sizes.logit_rows.min(limits.sequences_max as usize);
+        ranks.iter().zip(&*models).try_for_each(|(rank, model)| rank.prepare(model, rows_max))?;
+        let graphs = (devices.len() == 1).then(|| Graphs::new(rows_max, sizes.parts_max));
+        Ok(Self { connection, graphs, ranks, limits, sizes, models })
+    }
+
+    /// Every step is run plainly.
+    #[cfg(test)]
+    pub fn without_graphs(mut self) -> Self {
+        self.graphs = None;
+        self
+    }
+
+    /// All that grows begins with nothing, and so moves.
+    #[cfg(test)]
+    pub fn without_room(mut self) -> Self {
+        for Rank { device, buffers, inputs, .. } in &mut self.ranks {
+            *inputs = Inputs::new(device, 0).expect("nothing is little");
+            buffers.drawn = Memory::new(device, 0).expect("nothing is little");
+        }
+        self
+    }
+
+    /// Of each rank.
+    pub fn shape(&self) -> &Shape {
+        &self.models[0].shape
+    }
+
+    #[cfg(test)]
+    pub fn device(&self) -> &D {
+        &self.ranks[0].device
+    }
+
+    fn run(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, CudaError> {
+        let info = self.describe();
+        for chunk in chunks {
+            info.check_chunk(chunk)?;
+        }
+        let mut batch = Batch::new(chunks, draws, self.shape(), self.ranks[0].device.processors());
+        let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
+        if batch.rows() > tokens_max || batch.combined.len() > sequences_max {
+            let (tokens, sequences) = (batch.rows(), batch.combined.len());
+            return Err(CudaError::StepTooLarge { tokens, sequences, tokens_max, sequences_max });
+        }
+        if chunks.is_empty() {
+            return Ok(StepOutput::default());
+        }
+        let given: Vec<Draw<'_>> = draws.iter().flatten().copied().collect();
+        assert_eq!(given.len(), batch.drawn.len(), "whoever has a draw wants the last token's logits");
+        let mut draws = Draws::new(&given, &[], batch.behind_tables(), self.shape().vocab_size);
+        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, draws.top_max()));
+        if let Some(bucket) = bucket {
+            batch.pad(bucket.rows, bucket.parts);
+            draws.pad(bucket.rows);
+        }
+        let drawn_bytes = draws.rows().min(self.sizes.logit_rows) * (1 + draws.top_max()) * LIKELIHOOD_BYTES;
+        let Rank { device, buffers, .. } = &mut self.ranks[0];
+        if buffers.drawn.bytes() < drawn_bytes {
+            buffers.drawn = Memory::new(device, drawn_bytes.next_power_of_two())?;
+        }
+        let lists = self.ranks.iter_mut().map(|rank| rank.inputs.upload(&rank.device, &batch, &draws));
+        let lists = lists.collect::<Result<Vec<_>, _>>()?;
+        let step = |(lists, (rank, model)): (_, (_, _))| {
+            let Rank { device, buffers, kv, .. }: &Rank<D> = rank;
+            Step { model, device: &**device, buffers, kv: kv.address(), batch: &batch, lists }
+        };
+        let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
+        // All ranks have the stream, and the first one the head.
+        let (first, layers) = (&steps[0], || layers(&steps, self.connection.as_ref()));
+        let (logits, mut drawn) = match (bucket, &mut self.graphs) {
+            (Some(bucket), Some(graphs)) => {
+                let Rank { device, inputs, buffers, .. } = &self.ranks[0];
+                graphs.run(device, bucket, [inputs.memory.address(), buffers.drawn.address()], || {
+                    layers()?;
+                    first.sample(0, bucket.rows, bucket.top_max)
+                })?;
+                (Vec::new(), first.read(0, bucket.rows, &draws)?)
+            }
+            _ => {
+                layers()?;
+                (first.logits(self.sizes.logit_rows)?, first.draw(self.sizes.logit_rows, &draws)?)
+            }
+        };
+        drawn.truncate(given.len());
+        // Whoever measures the step measures all of it, and what fails fails here.
+        self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
+        Ok(StepOutput { logits, drawn, simulated: Duration::ZERO })
+    }
+}
+
+/// Embedding, then all layers, on all ranks; the stream of all rows is left, or only the KV where no logits are wanted.
+///
+/// Several ranks are done when it returns. Nothing else must wait for one of them before: if another one is lost, its sums never end.
+fn layers<'a, D: Device>(steps: &[Step<'a, D>], connection: Option<&D::Connection>) -> Result<(), CudaError> {
+    let each =
+        |work: fn(&Step<'a, D>, usize) -> Result<(), CudaError>, layer| steps.iter().try_for_each(|step| work(step, layer));
+    let streams: Vec<(&D, u64)> = steps.iter().map(|step| (step.device, step.buffers.stream.address())).collect();
+    let Step { batch, model, .. } = &steps[0];
+    let add_up = || match connection {
+        Some(connection) => D::add_up(connection, &streams, batch.rows() * model.shape.width),
+        None => {
+            assert_eq!(steps.len(), 1, "an engine that was lost computes no more");
+            Ok(())
+        }
+    };
+    let devices: Vec<&D> = steps.iter().map(|step| step.device).collect();
+    let settle = || if devices.len() > 1 { D::wait_all(&devices) } else { Ok(()) };
+    steps.iter().try_for_each(Step::embed)?;
+    for layer in 0..model.layers.len() {
+        if layer > 0 && layer.is_multiple_of(LAYERS_AHEAD) {
+            settle()?;
+        }
+        each(Step::keys, layer)?;
+        if layer + 1 == model.layers.len() && batch.wanted.is_empty() && batch.drawn.is_empty() {
+            break;
+        }
+        each(Step::attention, layer)?;
+        add_up()?;
+        each(Step::feed_forward, layer)?;
+        add_up()?;
+    }
+    settle()
+}
+
+impl<D: Device> Rank<D> {
+    fn new(model: &Model<D>, sizes: &Sizes) -> Result<Self, CudaError> {
         let device = Arc::new(model.device.beside()?);
-        let sizes = Sizes::new(&model.shape, &limits, device.processors(), model.free_bytes)?;
         let memory = |bytes| Memory::new(&device, bytes);
+        let of_first = |bytes| memory(if model.split.rank == 0 { bytes } else { 0 });
         let buffers = Buffers {
             stream: memory(sizes.stream)?,
             normed: memory(sizes.normed)?,
@@ -80,72 +216,52 @@ impl<D: Device> Runner<D> {
             turns: memory(sizes.turns)?,
             outs: memory(sizes.outs)?,
             sums: memory(sizes.sums)?,
-            logits: memory(sizes.logits)?,
-            scratch: memory(sizes.scratch)?,
-            drawn: memory(0)?,
+            logits: of_first(sizes.logits)?,
+            scratch: of_first(sizes.scratch)?,
+            drawn: of_first(sizes.logit_rows * ROW_BYTES)?,
         };
-        let inputs = Inputs { memory: memory(0)?, bytes: Vec::new() };
-        let kv = memory(sizes.capacity_blocks as usize * model.shape.block_bytes())?;
-        Ok(Self { model, device, limits, sizes, buffers, inputs, kv })
+        let inputs = Inputs::new(&device, inputs::BYTES)?;
+        let kv = Arc::new(memory(sizes.capacity_blocks as usize * model.shape.block_bytes())?);
+        Ok(Self { device, buffers, inputs, kv })
     }
 
-    #[cfg(test)]
-    pub fn shape(&self) -> &Shape {
-        &self.model.shape
+    /// All that single tokens are multiplied with, by every number of rows that they are padded to. A layer's matrices have the shape of all layers'.
+    fn prepare(&self, model: &Model<D>, rows_max: usize) -> Result<(), CudaError> {
+        let Some(layer) = model.layers.first() else { return Ok(()) };
+        let buffers = &self.buffers;
+        let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
+        all_rows.dedup();
+        let factors = |weights, inputs: &Memory<D>| Factors { weights, inputs: inputs.address(), outputs: 0 };
+        let products = all_rows.into_iter().flat_map(|rows| {
+            let all = model.products(rows);
+            let head = (model.split.rank == 0).then(|| (all.head, factors(model.head(), &buffers.normed)));
+            let of_layer = [
+                (all.qkv, factors(layer.qkv.address(), &buffers.normed)),
+                (all.attention_out, factors(layer.attention_out.address(), &buffers.attended)),
+                (all.gates, factors(layer.gates.address(), &buffers.normed)),
+                (all.down, factors(layer.down.address(), &buffers.inner)),
+            ];
+            of_layer.into_iter().chain(head)
+        });
+        self.device.prepare(model.shape.half, &products.collect::<Vec<_>>(), PREPARE_MAX)
     }
 
-    fn run(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, CudaError> {
-        let info = self.describe();
-        for chunk in chunks {
-            info.check_chunk(chunk)?;
-        }
-        let batch = Batch::new(chunks, draws, &self.model.shape, self.device.processors());
-        let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
-        if batch.rows() > tokens_max || batch.combined.len() > sequences_max {
-            let (tokens, sequences) = (batch.rows(), batch.combined.len());
-            return Err(CudaError::StepTooLarge { tokens, sequences, tokens_max, sequences_max });
-        }
-        if chunks.is_empty() {
-            return Ok(StepOutput::default());
-        }
-        let draws: Vec<Draw<'_>> = draws.iter().flatten().copied().collect();
-        assert_eq!(draws.len(), batch.drawn.len(), "whoever has a draw wants the last token's logits");
-        let draws = Draws::new(&draws, &[], self.model.shape.vocab_size);
-        let drawn_bytes = draws.rows().min(self.sizes.logit_rows) * (1 + draws.top_max()) * LIKELIHOOD_BYTES;
-        if self.buffers.drawn.bytes() < drawn_bytes {
-            self.buffers.drawn = Memory::new(&self.device, drawn_bytes.next_power_of_two())?;
-        }
-        let lists = self.inputs.upload(&self.device, &batch, &draws)?;
-        let step = Step {
-            model: &self.model,
-            device: &*self.device,
-            buffers: &self.buffers,
-            kv: self.kv.address(),
-            batch: &batch,
-            lists,
-        };
-        step.layers()?;
-        let logits = step.logits(self.sizes.logit_rows)?;
-        let drawn = step.draw(self.sizes.logit_rows, &draws)?;
-        // Whoever measures the step measures all of it, and what fails fails here.
-        self.device.wait()?;
-        Ok(StepOutput { logits, drawn, simulated: Duration::ZERO })
-    }
-
-    fn block_address(&self, block: BlockId) -> u64 {
-        assert!(block.0 < self.sizes.capacity_blocks, "blocks are those of the KV memory");
-        self.kv.address() + u64::from(block.0) * self.model.shape.block_bytes() as u64
+    /// Where this rank's part of a block is.
+    fn block(&self, shape: &Shape, block: BlockId) -> u64 {
+        let at = block.0 as usize * shape.block_bytes();
+        assert!(at < self.kv.bytes(), "blocks are those of the KV memory");
+        self.kv.address() + at as u64
     }
 }
 
 impl<D: Device> Engine for Runner<D> {
     fn describe(&self) -> EngineInfo {
         EngineInfo {
-            vocab_size: self.model.shape.vocab_size,
-            context_length: self.model.context_length,
-            block_size: self.model.shape.block_size as u32,
+            vocab_size: self.shape().vocab_size,
+            context_length: self.models[0].context_length,
+            block_size: self.shape().block_size as u32,
             capacity_blocks: self.sizes.capacity_blocks,
-            block_bytes: self.model.shape.block_bytes(),
+            block_bytes: self.ranks.len() * self.shape().block_bytes(),
             simulated_block_transfer: Duration::ZERO,
         }
     }
@@ -155,70 +271,57 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        self.run(chunks, draws).map_err(EngineError::from)
+        let output = self.run(chunks, draws).map_err(EngineError::from);
+        if matches!(output, Err(EngineError::Lost(_))) {
+            self.connection = None;
+        }
+        output
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
-        assert_eq!(into.len(), self.model.shape.block_bytes(), "a block is read into as many bytes as it has");
-        self.device.download(self.block_address(block), into).map_err(EngineError::from)
+        assert_eq!(into.len(), self.describe().block_bytes, "a block is read into as many bytes as it has");
+        let shape = self.shape();
+        if let [rank] = &*self.ranks {
+            return Ok(rank.device.download(rank.block(shape, block), into)?);
+        }
+        let mut part = vec![0; shape.block_bytes()];
+        for (rank, model) in self.ranks.iter().zip(&*self.models) {
+            rank.device.download(rank.block(shape, block), &mut part)?;
+            model.split.join(&part, shape.kv_row_bytes(), into);
+        }
+        Ok(())
     }
 
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
-        assert_eq!(bytes.len(), self.model.shape.block_bytes(), "a block is written from as many bytes as it has");
-        self.device.upload(self.block_address(block), bytes).map_err(EngineError::from)
+        assert_eq!(bytes.len(), self.describe().block_bytes, "a block is written from as many bytes as it has");
+        let shape = self.shape();
+        if let [rank] = &*self.ranks {
+            return Ok(rank.device.upload(rank.block(shape, block), bytes)?);
+        }
+        for (rank, model) in self.ranks.iter().zip(&*self.models) {
+            let part = model.split.part(bytes, shape.kv_row_bytes());
+            rank.device.upload(rank.block(shape, block), &part)?;
+        }
+        Ok(())
+    }
+
+    fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
+        let part = |rank: &Rank<D>| Ok(Part { device: Arc::new(rank.device.beside()?), kv: Arc::clone(&rank.kv) });
+        let parts: Result<_, CudaError> = self.ranks.iter().map(part).collect();
+        let parts = parts.inspect_err(|error| tracing::warn!(%error, "KV goes through the host")).ok()?;
+        Some(Arc::new(Pool::new(parts, self.shape().block_bytes(), self.sizes.capacity_blocks)))
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
-        let copied = self.device.copy(self.block_address(from), self.block_address(to), self.model.shape.block_bytes());
-        copied.map_err(EngineError::from)
+        let shape = self.shape();
+        for rank in &self.ranks {
+            rank.device.copy(rank.block(shape, from), rank.block(shape, to), shape.block_bytes())?;
+        }
+        Ok(())
     }
 }
 
-impl<D: Device> Inputs<D> {
-    /// Copies a step's lists, each to a multiple of 16 bytes.
-    fn upload(&mut self, device: &Arc<D>, batch: &Batch, draws: &Draws) -> Result<Lists, CudaError> {
-        self.bytes.clear();
-        let bytes = &mut self.bytes;
-        let begin = |bytes: &mut Vec<u8>| {
-            bytes.resize(bytes.len().next_multiple_of(16), 0);
-            bytes.len() as u64
-        };
-        let plain = [&draws.settings, &draws.adjustments].map(|list| {
-            let place = begin(bytes);
-            bytes.extend_from_slice(list);
-            place
-        });
-        let mut list = |numbers: &mut dyn Iterator<Item = u32>| {
-            let place = begin(bytes);
-            bytes.extend(numbers.flat_map(u32::to_le_bytes));
-            place
-        };
-        let mut lists = Lists {
-            tokens: list(&mut batch.tokens.iter().copied()),
-            positions: list(&mut batch.positions.iter().copied()),
-            slots: list(&mut batch.slots.iter().copied()),
-            tables: list(&mut batch.tables.iter().copied()),
-            tiles: list(&mut batch.tiles.iter().flatten().copied()),
-            parts: list(&mut batch.parts.iter().flatten().copied()),
-            combined: list(&mut batch.combined.iter().flatten().copied()),
-            wanted: list(&mut batch.wanted.iter().copied()),
-            drawn: list(&mut batch.drawn.iter().copied()),
-            draws: plain[0],
-            adjustments: plain[1],
-        };
-        if self.memory.bytes() < self.bytes.len() {
-            self.memory = Memory::new(device, self.bytes.len().next_power_of_two())?;
-        }
-        device.upload(self.memory.address(), &self.bytes)?;
-        let Lists { tokens, positions, slots, tables, tiles, parts, combined, wanted, drawn, draws, adjustments } = &mut lists;
-        for place in [tokens, positions, slots, tables, tiles, parts, combined, wanted, drawn, draws, adjustments] {
-            *place += self.memory.address();
-        }
-        Ok(lists)
-    }
-}
-
-/// One step under way.
+/// One rank's part of a step under way.
 struct Step<'a, D: Device> {
     model: &'a Model<D>,
     device: &'a D,
@@ -236,36 +339,42 @@ struct Places<'a, D: Device> {
 }
 
 impl<D: Device> Step<'_, D> {
-    /// Embedding, then all layers; the stream of all rows is left, or only the KV where no logits are wanted.
-    fn layers(&self) -> Result<(), CudaError> {
-        let (shape, rows, buffers) = (&self.model.shape, self.batch.rows(), self.buffers);
+    fn embed(&self) -> Result<(), CudaError> {
+        let (rows, buffers) = (self.batch.rows(), self.buffers);
         let turns =
             [self.lists.positions, self.model.frequencies.address(), buffers.turns.address(), self.model.magnitude.to_bits()];
         self.launch(Kernel::Turns, [rows, 1, 1], turns)?;
-        let embed = [self.lists.tokens, self.model.embedding.address(), buffers.stream.address(), shape.width as u64];
-        self.launch(Kernel::Embed, [rows, 1, 1], embed)?;
-        for (index, layer) in self.model.layers.iter().enumerate() {
-            let wide = |inputs, outputs, into| Product { rows, inputs, outputs, into };
-            self.norm(rows, 0, &layer.attention_norm)?;
-            let qkv = wide(shape.width, shape.qkv_dim(), Into::Halves);
-            self.multiply(qkv, Places { weights: &layer.qkv, inputs: &buffers.normed, outputs: &buffers.qkv })?;
-            self.store_kv(index, layer)?;
-            if index + 1 == self.model.layers.len() && self.batch.wanted.is_empty() && self.batch.drawn.is_empty() {
-                return Ok(());
-            }
-            self.attend(index)?;
-            let out = wide(shape.query_dim(), shape.width, Into::Sum);
-            self.multiply(out, Places { weights: &layer.attention_out, inputs: &buffers.attended, outputs: &buffers.stream })?;
-            self.norm(rows, 0, &layer.ffn_norm)?;
-            let gates = wide(shape.width, 2 * shape.ffn, Into::Halves);
-            self.multiply(gates, Places { weights: &layer.gates, inputs: &buffers.normed, outputs: &buffers.gates })?;
-            let eights = rows * shape.ffn / 8;
-            let swiglu = [buffers.gates.address(), buffers.inner.address(), shape.ffn as u64, rows as u64];
-            self.launch(Kernel::Swiglu, [eights.div_ceil(Kernel::Swiglu.threads() as usize), 1, 1], swiglu)?;
-            let down = wide(shape.ffn, shape.width, Into::Sum);
-            self.multiply(down, Places { weights: &layer.down, inputs: &buffers.inner, outputs: &buffers.stream })?;
-        }
-        Ok(())
+        let width = self.model.shape.width as u64;
+        let embed = [self.lists.tokens, self.model.embedding.address(), buffers.stream.address(), width];
+        self.launch(Kernel::Embed, [rows, 1, 1], embed)
+    }
+
+    /// A layer's queries, and its keys and values, which go to the KV memory.
+    fn keys(&self, index: usize) -> Result<(), CudaError> {
+        let (layer, rows) = (&self.model.layers[index], self.batch.rows());
+        self.norm(rows, 0, &layer.attention_norm)?;
+        let Products { qkv, .. } = self.model.products(rows);
+        self.multiply(qkv, Places { weights: &layer.qkv, inputs: &self.buffers.normed, outputs: &self.buffers.qkv })?;
+        self.store_kv(index, layer)
+    }
+
+    fn attention(&self, index: usize) -> Result<(), CudaError> {
+        let (layer, buffers) = (&self.model.layers[index], self.buffers);
+        self.attend(index)?;
+        let Products { attention_out, .. } = self.model.products(self.batch.rows());
+        let places = Places { weights: &layer.attention_out, inputs: &buffers.attended, outputs: &buffers.stream };
+        self.multiply(attention_out, places)
+    }
+
+    fn feed_forward(&self, index: usize) -> Result<(), CudaError> {
+        let (layer, shape, rows, buffers) = (&self.model.layers[index], &self.model.shape, self.batch.rows(), self.buffers);
+        self.norm(rows, 0, &layer.ffn_norm)?;
+        let Products { gates, down, .. } = self.model.products(rows);
+        self.multiply(gates, Places { weights: &layer.gates, inputs: &buffers.normed, outputs: &buffers.gates })?;
+        let eights = rows * shape.ffn / 8;
+        let swiglu = [buffers.gates.address(), buffers.inner.address(), shape.ffn as u64, rows as u64];
+        self.launch(Kernel::Swiglu, [eights.div_ceil(Kernel::Swiglu.threads() as usize), 1, 1], swiglu)?;
+        self.multiply(down, Places { weights: &layer.down, inputs: &buffers.inner, outputs: &buffers.stream })
     }
 
     /// The head, for the rows whose logits are wanted, so many at a time.
@@ -286,38 +395,48 @@ impl<D: Device> Step<'_, D> {
 
     /// Tokens of the rows that have a draw, so many at a time.
     fn draw(&self, each: usize, draws: &Draws) -> Result<Vec<Drawn>, CudaError> {
-        let (buffers, top_max) = (self.buffers, draws.top_max());
         let mut drawn = Vec::with_capacity(draws.rows());
         for first in (0..draws.rows()).step_by(each) {
             let rows = each.min(draws.rows() - first);
-            self.head(rows, self.lists.drawn + (first * 4) as u64)?;
-            let tokens = buffers.drawn.address();
-            let arguments = [
-                buffers.logits.address(),
-                buffers.scratch.address(),
-                self.model.shape.vocab_size as u64,
-                self.lists.draws + Draws::offset(first),
-                self.lists.adjustments,
-                0,
-                tokens,
-                tokens + (rows * LIKELIHOOD_BYTES) as u64,
-                top_max as u64,
-            ];
-            self.launch(Kernel::Sample, [rows, 1, 1], arguments)?;
-            let mut bytes = vec![0; rows * (1 + top_max) * LIKELIHOOD_BYTES];
-            self.device.download(tokens, &mut bytes)?;
-            drawn.extend(draws.read(first, rows, &bytes));
+            self.sample(first, rows, draws.top_max())?;
+            drawn.extend(self.read(first, rows, draws)?);
         }
         Ok(drawn)
     }
 
+    /// Draws the tokens of some of the rows that have a draw, each with so many alternatives at most.
+    fn sample(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
+        let (buffers, lists) = (self.buffers, &self.lists);
+        self.head(rows, lists.drawn + (first * 4) as u64)?;
+        let tokens = buffers.drawn.address();
+        let arguments = [
+            buffers.logits.address(),
+            buffers.scratch.address(),
+            self.model.shape.vocab_size as u64,
+            lists.draws + Draws::offset(first),
+            // The draws count their adjustments from here.
+            lists.tables,
+            0,
+            tokens,
+            tokens + (rows * LIKELIHOOD_BYTES) as u64,
+            top_max as u64,
+        ];
+        self.launch(Kernel::Sample, [rows, 1, 1], arguments)
+    }
+
+    /// Waits for tokens that `sample` draws.
+    fn read(&self, first: usize, rows: usize, draws: &Draws) -> Result<Vec<Drawn>, CudaError> {
+        let mut bytes = vec![0; rows * (1 + draws.top_max()) * LIKELIHOOD_BYTES];
+        self.device.download(self.buffers.drawn.address(), &mut bytes)?;
+        Ok(draws.read(first, rows, &bytes))
+    }
+
     /// Logits of the rows in a list.
     fn head(&self, rows: usize, list: u64) -> Result<(), CudaError> {
-        let shape = &self.model.shape;
         self.norm(rows, list, &self.model.norm)?;
-        let product = Product { rows, inputs: shape.width, outputs: shape.vocab_size, into: Into::Singles };
-        let (weights, inputs) = (self.model.head(), self.buffers.normed.address());
-        self.device.multiply(shape.half, product, Factors { weights, inputs, outputs: self.buffers.logits.address() })
+        let (inputs, outputs) = (self.buffers.normed.address(), self.buffers.logits.address());
+        let (head, factors) = (self.model.products(rows).head, Factors { weights: self.model.head(), inputs, outputs });
+        self.device.multiply(self.model.shape.half, head, factors)
     }
 
     /// Normalised rows of the stream: those of the list at this address, or the first ones where there is none (0).

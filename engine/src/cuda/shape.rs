@@ -1,6 +1,6 @@
 //! What the kernels are compiled for, and what the host must know of them.
 
-use super::CudaError;
+use super::{CudaError, split::Split};
 use tandem_model::{ModelConfig, Pairs};
 
 /// The kernels' sources, in the order in which they use each other. `kernels/primitives.cu` comes first on a device.
@@ -25,7 +25,7 @@ pub(super) enum Half {
 /// The longest head: the prompt's kernel keeps a tile of outputs in registers.
 pub(super) const HEAD_DIM_MAX: usize = 128;
 
-/// The constants of one model that its kernels are compiled with.
+/// The constants of one model that its kernels are compiled with; heads and feed-forward are those of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub half: Half,
@@ -43,8 +43,9 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Refuses what the kernels cannot do: their copies are of 16 bytes. A block may have `shared_max` bytes of shared memory.
-    pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize) -> Result<Self, CudaError> {
+    /// Of one of so many ranks. Refuses what the kernels cannot do: their copies are of 16 bytes. A block may have `shared_max` bytes of shared
+    /// memory.
+    pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, split: Split) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
         let refused = |what, found| Err(CudaError::Shape { what, found });
         if !head_dim.is_multiple_of(8) || head_dim > HEAD_DIM_MAX {
@@ -59,6 +60,8 @@ impl Shape {
         if heads / kv_heads > Self::PROMPT_ROWS {
             return refused("at most 128 query heads for a key head", heads / kv_heads);
         }
+        split.check(config)?;
+        let [heads, kv_heads, ffn] = [heads, kv_heads, ffn].map(|all| split.share(all).len());
         let (pairs, little_shared) = (config.rope.pairs, false);
         let mut shape =
             Self { half, layers, width, heads, kv_heads, head_dim, ffn, vocab_size, block_size, pairs, little_shared };
@@ -96,9 +99,14 @@ impl Shape {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Bytes of one KV block.
+    /// Bytes of a slot's keys (or values) of one layer.
+    pub fn kv_row_bytes(&self) -> usize {
+        self.kv_heads * self.head_dim * 2
+    }
+
+    /// Bytes of one KV block, or a rank's part of it.
     pub fn block_bytes(&self) -> usize {
-        self.layers * 2 * self.block_size * self.kv_heads * self.head_dim * 2
+        self.layers * 2 * self.block_size * self.kv_row_bytes()
     }
 
     // What follows repeats constants of kernels/attention.cu and kernels/decode.cu; a test compares them.

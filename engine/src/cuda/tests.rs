@@ -2,7 +2,10 @@
 
 mod attention;
 mod emulated;
+mod graphs;
 mod models;
+mod pools;
+mod ranks;
 mod sampling;
 
 use super::{
@@ -12,9 +15,10 @@ use super::{
     model::Model,
     runner::Runner,
     shape::{Half, Shape},
+    split::Split,
 };
 use crate::{
-    Chunk, Draw, Engine, Logits,
+    Chunk, Draw, Engine, EngineError, Logits,
     cpu::tests::{Random, Sizes, file, gguf, goldens},
     sampling::{Sampler, Sampling},
 };

@@ -3,6 +3,7 @@
 use super::{CudaError, shape::Half};
 use crate::cpu::{CpuError, weights::Matrix};
 use half::{bf16, f16};
+use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
 /// In which numbers a model is computed: in its own, and in bfloat16, which overflows nowhere, where those have another size.
@@ -11,36 +12,49 @@ pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
 }
 
-/// The rows of several tensors, one tensor after the other: name and number of rows each, all with rows of `inputs` numbers.
-pub(super) fn rows(file: &dyn ModelFile, half: Half, parts: &[(String, usize)], inputs: usize) -> Result<Vec<u8>, CudaError> {
-    let mut bytes = Vec::with_capacity(parts.iter().map(|(_, outputs)| outputs * inputs * 2).sum());
-    for (name, outputs) in parts {
-        append(file, half, name, *outputs, inputs, &mut bytes)?;
+/// A matrix of the file, and what is taken of it.
+pub(super) struct Piece {
+    pub name: String,
+    /// Rows and columns that the file has.
+    pub outputs: usize,
+    pub inputs: usize,
+    pub rows: Range<usize>,
+    pub columns: Range<usize>,
+}
+
+impl Piece {
+    pub fn whole(name: String, outputs: usize, inputs: usize) -> Self {
+        Self { name, outputs, inputs, rows: 0..outputs, columns: 0..inputs }
+    }
+}
+
+/// The rows of several matrices, one matrix after the other.
+pub(super) fn rows(file: &dyn ModelFile, half: Half, pieces: &[Piece]) -> Result<Vec<u8>, CudaError> {
+    let mut bytes = Vec::with_capacity(pieces.iter().map(|piece| piece.rows.len() * piece.columns.len() * 2).sum());
+    for piece in pieces {
+        append(file, half, piece, &mut bytes)?;
     }
     Ok(bytes)
 }
 
-fn append(
-    file: &dyn ModelFile,
-    half: Half,
-    name: &str,
-    outputs: usize,
-    inputs: usize,
-    into: &mut Vec<u8>,
-) -> Result<(), CudaError> {
-    let tensor = file.tensor_of(name, &[inputs as u64, outputs as u64])?;
+fn append(file: &dyn ModelFile, half: Half, piece: &Piece, into: &mut Vec<u8>) -> Result<(), CudaError> {
+    let Piece { name, outputs, inputs, rows, columns } = piece;
+    let tensor = file.tensor_of(name, &[*inputs as u64, *outputs as u64])?;
     let first = into.len();
     let as_it_is = matches!((tensor.kind, half), (TensorType::F16, Half::Float16) | (TensorType::BF16, Half::BFloat16));
     if as_it_is {
-        into.extend_from_slice(tensor.data);
+        let rows = tensor.data.chunks_exact(inputs * 2).take(rows.end).skip(rows.start);
+        rows.for_each(|row| into.extend_from_slice(&row[columns.start * 2..columns.end * 2]));
     } else {
-        let matrix = Matrix::load(file, name, outputs, inputs)?;
-        let mut row = vec![0.0; inputs];
-        for output in 0..outputs {
+        let matrix = Matrix::load_rows(file, name, *outputs, *inputs, rows.clone())?;
+        // Quants come in blocks: a row is made whole before it is cut.
+        let mut row = vec![0.0; *inputs];
+        for output in 0..rows.len() {
             matrix.row(output, &mut row);
+            let row = row[columns.clone()].iter();
             match half {
-                Half::Float16 => into.extend(row.iter().flat_map(|number| f16::from_f32(*number).to_le_bytes())),
-                Half::BFloat16 => into.extend(row.iter().flat_map(|number| bf16::from_f32(*number).to_le_bytes())),
+                Half::Float16 => into.extend(row.flat_map(|number| f16::from_f32(*number).to_le_bytes())),
+                Half::BFloat16 => into.extend(row.flat_map(|number| bf16::from_f32(*number).to_le_bytes())),
             }
         }
     }

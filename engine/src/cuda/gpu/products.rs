@@ -1,5 +1,9 @@
-//! cuBLASLt: products of matrices, each kind planned once.
+//! cuBLASLt: products of matrices, each kind planned once, and those that come often timed.
 
+use super::{
+    in_order,
+    tuning::{Clock, fastest, timed_at},
+};
 use crate::cuda::{
     CudaError,
     device::{Factors, Into, Product},
@@ -8,34 +12,58 @@ use crate::cuda::{
 use cudarc::{
     cublaslt::{
         result::{self, CublasError},
-        sys::{self, cublasComputeType_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t},
+        sys::{self, cublasComputeType_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t, cublasStatus_t},
     },
-    driver::{result as driver, sys::CUstream},
+    driver::{
+        result as driver,
+        sys::{CUstream, CUstreamCaptureStatus},
+    },
 };
-use std::{collections::HashMap, os::raw::c_void};
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    os::raw::c_void,
+    sync::{Arc, Mutex},
+};
 
 /// What NVIDIA recommends for its latest; less than a hundredth of any card that has them.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Plans that are kept: all numbers of sequences that decode together, and some of prompts' tokens. To make one takes tens of microseconds.
 const PLANS_MAX: usize = 4_096;
+/// Algorithms that are timed: cuBLASLt names those first that it expects to be the fastest.
+const CANDIDATES: usize = 8;
 /// cuBLAS's `CUBLAS_OP_T`, which the bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
+
+/// Algorithms that were chosen. All queues of a GPU share them in a process: what is computed on one is, bit for bit, what another computes.
+pub(super) type Chosen = Arc<Mutex<HashMap<(Half, Product), sys::cublasLtMatmulAlgo_t>>>;
 
 /// One queue's products: its workspace is used by one at a time.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
     plans: HashMap<(Half, Product), Plan>,
+    chosen: Chosen,
 }
 
-/// A product's layouts and algorithm.
-struct Plan {
+/// A product's layouts and algorithms.
+pub(super) struct Plan {
     operation: sys::cublasLtMatmulDesc_t,
     weights: sys::cublasLtMatrixLayout_t,
     inputs: sys::cublasLtMatrixLayout_t,
     outputs: sys::cublasLtMatrixLayout_t,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// The first one is used; others are there until one has been chosen.
+    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+    uses: usize,
+    adds: bool,
+}
+
+/// Where products are computed.
+#[derive(Clone, Copy)]
+struct Queue {
+    handle: sys::cublasLtHandle_t,
+    workspace: u64,
+    stream: CUstream,
 }
 
 fn failed(source: CublasError) -> CudaError {
@@ -44,13 +72,14 @@ fn failed(source: CublasError) -> CudaError {
 
 impl Products {
     /// In the thread's current context.
-    pub fn new() -> Result<Self, CudaError> {
+    pub fn new(chosen: Chosen) -> Result<Self, CudaError> {
+        let _ordered = in_order();
         let handle = result::create_handle().map_err(failed)?;
         // SAFETY: the size is not 0; it is given back once, in `drop`.
         #[expect(unsafe_code)]
         let workspace = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
         match workspace {
-            Ok(workspace) => Ok(Self { handle, workspace, plans: HashMap::new() }),
+            Ok(workspace) => Ok(Self { handle, workspace, plans: HashMap::new(), chosen }),
             Err(source) => {
                 // SAFETY: the handle was made above and is used nowhere.
                 #[expect(unsafe_code)]
@@ -62,46 +91,52 @@ impl Products {
 
     /// Puts a product on the stream.
     pub fn run(&mut self, half: Half, product: Product, factors: Factors, stream: CUstream) -> Result<(), CudaError> {
+        let queue = Queue { handle: self.handle, workspace: self.workspace, stream };
+        let plan = self.prepare(half, product, factors, stream)?;
+        plan.run(queue, &plan.algorithms[0], factors).map_err(failed)
+    }
+
+    /// The product's plan; made, and its algorithms timed, if it is time for that. Nothing is written to the outputs.
+    pub fn prepare(&mut self, half: Half, product: Product, factors: Factors, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
             // No product that runs needs its plan: cuBLASLt has read it.
             self.plans.clear();
         }
+        let queue = Queue { handle: self.handle, workspace: self.workspace, stream };
         let plan = match self.plans.entry((half, product)) {
-            std::collections::hash_map::Entry::Occupied(plan) => plan.into_mut(),
-            std::collections::hash_map::Entry::Vacant(place) => place.insert(Plan::new(self.handle, half, product)?),
+            Entry::Occupied(plan) => plan.into_mut(),
+            Entry::Vacant(place) => place.insert(Plan::new(self.handle, half, product)?),
         };
-        let (alpha, beta) = (1.0f32, if product.into == Into::Sum { 1.0f32 } else { 0.0 });
-        // SAFETY: handle and plan are alive; the plan's layouts are those of the product; the caller's addresses are of matrices of its sizes; the
-        // two factors are read during the call. C and D are one matrix of one layout, which cuBLASLt allows.
-        #[expect(unsafe_code)]
-        let put = unsafe {
-            result::matmul(
-                self.handle,
-                plan.operation,
-                std::ptr::from_ref(&alpha).cast(),
-                std::ptr::from_ref(&beta).cast(),
-                factors.weights as *const c_void,
-                plan.weights,
-                factors.inputs as *const c_void,
-                plan.inputs,
-                factors.outputs as *const c_void,
-                plan.outputs,
-                factors.outputs as *mut c_void,
-                plan.outputs,
-                &plan.algorithm,
-                self.workspace as *mut c_void,
-                WORKSPACE_BYTES,
-                stream.cast(),
-            )
-        };
-        put.map_err(failed)
+        plan.uses = plan.uses.saturating_add(1);
+        if plan.algorithms.len() > 1 {
+            // Held meanwhile: two queues that time the same would disturb each other, and might choose differently.
+            let mut chosen = self.chosen.lock().expect("nothing panics while products are timed");
+            if let Some(algorithm) = chosen.get(&(half, product)) {
+                plan.algorithms = vec![*algorithm];
+            } else if timed_at(product.rows).is_some_and(|uses| plan.uses >= uses) && !records(stream)? {
+                let algorithm = plan.algorithms[fastest(&plan.times(queue, product, factors)?)];
+                chosen.insert((half, product), algorithm);
+                plan.algorithms = vec![algorithm];
+            }
+        }
+        Ok(plan)
     }
+}
+
+/// Whether the stream is told what to do later, when nothing can be timed.
+fn records(stream: CUstream) -> Result<bool, CudaError> {
+    // SAFETY: the caller's stream is alive.
+    #[expect(unsafe_code)]
+    let status = unsafe { driver::stream::is_capturing(stream) };
+    let status = status.map_err(|source| CudaError::Driver { doing: "telling whether it records", source: Box::new(source) })?;
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl Drop for Products {
     /// The stream is idle by then.
     fn drop(&mut self) {
         self.plans.clear();
+        let _ordered = in_order();
         // SAFETY: both were made in `new` and are given back once.
         #[expect(unsafe_code)]
         unsafe {
@@ -129,7 +164,9 @@ impl Plan {
         let (weights, inputs, outputs) =
             (layout(halves, inputs, outputs)?, layout(halves, inputs, rows)?, layout(out, outputs, rows)?);
         let preference = result::create_matmul_pref().map_err(failed)?;
-        // SAFETY: all that is named was made above, and attributes are given with their sizes.
+        let wanted = if timed_at(rows).is_some() { CANDIDATES } else { 1 };
+        // SAFETY: all that is named was made above, and attributes are given with their sizes. There is room for as many results as are asked
+        // for, and cuBLASLt says how many of them it has written.
         #[expect(unsafe_code)]
         let found = unsafe {
             let transposed = TRANSPOSED;
@@ -139,11 +176,67 @@ impl Plan {
             let workspace = std::ptr::from_ref(&WORKSPACE_BYTES).cast();
             let which = cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             result::set_matmul_pref_attribute(preference, which, workspace, size_of::<usize>()).map_err(failed)?;
-            let found = result::get_matmul_algo_heuristic(handle, operation, weights, inputs, outputs, outputs, preference);
+            let (mut found, mut count) = (Vec::with_capacity(CANDIDATES), 0);
+            let asked = sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                operation,
+                weights,
+                inputs,
+                outputs,
+                outputs,
+                preference,
+                wanted as i32,
+                found.as_mut_ptr(),
+                &mut count,
+            );
             let _ = result::destroy_matmul_pref(preference);
-            found.map_err(failed)?
+            asked.result().map_err(failed)?;
+            found.set_len(usize::try_from(count).map_or(0, |count| count.min(wanted)));
+            found
         };
-        Ok(Self { operation, weights, inputs, outputs, algorithm: found.algo })
+        let can = |found: &sys::cublasLtMatmulHeuristicResult_t| found.state == cublasStatus_t::CUBLAS_STATUS_SUCCESS;
+        let algorithms: Vec<_> = found.into_iter().filter(can).map(|found| found.algo).collect();
+        if algorithms.is_empty() {
+            return Err(failed(CublasError(cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
+        }
+        Ok(Self { operation, weights, inputs, outputs, algorithms, uses: 0, adds: into == Into::Sum })
+    }
+
+    /// Puts the product on the queue's stream.
+    fn run(&self, queue: Queue, algorithm: &sys::cublasLtMatmulAlgo_t, factors: Factors) -> Result<(), CublasError> {
+        let (alpha, beta) = (1.0f32, if self.adds { 1.0f32 } else { 0.0 });
+        // SAFETY: handle and plan are alive; the plan's layouts are those of the product; the caller's addresses are of matrices of its sizes; the
+        // two factors are read during the call. C and D are one matrix of one layout, which cuBLASLt allows.
+        #[expect(unsafe_code)]
+        unsafe {
+            result::matmul(
+                queue.handle,
+                self.operation,
+                std::ptr::from_ref(&alpha).cast(),
+                std::ptr::from_ref(&beta).cast(),
+                factors.weights as *const c_void,
+                self.weights,
+                factors.inputs as *const c_void,
+                self.inputs,
+                factors.outputs as *const c_void,
+                self.outputs,
+                factors.outputs as *mut c_void,
+                self.outputs,
+                algorithm,
+                queue.workspace as *mut c_void,
+                WORKSPACE_BYTES,
+                queue.stream.cast(),
+            )
+        }
+    }
+
+    /// Milliseconds of the product with each of the algorithms; `None` where that is not known. The caller's outputs stay as they are.
+    fn times(&self, queue: Queue, product: Product, factors: Factors) -> Result<Vec<Option<f32>>, CudaError> {
+        let bytes = product.rows * product.outputs * if product.into == Into::Halves { 2 } else { 4 };
+        let Some(mut clock) = Clock::new(queue.stream, bytes)? else { return Ok(Vec::new()) };
+        let factors = Factors { outputs: clock.scratch(), ..factors };
+        // An algorithm that refuses is none to choose.
+        self.algorithms.iter().map(|algorithm| clock.best(|| self.run(queue, algorithm, factors).is_ok())).collect()
     }
 }
 

@@ -14,12 +14,13 @@ constexpr int TOKEN_PARTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
 constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_PARTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_PARTS_BYTES;
 
 /// A part of the positions of one token. A block per part, key head and 16 query heads of it. `parts`: row, first position, position after
-/// the last (at least one), where the sequence's blocks begin in `tables`. Results, not yet divided by their sums: [part][head][number], and
-/// each one's maximum and sum.
+/// the last, where the sequence's blocks begin in `tables`. Results, not yet divided by their sums: [part][head][number], and each one's
+/// maximum and sum; none of parts without positions, which only fill a step up.
 KERNEL(TOKEN_WARPS * 32)
 attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *parts, float *outs, float2 *sums, int layer, float scale) {
     DYNAMIC_SHARED(shared);
     const int4 part = parts[blockIdx.x];
+    if (part.y == part.z) return;
     const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int first_head = kv_head * GROUP + blockIdx.z * TOKEN_ROWS;
     const int left = GROUP - static_cast<int>(blockIdx.z) * TOKEN_ROWS, rows = left < TOKEN_ROWS ? left : TOKEN_ROWS;
@@ -106,7 +107,7 @@ attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *p
 
 constexpr int COMBINE_THREADS = 128;
 
-/// Adds the parts of single tokens. A block per token and head. `rows`: row, its first part, how many parts it has.
+/// Adds the parts of single tokens. A block per token and head. `rows`: row, its first part, how many parts it has; zeros where it has none.
 KERNEL(COMBINE_THREADS) combine(const float *outs, const float2 *sums, const int4 *rows, real *out) {
     const int4 row = rows[blockIdx.x];
     const int head = blockIdx.y;
@@ -120,6 +121,6 @@ KERNEL(COMBINE_THREADS) combine(const float *outs, const float2 *sums, const int
             total += outs[place * HEAD_DIM + at] * kept;
             sum += sums[place].y * kept;
         }
-        out[static_cast<u64>(row.x) * HEADS * HEAD_DIM + head * HEAD_DIM + at] = narrow(total / sum);
+        out[static_cast<u64>(row.x) * HEADS * HEAD_DIM + head * HEAD_DIM + at] = narrow(row.z ? total / sum : 0.0f);
     }
 }

@@ -14,6 +14,9 @@ constexpr int KV_DIM = KV_HEADS * HEAD_DIM;
 /// A row of the product that makes queries, keys and values, in this order.
 constexpr int QKV_DIM = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 
+/// Of rows that only fill a step up: they have no KV.
+constexpr u32 NO_SLOT = 0xffffffffu;
+
 /// The KV memory: [block][layer][keys, values][slot][key head][number], so that a block is one extent.
 DEVICE u64 kv_offset(u64 block, int slot, int layer, int values, int kv_head) {
     return (((block * LAYERS + layer) * 2 + values) * BLOCK_SIZE + slot) * KV_DIM + kv_head * HEAD_DIM;

@@ -49,7 +49,7 @@ KERNEL(64) turns(const u32 *positions, const double *frequencies, float2 *turns,
 constexpr int HEADS_A_BLOCK = 4;
 
 /// Adds biases, normalises and turns queries and keys, writes keys and values to their slots of the KV memory; queries stay in their
-/// places. A warp per row and head. `biases` and the norms may be absent. `slots`: block × BLOCK_SIZE + slot of each row.
+/// places. A warp per row and head. `biases` and the norms may be absent. `slots`: block × BLOCK_SIZE + slot of each row, or NO_SLOT.
 KERNEL(HEADS_A_BLOCK * 32)
 store_kv(real *qkv, const float *biases, const float *query_norm, const float *key_norm, const float2 *turns, const u32 *slots, real *pool,
          int layer, float eps) {
@@ -84,6 +84,7 @@ store_kv(real *qkv, const float *biases, const float *query_norm, const float *k
     real *to = from;
     if (!is_query) {
         const u32 slot = slots[row];
+        if (slot == NO_SLOT) return;
         const int kv_head = head - HEADS - (is_value ? KV_HEADS : 0);
         to = pool + kv_offset(slot / BLOCK_SIZE, slot % BLOCK_SIZE, layer, is_value, kv_head);
     }

@@ -1,15 +1,23 @@
 //! A GPU that is this host: kernels built with g++, products in double precision.
 
 use super::*;
-use crate::cuda::device::{Factors, Into, Product};
+use crate::cuda::{
+    device::{Factors, Into, Line, LineName, Product},
+    pool::HANDLE_BYTES,
+};
 use half::{bf16, f16};
 use libloading::Library;
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap, HashSet},
     ffi::{CString, c_void},
     path::Path,
     process::Command,
-    sync::Mutex,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        mpsc,
+    },
+    time::Duration,
 };
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
@@ -22,6 +30,25 @@ pub(super) struct Emulated {
     order: u32,
     /// Sizes of what was taken and not given back, by address.
     taken: Arc<Mutex<HashMap<u64, usize>>>,
+    /// While it records: what it was asked for.
+    recording: Mutex<Option<Vec<Recorded>>>,
+    /// See `recordings`.
+    counts: Arc<[AtomicUsize; 2]>,
+    /// What this queue has prepared.
+    prepared: Mutex<HashSet<Product>>,
+    /// See `refuse_to_record`.
+    refuses: Arc<AtomicBool>,
+    /// See `fail_after`.
+    sums_left: Arc<AtomicUsize>,
+    /// For a sum that will never end, unless its connection does.
+    stuck: AtomicBool,
+}
+
+/// What a device was asked for while it recorded.
+pub(super) enum Recorded {
+    Copy { from: u64, to: u64, bytes: usize },
+    Launch(Launch, Vec<u64>),
+    Multiply(Half, Product, Factors),
 }
 
 /// The kernels for a shape, built once a process.
@@ -63,7 +90,56 @@ fn library(shape: &Shape) -> Arc<Library> {
 
 impl Emulated {
     pub fn new(shape: &Shape, order: u32) -> Self {
-        Self { library: library(shape), order, taken: Arc::default() }
+        Self {
+            library: library(shape),
+            order,
+            taken: Arc::default(),
+            recording: Mutex::default(),
+            counts: Arc::default(),
+            prepared: Mutex::default(),
+            refuses: Arc::default(),
+            sums_left: Arc::new(AtomicUsize::new(usize::MAX)),
+            stuck: AtomicBool::default(),
+        }
+    }
+
+    /// It does all work, and takes no recording of it.
+    pub fn refuse_to_record(&self) {
+        self.refuses.store(true, Ordering::Relaxed);
+    }
+
+    /// The device is lost after so many more sums. The driver says so only to who waits for it, and other ranks' sums wait for ever.
+    pub fn fail_after(&self, sums: usize) {
+        self.sums_left.store(sums, Ordering::Relaxed);
+    }
+
+    fn is_lost(&self) -> bool {
+        self.sums_left.load(Ordering::Relaxed) == 0
+    }
+
+    /// Recordings that were made or refused on all queues, and how many times any was replayed.
+    pub fn recordings(&self) -> [usize; 2] {
+        self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Whether the device records, and so puts this off.
+    fn puts_off(&self, what: impl FnOnce() -> Recorded) -> bool {
+        let mut recording = self.recording.lock().unwrap();
+        if let Some(recorded) = &mut *recording {
+            recorded.push(what());
+        }
+        recording.is_some()
+    }
+
+    /// A recording has no place for what is done at once.
+    fn at_once(&self) {
+        assert!(self.recording.lock().unwrap().is_none(), "a device that records does nothing else");
+    }
+
+    /// A device that is waited for.
+    fn ends(&self) {
+        self.at_once();
+        assert!(!self.stuck.load(Ordering::Relaxed), "a rank waits for one that is lost, and the host for that rank");
     }
 
     /// Bytes that are taken and not given back.
@@ -133,8 +209,44 @@ pub(super) fn widened(half: Half, bytes: &[u8]) -> Vec<f64> {
 }
 
 impl Device for Emulated {
+    type Connection = Connected;
+
+    const CONNECTION_BYTES: usize = 1 << 20;
+
+    fn connect(ranks: &[Arc<Self>]) -> Result<Connected, CudaError> {
+        let taken: HashSet<_> = ranks.iter().map(|rank| Arc::as_ptr(&rank.taken)).collect();
+        assert_eq!(taken.len(), ranks.len(), "each rank has a device of its own");
+        Ok(Connected(ranks.to_vec()))
+    }
+
+    /// In the ranks' order.
+    fn add_up(_: &Connected, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
+        for (rank, _) in ranks {
+            let fewer = |left| (left != usize::MAX).then(|| usize::saturating_sub(left, 1));
+            let _ = rank.sums_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer);
+        }
+        if ranks.iter().any(|(rank, _)| rank.is_lost()) {
+            ranks.iter().for_each(|(rank, _)| rank.stuck.store(!rank.is_lost(), Ordering::Relaxed));
+            return Ok(());
+        }
+        let mut sums = vec![0f32; count];
+        for (rank, address) in ranks {
+            for (sum, number) in sums.iter_mut().zip(rank.read_all(*address, count * 4).as_chunks::<4>().0) {
+                *sum += f32::from_le_bytes(*number);
+            }
+        }
+        let sums: Vec<u8> = sums.into_iter().flat_map(f32::to_le_bytes).collect();
+        ranks.iter().for_each(|(rank, address)| rank.write(*address, &sums));
+        Ok(())
+    }
+
+    type Graph = Vec<Recorded>;
+
     fn beside(&self) -> Result<Self, CudaError> {
-        Ok(Self { library: Arc::clone(&self.library), order: self.order, taken: Arc::clone(&self.taken) })
+        let (library, taken, counts) = (Arc::clone(&self.library), Arc::clone(&self.taken), Arc::clone(&self.counts));
+        let (refuses, sums_left) = (Arc::clone(&self.refuses), Arc::clone(&self.sums_left));
+        let (recording, prepared, stuck) = (Mutex::default(), Mutex::default(), AtomicBool::default());
+        Ok(Self { library, order: self.order, taken, recording, counts, prepared, refuses, sums_left, stuck })
     }
 
     fn processors(&self) -> usize {
@@ -146,6 +258,7 @@ impl Device for Emulated {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
+        self.at_once();
         // SAFETY: the function has this type.
         #[expect(unsafe_code)]
         let address = unsafe {
@@ -158,6 +271,7 @@ impl Device for Emulated {
     }
 
     fn free(&self, address: u64) {
+        self.ends();
         let bytes = self.taken.lock().unwrap().remove(&address).expect("memory is given back once");
         // SAFETY: the function has this type, and the memory was taken with this size.
         #[expect(unsafe_code)]
@@ -168,24 +282,43 @@ impl Device for Emulated {
     }
 
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
+        self.ends();
         self.write(to, bytes);
         Ok(())
     }
 
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError> {
+        self.ends();
         self.read(from, into);
         Ok(())
     }
 
     fn wait(&self) -> Result<(), CudaError> {
-        Ok(())
+        self.ends();
+        Self::wait_all(&[self])
+    }
+
+    fn wait_all(ranks: &[&Self]) -> Result<(), CudaError> {
+        match ranks.iter().find(|rank| rank.is_lost()) {
+            Some(_) => Err(CudaError::Driver { doing: "testing", source: "the device is lost".into() }),
+            None => {
+                ranks.iter().for_each(|rank| rank.ends());
+                Ok(())
+            }
+        }
     }
 
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
+        if self.puts_off(|| Recorded::Copy { from, to, bytes }) {
+            return Ok(());
+        }
         self.upload(to, &self.read_all(from, bytes))
     }
 
     fn launch(&self, launch: Launch, arguments: &mut [u64]) -> Result<(), CudaError> {
+        if self.puts_off(|| Recorded::Launch(launch, arguments.to_vec())) {
+            return Ok(());
+        }
         let grid = launch.grid.map(|blocks| blocks as u32);
         assert!(grid[0] > 0 && (1..=65_535).contains(&grid[1]) && (1..=65_535).contains(&grid[2]), "{launch:?} is no grid");
         let name = CString::new(launch.kernel.name()).unwrap();
@@ -202,6 +335,10 @@ impl Device for Emulated {
     }
 
     fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError> {
+        if self.puts_off(|| Recorded::Multiply(half, product, factors)) {
+            assert!(self.prepared.lock().unwrap().contains(&product), "{product:?} was not prepared");
+            return Ok(());
+        }
         let Product { rows, inputs, outputs, into } = product;
         let weights = widened(half, &self.read_all(factors.weights, outputs * inputs * 2));
         let all = widened(half, &self.read_all(factors.inputs, rows * inputs * 2));
@@ -223,4 +360,123 @@ impl Device for Emulated {
         self.write(factors.outputs, &all_out);
         Ok(())
     }
+
+    /// Nothing: here, products need nothing.
+    fn prepare(&self, _half: Half, products: &[(Product, Factors)], _limit: Duration) -> Result<(), CudaError> {
+        for (Product { rows, inputs, outputs, .. }, factors) in products {
+            self.check(factors.weights, outputs * inputs * 2);
+            self.check(factors.inputs, rows * inputs * 2);
+        }
+        self.prepared.lock().unwrap().extend(products.iter().map(|(product, _)| *product));
+        Ok(())
+    }
+
+    fn record(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError> {
+        self.at_once();
+        *self.recording.lock().unwrap() = Some(Vec::new());
+        let worked = work();
+        let recorded = self.recording.lock().unwrap().take().unwrap();
+        self.counts[0].fetch_add(1, Ordering::Relaxed);
+        worked?;
+        match self.refuses.load(Ordering::Relaxed) {
+            true => Err(CudaError::Driver { doing: "testing", source: "it records nothing".into() }),
+            false => Ok(recorded),
+        }
+    }
+
+    fn replay(&self, graph: &Self::Graph) -> Result<(), CudaError> {
+        self.at_once();
+        self.counts[1].fetch_add(1, Ordering::Relaxed);
+        graph.iter().try_for_each(|recorded| match recorded {
+            Recorded::Copy { from, to, bytes } => self.copy(*from, *to, *bytes),
+            Recorded::Launch(launch, arguments) => self.launch(*launch, &mut arguments.clone()),
+            Recorded::Multiply(half, product, factors) => self.multiply(*half, *product, *factors),
+        })
+    }
+
+    fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError> {
+        let bytes = self.taken.lock().unwrap()[&address] as u64;
+        let mut exported = [0; HANDLE_BYTES];
+        exported[..8].copy_from_slice(&address.to_le_bytes());
+        exported[8..16].copy_from_slice(&bytes.to_le_bytes());
+        Ok(exported)
+    }
+
+    fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError> {
+        let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
+        let known = self.taken.lock().unwrap().insert(number(0), number(8) as usize);
+        assert!(known.is_none(), "it is this device's own");
+        Ok((number(0), number(8) as usize))
+    }
+
+    fn close(&self, address: u64) {
+        self.taken.lock().unwrap().remove(&address).expect("memory is closed once");
+    }
+
+    type Line = Pipe;
+
+    fn has_lines() -> bool {
+        true
+    }
+
+    fn name_line() -> Result<LineName, CudaError> {
+        static NAMED: AtomicU64 = AtomicU64::new(0);
+        let mut name = [0; 128];
+        name[..8].copy_from_slice(&NAMED.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+        Ok(name)
+    }
+
+    fn line(&self, name: &LineName, end: u32, _limit: Duration) -> Result<Pipe, CudaError> {
+        static PIPES: Mutex<BTreeMap<LineName, [Option<PipeEnd>; 2]>> = Mutex::new(BTreeMap::new());
+        let mut pipes = PIPES.lock().unwrap();
+        let ends = pipes.entry(*name).or_insert_with(|| {
+            let (sender, receiver) = mpsc::channel();
+            [Some(PipeEnd::Sends(sender)), Some(PipeEnd::Receives(receiver))]
+        });
+        let end = ends[end as usize].take().expect("an end is taken once");
+        Ok(Pipe { device: self.beside()?, end: Mutex::new(end) })
+    }
+}
+
+/// Ranks that add up.
+pub(super) struct Connected(Vec<Arc<Emulated>>);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|rank| rank.stuck.store(false, Ordering::Relaxed));
+    }
+}
+
+enum PipeEnd {
+    Sends(mpsc::Sender<Vec<Vec<u8>>>),
+    Receives(mpsc::Receiver<Vec<Vec<u8>>>),
+}
+
+/// A way within this process.
+pub(super) struct Pipe {
+    device: Emulated,
+    end: Mutex<PipeEnd>,
+}
+
+impl Line for Pipe {
+    fn send(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+        let PipeEnd::Sends(sender) = &*self.end.lock().unwrap() else { panic!("this end receives") };
+        let bytes = pieces.iter().map(|(address, bytes)| self.device.read_all(*address, *bytes)).collect();
+        sender.send(bytes).map_err(|_| late(limit))
+    }
+
+    fn receive(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+        let PipeEnd::Receives(receiver) = &*self.end.lock().unwrap() else { panic!("this end sends") };
+        let received = receiver.recv_timeout(limit).map_err(|_| late(limit))?;
+        assert_eq!(received.len(), pieces.len(), "as many pieces at both ends");
+        for ((address, bytes), received) in pieces.iter().zip(received) {
+            assert_eq!(received.len(), *bytes, "of the same lengths");
+            self.device.write(*address, &received);
+        }
+        Ok(())
+    }
+}
+
+fn late(limit: Duration) -> CudaError {
+    CudaError::Nccl { doing: "testing", source: format!("not done after {limit:?}").into() }
 }

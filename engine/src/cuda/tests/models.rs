@@ -4,26 +4,31 @@ use super::{emulated::ORDERS, *};
 use crate::cpu::{CpuEngine, CpuModel, CpuSettings, Isa};
 use tandem_model::ModelFile;
 
-const BLOCK_SIZE: usize = 4;
+pub(super) const BLOCK_SIZE: usize = 4;
 /// Of Hopper.
-const SHARED_MAX: usize = 227 << 10;
-const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
+pub(super) const SHARED_MAX: usize = 227 << 10;
+pub(super) const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
 
-fn load(file: &dyn ModelFile, order: u32) -> Arc<Model<Emulated>> {
-    Arc::new(Model::load(file, BLOCK_SIZE, SHARED_MAX, |shape| Ok(Emulated::new(shape, order))).unwrap())
+pub(super) fn load(file: &dyn ModelFile, order: u32) -> Arc<[Model<Emulated>]> {
+    load_split(file, 1, order).unwrap()
 }
 
-fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {
+pub(super) fn load_split(file: &dyn ModelFile, ranks: usize, order: u32) -> Result<Arc<[Model<Emulated>]>, CudaError> {
+    let splits = (0..ranks).map(|rank| Split { rank, ranks });
+    splits.map(|split| Model::load(file, BLOCK_SIZE, SHARED_MAX, split, |shape| Ok(Emulated::new(shape, order)))).collect()
+}
+
+pub(super) fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {
     Runner::new(load(file, order), LIMITS).unwrap()
 }
 
 /// Blocks that are not in order.
-fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
+pub(super) fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
     (0..24 / sequences).rev().map(|i| BlockId(i * sequences + sequence)).collect()
 }
 
 /// Steps through the tokens in chunks of these lengths (the last again and again); all logits.
-fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId], lens: &[usize]) -> Vec<f32> {
+pub(super) fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId], lens: &[usize]) -> Vec<f32> {
     let (mut logits, mut start, mut next) = (Vec::new(), 0, 0);
     while start < tokens.len() {
         let len = lens[next.min(lens.len() - 1)].min(tokens.len() - start);
@@ -35,7 +40,7 @@ fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId], lens: &[
 }
 
 /// Of the size of what is expected.
-fn error(found: &[f32], expected: &[f32]) -> f64 {
+pub(super) fn error(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let squares = |numbers: &mut dyn Iterator<Item = f64>| numbers.map(|number| number * number).sum::<f64>().sqrt();
     let wrong = squares(&mut found.iter().zip(expected).map(|(found, expected)| f64::from(found - expected)));
@@ -43,13 +48,13 @@ fn error(found: &[f32], expected: &[f32]) -> f64 {
     wrong / squares(&mut expected.iter().map(|expected| f64::from(*expected)))
 }
 
-fn cpu(file: &dyn ModelFile) -> CpuEngine {
+pub(super) fn cpu(file: &dyn ModelFile) -> CpuEngine {
     let settings = CpuSettings { block_size: BLOCK_SIZE as u32, capacity_blocks: 64, threads: 1, isa: Isa::detect() };
     CpuEngine::new(CpuModel::load(file).unwrap(), settings).unwrap()
 }
 
 /// What numbers of two bytes may do to a few layers: bfloat16 has 8 bits, IEEE's half 11.
-fn bound(half: Half) -> f64 {
+pub(super) fn bound(half: Half) -> f64 {
     match half {
         Half::BFloat16 => 2e-2,
         Half::Float16 => 3e-3,
@@ -93,7 +98,7 @@ fn chunks_begin_anywhere_and_threads_run_in_any_order() {
     }
 }
 
-fn read(engine: &dyn Engine, block: BlockId) -> Vec<u8> {
+pub(super) fn read(engine: &dyn Engine, block: BlockId) -> Vec<u8> {
     let mut bytes = vec![0; engine.describe().block_bytes];
     engine.read_block(block, &mut bytes).unwrap();
     bytes
@@ -163,7 +168,7 @@ fn blocks_go_to_another_engine_of_the_same_model() {
 fn everything_that_was_taken_is_given_back() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen2-q8_0").unwrap().1);
     let model = load(&file, 0);
-    let device = model.device.beside().unwrap();
+    let device = model[0].device.beside().unwrap();
     let weights = device.taken_bytes();
     let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
     run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
@@ -176,13 +181,7 @@ fn everything_that_was_taken_is_given_back() {
 
 #[test]
 fn what_cannot_be_run_is_refused_with_a_reason() {
-    let refused = |sizes: Sizes| {
-        let file = gguf(file(sizes, 1));
-        Model::load(&file, BLOCK_SIZE, SHARED_MAX, |shape| Ok(Emulated::new(shape, 0)))
-            .err()
-            .expect("the model is refused")
-            .to_string()
-    };
+    let refused = |sizes: Sizes| load_split(&gguf(file(sizes, 1)), 1, 0).err().expect("the model is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, told) in [
         (Sizes { head_dim: 20, ..fine }, "heads of a multiple of 8 numbers"),

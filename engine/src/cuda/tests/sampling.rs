@@ -5,7 +5,7 @@ use crate::Drawn;
 use std::collections::HashMap;
 use tandem_model::Pairs;
 
-const SHAPE: Shape = Shape {
+pub(super) const SHAPE: Shape = Shape {
     half: Half::BFloat16,
     layers: 1,
     width: 8,
@@ -23,7 +23,7 @@ const POSITION: u32 = 40;
 fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<u32>], order: u32) -> Vec<Drawn> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
     let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
-    let draws = Draws::new(draws, &starts, vocab_size);
+    let draws = Draws::new(draws, &starts, 0, vocab_size);
     let (rows, top_max) = (draws.rows(), draws.top_max());
     let words = |words: Vec<u32>| Memory::of(&device, &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
     let given = words(logits.iter().map(|logit| logit.to_bits()).collect());

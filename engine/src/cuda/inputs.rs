@@ -1,0 +1,83 @@
+//! What the host says of a step, as the kernels find it.
+
+use super::{
+    CudaError,
+    device::{Device, Memory},
+    draws::Draws,
+    plan::Batch,
+};
+use std::sync::Arc;
+
+/// For the lists of almost all steps: 256 sequences with 900 blocks each, or 20,000 tokens of prompts. When they move, recordings are of no use any
+/// more, and giving back where they were waits for all that the device does.
+pub(super) const BYTES: usize = 1 << 20;
+
+/// What the host says of a step, in one piece.
+pub(super) struct Inputs<D: Device> {
+    pub memory: Memory<D>,
+    bytes: Vec<u8>,
+}
+
+/// Where a step's lists are.
+pub(super) struct Lists {
+    pub tokens: u64,
+    pub positions: u64,
+    pub slots: u64,
+    pub tables: u64,
+    pub tiles: u64,
+    pub parts: u64,
+    pub combined: u64,
+    pub wanted: u64,
+    pub drawn: u64,
+    pub draws: u64,
+}
+
+impl<D: Device> Inputs<D> {
+    /// With room for so many bytes, and more when they are needed.
+    pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, CudaError> {
+        Ok(Self { memory: Memory::new(device, bytes)?, bytes: Vec::new() })
+    }
+
+    /// Copies a step's lists, each to a multiple of 16 bytes. Those whose length does not follow from the numbers of rows and parts come last: the
+    /// others are where they are in every step that is padded to the same numbers.
+    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, draws: &Draws) -> Result<Lists, CudaError> {
+        self.bytes.clear();
+        let mut lists = Lists {
+            draws: self.list(&draws.settings),
+            tokens: self.numbers(&batch.tokens),
+            positions: self.numbers(&batch.positions),
+            slots: self.numbers(&batch.slots),
+            tiles: self.numbers(batch.tiles.as_flattened()),
+            parts: self.numbers(batch.parts.as_flattened()),
+            combined: self.numbers(batch.combined.as_flattened()),
+            wanted: self.numbers(&batch.wanted),
+            drawn: self.numbers(&batch.drawn),
+            tables: self.numbers(&batch.tables),
+        };
+        let adjustments = self.list(&draws.adjustments);
+        assert_eq!(adjustments, lists.tables + u64::from(batch.behind_tables()) * 16, "the draws say where they are");
+        if self.memory.bytes() < self.bytes.len() {
+            self.memory = Memory::new(device, self.bytes.len().next_power_of_two())?;
+        }
+        device.upload(self.memory.address(), &self.bytes)?;
+        let Lists { tokens, positions, slots, tables, tiles, parts, combined, wanted, drawn, draws } = &mut lists;
+        for place in [tokens, positions, slots, tables, tiles, parts, combined, wanted, drawn, draws] {
+            *place += self.memory.address();
+        }
+        Ok(lists)
+    }
+
+    /// Where the list begins.
+    fn list(&mut self, list: &[u8]) -> u64 {
+        self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
+        let place = self.bytes.len() as u64;
+        self.bytes.extend_from_slice(list);
+        place
+    }
+
+    fn numbers(&mut self, numbers: &[u32]) -> u64 {
+        let place = self.list(&[]);
+        self.bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+        place
+    }
+}

@@ -1,0 +1,266 @@
+//! An engine's KV memory for others: workers of the same host copy from it, and links send and receive its blocks.
+
+use super::{
+    CudaError,
+    device::{Device, Line, LineName, Memory},
+};
+use crate::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
+use std::{
+    any::Any,
+    collections::BTreeMap,
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    time::Duration,
+};
+use tandem_kv::BlockId;
+
+/// For the other end to come, while its process may still be loading NCCL.
+const LINK_MAX: Duration = Duration::from_secs(30);
+/// For one chunk's blocks to pass. Who takes longer is taken for lost.
+const MOVE_MAX: Duration = Duration::from_secs(10);
+
+/// One GPU's handle, as drivers make them.
+pub(super) const HANDLE_BYTES: usize = 64;
+
+/// One rank's part of every block, in a piece of its device's memory.
+pub(super) struct Part<D: Device> {
+    /// A queue of its own: copies wait for no step.
+    pub device: Arc<D>,
+    pub kv: Arc<Memory<D>>,
+}
+
+/// The KV memory of an engine, as long as anybody copies.
+pub(super) struct Pool<D: Device>(Arc<Parts<D>>);
+
+struct Parts<D: Device> {
+    /// Of this process's pools.
+    number: u64,
+    parts: Vec<Part<D>>,
+    /// Of one part of a block.
+    block_bytes: usize,
+    blocks: u32,
+}
+
+/// What a handle says, in this order.
+struct Handle {
+    host: [u8; 16],
+    process: [u8; 16],
+    block_bytes: u64,
+    blocks: u32,
+    /// In that process.
+    number: u64,
+    /// What the driver calls each part, for other processes than the one that has it.
+    parts: Vec<[u8; HANDLE_BYTES]>,
+}
+
+/// This process's pools, by number.
+static POOLS: Mutex<BTreeMap<u64, Weak<dyn Any + Send + Sync>>> = Mutex::new(BTreeMap::new());
+
+/// Which host this is, whatever containers it has, until it starts anew; zeros where it does not say.
+fn host() -> [u8; 16] {
+    static HOST: OnceLock<[u8; 16]> = OnceLock::new();
+    *HOST.get_or_init(|| {
+        let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        u128::from_str_radix(&id.trim().replace('-', ""), 16).unwrap_or_default().to_le_bytes()
+    })
+}
+
+/// Which process this is: numbers of processes are not unique among containers.
+fn process() -> [u8; 16] {
+    static PROCESS: OnceLock<[u8; 16]> = OnceLock::new();
+    // From the system's randomness: the standard library seeds every hasher with it.
+    let number = || std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0u8);
+    *PROCESS.get_or_init(|| ((u128::from(number()) << 64) | u128::from(number())).to_le_bytes())
+}
+
+impl Handle {
+    fn to_bytes(&self) -> Vec<u8> {
+        let Self { host, process, block_bytes, blocks, number, parts } = self;
+        let one = [&host[..], process, &block_bytes.to_le_bytes(), &blocks.to_le_bytes(), &number.to_le_bytes()].concat();
+        [&one, parts.as_flattened()].concat()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+            let (first, rest) = bytes.split_first_chunk()?;
+            *bytes = rest;
+            Some(*first)
+        }
+        let mut rest = bytes;
+        let rest = &mut rest;
+        let (host, process) = (take(rest)?, take(rest)?);
+        let (block_bytes, blocks) = (u64::from_le_bytes(take(rest)?), u32::from_le_bytes(take(rest)?));
+        let number = u64::from_le_bytes(take(rest)?);
+        let (parts, rest) = rest.as_chunks();
+        rest.is_empty().then(|| Self { host, process, block_bytes, blocks, number, parts: parts.to_vec() })
+    }
+}
+
+fn unreachable(why: &str) -> MoveError {
+    MoveError::Unreachable(why.to_owned())
+}
+
+fn broken(error: CudaError) -> MoveError {
+    MoveError::Broken(Box::new(error))
+}
+
+impl<D: Device> Pool<D> {
+    pub fn new(parts: Vec<Part<D>>, block_bytes: usize, blocks: u32) -> Self {
+        let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.retain(|_, pool| pool.strong_count() > 0);
+        let number = pools.keys().next_back().map_or(0, |last| last + 1);
+        let parts = Arc::new(Parts { number, parts, block_bytes, blocks });
+        let known: Weak<dyn Any + Send + Sync> = Arc::downgrade(&(Arc::clone(&parts) as Arc<dyn Any + Send + Sync>));
+        pools.insert(number, known);
+        Self(parts)
+    }
+}
+
+impl<D: Device> Parts<D> {
+    fn address(&self, part: &Part<D>, block: BlockId) -> u64 {
+        assert!(block.0 < self.blocks, "blocks are those of the KV memory");
+        part.kv.address() + u64::from(block.0) * self.block_bytes as u64
+    }
+}
+
+impl<D: Device> KvMemory for Pool<D> {
+    fn handle(&self) -> Result<Vec<u8>, MoveError> {
+        let Parts { number, parts, block_bytes, blocks } = &*self.0;
+        let parts = parts.iter().map(|part| part.device.export(part.kv.address()).map_err(broken)).collect::<Result<_, _>>()?;
+        let (block_bytes, blocks, number) = (*block_bytes as u64, *blocks, *number);
+        Ok(Handle { host: host(), process: process(), block_bytes, blocks, number, parts }.to_bytes())
+    }
+
+    fn open(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, MoveError> {
+        let ours = &self.0;
+        let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("its handle is of another build"))?;
+        if handle.host != host() || handle.host == [0; 16] {
+            return Err(unreachable("it is on another host"));
+        }
+        if (handle.block_bytes, handle.parts.len()) != (ours.block_bytes as u64, ours.parts.len()) {
+            return Err(unreachable("its blocks are otherwise, or on another number of GPUs"));
+        }
+        let mut peer = Peer { pool: Arc::clone(ours), addresses: Vec::new(), blocks: handle.blocks, owner: None };
+        if handle.process == process() {
+            let pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+            let owner = pools.get(&handle.number).and_then(Weak::upgrade).and_then(|pool| pool.downcast::<Parts<D>>().ok());
+            let owner = owner.ok_or_else(|| unreachable("its engine has ended"))?;
+            (peer.addresses, peer.blocks) = (owner.parts.iter().map(|part| part.kv.address()).collect(), owner.blocks);
+            peer.owner = Some(owner);
+            return Ok(Arc::new(peer));
+        }
+        let wanted = u64::from(handle.blocks).saturating_mul(handle.block_bytes);
+        for (part, exported) in ours.parts.iter().zip(&handle.parts) {
+            let (address, bytes) = part.device.import(exported).map_err(broken)?;
+            peer.addresses.push(address);
+            if (bytes as u64) < wanted {
+                return Err(unreachable("it has fewer blocks than it says"));
+            }
+        }
+        Ok(Arc::new(peer))
+    }
+
+    fn link_devices(&self) -> u32 {
+        if D::has_lines() { self.0.parts.len() as u32 } else { 0 }
+    }
+
+    fn name_link(&self) -> Result<Vec<u8>, MoveError> {
+        let names = self.0.parts.iter().map(|_| D::name_line().map_err(broken));
+        Ok(names.collect::<Result<Vec<LineName>, _>>()?.concat())
+    }
+
+    fn link(&self, name: &[u8], end: LinkEnd) -> Result<Arc<dyn Link>, MoveError> {
+        let ours = &self.0;
+        let (names, rest) = name.as_chunks();
+        if names.len() != ours.parts.len() || !rest.is_empty() {
+            return Err(unreachable("its link is for another number of GPUs"));
+        }
+        let rank = match end {
+            LinkEnd::Sends => 0,
+            LinkEnd::Receives => 1,
+        };
+        let nowhere_bytes = if end == LinkEnd::Receives { ours.block_bytes } else { 0 };
+        let line = |(part, name): (&Part<D>, &LineName)| {
+            let line = part.device.line(name, rank, LINK_MAX).map_err(broken)?;
+            Ok((line, Memory::new(&part.device, nowhere_bytes).map_err(broken)?))
+        };
+        let lines = ours.parts.iter().zip(names).map(line).collect::<Result<_, _>>()?;
+        Ok(Arc::new(Between { lines, pool: Arc::clone(ours) }))
+    }
+}
+
+/// Another engine's memory.
+struct Peer<D: Device> {
+    pool: Arc<Parts<D>>,
+    /// Of each part.
+    addresses: Vec<u64>,
+    blocks: u32,
+    /// Of this process: it must not end before us. Others' memory is mapped.
+    owner: Option<Arc<Parts<D>>>,
+}
+
+impl<D: Device> Drop for Peer<D> {
+    fn drop(&mut self) {
+        if self.owner.is_none() {
+            self.pool.parts.iter().zip(&self.addresses).for_each(|(part, address)| part.device.close(*address));
+        }
+    }
+}
+
+impl<D: Device> PeerMemory for Peer<D> {
+    fn pull(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), MoveError> {
+        if blocks.iter().any(|(from, _)| from.0 >= self.blocks) {
+            return Err(unreachable("it does not have such a block"));
+        }
+        let (pool, block_bytes) = (&self.pool, self.pool.block_bytes);
+        // Neighbours that stay neighbours go at once.
+        let follows = |a: &(BlockId, BlockId), b: &(BlockId, BlockId)| (a.0.0 + 1, a.1.0 + 1) == (b.0.0, b.1.0);
+        let mut copied = Ok(());
+        for (part, address) in pool.parts.iter().zip(&self.addresses) {
+            for run in blocks.chunk_by(follows) {
+                let (from, to) = run[0];
+                let from = address + u64::from(from.0) * block_bytes as u64;
+                copied = copied.and_then(|()| part.device.copy(from, pool.address(part, to), run.len() * block_bytes));
+            }
+        }
+        // All are waited for, even if one fails: none may write when this has returned.
+        let waited: Vec<_> = pool.parts.iter().map(|part| part.device.wait()).collect();
+        waited.into_iter().fold(copied, Result::and).map_err(broken)
+    }
+}
+
+/// One end of a link: a line for each part, and a place for what is received and not wanted.
+struct Between<D: Device> {
+    lines: Vec<(D::Line, Memory<D>)>,
+    pool: Arc<Parts<D>>,
+}
+
+impl<D: Device> Between<D> {
+    /// All parts beside each other: who sends and who receives need not be at the same one.
+    fn on_all(&self, moves: impl Fn(&Part<D>, &(D::Line, Memory<D>)) -> Result<(), CudaError> + Sync) -> Result<(), MoveError> {
+        let moved: Vec<_> = std::thread::scope(|scope| {
+            let parts = self.pool.parts.iter().zip(&self.lines);
+            let moving: Vec<_> = parts.map(|(part, line)| scope.spawn(|| moves(part, line))).collect();
+            moving.into_iter().map(|moving| moving.join().expect("moving does not panic")).collect()
+        });
+        moved.into_iter().collect::<Result<(), _>>().map_err(broken)
+    }
+}
+
+impl<D: Device> Link for Between<D> {
+    fn send(&self, blocks: &[BlockId]) -> Result<(), MoveError> {
+        let Parts { block_bytes, .. } = *self.pool;
+        self.on_all(|part, (line, _)| {
+            let pieces: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
+            line.send(&pieces, MOVE_MAX)
+        })
+    }
+
+    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), MoveError> {
+        let Parts { block_bytes, .. } = *self.pool;
+        self.on_all(|part, (line, nowhere)| {
+            let place = |block: &Option<BlockId>| block.map_or(nowhere.address(), |block| self.pool.address(part, block));
+            let pieces: Vec<_> = blocks.iter().map(|block| (place(block), block_bytes)).collect();
+            line.receive(&pieces, MOVE_MAX)
+        })
+    }
+}

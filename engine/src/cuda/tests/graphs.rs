@@ -1,0 +1,183 @@
+//! Steps that are replayed against the same steps, each launch by itself.
+
+use super::{
+    models::{BLOCK_SIZE, SHARED_MAX, read},
+    sampling::SHAPE,
+    *,
+};
+use crate::{
+    Drawn,
+    cuda::{
+        graphs::{Bucket, Graphs},
+        plan::Batch,
+    },
+};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8 };
+/// Blocks that begin several sequences, with KV in them already.
+const SHARED_BLOCKS: u32 = 150;
+/// Blocks of a sequence's own.
+const OWN_BLOCKS: u32 = 10;
+
+struct Sequence {
+    /// Its first step.
+    begins: usize,
+    /// Positions in shared blocks.
+    before: usize,
+    prompt: usize,
+    /// How many tokens are drawn.
+    draws: usize,
+    sampling: Sampling,
+}
+
+fn sequences() -> Vec<Sequence> {
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+    let drawn = Sampling { temperature: 2.0, ..Sampling::default() };
+    let penalised = Sampling { repetition_penalty: 1.5, frequency_penalty: 0.5, ..drawn.clone() };
+    let told = Sampling { logprobs: Some(2), top_k: 9, ..drawn.clone() };
+    let all = [
+        (0, 0, 5, 34, &penalised),
+        (0, 252, 1, 26, &drawn),
+        (3, 0, 1, 6, &told),
+        (4, 400, 1, 9, &penalised),
+        (7, 0, 3, 22, &drawn),
+        (10, 100, 1, 14, &greedy),
+        // Long, and begins late: without room, the lists move when others of its batch's size have been recorded.
+        (13, 600, 1, 12, &greedy),
+        (17, 0, 1, 20, &told),
+    ];
+    let sequence = |(seed, (begins, before, prompt, draws, sampling)): (u64, (_, _, _, _, &Sampling))| Sequence {
+        begins,
+        before,
+        prompt,
+        draws,
+        sampling: Sampling { seed, ..sampling.clone() },
+    };
+    (0..).zip(all).map(sequence).collect()
+}
+
+/// All sequences to their ends: what is drawn in each step, and all KV.
+fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
+    let (sequences, mut random) = (sequences(), Random::new(8));
+    for block in 0..SHARED_BLOCKS {
+        let numbers = engine.describe().block_bytes / 2;
+        let bytes: Vec<u8> = (0..numbers).flat_map(|_| emulated::narrow(Half::BFloat16, random.number())).collect();
+        engine.write_block(BlockId(block), &bytes).unwrap();
+    }
+    let mut tokens: Vec<Vec<TokenId>> =
+        sequences.iter().map(|sequence| (0..sequence.prompt).map(|_| random.below(48)).collect()).collect();
+    let mut samplers: Vec<Sampler> =
+        sequences.iter().zip(&tokens).map(|(sequence, prompt)| Sampler::new(sequence.sampling.clone(), prompt)).collect();
+    let blocks: Vec<Vec<BlockId>> = (0..)
+        .zip(&sequences)
+        .map(|(i, sequence)| {
+            let own = SHARED_BLOCKS + i * OWN_BLOCKS..SHARED_BLOCKS + (i + 1) * OWN_BLOCKS;
+            (0..(sequence.before / BLOCK_SIZE) as u32).chain(own.rev()).map(BlockId).collect()
+        })
+        .collect();
+    let steps = sequences.iter().map(|sequence| sequence.begins + sequence.draws).max().unwrap();
+    let drawn = (0..steps).map(|step| {
+        let runs = |i: &usize| (sequences[*i].begins..sequences[*i].begins + sequences[*i].draws).contains(&step);
+        let running: Vec<usize> = (0..sequences.len()).filter(runs).collect();
+        let chunk = |i: &usize| {
+            let (sequence, all) = (&sequences[*i], &tokens[*i]);
+            let first = if step == sequence.begins { 0 } else { all.len() - 1 };
+            let start = (sequence.before + first) as u32;
+            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Last }
+        };
+        let chunks: Vec<Chunk<'_>> = running.iter().map(chunk).collect();
+        let draw = |i: &usize| Some(samplers[*i].draw_at((sequences[*i].before + tokens[*i].len()) as u32));
+        let draws: Vec<_> = running.iter().map(draw).collect();
+        let drawn = engine.step_and_draw(&chunks, &draws).unwrap().drawn;
+        assert_eq!(drawn.len(), running.len());
+        for (i, drawn) in running.iter().zip(&drawn) {
+            tokens[*i].push(samplers[*i].accept(drawn).0);
+        }
+        drawn
+    });
+    let drawn = drawn.collect();
+    (drawn, (0..256).map(|block| read(engine, BlockId(block))).collect())
+}
+
+/// Batches of 1 to 6 sequences that come and go, of one part and of several, whose lists grow and move.
+#[test]
+fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
+    let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
+    let engine = |order| {
+        let open = |shape: &Shape| Ok(Emulated::new(shape, order));
+        let mut model = Model::load(&file, BLOCK_SIZE, SHARED_MAX, Split { rank: 0, ranks: 1 }, open).unwrap();
+        model.context_length = 1_000;
+        let device = model.device.beside().unwrap();
+        (Runner::new(Arc::from([model]), LIMITS).unwrap(), device)
+    };
+    let (plain, plain_device) = engine(0);
+    let expected = generate(&mut plain.without_graphs());
+    assert_eq!(plain_device.recordings(), [0, 0]);
+    let same = |(drawn, blocks): (Vec<Vec<Drawn>>, Vec<Vec<u8>>)| {
+        for (step, (found, expected)) in drawn.iter().zip(&expected.0).enumerate() {
+            assert_eq!(found, expected, "in step {step}");
+        }
+        for (block, (found, expected)) in blocks.iter().zip(&expected.1).enumerate() {
+            assert!(found == expected, "block {block} differs");
+        }
+    };
+    let steps = expected.0.len();
+    let (mut replaying, device) = engine(3);
+    same(generate(&mut replaying));
+    let [recorded, replayed] = device.recordings();
+    assert!(
+        recorded > 2 && replayed > recorded * 2 && replayed * 2 > steps,
+        "{recorded} recordings, {replayed} of {steps} steps"
+    );
+    let (moving, device) = engine(0);
+    same(generate(&mut moving.without_room()));
+    let [again, fewer] = device.recordings();
+    assert!((again..replayed).contains(&fewer), "{again} recordings, {fewer} of {replayed} steps that could be replayed");
+    let (mut plain, device) = engine(0);
+    device.refuse_to_record();
+    same(generate(&mut plain));
+    assert_eq!(device.recordings(), [1, 0], "it is asked once");
+}
+
+#[test]
+fn what_has_not_come_for_the_longest_time_is_forgotten() {
+    let (device, mut graphs) = (Emulated::new(&SHAPE, 0), Graphs::new(10, 20));
+    let mut run = |rows, places| {
+        let worked = AtomicUsize::new(0);
+        let work = || {
+            worked.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        graphs.run(&device, Bucket { rows, parts: 1, top_max: 0 }, places, work).unwrap();
+        worked.into_inner()
+    };
+    assert_eq!([1, 1, 1].map(|rows| run(rows, [1, 2])), [1, 1, 0], "run, recorded, replayed");
+    for rows in 2..1_000 {
+        assert_eq!(run(1, [1, 2]), 0, "what comes in every second step is kept");
+        assert_eq!([run(rows, [1, 2]), run(rows, [1, 2])], [1, 1]);
+    }
+    assert_eq!([999, 750, 2].map(|rows| run(rows, [1, 2])), [0, 0, 1]);
+    assert_eq!([999, 999].map(|rows| run(rows, [1, 3])), [1, 1], "all are forgotten when the lists move");
+    assert_eq!(device.recordings()[0], 1_000);
+}
+
+#[test]
+fn only_small_steps_of_single_tokens_that_are_all_drawn_have_a_bucket() {
+    let graphs = Graphs::<Emulated>::new(10, 20);
+    let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
+    let bucket = |lens: &[usize], draws: usize, logits| {
+        let chunks: Vec<Chunk<'_>> =
+            lens.iter().map(|len| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits }).collect();
+        let draws = vec![Some(sampler.draw_at(1)); draws];
+        let batch = Batch::new(&chunks, &draws, &SHAPE, 3);
+        graphs.bucket(&batch, 0).map(|bucket| (bucket.rows, bucket.parts))
+    };
+    assert_eq!(bucket(&[1; 5], 5, Logits::Last), Some((6, 8)));
+    assert_eq!(bucket(&[1; 9], 9, Logits::Last), Some((10, 16)));
+    for (lens, draws, logits) in
+        [(&[1; 11][..], 11, Logits::Last), (&[1, 2], 2, Logits::Last), (&[1, 1], 1, Logits::Last), (&[1, 1], 2, Logits::All)]
+    {
+        assert_eq!(bucket(lens, draws, logits), None, "{lens:?}, {draws} drawn");
+    }
+}

@@ -1,0 +1,160 @@
+//! One model on several devices: as on one, but for the last bits of sums.
+
+use super::{
+    models::{LIMITS, bound, cpu, error, load_split, read, run, scattered},
+    *,
+};
+use tandem_model::ModelFile;
+
+fn engine(file: &dyn ModelFile, ranks: usize) -> Runner<Emulated> {
+    Runner::new(load_split(file, ranks, 0).unwrap(), LIMITS).unwrap()
+}
+
+fn golden(name: &str) -> impl ModelFile {
+    gguf(goldens::models().into_iter().find(|(known, _)| *known == name).unwrap().1)
+}
+
+fn tokens(len: usize) -> Vec<TokenId> {
+    let mut random = Random::new(8);
+    (0..len).map(|_| random.below(33)).collect()
+}
+
+/// All families and types of weights: what quants make is cut within their blocks.
+#[test]
+fn two_ranks_give_the_references_logits() {
+    for golden in goldens::goldens() {
+        let (_, writer) = goldens::models().into_iter().find(|(name, _)| *name == golden.model).unwrap();
+        let mut ours = engine(&gguf(writer), 2);
+        let all = run(&mut ours, &golden.tokens, &scattered(0, 1), &[golden.tokens.len()]);
+        let expected: Vec<f32> = golden.logits.iter().map(|logit| *logit as f32).collect();
+        let wrong = error(&all[all.len() - expected.len()..], &expected);
+        assert!(wrong < bound(ours.shape().half), "{}: wrong by {wrong} of the logits' size", golden.model);
+    }
+}
+
+#[test]
+fn four_ranks_compute_prompts_and_single_tokens() {
+    let sizes = Sizes { family: "qwen2", heads: 8, kv_heads: 4, ..goldens::LLAMA };
+    let file = gguf(file(sizes, 9));
+    let tokens = tokens(40);
+    let expected = run(&mut cpu(&file), &tokens, &scattered(0, 1), &[40]);
+    for ranks in [1, 2, 4] {
+        let logits = run(&mut engine(&file, ranks), &tokens, &scattered(0, 1), &[3, 1, 1, 20, 1]);
+        let wrong = error(&logits, &expected);
+        assert!(wrong < bound(Half::BFloat16), "{ranks} ranks: wrong by {wrong}");
+    }
+}
+
+/// Forty tokens of each sequence, one greedy and one drawn; both engines are given what the first one drew.
+#[test]
+fn two_ranks_draw_what_one_draws() {
+    let file = golden("llama-f16");
+    let mut engines = [1, 2].map(|ranks| engine(&file, ranks));
+    let blocks = [scattered(0, 2), scattered(1, 2)];
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+    let samplers = [greedy, Sampling { seed: 4, ..Sampling::default() }].map(|sampling| Sampler::new(sampling, &[]));
+    let mut sequences = [tokens(6), tokens(7)];
+    for step in 0..40 {
+        let chunk = |i: usize| {
+            let start = if step == 0 { 0 } else { sequences[i].len() - 1 };
+            Chunk { tokens: &sequences[i][start..], start: start as u32, blocks: &blocks[i], logits: Logits::Last }
+        };
+        let draws = [0, 1].map(|i| Some(samplers[i].draw_at(sequences[i].len() as u32)));
+        let [one, two] = engines.each_mut().map(|engine| engine.step_and_draw(&[chunk(0), chunk(1)], &draws).unwrap().drawn);
+        assert_eq!(
+            one.iter().map(|drawn| drawn.token).collect::<Vec<_>>(),
+            two.iter().map(|drawn| drawn.token).collect::<Vec<_>>()
+        );
+        sequences.iter_mut().zip(one).for_each(|(sequence, drawn)| sequence.push(drawn.token));
+    }
+}
+
+/// Bit for bit, and decode goes on with them.
+#[test]
+fn blocks_go_between_engines_of_one_two_and_four_ranks() {
+    let file = gguf(file(Sizes { heads: 8, kv_heads: 4, ..goldens::LLAMA }, 10));
+    let mut engines = [1, 2, 4, 1].map(|ranks| engine(&file, ranks));
+    let tokens = tokens(21);
+    let (from, to) = (scattered(0, 2), scattered(1, 2));
+    run(&mut engines[1], &tokens[..20], &from, &[20]);
+    let computed: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&engines[1], *block)).collect();
+    assert!(computed.iter().all(|block| block.len() == engines[0].describe().block_bytes));
+    let last = |engine: &mut dyn Engine, blocks| {
+        let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks, logits: Logits::Last };
+        engine.step(&[chunk]).unwrap().logits
+    };
+    let expected = last(&mut engines[1], &from);
+    for i in [0, 2, 3] {
+        for (block, bytes) in to.iter().zip(&computed) {
+            engines[i].write_block(BlockId(40), bytes).unwrap();
+            engines[i].copy_block(BlockId(40), *block).unwrap();
+            assert_eq!(&read(&engines[i], *block), bytes);
+        }
+        let wrong = error(&last(&mut engines[i], &to), &expected);
+        assert!(wrong < bound(engines[i].shape().half), "wrong by {wrong}");
+    }
+    // What one engine computes by itself is what it computes of blocks that came back to it.
+    let mut alone = engine(&file, 1);
+    run(&mut alone, &tokens[..20], &from, &[20]);
+    let own: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&alone, *block)).collect();
+    for ((from, to), bytes) in from.iter().zip(&to).zip(&own) {
+        engines[2].write_block(*from, bytes).unwrap();
+        alone.write_block(*to, &read(&engines[2], *from)).unwrap();
+    }
+    assert_eq!(last(&mut alone, &to), last(&mut alone, &from));
+}
+
+/// In the first sum or a later one, of a step that nobody draws from, or with a token or logits.
+#[test]
+fn a_rank_that_is_lost_ends_the_step_and_nothing_waits_for_it() {
+    for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {
+        for logits in [Logits::None, Logits::Last, Logits::All] {
+            let models = load_split(&golden("llama-f16"), 2, 0).unwrap();
+            let devices: Vec<Emulated> = models.iter().map(|model| model.device.beside().unwrap()).collect();
+            let mut engine = Runner::new(models, LIMITS).unwrap();
+            let (blocks, tokens) = (scattered(0, 1), tokens(9));
+            run(&mut engine, &tokens[..8], &blocks, &[8]);
+            devices[rank].fail_after(sums);
+            let sampler = Sampler::new(Sampling::default(), &[]);
+            let chunk = Chunk { tokens: &tokens[8..], start: 8, blocks: &blocks, logits };
+            let draws = [(logits == Logits::Last).then(|| sampler.draw_at(9))];
+            let lost = engine.step_and_draw(&[chunk], &draws);
+            assert!(matches!(lost, Err(EngineError::Lost(_))), "rank {rank} after {sums} sums: {lost:?}");
+            drop(engine);
+            assert!(devices.iter().all(|device| device.taken_bytes() == 0), "all memory was given back");
+        }
+    }
+}
+
+#[test]
+fn every_rank_has_its_part_of_the_memory_and_gives_it_back() {
+    let file = golden("qwen2-q8_0");
+    let [whole, split] = [1, 2].map(|ranks| load_split(&file, ranks, 0).unwrap());
+    let devices: Vec<Emulated> = split.iter().map(|model| model.device.beside().unwrap()).collect();
+    let weights: Vec<usize> = devices.iter().map(Emulated::taken_bytes).collect();
+    assert!(weights.iter().all(|bytes| *bytes < whole[0].device.taken_bytes()));
+    assert!(weights[1] < weights[0], "the head is the first rank's");
+    let mut engine = Runner::new(Arc::clone(&split), LIMITS).unwrap();
+    run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
+    assert_eq!(engine.describe().block_bytes, 2 * split[0].shape.block_bytes());
+    assert_eq!(engine.describe().block_bytes, whole[0].shape.block_bytes());
+    drop(engine);
+    assert_eq!(devices.iter().map(Emulated::taken_bytes).collect::<Vec<_>>(), weights);
+    drop(split);
+    assert!(devices.iter().all(|device| device.taken_bytes() == 0));
+}
+
+#[test]
+fn what_cannot_be_dealt_out_is_refused_with_what_can() {
+    let refused = |sizes, ranks| load_split(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
+    let fine = goldens::LLAMA;
+    for (sizes, ranks, told) in [
+        (fine, 3, "--tp 3 does not fit the model: its 4 query heads, 2 key heads and 96 feed-forward columns"),
+        (fine, 4, "must divide by it; [1, 2] do"),
+        (Sizes { heads: 8, kv_heads: 8, ..fine }, 8, "[1, 2, 4] do"),
+        (Sizes { ffn: 88, ..fine }, 2, "[1] do"),
+    ] {
+        let error = refused(sizes, ranks);
+        assert!(error.contains(told), "{error}");
+    }
+}
