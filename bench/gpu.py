@@ -29,16 +29,34 @@ LARGE = dict(vocab_size=151_936, hidden_size=4_096, intermediate_size=12_288, nu
 LAYERS = int(os.environ.get("BENCH_LAYERS", "36"))
 # What is asked of a card: shares of what it does at its best (issue 6).
 PREFILL_GOAL, DECODE_GOAL = 0.6, 0.8
+# Of a plain copy's bandwidth, and of a prompt's time to its first token.
+COPY_GOAL, HANDOFF_GOAL = 0.7, 0.05
 DECODE_STEPS = 16
 # All of it takes less than eight minutes.
 ENDS = time.monotonic() + 470
 
 
-def ours(*arguments, check=True):
-    done = subprocess.run([OURS, *map(str, arguments)], capture_output=True, text=True)
-    if check and done.returncode:
-        sys.exit(f"{' '.join(map(str, arguments))} failed:\n{done.stdout}{done.stderr}")
-    return done
+def within(command, seconds, errors=subprocess.STDOUT):
+    """What it gave: exit status and output; no status when it took longer. Whatever it started ends with it."""
+    run = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    try:
+        said = run.communicate(timeout=max(seconds, 0))
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        said = run.communicate()
+        return subprocess.CompletedProcess(command, None, *said)
+    return subprocess.CompletedProcess(command, run.returncode, *said)
+
+
+def ours(*arguments, seconds=60):
+    """What it printed, or why there is none of it: it failed, or was not done in this time or in what is left of all."""
+    seconds = min(seconds, ENDS - time.monotonic())
+    done = within([OURS, *arguments], seconds, subprocess.PIPE)
+    if done.returncode is None:
+        return None, f"{arguments[0]}: not done after {max(seconds, 0):.0f} seconds. {done.stdout}{done.stderr}"
+    if done.returncode:
+        return None, f"{arguments[0]}: {done.stdout}{done.stderr}"
+    return done.stdout, ""
 
 
 def small_models():
@@ -81,11 +99,14 @@ def right(name, config, dtype, folder):
         expected = model(tokens[None]).logits[0].cpu().numpy()
     worst = 0.0
     for chunk in (700, 193, 64, 1):
-        done = ours("logits", folder, listed, chunk, folder / "logits")
+        said, wrong = ours("logits", folder, listed, chunk, folder / "logits")
+        if wrong:
+            failures.append(" ".join(wrong.split()))
+            break
         found = numpy.fromfile(folder / "logits", dtype=numpy.float32).reshape(expected.shape)
         worst = max(worst, float(numpy.linalg.norm(found - expected) / numpy.linalg.norm(expected)))
         sequence = tokens.tolist()
-        for step, token in enumerate(map(int, done.stdout.split(","))):
+        for step, token in enumerate(map(int, said.split(","))):
             with torch.no_grad():
                 row = model(torch.tensor([sequence], device="cuda")).logits[0, -1]
             if row.max() - row[token] > TIE * row.std():
@@ -94,9 +115,11 @@ def right(name, config, dtype, folder):
             sequence.append(token)
     if not worst < ERROR_MAX[dtype]:
         failures.append(f"logits are wrong by {worst:.2e} of their size")
-    moved = ours("transfer", folder, check=False)
-    if moved.stdout.strip() != "equal":
-        failures.append(f"transfer: {moved.stdout.strip()}")
+    # Tokens of sequences that go on together, and blocks that another engine was given.
+    for check in ("replayed", "transfer"):
+        said, wrong = ours(check, folder)
+        if wrong or said.strip() != "equal":
+            failures.append(" ".join((wrong or f"{check}: {said}").split()))
     print(f"| {name} | {str(dtype).removeprefix('torch.')} | {worst:.1e} | {'; '.join(failures) or 'equal'} |", flush=True)
     return not failures
 
@@ -114,16 +137,6 @@ def sanitizer():
     sys.exit("compute-sanitizer is missing: run bench/gpu.sh build anew")
 
 
-def within(command, seconds):
-    """Exit status and output; no status when it took longer. Whatever it started ends with it."""
-    run = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        return run.communicate(timeout=seconds)[0], run.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
-        return run.communicate()[0], None
-
-
 def clean(tool, folder):
     """No finding of compute-sanitizer: memory out of bounds, races in shared memory. In the time that is left."""
     print("\n| compute-sanitizer | Model | Findings |\n|---|---|---|")
@@ -133,8 +146,9 @@ def clean(tool, folder):
         random_model(config, dtype).save_pretrained(model)
         for check in ("memcheck", "racecheck"):
             left = ENDS - time.monotonic()
-            said, status = within([tool, "--tool", check, "--error-exitcode", "9", OURS, "exercise", model], max(left, 0))
-            found = "none" if status == 0 else "not known: no time was left" if status is None else " ".join(said.splitlines()[-12:])
+            done = within([tool, "--tool", check, "--error-exitcode", "9", OURS, "exercise", model], left)
+            status = done.returncode
+            found = "none" if status == 0 else "not known: no time was left" if status is None else " ".join(done.stdout.splitlines()[-12:])
             good &= found == "none"
             print(f"| {check} | {name} | {found} |", flush=True)
     return good
@@ -211,13 +225,18 @@ def fast(folder):
     del model
     torch.cuda.empty_cache()
     print("| Qwen3-8B's shape | ours | of the ceiling | goal | transformers | ours ÷ theirs |\n|---|---|---|---|---|---|")
-    met = True
-    for line in ours("speed", folder).stdout.splitlines():
+    met, prefill = True, {}
+    said, wrong = ours("speed", folder, seconds=240)
+    if wrong:
+        print(f"\n{wrong}", flush=True)
+        return False
+    for line in said.splitlines():
         found = json.loads(line)
         seconds = found["seconds"]
         if found["what"] == "prefill":
             name, share, goal = f"prefill {found['tokens']}", work_of(config, found["tokens"]) / seconds / flops, PREFILL_GOAL
             rate, other = f"{found['tokens'] / seconds:.0f} tok/s", theirs.get(name)
+            prefill[found["tokens"]] = seconds
         else:
             kv = found["batch"] * found["context"] * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
             name, share, goal = f"decode {found['batch']} × {found['context']}", (weights + kv) / seconds / bandwidth, DECODE_GOAL
@@ -226,7 +245,23 @@ def fast(folder):
         met &= share >= goal
         compared = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "– | –"
         print(f"| {name} | {rate} | {share:.0%} | {goal:.0%} | {compared} |", flush=True)
-    return met
+    return handed_over(folder, prefill[4_096]) and met
+
+
+def handed_over(folder, prefill):
+    """A prompt of 4,096 tokens from another process's memory on the same card."""
+    said, wrong = ours("transports", folder, 4_096, seconds=120)
+    if wrong:
+        print(f"\ncuda_ipc: {wrong}", flush=True)
+        return False
+    found = json.loads(said.splitlines()[-1])
+    rate, share = 2 * found["bytes"] / found["seconds"], found["plain_seconds"] / found["seconds"]
+    added = found["seconds"] / prefill
+    print("\n| 4,096 tokens from another process | goal |\n|---|---|")
+    print(f"| cuda_ipc: {rate / 1e12:.2f} TB/s (read + write), {share:.0%} of a plain copy | {COPY_GOAL:.0%} |")
+    print(f"| adds {added:.1%} to the time of its prefill | {HANDOFF_GOAL:.0%} |")
+    print(f"| what is decoded from it: {'equal' if found['equal'] else 'DIFFERENT'} | equal |", flush=True)
+    return found["equal"] and share >= COPY_GOAL and added <= HANDOFF_GOAL
 
 
 def transformers_speed(model):
@@ -254,13 +289,16 @@ def main():
     card = torch.cuda.get_device_properties(0)
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     print(f"{time.strftime('%Y-%m-%d')}, {card.name}, driver {driver.stdout.strip()}, torch {torch.__version__}, transformers {transformers.__version__}\n")
-    print("| Model | Weights | Logits wrong by | Greedy tokens and moved blocks |\n|---|---|---|---|")
+    print("| Model | Weights | Logits wrong by | Greedy tokens, replayed steps and moved blocks |\n|---|---|---|---|")
     # Reference products in single precision, not in TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
     good, tool = True, sanitizer()
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, config, dtype) in enumerate(small_models()):
             good &= right(name, config, dtype, pathlib.Path(folder) / str(i))
+        said, wrong = ours("nccl", pathlib.Path(folder) / "0")
+        print(f"\nNCCL, from the card to itself (it refuses two ranks on one): {(said or wrong).strip()}", flush=True)
+        good &= not wrong and said.startswith("equal")
     large = pathlib.Path(tempfile.mkdtemp())
     try:
         good &= fast(large)
