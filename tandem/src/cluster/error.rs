@@ -40,6 +40,9 @@ pub enum StartError {
     /// The system does not tell which port it chose.
     #[error("the address of a socket cannot be read ({0})")]
     LocalAddress(#[source] std::io::Error),
+    /// Only GPUs compute a model together.
+    #[error("--tp needs --engine cuda; leave it out, or see --threads for the CPU")]
+    OneDevice,
     /// The GPU cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),

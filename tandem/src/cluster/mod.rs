@@ -240,7 +240,8 @@ fn check(settings: &UpSettings) -> Result<(), StartError> {
 /// Before a model is fetched for a device that is not there.
 fn check_device(settings: &UpSettings) -> Result<(), StartError> {
     match settings.engine {
-        EngineKind::Cuda => Ok(tandem_engine::cuda::check(settings.device)?),
+        EngineKind::Cuda => Ok(tandem_engine::cuda::check(settings.device, settings.tp)?),
+        EngineKind::Sim | EngineKind::Cpu if settings.tp > 1 => Err(StartError::OneDevice),
         EngineKind::Sim | EngineKind::Cpu => Ok(()),
     }
 }

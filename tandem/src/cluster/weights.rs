@@ -92,7 +92,7 @@ fn unservable(model: &StoredModel, cause: Box<dyn std::error::Error + Send + Syn
 fn cuda_settings(settings: &UpSettings) -> CudaSettings {
     // Without a cache directory they are compiled at every start.
     let kernels_dir = directories::ProjectDirs::from("", "", "tandem").map(|user| user.cache_dir().join("kernels"));
-    CudaSettings { device: settings.device, block_size: settings.block_size, kernels_dir }
+    CudaSettings { device: settings.device, gpus: settings.tp, block_size: settings.block_size, kernels_dir }
 }
 
 fn cuda_limits(settings: &UpSettings, engines: u32) -> CudaLimits {

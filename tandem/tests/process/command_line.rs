@@ -129,6 +129,8 @@ fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
         (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
         (&["up", "--model", "/nonexistent.gguf"], 1, "there is no model at /nonexistent.gguf"),
         (&["up", "--log", "tandem=loud"], 1, "log filter"),
+        (&["up", "--engine", "sim", "--tp", "2"], 1, "--tp needs --engine cuda"),
+        (&["up", "--engine", "cuda", "--tp", "9"], 2, "9 is not in 1..=8"),
         (&["up", "--engine", "tpu"], 2, "possible values: cpu"),
         (&["up", "--config", "/nonexistent.toml"], 2, "/nonexistent.toml"),
         (&["down"], 2, "unrecognized subcommand"),
