@@ -9,23 +9,25 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
-use tandem_engine::{EngineHandle, KvMemory, Link, LinkEnd, PeerMemory, WriteRefused};
+use tandem_engine::{EngineHandle, KvMemory, Link, LinkEnd, MoveError, PeerMemory, WriteRefused};
 use tandem_kv::BlockId;
 use tandem_node::{Shutdown, worker::Requests};
 use tandem_proto::v1::{self, Ready, Way};
 use tandem_transfer::{Links, Piece, Receiver, Refused, Sink};
 use tokio::{
-    sync::{oneshot, watch},
+    sync::{Notify, oneshot},
     task::spawn_blocking,
     time::Instant,
 };
 
-/// After a link could not be made, until the next one is tried to the same worker. NCCL keeps something of each that was not.
-const LINK_AGAIN: Duration = Duration::from_secs(300);
+/// After a link has failed, until the next one to the same worker is tried: doubled each time, until one has moved something. NCCL keeps
+/// something of each that was not made.
+const AGAIN: Duration = Duration::from_secs(1);
+const AGAIN_MAX: Duration = Duration::from_secs(300);
 /// For a prefill worker to open the stream that goes with a link.
 const OPEN_WAIT: Duration = Duration::from_secs(30);
-/// Prefill workers that are remembered; those without a link are forgotten first.
-const LINKED_MAX: usize = 256;
+/// Prefill workers that are remembered. Those of which nothing good is known are forgotten beyond it.
+const KNOWN_MAX: usize = 256;
 
 /// Of one worker. Cheap to clone.
 #[derive(Clone)]
@@ -36,35 +38,55 @@ struct Inner {
     memory: Option<Arc<dyn KvMemory>>,
     link_devices: u32,
     state: Mutex<State>,
+    /// A line has come further.
+    changed: Notify,
     requests: Requests,
     shutdown: Shutdown,
 }
 
+/// By the prefill worker's instance, but for the sources.
 #[derive(Default)]
 struct State {
-    /// Memories that are open, by their worker's instance: no longer than a prompt needs them, so that a worker that has gone leaves nothing
-    /// behind.
+    /// Memories that are open: no longer than a prompt needs them, so that a worker that has gone leaves nothing behind.
     open: HashMap<String, Weak<dyn PeerMemory>>,
+    /// Memories that could not be opened, and when.
+    closed: HashMap<String, Instant>,
     /// Where a ticket's blocks are copied from.
     sources: HashMap<u64, Arc<dyn PeerMemory>>,
-    /// By the prefill worker's instance.
     lines: HashMap<String, Line>,
 }
 
 /// The receiving end of a link, on its way or there.
 struct Line {
+    /// Empty until it is named.
     communicator: Vec<u8>,
-    state: watch::Receiver<Making>,
-    /// The prefill worker holds the stream that goes with it.
-    open: bool,
+    stage: Stage,
+    /// Since the last one that moved something.
+    failures: u32,
 }
 
-/// How far a link has come.
-#[derive(Clone)]
-enum Making {
+enum Stage {
     Begun,
+    /// The prefill worker has still to open the stream that goes with it.
     Made(Arc<dyn Link>),
+    Open,
     Failed(Instant),
+}
+
+impl Line {
+    fn fail(&mut self) -> Stage {
+        self.failures += 1;
+        std::mem::replace(&mut self.stage, Stage::Failed(Instant::now()))
+    }
+
+    /// Nothing stands against making another one.
+    fn may_be_tried_again(&self) -> bool {
+        matches!(self.stage, Stage::Failed(at) if at.elapsed() >= again_after(self.failures))
+    }
+}
+
+fn again_after(failures: u32) -> Duration {
+    AGAIN.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(AGAIN_MAX)
 }
 
 /// What a ticket says of its way. Its prompt's blocks can be taken as long as it is held.
@@ -83,15 +105,7 @@ struct Source {
 impl Drop for Source {
     fn drop(&mut self) {
         let source = self.ways.state().sources.remove(&self.ticket);
-        drop_elsewhere(source);
-    }
-}
-
-/// What takes its time to be closed must not hold up a thread of the runtime.
-fn drop_elsewhere(value: impl Send + 'static) {
-    // At the end of the process there is none.
-    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-        runtime.spawn_blocking(|| drop(value));
+        self.ways.0.shutdown.drop_elsewhere(source);
     }
 }
 
@@ -108,7 +122,8 @@ impl Ways {
     pub(crate) fn new(engine: EngineHandle, used: bool, requests: Requests, shutdown: Shutdown) -> Self {
         let memory = engine.kv_memory().filter(|_| used).cloned();
         let link_devices = memory.as_ref().map_or(0, |memory| memory.link_devices());
-        Self(Arc::new(Inner { engine, memory, link_devices, state: Mutex::default(), requests, shutdown }))
+        let (state, changed) = (Mutex::default(), Notify::new());
+        Self(Arc::new(Inner { engine, memory, link_devices, state, changed, requests, shutdown }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -128,24 +143,35 @@ impl Ways {
         if offered.nccl == 0 || offered.nccl != self.0.link_devices {
             return tcp;
         }
-        if let Some(line) = self.state().lines.get(prefill) {
-            match &*line.state.borrow() {
-                Making::Made(_) if line.open => {
-                    return Chosen { way: Way::Nccl, communicator: line.communicator.clone(), ..tcp };
+        let failures = {
+            let lines = &mut self.state().lines;
+            let failures = match lines.get(prefill) {
+                Some(Line { communicator, stage: Stage::Open, .. }) => {
+                    return Chosen { way: Way::Nccl, communicator: communicator.clone(), ..tcp };
                 }
-                Making::Failed(at) if at.elapsed() >= LINK_AGAIN => {}
-                Making::Begun | Making::Made(_) | Making::Failed(_) => return tcp,
+                Some(line) if line.may_be_tried_again() => line.failures,
+                Some(_) => return tcp,
+                None => 0,
+            };
+            if lines.len() >= KNOWN_MAX {
+                lines.retain(|_, line| !matches!(line.stage, Stage::Failed(_)));
             }
-        }
-        match self.join(memory, prefill).await {
-            Some(communicator) => Chosen { communicator, ..tcp },
-            None => tcp,
-        }
+            if lines.len() < KNOWN_MAX {
+                lines.insert(prefill.to_owned(), Line { communicator: Vec::new(), stage: Stage::Begun, failures });
+            }
+            failures
+        };
+        let (name, named) = oneshot::channel();
+        self.0.shutdown.spawn(self.clone().join(Arc::clone(memory), prefill.to_owned(), failures, name));
+        Chosen { communicator: named.await.unwrap_or_default(), ..tcp }
     }
 
     async fn open(&self, memory: &Arc<dyn KvMemory>, prefill: &str, handle: &[u8]) -> Option<Arc<dyn PeerMemory>> {
         if let Some(open) = self.state().open.get(prefill).and_then(Weak::upgrade) {
             return Some(open);
+        }
+        if self.state().closed.get(prefill).is_some_and(|at| at.elapsed() < AGAIN_MAX) {
+            return None;
         }
         let (memory, handle) = (Arc::clone(memory), handle.to_vec());
         match spawn_blocking(move || memory.open(&handle)).await.expect("opening does not panic") {
@@ -157,51 +183,70 @@ impl Ways {
             }
             Err(error) => {
                 tracing::debug!(%error, prefill, "its memory cannot be opened");
+                let closed = &mut self.state().closed;
+                if closed.len() >= KNOWN_MAX {
+                    closed.clear();
+                }
+                closed.insert(prefill.to_owned(), Instant::now());
                 None
             }
         }
     }
 
-    /// Begins to make a link, while this prompt's blocks come over TCP: its name.
-    async fn join(&self, memory: &Arc<dyn KvMemory>, prefill: &str) -> Option<Vec<u8>> {
-        let (named, makes) = (Arc::clone(memory), Arc::clone(memory));
-        let name = spawn_blocking(move || named.name_link()).await.expect("naming does not panic");
-        let name = name.inspect_err(|error| tracing::warn!(%error, "no link to a prefill worker")).ok()?;
-        let (making, state) = watch::channel(Making::Begun);
+    /// Makes a link while prompts' blocks come over TCP, and tells its name to the one that is to bring it to the other end.
+    async fn join(self, memory: Arc<dyn KvMemory>, prefill: String, failures: u32, tell: oneshot::Sender<Vec<u8>>) {
+        let inner = &self.0;
+        let failed = |error: MoveError| tracing::warn!(%error, prefill, "no link; its prompts' KV comes over TCP");
+        let names = Arc::clone(&memory);
+        let named = spawn_blocking(move || names.name_link()).await.expect("naming does not panic");
+        let name = named.map_err(failed).unwrap_or_default();
+        // The line is ours as long as it has this name.
+        let ours = |state: &mut State, then: &mut dyn FnMut(&mut Line)| {
+            state.lines.get_mut(&prefill).filter(|line| line.communicator == name).map(then).is_some()
+        };
         {
-            let mut state_of_all = self.state();
-            let lines = &mut state_of_all.lines;
-            if lines.len() >= LINKED_MAX {
-                lines.retain(|_, line| line.open);
+            let mut state = self.state();
+            let Some(line) = state.lines.get_mut(&prefill).filter(|line| line.communicator.is_empty()) else { return };
+            (line.communicator, line.failures) = (name.clone(), failures);
+            if name.is_empty() {
+                line.fail();
+                return;
             }
-            lines.insert(prefill.to_owned(), Line { communicator: name.clone(), state, open: false });
+            if tell.send(name.clone()).is_err() {
+                // Nobody brings it there.
+                state.lines.remove(&prefill);
+                return;
+            }
         }
-        let (ways, communicator, shutdown) = (self.clone(), name.clone(), self.0.shutdown.clone());
-        self.0.shutdown.spawn(async move {
-            let called = communicator.clone();
-            let linking = spawn_blocking(move || makes.link(&called, LinkEnd::Receives));
-            let linked = tokio::select! {
-                linked = linking => linked.expect("making a link does not panic"),
-                () = shutdown.draining() => return,
-            };
-            match linked {
-                Ok(link) => making.send_replace(Making::Made(link)),
-                Err(error) => {
-                    tracing::warn!(%error, "no link to a prefill worker; its prompts' KV comes over TCP");
-                    making.send_replace(Making::Failed(Instant::now()))
-                }
-            };
-            // One whose other end failed is never opened.
-            tokio::select! {
-                () = tokio::time::sleep(OPEN_WAIT) => {}
-                () = shutdown.draining() => return,
-            }
-            let is_open = ways.state().lines.values().any(|line| line.communicator == communicator && line.open);
-            if !is_open && let Making::Made(link) = making.send_replace(Making::Failed(Instant::now())) {
-                drop_elsewhere(link);
+        let called = name.clone();
+        let linking = spawn_blocking(move || memory.link(&called, LinkEnd::Receives));
+        let linked = tokio::select! {
+            linked = linking => linked.expect("making a link does not panic"),
+            () = inner.shutdown.draining() => return,
+        };
+        let mut linked = linked.map_err(failed).ok();
+        let made = linked.is_some();
+        ours(&mut self.state(), &mut |line| match linked.take() {
+            Some(link) => line.stage = Stage::Made(link),
+            None => drop(line.fail()),
+        });
+        inner.shutdown.drop_elsewhere(linked);
+        inner.changed.notify_waiters();
+        if !made {
+            return;
+        }
+        // One whose other end failed is never opened.
+        tokio::select! {
+            () = tokio::time::sleep(OPEN_WAIT) => {}
+            () = inner.shutdown.draining() => {}
+        }
+        let mut unopened = None;
+        ours(&mut self.state(), &mut |line| {
+            if matches!(line.stage, Stage::Made(_)) {
+                unopened = Some(line.fail());
             }
         });
-        Some(name)
+        inner.shutdown.drop_elsewhere(unopened);
     }
 
     /// The engine's thread decides about every block.
@@ -254,18 +299,33 @@ impl Links for Ways {
     fn open(&self, name: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>> {
         let ways = self.clone();
         async move {
-            let found = ways
-                .state()
-                .lines
-                .iter()
-                .find(|(_, line)| line.communicator == name && !line.open)
-                .map(|(prefill, line)| (prefill.clone(), line.state.clone()));
-            let (prefill, mut state) = found?;
-            let made = state.wait_for(|state| !matches!(state, Making::Begun)).await.ok()?.clone();
-            let Making::Made(link) = made else { return None };
-            ways.state().lines.get_mut(&prefill).filter(|line| line.communicator == name)?.open = true;
-            let line: Box<dyn Receiver> = Box::new(Open { ways, prefill, communicator: name, link: Some(link) });
-            Some(line)
+            loop {
+                let changed = ways.0.changed.notified();
+                {
+                    let mut state = ways.state();
+                    let (prefill, line) =
+                        state.lines.iter_mut().find(|(_, line)| !name.is_empty() && line.communicator == name)?;
+                    match std::mem::replace(&mut line.stage, Stage::Open) {
+                        Stage::Made(link) => {
+                            let prefill = prefill.clone();
+                            drop(state);
+                            let open: Box<dyn Receiver> =
+                                Box::new(Open { ways: ways.clone(), prefill, communicator: name, link: Some(link) });
+                            return Some(open);
+                        }
+                        Stage::Begun => line.stage = Stage::Begun,
+                        Stage::Open => return None,
+                        failed @ Stage::Failed(_) => {
+                            line.stage = failed;
+                            return None;
+                        }
+                    }
+                }
+                tokio::select! {
+                    () = changed => {}
+                    () = ways.0.shutdown.draining() => return None,
+                }
+            }
         }
         .boxed()
     }
@@ -280,6 +340,16 @@ struct Open {
     link: Option<Arc<dyn Link>>,
 }
 
+impl Open {
+    /// Of the line that this one is the end of.
+    fn line(&self, then: impl FnOnce(&mut Line)) {
+        let lines = &mut self.ways.state().lines;
+        if let Some(line) = lines.get_mut(&self.prefill).filter(|line| line.communicator == self.communicator) {
+            then(line);
+        }
+    }
+}
+
 impl Receiver for Open {
     fn receive(&mut self, ticket: u64, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>> {
         async move {
@@ -292,7 +362,12 @@ impl Receiver for Open {
                 }
                 Err(WriteRefused) => link.receive(&vec![None; blocks]).map(|()| false),
             });
-            received.await?.inspect_err(|error| tracing::warn!(%error, "a link to a prefill worker broke")).ok()
+            let received = received.await?;
+            match &received {
+                Ok(_) => self.line(|line| line.failures = 0),
+                Err(error) => tracing::warn!(%error, prefill = self.prefill, "a link broke"),
+            }
+            received.ok()
         }
         .boxed()
     }
@@ -304,11 +379,26 @@ impl Receiver for Open {
 }
 
 impl Drop for Open {
+    /// Whatever ended it: what goes on without it is TCP, and for a while.
     fn drop(&mut self) {
-        let mut state = self.ways.state();
-        let is_ours = state.lines.get(&self.prefill).is_some_and(|line| line.communicator == self.communicator);
-        let line = if is_ours { state.lines.remove(&self.prefill) } else { None };
-        drop(state);
-        drop_elsewhere((line, self.link.take()));
+        self.line(|line| drop(line.fail()));
+        self.ways.0.shutdown.drop_elsewhere(self.link.take());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_again_and_again_is_tried_ever_more_seldom() {
+        let seconds = [1, 2, 3, 8, 9, 10, u32::MAX].map(|failures| again_after(failures).as_secs());
+        assert_eq!(seconds, [1, 2, 4, 128, 256, 300, 300]);
+        let mut line = Line { communicator: Vec::new(), stage: Stage::Begun, failures: 1 };
+        assert!(!line.may_be_tried_again(), "it is being made");
+        line.fail();
+        assert!(line.failures == 2 && !line.may_be_tried_again(), "it has only just failed");
+        line.stage = Stage::Failed(Instant::now() - Duration::from_secs(3));
+        assert!(line.may_be_tried_again());
     }
 }

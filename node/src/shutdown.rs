@@ -35,6 +35,15 @@ impl Shutdown {
         self.tasks.spawn(task);
     }
 
+    /// Drops what takes its time to be dropped, on a thread that may wait. The process's end waits for it.
+    pub fn drop_elsewhere(&self, value: impl Send + 'static) {
+        // Without a runtime there is nobody to hold up.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let dropping = runtime.spawn_blocking(|| drop(value));
+            self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
+        }
+    }
+
     /// Resolves when no new work is to be accepted.
     pub async fn draining(&self) {
         self.draining.cancelled().await;

@@ -144,14 +144,17 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
         };
         match event {
             Some(Event::Block { index, payload }) => {
-                moved += pass(1).await;
+                let bytes = pass(1).await;
                 push.send(index, payload).await?;
+                sent.bytes.increment(bytes);
+                moved += bytes;
             }
             Some(Event::Ready(blocks)) => {
                 let bytes = pass(blocks.len()).await;
                 match &chosen {
                     Chosen::Line(line) => {
                         line.send(ticket, blocks).await?;
+                        sent.bytes.increment(bytes);
                         moved += bytes;
                     }
                     Chosen::Content | Chosen::Places => {
@@ -181,17 +184,25 @@ async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Res
     let began = Instant::now();
     worker.link.settle().await;
     // Until here the job holds its blocks: what is on its way is never more than the cache, and what is copied from here has not changed.
-    tokio::select! {
-        biased;
-        _ = job.next() => return Err(Ended::Engine),
-        finished = push.finish() => finished?,
-    }
-    // An engine that failed meanwhile may have given them to others before the last were copied; it says so before it computes again.
-    if job.next().now_or_never().is_some() {
-        return Err(Ended::Engine);
+    match &chosen {
+        Chosen::Content => push.finish().await?,
+        Chosen::Places | Chosen::Line(_) => {
+            tokio::select! {
+                biased;
+                _ = job.next() => return Err(Ended::Engine),
+                finished = push.finish() => finished?,
+            }
+            // An engine that failed meanwhile may have given them to others before the last were copied; it says so before it computes again.
+            if job.next().now_or_never().is_some() {
+                return Err(Ended::Engine);
+            }
+        }
     }
     drop(job);
-    sent.bytes.increment(bytes);
+    if matches!(chosen, Chosen::Places) {
+        // Which of them were copied is known only now.
+        sent.bytes.increment(bytes);
+    }
     busy += began.elapsed();
     transfer.set("tandem.kv_transfer_blocks", blocks);
     transfer.set("tandem.kv_transfer_bytes", bytes);

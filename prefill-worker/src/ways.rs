@@ -102,33 +102,31 @@ impl Ways {
                 linked = linking => linked.expect("making a link does not panic"),
                 () = shutdown.draining() => return,
             };
-            let (ended, why) = match linked {
+            match linked {
                 Ok(link) => {
-                    let ended = ways.hold(&link, &address, communicator.clone()).await;
-                    ways.lines().remove(&communicator);
-                    // It takes its time.
-                    spawn_blocking(|| drop(link));
-                    ("a link to a decode worker has ended", ended)
+                    let held = Held { link: Some(link), communicator: communicator.clone(), ways: ways.clone() };
+                    let why = ways.hold(&held, &address, communicator).await;
+                    tracing::info!(why, decode = address, "a link has ended");
                 }
-                Err(error) => ("no link to a decode worker; its prompts' KV goes over TCP", error.to_string()),
-            };
-            tracing::info!(why, "{ended}");
+                Err(error) => tracing::warn!(%error, decode = address, "no link; its prompts' KV goes over TCP"),
+            }
         });
     }
 
     /// Serves a link until it or its stream breaks, or this worker drains and has nothing more to send: why.
-    async fn hold(&self, link: &Arc<dyn Link>, address: &str, communicator: Vec<u8>) -> String {
+    async fn hold(&self, held: &Held, address: &str, communicator: Vec<u8>) -> String {
         let Ok(channel) = self.0.channels.to(address) else { return format!("{address} is no address") };
+        // A ticket may name it as soon as the other end knows of the stream.
+        let (line, mut transfers) = mpsc::channel(1);
+        self.lines().insert(communicator.clone(), Line(line));
         let (requests, receiver) = mpsc::channel(1);
-        let first = LinkRequest { communicator: communicator.clone(), ..LinkRequest::default() };
+        let first = LinkRequest { communicator, ..LinkRequest::default() };
         // There is room for it.
         let _ = requests.try_send(first);
         let mut replies = match TransferClient::new(channel).link(ReceiverStream::new(receiver)).await {
             Ok(replies) => replies.into_inner(),
             Err(status) => return status.to_string(),
         };
-        let (line, mut transfers) = mpsc::channel(1);
-        self.lines().insert(communicator, Line(line));
         let idle = async |replies: &mut Streaming<LinkReply>| match replies.message().await {
             Ok(Some(_)) => "a reply to nothing".to_owned(),
             Ok(None) => "the decode worker has closed it".to_owned(),
@@ -149,8 +147,8 @@ impl Ways {
                 return "its stream has ended".to_owned();
             }
             // It was told: it goes on to its end, whoever waits for it.
-            let sends = Arc::clone(link);
-            let sending = spawn_blocking(move || sends.send(&blocks));
+            let Some(link) = held.link.clone() else { return "it was dropped".to_owned() };
+            let sending = spawn_blocking(move || link.send(&blocks));
             let (sent, reply) = tokio::join!(sending, replies.message());
             match (sent.expect("sending does not panic"), reply) {
                 (Ok(()), Ok(Some(reply))) => drop(landed.send(reply.landed)),
@@ -159,6 +157,21 @@ impl Ways {
                 (_, Err(status)) => return status.to_string(),
             }
         }
+    }
+}
+
+/// A link, as long as its task runs.
+struct Held {
+    /// `None` when it is dropped.
+    link: Option<Arc<dyn Link>>,
+    communicator: Vec<u8>,
+    ways: Ways,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.ways.lines().remove(&self.communicator);
+        self.ways.0.shutdown.drop_elsewhere(self.link.take());
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{Piece, Refused, Sink};
 use futures::{Stream, StreamExt, TryStreamExt, future::BoxFuture, stream};
-use std::{fmt, pin::Pin, sync::Arc};
+use std::{fmt, pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::{
     link::MESSAGE_BYTES_MAX,
     v1::{
@@ -11,6 +11,9 @@ use tandem_proto::{
     },
 };
 use tonic::{Request, Response, Status, Streaming};
+
+/// For a link's first message.
+const FIRST_WAIT: Duration = Duration::from_secs(5);
 
 /// The links over which blocks come to a worker beside its service.
 pub trait Links: Send + Sync + 'static {
@@ -70,8 +73,9 @@ impl Transfer for TransferService {
 
     async fn link(&self, request: Request<Streaming<LinkRequest>>) -> Result<Response<Self::LinkStream>, Status> {
         let mut requests = request.into_inner();
-        let Some(LinkRequest { communicator, .. }) = requests.message().await? else {
-            return Err(Status::invalid_argument("the first message must name the communicator"));
+        let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
+        let Some(LinkRequest { communicator, .. }) = first else {
+            return Err(Status::invalid_argument("the first message must name the communicator, and come at once"));
         };
         let receiver = self.links.open(communicator).await.ok_or_else(|| Status::not_found("there is no such communicator"))?;
         let replies = stream::unfold((requests, receiver), |(mut requests, mut receiver)| async move {

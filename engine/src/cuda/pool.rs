@@ -15,8 +15,11 @@ use tandem_kv::BlockId;
 
 /// For the other end to come, while its process may still be loading NCCL.
 const LINK_MAX: Duration = Duration::from_secs(30);
-/// For one chunk's blocks to pass. Who takes longer is taken for lost.
-const MOVE_MAX: Duration = Duration::from_secs(10);
+/// For blocks to pass: ten seconds, in which the other end may still be at a step, and what a slow network takes. Who takes longer is taken for lost.
+fn move_max(blocks: usize, block_bytes: usize) -> Duration {
+    const BYTES_PER_SECOND_MIN: f64 = 50e6;
+    Duration::from_secs(10) + Duration::from_secs_f64((blocks * block_bytes) as f64 / BYTES_PER_SECOND_MIN)
+}
 
 /// One GPU's handle, as drivers make them.
 pub(super) const HANDLE_BYTES: usize = 64;
@@ -251,7 +254,7 @@ impl<D: Device> Link for Between<D> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, _)| {
             let pieces: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
-            line.send(&pieces, MOVE_MAX)
+            line.send(&pieces, move_max(blocks.len(), block_bytes))
         })
     }
 
@@ -260,7 +263,7 @@ impl<D: Device> Link for Between<D> {
         self.on_all(|part, (line, nowhere)| {
             let place = |block: &Option<BlockId>| block.map_or(nowhere.address(), |block| self.pool.address(part, block));
             let pieces: Vec<_> = blocks.iter().map(|block| (place(block), block_bytes)).collect();
-            line.receive(&pieces, MOVE_MAX)
+            line.receive(&pieces, move_max(blocks.len(), block_bytes))
         })
     }
 }

@@ -41,7 +41,7 @@ async fn until_linked(cluster: &Cluster, first: u32) -> u32 {
             if moved(&cluster.decode, "nccl") > before {
                 return number - first;
             }
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
         }
         unreachable!("numbers do not end")
     };
