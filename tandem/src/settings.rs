@@ -6,6 +6,7 @@
 mod choices;
 mod discovery;
 mod events;
+mod key;
 mod roles;
 mod sim;
 mod telemetry;
@@ -13,6 +14,7 @@ mod telemetry;
 pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
+pub use key::{KeyFileError, KeyFlags};
 pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 pub use sim::SimFlags;
@@ -309,6 +311,11 @@ pub struct UpSettings {
     #[arg(skip = true)]
     #[serde(skip)]
     pub report_cached_tokens: bool,
+
+    /// The cluster's secret.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub key: KeyFlags,
 
     /// What the simulated device costs.
     #[command(flatten)]

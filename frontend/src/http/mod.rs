@@ -35,7 +35,7 @@ use axum::{
     routing::{get, post},
 };
 use std::{collections::BTreeSet, sync::Arc};
-use tandem_kv::TokenId;
+use tandem_kv::{HashKey, TokenId};
 use tandem_node::{
     Metrics, Shutdown,
     trace::{Span, Tracer},
@@ -60,6 +60,8 @@ pub(crate) struct App {
     metrics: Arc<FrontendMetrics>,
     admission: Admission,
     block_size: u32,
+    /// Under which the cluster hashes prompts.
+    hash_key: HashKey,
     body_max_bytes: usize,
     prompts_max: usize,
     tracer: Tracer,
@@ -86,7 +88,9 @@ impl App {
             model: settings.model.id().to_owned(),
             revision: settings.model.revision().to_owned(),
             block_size: settings.block_size,
+            key_fingerprint: network.key().fingerprint().to_owned(),
         };
+        let hash_key = network.key().hash_key();
         let limits = Limits {
             attempts: settings.attempts,
             attempt_timeout: settings.attempt_timeout,
@@ -102,6 +106,7 @@ impl App {
             audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
             metrics,
             block_size: settings.block_size,
+            hash_key,
             body_max_bytes: settings.body_max_bytes,
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
@@ -237,7 +242,7 @@ impl Incoming {
             span: self.span.clone(),
             account: self.account.clone(),
             model: self.app.model.id.clone(),
-            sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
+            sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
             tokens,
             namespace,
             sampling: options.sampling.clone(),

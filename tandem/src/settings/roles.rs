@@ -52,6 +52,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("audit-result", &[FRONTEND]),
     ("ledger", WORKERS),
     ("account-header", &[FRONTEND]),
+    ("cluster-key-file", ALL),
     ("sim-speedup", WORKERS),
     ("sim-prefill-tokens-per-second", WORKERS),
     ("sim-prefill-overhead-ms", WORKERS),
