@@ -1,9 +1,10 @@
 //! Runs a request's prompts and writes the answer, whole or as server-sent events. Both read the same pieces.
 
 use super::{
-    App, Incoming,
+    App,
     events::events,
     explain::explain,
+    lifecycle::Incoming,
     progress::{Kept, Progress},
     shape::{Choice, Envelope, Logprobs, Shape},
     unix_seconds,

@@ -3,7 +3,7 @@
 mod template;
 mod tokenizer;
 
-pub(crate) use template::{ChatTemplate, Turn};
+pub(crate) use template::{ChatTemplate, RenderError, Turn};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 
 use tandem_kv::{HashKey, Namespace, TokenId, sequence_hashes};

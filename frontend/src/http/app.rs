@@ -1,0 +1,108 @@
+//! What all requests of a frontend share.
+
+use super::unix_seconds;
+use crate::{
+    FrontendSettings,
+    admission::Admission,
+    audit::LastAudit,
+    dispatch::{Dispatcher, Limits, Routers},
+    error::{ApiError, Problem},
+    metrics::FrontendMetrics,
+    model::ServedModel,
+    recent::Recent,
+};
+use axum::http::{HeaderMap, HeaderName};
+use std::{collections::BTreeSet, sync::Arc};
+use tandem_kv::HashKey;
+use tandem_node::{Metrics, Shutdown, trace::Tracer};
+use tandem_proto::{link::Network, v1::Identity};
+
+/// Prompts in one request.
+const PROMPTS_MAX: usize = 128;
+/// Letters in the name of an account.
+const ACCOUNT_MAX: usize = 64;
+
+/// What all requests share.
+pub(crate) struct App {
+    pub(super) model: Arc<ServedModel>,
+    pub(super) dispatcher: Arc<Dispatcher>,
+    pub(super) metrics: Arc<FrontendMetrics>,
+    pub(super) admission: Admission,
+    pub(super) block_size: u32,
+    /// Under which the cluster hashes prompts.
+    pub(super) hash_key: HashKey,
+    pub(super) body_max_bytes: usize,
+    pub(super) prompts_max: usize,
+    pub(super) tracer: Tracer,
+    account_header: Option<HeaderName>,
+    /// When this process began, in seconds since 1970: the age of the model as clients see it.
+    pub(super) since: u64,
+    /// For the page at `/dashboard`; `None`: there is none.
+    pub(super) recent: Option<Arc<Recent>>,
+    pub(super) audit: Option<LastAudit>,
+}
+
+impl App {
+    pub(crate) fn new(
+        settings: FrontendSettings,
+        routers: &BTreeSet<String>,
+        network: Network,
+        metrics: &Metrics,
+        shutdown: Shutdown,
+    ) -> Self {
+        let metrics = Arc::new(FrontendMetrics::new(metrics, settings.model.id()));
+        let identity = Identity {
+            cluster: settings.cluster,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            model: settings.model.id().to_owned(),
+            revision: settings.model.revision().to_owned(),
+            block_size: settings.block_size,
+            key_fingerprint: network.key().fingerprint().to_owned(),
+        };
+        let hash_key = network.key().hash_key();
+        let limits = Limits {
+            attempts: settings.attempts,
+            attempt_timeout: settings.attempt_timeout,
+            first_token_timeout: settings.first_token_timeout,
+            resumes: settings.resumes,
+        };
+        let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        Self {
+            model: Arc::new(settings.model),
+            dispatcher: Arc::new(dispatcher),
+            admission: Admission::new(settings.concurrent_requests, shutdown, Arc::clone(&metrics)),
+            audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
+            metrics,
+            block_size: settings.block_size,
+            hash_key,
+            body_max_bytes: settings.body_max_bytes,
+            // A batch that could never be let in must not be told to try again.
+            prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
+            tracer: settings.tracer,
+            account_header: settings.account_header,
+            since: unix_seconds(),
+            recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
+        }
+    }
+
+    pub(crate) fn admission(&self) -> &Admission {
+        &self.admission
+    }
+
+    /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.
+    pub(super) fn account(&self, headers: &HeaderMap) -> Result<String, ApiError> {
+        let Some(name) = &self.account_header else { return Ok(String::new()) };
+        let mut values = headers.get_all(name).iter();
+        let Some(value) = values.next() else { return Ok(String::new()) };
+        let fits = |name: &&str| {
+            let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
+            name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
+        };
+        let rule = "must be there once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
+        let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
+        // Of two, one may be the client's own.
+        let value = values.next().is_none().then_some(value);
+        value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
+    }
+}
