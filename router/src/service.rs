@@ -115,7 +115,7 @@ impl Router for RouterService {
 
 impl RouterService {
     fn belongs(&self, who: &str, identity: Option<Identity>) -> Result<(), Status> {
-        let fits = identity.unwrap_or_default().fits(&self.cluster.lock().identity());
+        let fits = identity.map_or(Ok(()), |identity| identity.fits(&self.cluster.lock().identity()));
         fits.map_err(|difference| Status::failed_precondition(format!("the {who} is not of this cluster: {difference}")))
     }
 
