@@ -36,7 +36,7 @@ impl Identity {
             ("block size", &found_size, &expected_size),
         ] {
             if !found.is_empty() && !expected.is_empty() && found != expected {
-                return Err(Difference { field, found: found.to_owned(), expected: expected.to_owned() });
+                return Err(Difference { field, found: shown(found), expected: shown(expected) });
             }
         }
         if self.key_fingerprint != cluster.key_fingerprint {
@@ -81,6 +81,19 @@ impl From<&WorkerInfo> for Identity {
     }
 }
 
+/// A revision is compared whole, and shown by its first digits, which are enough to find it.
+fn shown(text: &str) -> String {
+    /// Hex digits of a SHA-256, and those that are shown.
+    const HASH_DIGITS: usize = 64;
+    const SHOWN_DIGITS: usize = 16;
+    match text.get(..HASH_DIGITS) {
+        Some(hash) if hash.bytes().all(|digit| digit.is_ascii_hexdigit()) => {
+            format!("{}{}", &hash[..SHOWN_DIGITS], &text[HASH_DIGITS..])
+        }
+        _ => text.to_owned(),
+    }
+}
+
 /// `0.3` of `0.3.7`, `2` of `2.5.1`: what is added later within it, older ones may ignore.
 fn generation(version: &str) -> &str {
     let mut end = 0;
@@ -121,6 +134,16 @@ mod tests {
             assert_eq!(difference.field, field);
             assert!(difference.to_string().contains(&difference.expected), "{difference}");
         }
+    }
+
+    #[test]
+    fn revisions_are_compared_whole_and_shown_short() {
+        let revision = |text: String| Identity { revision: text, ..identity() };
+        let hash = "0123456789abcdef".repeat(4);
+        let other = format!("{}0", &hash[..63]);
+        let difference = revision(format!("{other}-cuda")).fits(&revision(hash.clone())).expect_err("the last digit differs");
+        assert_eq!((&*difference.found, &*difference.expected), ("0123456789abcdef-cuda", "0123456789abcdef"));
+        assert_eq!(revision(hash.clone()).fits(&revision(hash)), Ok(()));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::{
     recent::Recent,
 };
 use axum::http::{HeaderMap, HeaderName};
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::HashKey;
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
@@ -34,6 +34,8 @@ pub(crate) struct App {
     pub(super) body_max_bytes: usize,
     pub(super) prompts_max: usize,
     pub(super) tracer: Tracer,
+    /// See [`FrontendSettings::keep_alive`].
+    pub(super) keep_alive: Duration,
     account_header: Option<HeaderName>,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     pub(super) since: u64,
@@ -80,6 +82,7 @@ impl App {
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
             tracer: settings.tracer,
+            keep_alive: settings.keep_alive,
             account_header: settings.account_header,
             since: unix_seconds(),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),

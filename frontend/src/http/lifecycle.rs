@@ -1,6 +1,6 @@
 //! A request from its headers to its reply: it is let in, its body is read, and every way out is counted.
 
-use super::{App, body};
+use super::{App, RequestId, body};
 use crate::{
     admission::Admitted,
     dispatch::Prompt,
@@ -11,14 +11,13 @@ use crate::{
 };
 use axum::{
     extract::Request,
-    http::{HeaderMap, HeaderName, HeaderValue},
+    http::{HeaderMap, HeaderName},
     response::{IntoResponse, Response},
 };
 use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_node::trace::Span;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -52,7 +51,7 @@ where
             return error.into_response();
         }
     };
-    let id = uuid::Uuid::new_v4().simple().to_string();
+    let RequestId(id) = parts.extensions.get().cloned().expect("every request has been named");
     let wants = |name| parts.headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
     let (details, explain, traceparent) = (wants(DETAILS), wants(EXPLAIN), traceparent(&parts.headers));
     let span = app.tracer.request(&traceparent, endpoint.operation());
@@ -71,15 +70,12 @@ where
         }
         (Err(error), _) | (_, Err(error)) => Err(error),
     };
-    let mut response = result.unwrap_or_else(|error| {
+    let response = result.unwrap_or_else(|error| {
         tracing::debug!(request_id = %incoming.id, status = error.status().as_u16(), "refused");
         error.into_response()
     });
     if let Some(mut admitted) = incoming.admitted.take() {
         admitted.finish(response.status());
-    }
-    if let Ok(id) = HeaderValue::from_str(&incoming.id) {
-        response.headers_mut().insert(REQUEST_ID, id);
     }
     response
 }
