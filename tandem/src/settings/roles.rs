@@ -28,6 +28,8 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("models-dir", WITH_MODEL),
     ("hf-endpoint", WITH_MODEL),
     ("hf-token", WITH_MODEL),
+    ("hf-token-file", WITH_MODEL),
+    ("offline", WITH_MODEL),
     ("engine", WITH_MODEL),
     ("prefill-workers", &[]),
     ("decode-workers", &[]),
