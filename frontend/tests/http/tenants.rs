@@ -63,7 +63,7 @@ async fn isolated_accounts_share_no_cache_with_each_other() {
         namespaces.push(first.cache_namespace);
     }
     let shared = tandem_kv::Namespace::new("m", "sim", "", "");
-    namespaces.push(shared.as_bytes().to_vec().into());
+    namespaces.push(shared.as_bytes().to_vec());
     let len = namespaces.len();
     namespaces.sort();
     namespaces.dedup();
