@@ -11,6 +11,7 @@ mod roles;
 mod secrets;
 mod sim;
 mod telemetry;
+mod tenants;
 
 pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
@@ -21,6 +22,7 @@ pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, Rou
 pub(crate) use secrets::secret_file;
 pub use sim::SimFlags;
 pub use telemetry::{LogFormat, TelemetryFlags};
+pub use tenants::{CacheIsolation, ExposeDetails, TenantFlags};
 
 use crate::{
     explain::ExplainArgs,
@@ -35,7 +37,6 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use tandem_frontend::HeaderName;
 
 /// Serves large language models with prefill and decode on different workers, and tells the truth about cached tokens.
 #[derive(Debug, Parser)]
@@ -304,12 +305,6 @@ pub struct UpSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ledger: Option<PathBuf>,
 
-    /// The header with which whatever checks your clients' keys tells whom a request is for, such as x-account; it must not come from
-    /// clients. Ledgers keep it, and `tandem audit report` sums by it [default: none]
-    #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub account_header: Option<String>,
-
     /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
     #[arg(skip = true)]
     #[serde(skip)]
@@ -320,6 +315,11 @@ pub struct UpSettings {
     #[serde(flatten)]
     pub key: KeyFlags,
 
+    /// Whose the clients are.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tenants: TenantFlags,
+
     /// What the simulated device costs.
     #[command(flatten)]
     #[serde(flatten)]
@@ -329,10 +329,6 @@ pub struct UpSettings {
     #[command(flatten)]
     #[serde(flatten)]
     pub telemetry: TelemetryFlags,
-}
-
-fn header_name(text: &str) -> Result<String, &'static str> {
-    text.parse::<HeaderName>().map(|name| name.to_string()).map_err(|_| "write the name of an HTTP header")
 }
 
 impl<F: Own> Serve<F> {

@@ -129,6 +129,17 @@ impl Listener {
         }
     }
 
+    /// Whether only processes on this machine can reach it. A network in memory has no others.
+    ///
+    /// # Errors
+    /// The system does not say.
+    pub fn is_local(&self) -> io::Result<bool> {
+        match &self.arrivals {
+            Arrivals::Tcp(listener) => Ok(listener.local_addr()?.ip().is_loopback()),
+            Arrivals::Memory(_) => Ok(true),
+        }
+    }
+
     /// Serves what arrives until `ended`, and what has arrived by then to its end. Calls without the cluster's key are refused with
     /// UNAUTHENTICATED, and `on_refused` is called for each.
     ///
