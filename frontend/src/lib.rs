@@ -24,14 +24,17 @@ pub use prompt::{EncodeError, Special, Tokenizer};
 
 pub use axum::http::HeaderName;
 use axum::serve::ListenerExt;
-use listen::{Arriving, Impatient};
+pub use http::ExposeDetails;
+use http::Trust;
+pub use ipnet::IpNet;
+use listen::{Arriving, Impatient, PeerAddress};
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Workers},
     trace::Tracer,
 };
-use tandem_proto::link::Listener;
+use tandem_proto::link::{Arrivals, Listener};
 
 /// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
@@ -69,8 +72,26 @@ pub struct FrontendSettings {
     pub audit_result: Option<PathBuf>,
     /// Begins the traces of requests.
     pub tracer: Tracer,
-    /// A header that says whom a request is for, for the ledger: whoever stands in front of the frontend and checks who calls sets it.
+    /// A header that says whom a request is for: for the ledger, and for the cache if accounts are isolated. A proxy that checks the
+    /// clients' keys sets it; from peers that are not trusted it is refused.
     pub account_header: Option<HeaderName>,
+    /// Whose prompts share cached KV.
+    pub cache_isolation: CacheIsolation,
+    /// Peers that are trusted with the account header, `traceparent`, and details of the cluster. Empty: all, if the listener is one of
+    /// loopback (or in memory), for requests that were not forwarded; else none.
+    pub trusted_proxies: Vec<IpNet>,
+    /// To whom `x-tandem-details` and `x-tandem-explain` are answered.
+    pub expose_details: ExposeDetails,
+}
+
+/// Whose prompts share cached KV, besides those of another model or `cache_salt`, which never do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheIsolation {
+    /// All clients'.
+    #[default]
+    Shared,
+    /// Those of one account. Requests without an account share with each other alone.
+    Account,
 }
 
 impl FrontendSettings {
@@ -93,6 +114,9 @@ impl FrontendSettings {
             audit_result: None,
             tracer: Tracer::default(),
             account_header: None,
+            cache_isolation: CacheIsolation::Shared,
+            trusted_proxies: Vec::new(),
+            expose_details: ExposeDetails::Trusted,
         }
     }
 }
@@ -106,6 +130,15 @@ pub enum FrontendError {
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
+    /// Every request with an account would be refused.
+    #[error(
+        "--account-header {header} is only taken from trusted proxies, and there are none: list the addresses of the proxy that sets it \
+         in --trusted-proxies, or let --listen be a loopback address"
+    )]
+    UntrustedAccounts {
+        /// The header's name.
+        header: HeaderName,
+    },
     /// The socket failed.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
@@ -125,21 +158,26 @@ pub async fn run(
     let listener = listener.into();
     let routers = settings.routers.clone().open(&metrics)?;
     let unread_max = settings.unread_max;
-    let app = Arc::new(http::App::new(settings, routers.now(), listener.network(), &metrics, shutdown.clone()));
+    let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
+    if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
+        return Err(FrontendError::UntrustedAccounts { header });
+    }
+    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let drained = app.admission().clone().drained();
     let routes = http::routes(Arc::clone(&app));
     let server = async move {
-        match listener {
-            Listener::Tcp(listener) => {
+        match listener.into_arrivals() {
+            Arrivals::Tcp(listener) => {
                 let listener = listener.tap_io(|socket| {
                     // Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
                     if let Err(error) = socket.set_nodelay(true) {
                         tracing::debug!(%error, "TCP_NODELAY cannot be set");
                     }
                 });
+                let routes = routes.into_make_service_with_connect_info::<PeerAddress>();
                 axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
             }
-            Listener::Memory(arriving, _) => {
+            Arrivals::Memory(arriving) => {
                 let listener = Arriving(arriving);
                 axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
             }

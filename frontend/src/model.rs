@@ -171,7 +171,7 @@ impl ServedModel {
         &self.tokenizer
     }
 
-    /// Whose KV a request may share: that of the same model and the same `cache_salt`.
+    /// The namespace of prompts of this model with this `cache_salt`.
     pub(crate) fn namespace(&self, cache_salt: &str) -> Namespace {
         Namespace::new(&self.id, &self.revision, "", cache_salt)
     }

@@ -1,8 +1,8 @@
 //! What all requests of a frontend share.
 
-use super::unix_seconds;
+use super::{Trust, unix_seconds};
 use crate::{
-    FrontendSettings,
+    CacheIsolation, FrontendSettings,
     admission::Admission,
     audit::LastAudit,
     dispatch::{Dispatcher, Limits, Routers},
@@ -13,6 +13,7 @@ use crate::{
 };
 use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
@@ -21,6 +22,20 @@ const PROMPTS_MAX: usize = 128;
 /// Letters in the name of an account.
 const ACCOUNT_MAX: usize = 64;
 
+const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
+const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+
+/// What a request's headers ask for, as far as they may.
+#[derive(Default)]
+pub(super) struct Asked {
+    /// The object `tandem` in the answer.
+    pub(super) details: bool,
+    /// Instead of an answer, why it would be placed where.
+    pub(super) explain: bool,
+    /// Whom the request is for; empty: not known.
+    pub(super) account: String,
+}
+
 /// What all requests share.
 pub(crate) struct App {
     pub(super) model: Arc<ServedModel>,
@@ -28,12 +43,16 @@ pub(crate) struct App {
     pub(super) metrics: Arc<FrontendMetrics>,
     pub(super) admission: Admission,
     pub(super) block_size: u32,
+    /// Under which the cluster hashes prompts.
+    pub(super) hash_key: HashKey,
     pub(super) body_max_bytes: usize,
     pub(super) prompts_max: usize,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
+    pub(super) trust: Trust,
     account_header: Option<HeaderName>,
+    cache_isolation: CacheIsolation,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     pub(super) since: u64,
     /// For the page at `/dashboard`; `None`: there is none.
@@ -44,6 +63,7 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(
         settings: FrontendSettings,
+        trust: Trust,
         routers: &BTreeSet<String>,
         network: Network,
         metrics: &Metrics,
@@ -56,7 +76,9 @@ impl App {
             model: settings.model.id().to_owned(),
             revision: settings.model.revision().to_owned(),
             block_size: settings.block_size,
+            key_fingerprint: network.key().fingerprint().to_owned(),
         };
+        let hash_key = network.key().hash_key();
         let limits = Limits {
             attempts: settings.attempts,
             attempt_timeout: settings.attempt_timeout,
@@ -72,12 +94,15 @@ impl App {
             audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
             metrics,
             block_size: settings.block_size,
+            hash_key,
             body_max_bytes: settings.body_max_bytes,
             // A batch that could never be let in must not be told to try again.
             prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
+            trust,
             account_header: settings.account_header,
+            cache_isolation: settings.cache_isolation,
             since: unix_seconds(),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
@@ -87,11 +112,32 @@ impl App {
         &self.admission
     }
 
-    /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.
-    pub(super) fn account(&self, headers: &HeaderMap) -> Result<String, ApiError> {
+    /// What the headers of a request ask for.
+    ///
+    /// # Errors
+    /// A header is not for this peer to send, or the account's name is not one.
+    pub(super) fn asked(&self, headers: &HeaderMap, trusted: bool) -> Result<Asked, ApiError> {
+        let [details, explain] = self.trust.asks(headers, [DETAILS, EXPLAIN], trusted)?;
+        Ok(Asked { details, explain, account: self.account(headers, trusted)? })
+    }
+
+    /// Whose KV a request may share: that of the same model and `cache_salt`, and of the same account if accounts are isolated.
+    pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
+        let namespace = self.model.namespace(cache_salt);
+        match self.cache_isolation {
+            CacheIsolation::Shared => namespace,
+            CacheIsolation::Account => namespace.of_account(account),
+        }
+    }
+
+    /// Whom a request is for, if a trusted peer says so. A name that no ledger can hold is refused, since no bill would show it.
+    fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
         let mut values = headers.get_all(name).iter();
         let Some(value) = values.next() else { return Ok(String::new()) };
+        if !trusted {
+            return Err(ApiError::Untrusted { header: name.clone() });
+        }
         let fits = |name: &&str| {
             let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
             name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)

@@ -1,6 +1,6 @@
 //! A request from its headers to its reply: it is let in, its body is read, and every way out is counted.
 
-use super::{App, RequestId, body};
+use super::{App, RequestId, app::Asked, body};
 use crate::{
     admission::Admitted,
     dispatch::Prompt,
@@ -18,8 +18,6 @@ use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_node::trace::Span;
 
-const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
-const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// A request that was let in, with what its headers say.
@@ -29,13 +27,10 @@ pub(super) struct Incoming {
     pub(super) id: String,
     /// Taken by a streamed answer, which finishes it.
     pub(super) admitted: Option<Admitted>,
-    pub(super) details: bool,
-    /// Instead of an answer, why it would be placed where.
-    pub(super) explain: bool,
+    pub(super) asked: Asked,
     traceparent: String,
     /// The request's trace begins with it.
     pub(super) span: Span,
-    account: String,
 }
 
 /// Lets a request in, has `answer` answer it, and sees to it that every way out is counted.
@@ -52,20 +47,21 @@ where
         }
     };
     let RequestId(id) = parts.extensions.get().cloned().expect("every request has been named");
-    let wants = |name| parts.headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
-    let (details, explain, traceparent) = (wants(DETAILS), wants(EXPLAIN), traceparent(&parts.headers));
+    let trusted = app.trust.trusts(&parts);
+    // A stranger's trace is not joined, and whether the request is sampled is not the stranger's choice.
+    let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
-    // Whoever is behind goes on with ours, or with the client's.
+    // The processes behind go on with this span, or with that of the proxy if this one is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     if let Some(admitted) = &mut admitted {
         admitted.trace(&span);
     }
     let body_max_bytes = app.body_max_bytes;
-    let account = app.account(&parts.headers);
-    let mut incoming = Incoming { app, id, admitted, details, explain, traceparent, span, account: String::new() };
-    let result = match (body::read(body, body_max_bytes).await, account) {
-        (Ok(body), Ok(account)) => {
-            incoming.account = account;
+    let asked = app.asked(&parts.headers, trusted);
+    let mut incoming = Incoming { app, id, admitted, asked: Asked::default(), traceparent, span };
+    let result = match (body::read(body, body_max_bytes).await, asked) {
+        (Ok(body), Ok(asked)) => {
+            incoming.asked = asked;
             answer(&mut incoming, body).await
         }
         (Err(error), _) | (_, Err(error)) => Err(error),
@@ -97,15 +93,15 @@ impl Incoming {
 
     /// The prompt as it goes to router and worker. `index`: of how many in this request it is.
     pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
-        let namespace = self.app.model.namespace(&options.cache_salt);
+        let namespace = self.app.namespace(&self.asked.account, &options.cache_salt);
         let room = self.app.model.context_length.saturating_sub(tokens.len() as u32);
         Prompt {
             request_id: format!("{}-{index}", self.id),
             traceparent: self.traceparent.clone(),
             span: self.span.clone(),
-            account: self.account.clone(),
+            account: self.asked.account.clone(),
             model: self.app.model.id.clone(),
-            sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
+            sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
             tokens,
             namespace,
             sampling: options.sampling.clone(),
@@ -116,7 +112,7 @@ impl Incoming {
     }
 }
 
-/// The client's trace, if it is one (W3C: `00-…-…-01`).
+/// The caller's trace, if it is one (W3C: `00-…-…-01`).
 fn traceparent(headers: &HeaderMap) -> String {
     let value = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let valid = value.len() == 55 && value.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');

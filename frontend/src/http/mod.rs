@@ -15,9 +15,12 @@ mod models;
 mod progress;
 mod readiness;
 mod shape;
+mod trust;
 
 pub(crate) use app::App;
 pub(crate) use progress::PromptDetails;
+pub use trust::ExposeDetails;
+pub(crate) use trust::Trust;
 
 use crate::error::ApiError;
 use axum::{
