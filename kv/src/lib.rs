@@ -10,7 +10,7 @@ mod ticket;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
-pub use hash::{Namespace, SequenceHash, sequence_hashes};
+pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};
 
