@@ -2,7 +2,7 @@
 
 use crate::{
     model::ModelError,
-    settings::{DiscoveryFlagsError, TenantFlagsError},
+    settings::{DiscoveryFlagsError, KeyFileError, TenantFlagsError},
 };
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
@@ -28,6 +28,9 @@ pub enum StartError {
     /// Requests with an account would be refused.
     #[error(transparent)]
     Tenants(#[from] TenantFlagsError),
+    /// The cluster would not let it in.
+    #[error("{}", tandem_node::retry::complaint(.0))]
+    Key(#[from] KeyFileError),
     /// What is set for NATS.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Nats(#[from] NatsError),
