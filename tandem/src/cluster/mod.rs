@@ -239,7 +239,7 @@ impl Drop for Cluster {
 /// What no part could make sense of.
 fn check(settings: &UpSettings) -> Result<(), StartError> {
     check_device(settings)?;
-    settings.tenants.check(settings.listen)?;
+    settings.tenants.check()?;
     if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
         return Err(StartError::NoPrefillWorker);
     }
