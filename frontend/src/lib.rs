@@ -34,7 +34,7 @@ use tandem_node::{
     discovery::{DiscoveryError, Workers},
     trace::Tracer,
 };
-use tandem_proto::link::Listener;
+use tandem_proto::link::{Arrivals, Listener};
 
 /// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
@@ -158,20 +158,16 @@ pub async fn run(
     let listener = listener.into();
     let routers = settings.routers.clone().open(&metrics)?;
     let unread_max = settings.unread_max;
-    let local = match &listener {
-        Listener::Tcp(listener) => listener.local_addr()?.ip().is_loopback(),
-        Listener::Memory(..) => true,
-    };
-    let trust = Trust::new(settings.trusted_proxies.clone(), local, settings.expose_details);
+    let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
     if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
         return Err(FrontendError::UntrustedAccounts { header });
     }
-    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network(), &metrics, shutdown.clone()));
+    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let drained = app.admission().clone().drained();
     let routes = http::routes(Arc::clone(&app));
     let server = async move {
-        match listener {
-            Listener::Tcp(listener) => {
+        match listener.into_arrivals() {
+            Arrivals::Tcp(listener) => {
                 let listener = listener.tap_io(|socket| {
                     // Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
                     if let Err(error) = socket.set_nodelay(true) {
@@ -181,7 +177,7 @@ pub async fn run(
                 let routes = routes.into_make_service_with_connect_info::<PeerAddress>();
                 axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
             }
-            Listener::Memory(arriving, _) => {
+            Arrivals::Memory(arriving) => {
                 let listener = Arriving(arriving);
                 axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
             }

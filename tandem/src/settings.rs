@@ -6,6 +6,7 @@
 mod choices;
 mod discovery;
 mod events;
+mod key;
 mod roles;
 mod secrets;
 mod sim;
@@ -15,6 +16,7 @@ mod tenants;
 pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
+pub use key::{KeyFileError, KeyFlags};
 pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 pub(crate) use secrets::secret_file;
@@ -307,6 +309,11 @@ pub struct UpSettings {
     #[arg(skip = true)]
     #[serde(skip)]
     pub report_cached_tokens: bool,
+
+    /// The cluster's secret.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub key: KeyFlags,
 
     /// Whose the clients are.
     #[command(flatten)]

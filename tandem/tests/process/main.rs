@@ -6,6 +6,7 @@ mod cluster;
 mod command_line;
 mod etcd;
 mod hostile;
+mod key;
 mod metrics;
 mod overhead;
 mod refusals;
