@@ -300,12 +300,14 @@ impl Machine {
         }
         let since = sequence.twin.map_or(now, |twin| twin.since);
         let works = |other: &&Sequence| !other.is_decoding() && !other.paused && other.namespace == sequence.namespace;
-        let twins = running.iter().chain(reserved.iter()).filter(works).map(|other| {
-            let twin = Twin { order: other.order, blocks: sequence.in_common(other, size), since };
-            (other.committed, twin)
+        let twins = running.iter().chain(reserved.iter()).filter(works).filter_map(|other| {
+            let blocks = sequence.in_common(other, size);
+            let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
+            // What lands is matched when all of it has landed, however little of it is shared: less than half is not waited for.
+            let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
+            pays.then_some(Twin { order: other.order, blocks, since })
         });
-        let ahead = twins.filter(|(committed, twin)| *committed < twin.blocks).map(|(_, twin)| twin);
-        sequence.twin = ahead.max_by_key(|twin| twin.blocks).filter(|twin| {
+        sequence.twin = twins.max_by_key(|twin| twin.blocks).filter(|twin| {
             let reuse_max = sequence.reuse_max_blocks(size) as u32;
             (cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max) as usize) < twin.blocks
         });
@@ -313,25 +315,17 @@ impl Machine {
     }
 
     /// The sequence has its blocks.
-    fn start(&mut self, mut sequence: Sequence, first_time: bool, now: Duration) -> Admitted {
-        let (job, committed, computed) = (sequence.job, sequence.committed as u32, sequence.computed as u32);
-        let len_blocks = sequence.blocks.len() as u32;
-        match &mut sequence.role {
-            Role::Prompt(prompt) if prompt.remote.is_some() => {
-                let ticket = self.next_ticket();
-                let missing: Vec<u32> = (committed..len_blocks).collect();
-                prompt.remote = Some(Remote { ticket, missing: missing.clone(), ..Remote::default() });
-                self.actions.push(Action::Tell(job, Event::Reserved { ticket, missing_blocks: missing }));
-                self.prefilled += sequence.remaining() as u64;
-                self.reserved.push(sequence);
-                self.landed(ticket, now);
+    fn start(&mut self, sequence: Sequence, first_time: bool, now: Duration) -> Admitted {
+        let job = sequence.job;
+        if sequence.is_remote() {
+            self.prefilled += sequence.remaining() as u64;
+            self.reserve(sequence, now);
+        } else {
+            if first_time {
+                let scheduled = Event::Scheduled { cached_tokens: sequence.computed as u32 };
+                self.actions.push(Action::Tell(job, scheduled));
             }
-            _ => {
-                if first_time {
-                    self.actions.push(Action::Tell(job, Event::Scheduled { cached_tokens: computed }));
-                }
-                self.settle(sequence, now);
-            }
+            self.settle(sequence, now);
         }
         let works = |other: &Sequence| other.job == job;
         let runs =

@@ -90,6 +90,13 @@ impl Machine {
         release(&mut self.cache, &mut leader);
     }
 
+    /// Dissolves the youngest forking prompt; false if there is none.
+    pub(super) fn dissolve_youngest(&mut self) -> bool {
+        let Some(youngest) = self.forking.len().checked_sub(1) else { return false };
+        self.dissolve(youngest);
+        true
+    }
+
     /// There are no blocks for more than one sample of a forking prompt: the first takes the prompt's own, the others wait without.
     pub(super) fn keep_first_sample(&mut self, job: JobId) {
         let Some(place) = self.forking.iter().position(|leader| leader.job == job) else { return };

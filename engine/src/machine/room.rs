@@ -1,12 +1,11 @@
 //! Which sequences give blocks back when there are none: growth, preemption, and room for those that have less than their share.
 
 use super::{
-    Action, Machine,
+    Machine,
     fair::Shares,
     landing::release,
     sequence::{JobId, Role, Sequence},
 };
-use crate::Event;
 
 impl Machine {
     /// Gives decoding sequences the block their next token needs. When there is none, paused sequences give theirs first, then
@@ -22,14 +21,7 @@ impl Machine {
                 sequence.blocks.push(block);
             } else if self.push_back_paused() {
                 place = 0;
-            } else if let Some(mut revoked) = self.reserved.pop() {
-                self.arriving.keep(&mut self.cache, &mut revoked);
-                self.live.remove(&revoked.job);
-                self.actions.push(Action::Tell(revoked.job, Event::Revoked));
-                self.actions.push(Action::End(revoked.job));
-            } else if let Some(youngest) = self.forking.len().checked_sub(1) {
-                self.dissolve(youngest);
-            } else {
+            } else if !self.revoke_youngest() && !self.dissolve_youngest() {
                 let last = self.last_of(None).expect("the sequence that grows runs");
                 self.push_back(last);
                 place = place.min(self.running.len()).saturating_sub(usize::from(last < place));
