@@ -5,7 +5,6 @@ mod canary;
 mod cluster;
 mod command_line;
 mod etcd;
-mod hostile;
 mod key;
 mod metrics;
 mod overhead;
