@@ -21,20 +21,20 @@ async fn first_token(engine: &EngineHandle, question: Generate) -> Duration {
 async fn three_requests_of_128_samples_delay_a_question_by_steps_not_by_answers() {
     let engine = start_with(SimEngine::new(SimSettings::default()), WORKER);
     let quiet = first_token(&engine, question(0, "")).await;
-    let mut hostile = Vec::new();
+    let mut hostile = tokio::task::JoinSet::new();
     for number in 1..4 {
         let mut many = question(number, "");
         many.samples = 128;
         // Together they want more than twice the blocks that there are.
         (many.sampling.min_tokens, many.sampling.max_tokens) = (400, Some(400));
         let mut job = engine.generate(many).await.expect("it fits");
-        hostile.push(tokio::spawn(async move {
+        hostile.spawn(async move {
             let mut tokens = 0;
             while let Some(event) = job.next().await {
                 tokens += usize::from(matches!(event, Event::Token { .. }));
             }
             tokens
-        }));
+        });
     }
     tokio::time::sleep(Duration::from_millis(500)).await;
     for number in 4..24 {
@@ -47,8 +47,8 @@ async fn three_requests_of_128_samples_delay_a_question_by_steps_not_by_answers(
         tokio::time::sleep(Duration::from_millis(700)).await;
     }
     assert!(engine.load().preemptions > 0, "there were too few blocks");
-    for job in hostile {
-        assert_eq!(job.await.expect("it ends"), 128 * 400, "all samples are answered");
+    for tokens in hostile.join_all().await {
+        assert_eq!(tokens, 128 * 400, "all samples are answered");
     }
     engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
 }
