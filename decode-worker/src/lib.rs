@@ -24,6 +24,7 @@ use tandem_node::{
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
+    ClusterKey,
     link::{Channels, Listener, MESSAGE_BYTES_MAX},
     v1::{Way, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
 };
@@ -93,7 +94,7 @@ pub async fn run(
         Some(address) => address,
         None => own_address(listener.local_addr()?)?,
     };
-    let info = worker_info(&settings, engine.info());
+    let info = worker_info(&settings, engine.info(), listener.network().key());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "decode worker starts");
     let ledger = settings.ledger.of(&settings.worker_id, &settings.model, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
@@ -114,7 +115,7 @@ pub async fn run(
         ways: ways.clone(),
         requests: requests.clone(),
         ledger,
-        channels: Channels::on(listener.network()),
+        channels: Channels::on(listener.network().clone()),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
         settings,
     };
@@ -126,7 +127,7 @@ pub async fn run(
         .add_service(TransferService::server(ways.sink(), ways));
     tokio::select! {
         biased;
-        served = requests.serve(listener, routes) => Ok(served?),
+        served = requests.serve(listener, routes, &metrics) => Ok(served?),
         () = metrics.follow(watched) => Err(DecodeWorkerError::EngineGone),
         Some(()) = OptionFuture::from(published) => Err(DecodeWorkerError::EngineGone),
     }
@@ -136,7 +137,7 @@ fn own_address(address: SocketAddr) -> Result<String, DecodeWorkerError> {
     if address.ip().is_unspecified() { Err(DecodeWorkerError::NoAdvertisedAddress(address)) } else { Ok(address.to_string()) }
 }
 
-fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerInfo {
+fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo, key: &ClusterKey) -> WorkerInfo {
     WorkerInfo {
         role: Role::Decode.into(),
         worker_id: settings.worker_id.clone(),
@@ -149,6 +150,7 @@ fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerIn
         context_length: engine.context_length,
         block_bytes: engine.block_bytes as u64,
         cluster: settings.cluster.clone(),
+        key_fingerprint: key.fingerprint().to_owned(),
     }
 }
 

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use tandem_kv::{KvBatch, Load, Snapshot, StepStats};
+use tandem_kv::{HashKey, KvBatch, Load, Snapshot, StepStats};
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
@@ -30,6 +30,8 @@ pub struct EngineSettings {
     pub queue_max: u32,
     /// Off: nothing is reused and 0 is reported.
     pub prefix_caching: bool,
+    /// Under which the hashes of blocks are made; the whole cluster's.
+    pub hash_key: HashKey,
     /// Events that a generation's listener may be behind; beyond it the generation pauses until half of them have been heard.
     pub unheard_max: u32,
     /// An engine that is at one step for so long hangs ([`EngineHandle::hung`]).

@@ -83,6 +83,7 @@ impl Machine {
             capacity_blocks: info.capacity_blocks,
             block_size: info.block_size,
             prefix_caching: settings.prefix_caching,
+            hash_key: settings.hash_key,
         });
         Self {
             info,

@@ -3,7 +3,7 @@
 use crate::dispatch::DispatchError;
 use axum::{
     Json,
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
@@ -34,14 +34,32 @@ pub(crate) enum ApiError {
     NoChatTemplate,
     #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
     Template(#[source] minijinja::Error),
+    #[error("The model's chat template takes too many steps for these messages. Send fewer or shorter messages.")]
+    TemplateSteps,
+    /// In OpenAI's words, which clients look for.
     #[error(
-        "This model's context length is {context_length} tokens, but the request needs {}: {prompt_tokens} of the prompt and \
-         {new_tokens} to be generated. Shorten the prompt or lower {limit_param}.",
-        u64::from(*.prompt_tokens) + u64::from(*.new_tokens)
+        "This model's maximum context length is {context_length} tokens. However, you requested {} tokens ({prompt_tokens} in the \
+         {}, {new_tokens} in the completion). Please reduce the length of the {} or completion.",
+        u64::from(*.prompt_tokens) + u64::from(*.new_tokens), .prompt, .prompt
     )]
-    ContextLength { context_length: u32, prompt_tokens: u32, new_tokens: u32, param: &'static str, limit_param: &'static str },
-    #[error("This model's context length is {context_length} tokens, but the prompt has at least {tokens_min}. Shorten it.")]
+    ContextLength {
+        context_length: u32,
+        prompt_tokens: u32,
+        new_tokens: u32,
+        /// The field that holds the prompt: `messages` or `prompt`.
+        prompt: &'static str,
+        param: &'static str,
+    },
+    #[error(
+        "This model's maximum context length is {context_length} tokens. However, your {param} resulted in at least {tokens_min} \
+         tokens. Please reduce the length of the {param}."
+    )]
     PromptLength { context_length: u32, tokens_min: usize, param: &'static str },
+    #[error(
+        "The header '{header}' is not taken from this client; leave it out. If this client may send it: it is a matter of \
+         --trusted-proxies and --expose-details of the frontend."
+    )]
+    Untrusted { header: HeaderName },
     #[error("There is nothing at this path; see /openapi.json for what there is.")]
     UnknownPath,
     #[error("This path does not take this method; see /openapi.json.")]
@@ -101,9 +119,11 @@ impl ApiError {
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
             Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
             Self::Template(_) => bad(Some("messages"), Some("invalid_value")),
+            Self::TemplateSteps => bad(Some("messages"), Some("too_many")),
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }
+            Self::Untrusted { .. } => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Overloaded => unavailable("overloaded"),

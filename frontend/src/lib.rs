@@ -24,14 +24,17 @@ pub use prompt::{EncodeError, Special, Tokenizer};
 
 pub use axum::http::HeaderName;
 use axum::serve::ListenerExt;
-use listen::{Arriving, Impatient};
+pub use http::ExposeDetails;
+use http::Trust;
+pub use ipnet::IpNet;
+use listen::{Arriving, Impatient, PeerAddress};
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Workers},
     trace::Tracer,
 };
-use tandem_proto::link::Listener;
+use tandem_proto::link::{Arrivals, Listener};
 
 /// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
@@ -59,14 +62,36 @@ pub struct FrontendSettings {
     /// A client that reads nothing of what is there for it is gone after this: its request would hold its permit
     /// for ever. 5 minutes: nobody pauses an answer for longer and still wants the rest of it.
     pub unread_max: Duration,
+    /// A stream that has had nothing to say for this long gets a comment, so that proxies do not take it for dead. Until the first comment,
+    /// status and headers wait for the first token: an error before has its own status, one after is an event of a 200. 10 seconds: proxies
+    /// give up after 15 at the earliest.
+    pub keep_alive: Duration,
     /// Prompts that the page at `/dashboard` remembers. 0: there is no such page.
     pub dashboard_requests: usize,
     /// Where `tandem audit check` leaves its result, for the page and the metrics.
     pub audit_result: Option<PathBuf>,
     /// Begins the traces of requests.
     pub tracer: Tracer,
-    /// A header that says whom a request is for, for the ledger: whoever stands in front of the frontend and checks who calls sets it.
+    /// A header that says whom a request is for: for the ledger, and for the cache if accounts are isolated. A proxy that checks the
+    /// clients' keys sets it; from peers that are not trusted it is refused.
     pub account_header: Option<HeaderName>,
+    /// Whose prompts share cached KV.
+    pub cache_isolation: CacheIsolation,
+    /// Peers that are trusted with the account header, `traceparent`, and details of the cluster. Empty: all, if the listener is one of
+    /// loopback (or in memory), for requests that were not forwarded; else none.
+    pub trusted_proxies: Vec<IpNet>,
+    /// To whom `x-tandem-details` and `x-tandem-explain` are answered.
+    pub expose_details: ExposeDetails,
+}
+
+/// Whose prompts share cached KV, besides those of another model or `cache_salt`, which never do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheIsolation {
+    /// All clients'.
+    #[default]
+    Shared,
+    /// Those of one account. Requests without an account share with each other alone.
+    Account,
 }
 
 impl FrontendSettings {
@@ -84,10 +109,14 @@ impl FrontendSettings {
             attempt_timeout: Duration::from_secs(30),
             resumes: 8,
             unread_max: Duration::from_secs(300),
+            keep_alive: Duration::from_secs(10),
             dashboard_requests: 512,
             audit_result: None,
             tracer: Tracer::default(),
             account_header: None,
+            cache_isolation: CacheIsolation::Shared,
+            trusted_proxies: Vec::new(),
+            expose_details: ExposeDetails::Trusted,
         }
     }
 }
@@ -101,6 +130,15 @@ pub enum FrontendError {
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
+    /// Every request with an account would be refused.
+    #[error(
+        "--account-header {header} is only taken from trusted proxies, and there are none: list the addresses of the proxy that sets it \
+         in --trusted-proxies, or let --listen be a loopback address"
+    )]
+    UntrustedAccounts {
+        /// The header's name.
+        header: HeaderName,
+    },
     /// The socket failed.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
@@ -120,21 +158,26 @@ pub async fn run(
     let listener = listener.into();
     let routers = settings.routers.clone().open(&metrics)?;
     let unread_max = settings.unread_max;
-    let app = Arc::new(http::App::new(settings, routers.now(), listener.network(), &metrics, shutdown.clone()));
+    let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
+    if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
+        return Err(FrontendError::UntrustedAccounts { header });
+    }
+    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let drained = app.admission().clone().drained();
     let routes = http::routes(Arc::clone(&app));
     let server = async move {
-        match listener {
-            Listener::Tcp(listener) => {
+        match listener.into_arrivals() {
+            Arrivals::Tcp(listener) => {
                 let listener = listener.tap_io(|socket| {
                     // Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
                     if let Err(error) = socket.set_nodelay(true) {
                         tracing::debug!(%error, "TCP_NODELAY cannot be set");
                     }
                 });
+                let routes = routes.into_make_service_with_connect_info::<PeerAddress>();
                 axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
             }
-            Listener::Memory(arriving, _) => {
+            Arrivals::Memory(arriving) => {
                 let listener = Arriving(arriving);
                 axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
             }

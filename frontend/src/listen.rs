@@ -1,9 +1,28 @@
 //! Connections as axum wants them, and given up where nobody reads.
 
-use axum::serve::Listener;
-use std::{future::pending, io, pin::Pin, time::Duration};
+use axum::{
+    extract::connect_info::Connected,
+    serve::{IncomingStream, Listener},
+};
+use std::{
+    future::pending,
+    io,
+    net::{IpAddr, SocketAddr},
+    pin::Pin,
+    time::Duration,
+};
 use tokio::{io::DuplexStream, sync::mpsc};
 use tokio_io_timeout::TimeoutWriter;
+
+/// Where a request's connection comes from; an extension of every request that came over TCP, as axum's `ConnectInfo`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PeerAddress(pub(crate) IpAddr);
+
+impl<L: Listener<Addr = SocketAddr>> Connected<IncomingStream<'_, Impatient<L>>> for PeerAddress {
+    fn connect_info(stream: IncomingStream<'_, Impatient<L>>) -> Self {
+        Self(stream.remote_addr().ip())
+    }
+}
 
 /// Connections that break when their client takes nothing of what is there for it for `unread_max`.
 pub struct Impatient<L> {

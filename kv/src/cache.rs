@@ -5,7 +5,8 @@
 //! - **A pinned cached block pins its parent.** So whatever has no pins has no pinned block after it and can be evicted,
 //!   and a parent always falls out of use after its children: the block longest unused is a leaf, and eviction in that
 //!   order never leaves a child without its parent.
-//! - A hash leads to one block at most. Another block with the same hash stays private to its owner.
+//! - A hash leads to one block at most. A new block takes the hash of a different one that is unpinned, which is evicted; while the
+//!   different one is pinned, the new block stays private to its owner.
 
 mod invariants;
 #[cfg(test)]
@@ -14,8 +15,8 @@ mod model_tests;
 mod tests;
 
 use crate::event::EventLog;
-use crate::{BlockId, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId};
-use std::collections::{BTreeMap, HashMap};
+use crate::{BlockId, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// What a cache is made of.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +27,8 @@ pub struct CacheSettings {
     pub block_size: u32,
     /// Off: nothing is ever shared or found, and no events are made.
     pub prefix_caching: bool,
+    /// Under which hashes are made; the whole cluster's.
+    pub hash_key: HashKey,
 }
 
 /// Not enough blocks, even after evicting all that could be.
@@ -184,7 +187,10 @@ impl PrefixCache {
     /// Makes a pinned, full block reusable: it holds the KV of `tokens` after `parent`. Returns the block that stands for
     /// these tokens from now on, pinned for the caller: `block` itself, or an equal one cached before (`block` is released then).
     ///
-    /// `block` stays private to its owners if it cannot be found by others: its parent is private, another block has its
+    /// A different block that has the same hash is evicted with all that is cached after it, unless it is pinned: a prompt that was
+    /// built to collide with another one must not keep that one out of the cache for longer than it runs itself.
+    ///
+    /// `block` stays private to its owners if it cannot be found by others: its parent is private, a different pinned block has its
     /// hash, it is older than the last [`PrefixCache::clear`], or caching is off.
     pub fn commit(&mut self, namespace: &Namespace, parent: Option<BlockId>, block: BlockId, tokens: &[TokenId]) -> BlockId {
         assert!(tokens.len() == self.settings.block_size as usize, "only full blocks are shared");
@@ -192,8 +198,9 @@ impl PrefixCache {
         if !self.settings.prefix_caching || self.block(block).outdated {
             return block;
         }
+        assert!(parent.is_none_or(|parent| self.block(parent).pins > 0), "who holds a block holds those before it");
         let (before, hash_before) = match parent {
-            None => (Before::Nothing(namespace.clone()), namespace.root()),
+            None => (Before::Nothing(namespace.clone()), namespace.root(&self.settings.hash_key)),
             Some(parent) => match &self.block(parent).content {
                 Some(content) => (Before::Block(parent), content.hash),
                 None => return block,
@@ -205,12 +212,15 @@ impl PrefixCache {
         }
         let hash = self.hash(hash_before, tokens);
         if let Some(&other) = self.index.get(&hash) {
-            if !self.content(other).is(&before, tokens) {
+            if self.content(other).is(&before, tokens) {
+                self.hold(other);
+                self.release(block);
+                return other;
+            }
+            if self.block(other).pins > 0 {
                 return block;
             }
-            self.hold(other);
-            self.release(block);
-            return other;
+            self.evict_with_descendants(other);
         }
         if let Some(parent) = parent {
             self.hold(parent);
@@ -316,7 +326,7 @@ impl PrefixCache {
     fn find(&self, namespace: &Namespace, tokens: &[TokenId], max_blocks: u32) -> Vec<BlockId> {
         let mut found = Vec::new();
         let mut before = Before::Nothing(namespace.clone());
-        let mut hash = namespace.root();
+        let mut hash = namespace.root(&self.settings.hash_key);
         for tokens in tokens.chunks_exact(self.settings.block_size as usize).take(max_blocks as usize) {
             hash = self.hash(hash, tokens);
             match self.index.get(&hash) {
@@ -336,14 +346,39 @@ impl PrefixCache {
             Some(id) => id,
             None => {
                 let (_, id) = self.unused.pop_first()?;
-                let content = self.block_mut(id).content.take().expect("unused blocks are cached");
-                self.index.remove(&content.hash);
-                self.log.removed(content.hash);
+                self.forget(id);
                 id
             }
         };
         *self.block_mut(id) = Block { pins: 1, content: None, outdated: false };
         Some(id)
+    }
+
+    /// Evicts an unpinned block and all cached blocks after it, children before their parents. One look at each unpinned block: a
+    /// pinned block pins its parents, so none comes after an unpinned one.
+    fn evict_with_descendants(&mut self, root: BlockId) {
+        let mut evicted = vec![root];
+        let mut found = HashSet::from([root]);
+        // Children fall out of use before their parents: from the latest to the earliest, each parent is met before its children.
+        for (_, &id) in self.unused.range(..self.content(root).unused_since).rev() {
+            if self.content(id).parent().is_some_and(|parent| found.contains(&parent)) {
+                found.insert(id);
+                evicted.push(id);
+            }
+        }
+        for id in evicted.into_iter().rev() {
+            let since = self.content(id).unused_since;
+            self.unused.remove(&since);
+            self.forget(id);
+            self.free.push(id);
+        }
+    }
+
+    /// An unpinned block that is no longer listed as such is no longer found, either.
+    fn forget(&mut self, id: BlockId) {
+        let content = self.block_mut(id).content.take().expect("unused blocks are cached");
+        self.index.remove(&content.hash);
+        self.log.removed(content.hash);
     }
 
     /// One more pin; the first one of a cached block pins its parent too.
@@ -360,7 +395,7 @@ impl PrefixCache {
     }
 
     fn hash(&self, before: SequenceHash, tokens: &[TokenId]) -> SequenceHash {
-        SequenceHash(before.child(tokens).0 & self.hash_mask)
+        SequenceHash(before.child(&self.settings.hash_key, tokens).0 & self.hash_mask)
     }
 
     fn block(&self, id: BlockId) -> &Block {

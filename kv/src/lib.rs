@@ -9,7 +9,7 @@ mod report;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
-pub use hash::{Namespace, SequenceHash, sequence_hashes};
+pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
 pub use report::{KvBatch, Load, StepStats};
 
 /// A token's number in the model's vocabulary.

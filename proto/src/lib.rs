@@ -3,6 +3,7 @@
 mod error;
 mod event;
 mod identity;
+mod key;
 pub mod link;
 mod load;
 mod reason;
@@ -12,6 +13,7 @@ mod snapshot;
 pub use error::WireError;
 pub use event::{event_batch, split_batch};
 pub use identity::Difference;
+pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, TooShort};
 pub use load::transfer_bytes_per_second;
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 

@@ -75,7 +75,7 @@ impl TestCluster {
 
     /// The router's view.
     pub async fn view(&self) -> Result<WorkersReply> {
-        let mut router = RouterClient::connect(format!("http://{}", self.0.router())).await?;
+        let mut router = RouterClient::new(self.0.to_router());
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
     }
 
@@ -282,7 +282,10 @@ impl Client {
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let (mut bytes, mut arrivals) = (Vec::new(), Vec::new());
         while let Some(piece) = response.chunk().await? {
-            arrivals.push(Instant::now());
+            // A comment is no part of the answer.
+            if !piece.starts_with(b": ") {
+                arrivals.push(Instant::now());
+            }
             bytes.extend_from_slice(&piece);
         }
         let answer = Answer { arrivals, ..Answer::read(status, streamed, &String::from_utf8(bytes)?)? };
@@ -327,7 +330,8 @@ impl Answer {
             return Ok(Self { status, frames: vec![body], done: true, arrivals: Vec::new() });
         }
         let mut answer = Self { status, frames: Vec::new(), done: false, arrivals: Vec::new() };
-        for frame in text.split_terminator("\n\n") {
+        // Comments keep a connection open.
+        for frame in text.split_terminator("\n\n").filter(|frame| !frame.starts_with(": ")) {
             let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
             anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
             match data {

@@ -13,7 +13,7 @@ use crate::sim::{SimEngine, SimSettings};
 use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
 use bytes::Bytes;
 use std::collections::BTreeMap;
-use tandem_kv::{Namespace, TokenId};
+use tandem_kv::{HashKey, Namespace, TokenId};
 
 /// The machine, its engine, and what jobs have heard.
 struct World {
@@ -30,6 +30,7 @@ const SETTINGS: EngineSettings = EngineSettings {
     batch_max: 16,
     queue_max: 64,
     prefix_caching: true,
+    hash_key: HashKey::NONE,
     unheard_max: 1_024,
     step_max: Duration::from_secs(60),
 };

@@ -1,9 +1,10 @@
 //! Runs a request's prompts and writes the answer, whole or as server-sent events. Both read the same pieces.
 
 use super::{
-    App, Incoming,
-    events::events,
+    App,
+    events::{First, events},
     explain::explain,
+    lifecycle::Incoming,
     progress::{Kept, Progress},
     shape::{Choice, Envelope, Logprobs, Shape},
     unix_seconds,
@@ -21,9 +22,9 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures::{Stream, StreamExt, stream};
-use std::{pin::Pin, sync::Arc};
+use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::Reason;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 /// A request ready to run.
 pub(super) struct Job {
@@ -58,15 +59,19 @@ struct Echo {
     with_logprobs: bool,
 }
 
-/// Answers when the first token is there, or an error: status and headers wait for it.
+/// Answers when the first token or an error is there: status and headers wait for it. A stream waits no longer than its interval for
+/// comments; an error that comes later is an event.
 pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
-    if incoming.explain {
+    if incoming.asked.explain {
         return explain(&incoming.app, job).await;
     }
     let stream_usage = job.options.stream;
     let mut run = Run::new(incoming, job);
     let Some(usage) = stream_usage else { return run.whole().await };
-    let first = run.next().await.transpose()?;
+    let first = match timeout(incoming.app.keep_alive, run.next()).await {
+        Ok(first) => First::Piece(first.transpose()?),
+        Err(_) => First::Late,
+    };
     let admitted = incoming.admitted.take().expect("a request is answered once, and holds its place until then");
     Ok(events(run, usage, admitted, first))
 }
@@ -97,12 +102,18 @@ impl Run {
             shape,
             id: shape.id(&incoming.id),
             created: unix_seconds(),
-            details: incoming.details,
+            details: incoming.asked.details,
             app,
         }
     }
 
-    /// The next piece and the prompt it is of; `None` when all prompts have ended.
+    /// Between two comments of a stream that has nothing else to say.
+    pub(super) fn keep_alive(&self) -> Duration {
+        self.app.keep_alive
+    }
+
+    /// The next piece and the prompt it is of; `None` when all prompts have ended. Cancel-safe: pieces stay in their streams until they
+    /// are returned.
     pub(super) async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
         let next = self.next_piece().await;
         if let Some(Err(error)) = &next {

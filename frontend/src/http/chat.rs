@@ -1,9 +1,10 @@
 //! `POST /v1/chat/completions`.
 
 use super::{
-    App, Incoming,
+    App,
     answer::{Job, respond},
-    check_context, check_text, encode, handle,
+    context::{check_context, check_text, encode},
+    lifecycle::{Incoming, handle},
     shape::Shape,
 };
 use crate::{
@@ -30,7 +31,7 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
     let chat = request.check(&model)?;
     check_text(&model, chat.text_bytes(), "messages")?;
     let encoder = Arc::clone(&model);
-    let (chat, tokens) = encode(chat.text_bytes(), move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
+    let (chat, tokens) = encode(chat.encoding_bytes(), move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
     let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
         (Some(max_tokens), _) => (max_tokens, chat.limit_param),
         (None, 0) => (1, chat.limit_param),

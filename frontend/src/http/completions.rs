@@ -1,9 +1,10 @@
 //! `POST /v1/completions`.
 
 use super::{
-    App, Incoming,
+    App,
     answer::{Job, respond},
-    check_context, check_text, encode, handle,
+    context::{check_context, check_text, encode},
+    lifecycle::{Incoming, handle},
     shape::Shape,
 };
 use crate::{

@@ -8,4 +8,5 @@ mod refusals;
 mod resumed;
 mod routers;
 mod support;
+mod tenants;
 mod usage;

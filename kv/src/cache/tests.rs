@@ -1,9 +1,10 @@
 //! One behaviour a test. Blocks have two tokens.
 
 use super::{CacheSettings, Counts, Full, PrefixCache};
-use crate::{BlockId, Change, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
+use crate::{BlockId, Change, HashKey, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
 
-const SETTINGS: CacheSettings = CacheSettings { capacity_blocks: 6, block_size: 2, prefix_caching: true };
+const SETTINGS: CacheSettings =
+    CacheSettings { capacity_blocks: 6, block_size: 2, prefix_caching: true, hash_key: HashKey::NONE };
 
 pub(super) fn wanted(reuse_max_blocks: u32, len_blocks: u32) -> Wanted {
     Wanted { reuse_max_blocks, len_blocks, spare_blocks: 0 }
@@ -50,7 +51,7 @@ fn changes(cache: &mut PrefixCache) -> Vec<Change> {
 }
 
 fn hashes(prompt: &[TokenId]) -> Vec<SequenceHash> {
-    sequence_hashes(&namespace(), 2, prompt)
+    sequence_hashes(&HashKey::NONE, &namespace(), 2, prompt)
 }
 
 fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Change {
@@ -283,12 +284,41 @@ fn a_collision_is_never_a_hit() {
     }
     release(&mut cache, &first);
     assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
+}
 
-    // Once the holder of the hash is evicted, another block may have it.
-    let taken: Vec<_> = (0..6).map(|_| cache.allocate().unwrap()).collect();
-    release(&mut cache, &taken);
+#[test]
+fn foreign_block_yields_its_hash_when_unpinned() {
+    let mut cache = PrefixCache::with_hash_bits(SETTINGS, 0);
+    let foreign = run(&mut cache, &namespace(), &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);
-    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0));
+    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (0, 1), "a pinned block keeps its hash");
+    release(&mut cache, &foreign);
+    run_and_release(&mut cache, &[2, 2]);
+    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned one does not");
+    assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
+    let hash = SequenceHash(0);
+    let removed = Change::Removed(vec![hash]);
+    assert_eq!(changes(&mut cache), [stored(None, &[hash]), removed, stored(None, &[hash])]);
+}
+
+#[test]
+fn evicted_foreign_block_takes_its_descendants_along() {
+    let mut cache = PrefixCache::new(SETTINGS);
+    // A tree that forks after its second block, out of use in an order of its own.
+    let short = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
+    run_and_release(&mut cache, &[1, 1, 2, 2, 4, 4]);
+    release(&mut cache, &short);
+    run_and_release(&mut cache, &[9, 9]);
+    cache.take_events();
+    let second = cache.find(&namespace(), &[1, 1, 2, 2], u32::MAX)[1];
+    cache.evict_with_descendants(second);
+    cache.check_invariants();
+    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event tells all") };
+    let (three, four) = (hashes(&[1, 1, 2, 2, 3, 3])[2], hashes(&[1, 1, 2, 2, 4, 4])[2]);
+    assert!(removed[..2].contains(&three) && removed[..2].contains(&four), "children go first");
+    assert_eq!(removed[2..], hashes(&[1, 1, 2, 2])[1..]);
+    assert_eq!((overlap(&cache, &[1, 1, 2, 2]), overlap(&cache, &[9, 9])), (1, 1), "nothing else goes");
+    assert_eq!(cache.counts(), Counts { free: 4, cached: 2, in_use: 0 });
 }
 
 #[test]

@@ -86,6 +86,7 @@ impl Pair {
             batch_max: 16,
             queue_max: 16,
             prefix_caching: true,
+            hash_key: tandem_kv::HashKey::NONE,
             unheard_max: 1_024,
             step_max: Duration::from_secs(60),
         };

@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 use tandem_kv::{
-    BlockId, CacheSettings, Change, KvBatch, Load, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted, sequence_hashes,
+    BlockId, CacheSettings, Change, HashKey, KvBatch, Load, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted, sequence_hashes,
 };
 use tandem_node::Metrics;
 use tandem_proto::v1::{StepTotals, WorkerInfo, worker_info::Role};
@@ -149,7 +149,12 @@ pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
         };
         let empty = Snapshot { at_event_id: 0, stored: Vec::new() };
         let member = router.lock().join(info, "host:1".to_owned(), &empty).expect("it agrees with the others");
-        let cache = CacheSettings { capacity_blocks: world.capacity_blocks, block_size: 1, prefix_caching: true };
+        let cache = CacheSettings {
+            capacity_blocks: world.capacity_blocks,
+            block_size: 1,
+            prefix_caching: true,
+            hash_key: HashKey::NONE,
+        };
         Worker {
             member,
             role: *role,
@@ -206,7 +211,7 @@ fn common(one: &Prompt, other: &Prompt) -> usize {
 impl Worker {
     /// Leading blocks that are cached, or that sequences before it are to compute.
     fn known_blocks(&self, prompt: &Prompt, prompts: &[Prompt]) -> usize {
-        let hashes = sequence_hashes(&namespace(), 1, &prompt.blocks[..prompt.blocks.len() - 1]);
+        let hashes = sequence_hashes(&HashKey::NONE, &namespace(), 1, &prompt.blocks[..prompt.blocks.len() - 1]);
         let cached = hashes.iter().take_while(|hash| self.cached.contains(hash)).count();
         let before = self.waiting.iter().chain(self.running.iter().filter(|other| other.remaining(prompts) > 0));
         before.filter(|other| !other.sent).map(|other| common(&prompts[other.request], prompt)).max().unwrap_or(0).max(cached)
@@ -362,7 +367,7 @@ impl Simulation<'_> {
         let asked = Asked {
             request_id: request.to_string().into(),
             model: String::new(),
-            hashes: sequence_hashes(&namespace(), 1, &prompt.blocks).into(),
+            hashes: sequence_hashes(&HashKey::NONE, &namespace(), 1, &prompt.blocks).into(),
             prompt_tokens: (prompt.blocks.len() as u64 * BLOCK_TOKENS) as u32,
             samples: 1,
             prompt_logits: false,

@@ -7,7 +7,7 @@ use crate::{
 };
 use proptest::{prelude::*, test_runner::TestRunner};
 use std::{cell::Cell, collections::BTreeMap};
-use tandem_kv::Namespace;
+use tandem_kv::{HashKey, Namespace};
 
 /// A worker without its thread.
 struct Worker {
@@ -123,6 +123,7 @@ const SETTINGS: EngineSettings = EngineSettings {
     batch_max: 64,
     queue_max: 64,
     prefix_caching: true,
+    hash_key: HashKey::NONE,
     unheard_max: 1_024,
     step_max: std::time::Duration::from_secs(60),
 };

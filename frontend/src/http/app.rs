@@ -1,0 +1,151 @@
+//! What all requests of a frontend share.
+
+use super::{Trust, unix_seconds};
+use crate::{
+    CacheIsolation, FrontendSettings,
+    admission::Admission,
+    audit::LastAudit,
+    dispatch::{Dispatcher, Limits, Routers},
+    error::{ApiError, Problem},
+    metrics::FrontendMetrics,
+    model::ServedModel,
+    recent::Recent,
+};
+use axum::http::{HeaderMap, HeaderName};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use tandem_kv::{HashKey, Namespace};
+use tandem_node::{Metrics, Shutdown, trace::Tracer};
+use tandem_proto::{link::Network, v1::Identity};
+
+/// Prompts in one request.
+const PROMPTS_MAX: usize = 128;
+/// Letters in the name of an account.
+const ACCOUNT_MAX: usize = 64;
+
+const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
+const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+
+/// What a request's headers ask for, as far as they may.
+#[derive(Default)]
+pub(super) struct Asked {
+    /// The object `tandem` in the answer.
+    pub(super) details: bool,
+    /// Instead of an answer, why it would be placed where.
+    pub(super) explain: bool,
+    /// Whom the request is for; empty: not known.
+    pub(super) account: String,
+}
+
+/// What all requests share.
+pub(crate) struct App {
+    pub(super) model: Arc<ServedModel>,
+    pub(super) dispatcher: Arc<Dispatcher>,
+    pub(super) metrics: Arc<FrontendMetrics>,
+    pub(super) admission: Admission,
+    pub(super) block_size: u32,
+    /// Under which the cluster hashes prompts.
+    pub(super) hash_key: HashKey,
+    pub(super) body_max_bytes: usize,
+    pub(super) prompts_max: usize,
+    pub(super) tracer: Tracer,
+    /// See [`FrontendSettings::keep_alive`].
+    pub(super) keep_alive: Duration,
+    pub(super) trust: Trust,
+    account_header: Option<HeaderName>,
+    cache_isolation: CacheIsolation,
+    /// When this process began, in seconds since 1970: the age of the model as clients see it.
+    pub(super) since: u64,
+    /// For the page at `/dashboard`; `None`: there is none.
+    pub(super) recent: Option<Arc<Recent>>,
+    pub(super) audit: Option<LastAudit>,
+}
+
+impl App {
+    pub(crate) fn new(
+        settings: FrontendSettings,
+        trust: Trust,
+        routers: &BTreeSet<String>,
+        network: Network,
+        metrics: &Metrics,
+        shutdown: Shutdown,
+    ) -> Self {
+        let metrics = Arc::new(FrontendMetrics::new(metrics, settings.model.id()));
+        let identity = Identity {
+            cluster: settings.cluster,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            model: settings.model.id().to_owned(),
+            revision: settings.model.revision().to_owned(),
+            block_size: settings.block_size,
+            key_fingerprint: network.key().fingerprint().to_owned(),
+        };
+        let hash_key = network.key().hash_key();
+        let limits = Limits {
+            attempts: settings.attempts,
+            attempt_timeout: settings.attempt_timeout,
+            first_token_timeout: settings.first_token_timeout,
+            resumes: settings.resumes,
+        };
+        let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        Self {
+            model: Arc::new(settings.model),
+            dispatcher: Arc::new(dispatcher),
+            admission: Admission::new(settings.concurrent_requests, shutdown, Arc::clone(&metrics)),
+            audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
+            metrics,
+            block_size: settings.block_size,
+            hash_key,
+            body_max_bytes: settings.body_max_bytes,
+            // A batch that could never be let in must not be told to try again.
+            prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
+            tracer: settings.tracer,
+            keep_alive: settings.keep_alive,
+            trust,
+            account_header: settings.account_header,
+            cache_isolation: settings.cache_isolation,
+            since: unix_seconds(),
+            recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
+        }
+    }
+
+    pub(crate) fn admission(&self) -> &Admission {
+        &self.admission
+    }
+
+    /// What the headers of a request ask for.
+    ///
+    /// # Errors
+    /// A header is not for this peer to send, or the account's name is not one.
+    pub(super) fn asked(&self, headers: &HeaderMap, trusted: bool) -> Result<Asked, ApiError> {
+        let [details, explain] = self.trust.asks(headers, [DETAILS, EXPLAIN], trusted)?;
+        Ok(Asked { details, explain, account: self.account(headers, trusted)? })
+    }
+
+    /// Whose KV a request may share: that of the same model and `cache_salt`, and of the same account if accounts are isolated.
+    pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
+        let namespace = self.model.namespace(cache_salt);
+        match self.cache_isolation {
+            CacheIsolation::Shared => namespace,
+            CacheIsolation::Account => namespace.of_account(account),
+        }
+    }
+
+    /// Whom a request is for, if a trusted peer says so. A name that no ledger can hold is refused, since no bill would show it.
+    fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
+        let Some(name) = &self.account_header else { return Ok(String::new()) };
+        let mut values = headers.get_all(name).iter();
+        let Some(value) = values.next() else { return Ok(String::new()) };
+        if !trusted {
+            return Err(ApiError::Untrusted { header: name.clone() });
+        }
+        let fits = |name: &&str| {
+            let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
+            name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
+        };
+        let rule = "must be there once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
+        let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
+        // Of two, one may be the client's own.
+        let value = values.next().is_none().then_some(value);
+        value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
+    }
+}
