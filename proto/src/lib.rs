@@ -9,6 +9,7 @@ mod load;
 mod reason;
 mod scheduled;
 mod snapshot;
+mod ticket;
 
 pub use error::WireError;
 pub use event::{event_batch, split_batch};

@@ -19,7 +19,7 @@ struct Worker {
 
 impl Worker {
     fn new(engine: CpuEngine, settings: EngineSettings) -> Self {
-        let machine = Machine::new(engine.describe(), settings, 1);
+        let machine = Machine::new(engine.describe(), settings, crate::ticket::from_seed(1));
         Self { machine, engine, heard: BTreeMap::new(), now: Duration::ZERO }
     }
 
