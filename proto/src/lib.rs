@@ -15,6 +15,7 @@ pub use error::WireError;
 pub use event::{event_batch, split_batch};
 pub use identity::Difference;
 pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, TooShort};
+pub use load::transfer_bytes_per_second;
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
 /// The messages and services of package `tandem.v1`.

@@ -36,10 +36,15 @@ struct Story {
 
 impl Story {
     async fn start() -> Self {
+        Self::with_capacity(100_000).await
+    }
+
+    async fn with_capacity(blocks: u32) -> Self {
         let server = Server::nats(&[]);
         let (own, routers) = (broker(&server).await, broker(&server).await);
         soon(async { tokio::join!(own.until(true), routers.until(true)) }).await;
         let worker = FakeWorker::start(Role::Decode, "d").await;
+        worker.describe_as(|info| info.capacity_blocks = blocks);
         let settings = RouterSettings { prefill: PrefillPlace::Local, broker: Some(routers), ..Default::default() };
         let router = TestRouter::start(&[&worker], settings).await;
         Self { server, broker: own, worker, router }
@@ -124,6 +129,21 @@ async fn events_come_over_nats_and_what_is_missing_from_a_snapshot() {
     assert_eq!((story.plane("nats"), story.plane("direct")), (Some(0.0), Some(1.0)));
     drop(watch);
     story.router.until_gone("d").await;
+}
+
+/// Others may publish in its name.
+#[tokio::test]
+async fn more_blocks_than_a_worker_has_are_put_right_by_a_snapshot_if_they_come_over_nats() {
+    let mut story = Story::with_capacity(10).await;
+    let _watch = story.joins(3).await;
+    story.publish_heard(4..=4).await;
+    let change = stored(Some(4), &(100..110).collect::<Vec<_>>());
+    let batch = KvBatch { last_event_id: 5, events: vec![KvEvent { event_id: 5, change }], ..Default::default() };
+    story.broker.publish(event_batch("d-1", &batch, 0)).await;
+    story.worker.asked().await.answer(4, &[1, 2, 3, 4]);
+    story.publish_heard(5..=5).await;
+    assert_eq!(story.gaps(), Some(1.0));
+    assert_eq!(story.router.metric(r#"tandem_router_kv_events_refused_total{worker="d"}"#), Some(1.0));
 }
 
 #[tokio::test]
