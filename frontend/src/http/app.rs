@@ -1,10 +1,11 @@
 //! What all requests of a frontend share.
 
-use super::unix_seconds;
+use super::{body::Bodies, context::body_bytes_max, unix_seconds};
 use crate::{
     FrontendSettings,
-    admission::Admission,
+    admission::{self, Admission},
     audit::LastAudit,
+    cores::Cores,
     dispatch::{Dispatcher, Limits, Routers},
     error::{ApiError, Problem},
     metrics::FrontendMetrics,
@@ -16,8 +17,6 @@ use std::{collections::BTreeSet, sync::Arc};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
-/// Prompts in one request.
-const PROMPTS_MAX: usize = 128;
 /// Letters in the name of an account.
 const ACCOUNT_MAX: usize = 64;
 
@@ -28,8 +27,11 @@ pub(crate) struct App {
     pub(super) metrics: Arc<FrontendMetrics>,
     pub(super) admission: Admission,
     pub(super) block_size: u32,
-    pub(super) body_max_bytes: usize,
-    pub(super) prompts_max: usize,
+    pub(super) bodies: Bodies,
+    /// Of large bodies.
+    pub(super) parsing: Cores,
+    /// Of long texts.
+    pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
     account_header: Option<HeaderName>,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
@@ -63,16 +65,18 @@ impl App {
         };
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
+        let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),
-            admission: Admission::new(settings.concurrent_requests, shutdown, Arc::clone(&metrics)),
+            admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
             audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
             metrics,
             block_size: settings.block_size,
-            body_max_bytes: settings.body_max_bytes,
-            // A batch that could never be let in must not be told to try again.
-            prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
+            bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
+            parsing: Cores::default(),
+            encoding: Cores::default(),
             tracer: settings.tracer,
             account_header: settings.account_header,
             since: unix_seconds(),
@@ -82,6 +86,10 @@ impl App {
 
     pub(crate) fn admission(&self) -> &Admission {
         &self.admission
+    }
+
+    pub(crate) fn metrics(&self) -> Arc<FrontendMetrics> {
+        Arc::clone(&self.metrics)
     }
 
     /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.

@@ -1,13 +1,12 @@
 //! `/v1/chat/completions`: the request.
 
-use super::{Content, Options, request};
+use super::{Bounded, Content, Options, Unbuilt, request};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
     prompt::{EncodeError, Tokenizer, Turn},
 };
 use serde::Deserialize;
-use serde_json::Value;
 use tandem_kv::TokenId;
 
 /// Turns of a conversation; the body's size bounds their length.
@@ -16,7 +15,7 @@ const MESSAGES_MAX: usize = 16_384;
 request! {
     /// As parsed.
     ChatRequest {
-        messages: Vec<Message>,
+        messages: Bounded<Message, MESSAGES_MAX>,
         /// Wins over `max_tokens`, its older name, when both are there.
         max_completion_tokens: i64,
         logprobs: bool,
@@ -35,8 +34,8 @@ pub(crate) struct Message {
     role: Option<String>,
     #[serde(default)]
     content: Content,
-    tool_calls: Option<Value>,
-    function_call: Option<Value>,
+    tool_calls: Option<Unbuilt>,
+    function_call: Option<Unbuilt>,
 }
 
 /// As checked.
@@ -64,8 +63,8 @@ impl ChatRequest {
     }
 }
 
-fn turns(messages: Option<Vec<Message>>) -> Result<Vec<(&'static str, String)>, ApiError> {
-    let messages = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'static str, String)>, ApiError> {
+    let Bounded(messages) = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", Problem::Empty));
     }
@@ -86,8 +85,8 @@ fn turns(messages: Option<Vec<Message>>) -> Result<Vec<(&'static str, String)>, 
                 return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
             }
         };
-        super::refuse_unbuilt(&param("tool_calls"), message.tool_calls.as_ref())?;
-        super::refuse_unbuilt(&param("function_call"), message.function_call.as_ref())?;
+        super::unbuilt::refuse(&param("tool_calls"), message.tool_calls)?;
+        super::unbuilt::refuse(&param("function_call"), message.function_call)?;
         Ok((role, message.content.0))
     };
     messages.into_iter().enumerate().map(turn).collect()
@@ -120,6 +119,6 @@ impl Chat {
         let marked: Vec<_> = self.turns.iter().map(|(role, content)| (*role, model.tokenizer.mark(content, guard))).collect();
         let turns: Vec<_> = marked.iter().map(|(role, content)| Turn { role, content }).collect();
         let text = template.render(&turns).map_err(ApiError::Template)?;
-        model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Encode)
+        model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)
     }
 }
