@@ -44,13 +44,26 @@ pub(crate) enum ApiError {
     NoChatTemplate,
     #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
     Template(#[source] minijinja::Error),
+    #[error("The model's chat template takes too many steps for these messages. Send fewer or shorter messages.")]
+    TemplateSteps,
+    /// In OpenAI's words, which clients look for.
     #[error(
-        "This model's context length is {context_length} tokens, but the request needs {}: {prompt_tokens} of the prompt and \
-         {new_tokens} to be generated. Shorten the prompt or lower {limit_param}.",
-        u64::from(*.prompt_tokens) + u64::from(*.new_tokens)
+        "This model's maximum context length is {context_length} tokens. However, you requested {} tokens ({prompt_tokens} in the \
+         {}, {new_tokens} in the completion). Please reduce the length of the {} or completion.",
+        u64::from(*.prompt_tokens) + u64::from(*.new_tokens), .prompt, .prompt
     )]
-    ContextLength { context_length: u32, prompt_tokens: u32, new_tokens: u32, param: &'static str, limit_param: &'static str },
-    #[error("This model's context length is {context_length} tokens, but the prompt has at least {tokens_min}. Shorten it.")]
+    ContextLength {
+        context_length: u32,
+        prompt_tokens: u32,
+        new_tokens: u32,
+        /// The field that holds the prompt: `messages` or `prompt`.
+        prompt: &'static str,
+        param: &'static str,
+    },
+    #[error(
+        "This model's maximum context length is {context_length} tokens. However, your {param} resulted in at least {tokens_min} \
+         tokens. Please reduce the length of the {param}."
+    )]
     PromptLength { context_length: u32, tokens_min: usize, param: &'static str },
     #[error("There is nothing at this path; see /openapi.json for what there is.")]
     UnknownPath,
@@ -129,6 +142,7 @@ impl ApiError {
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
             Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
             Self::Template(_) => bad(Some("messages"), Some("invalid_value")),
+            Self::TemplateSteps => bad(Some("messages"), Some("too_many")),
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }

@@ -66,6 +66,17 @@ pub enum ServedModelError {
     /// The chat template does not compile.
     #[error("the model file's chat template cannot be used: take another conversion of the model")]
     Template(#[from] minijinja::Error),
+    /// The chat template does not end, or writes without end.
+    #[error(
+        "the model file's chat template takes more than {steps} steps or {bytes} bytes for a conversation of four short messages: \
+         take another conversion of the model"
+    )]
+    TemplateEndless {
+        /// Instructions it may execute.
+        steps: u64,
+        /// Bytes it may write.
+        bytes: usize,
+    },
 }
 
 impl ServedModel {
@@ -148,6 +159,12 @@ impl ServedModel {
         &self.stop_tokens
     }
 
+    /// Bytes of a rendered conversation beyond which it cannot fit into the context. Guards make a text at most four times as long: each is
+    /// three bytes, and follows a byte of its own.
+    pub(crate) fn rendered_bytes_max(&self) -> usize {
+        4 * self.context_length as usize * self.tokenizer.token_bytes_max()
+    }
+
     /// Its tokeniser.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -208,7 +225,7 @@ mod tests {
 
     fn rendered(model: &ServedModel) -> String {
         let turns = [Turn { role: "user", content: "a" }];
-        model.template.as_ref().expect("it has a template").render(&turns).expect("it renders")
+        model.template.as_ref().expect("it has a template").render(&turns, 1 << 10).expect("it renders")
     }
 
     #[test]

@@ -30,8 +30,9 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
     let chat = request.check(&model)?;
     check_texts(&model, std::iter::once(chat.text_bytes()), "messages")?;
     incoming.admit(1, &chat.options)?;
-    let (text_bytes, encoder) = (chat.text_bytes(), Arc::clone(&model));
-    let (chat, tokens) = incoming.encode(text_bytes, move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
+    let encoder = Arc::clone(&model);
+    let encoding_bytes = chat.encoding_bytes();
+    let (chat, tokens) = incoming.encode(encoding_bytes, move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
     incoming.body_is_done();
     let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
         (Some(max_tokens), _) => (max_tokens, chat.limit_param),

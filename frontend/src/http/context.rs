@@ -66,8 +66,8 @@ pub(super) fn check_context(
         return Ok(());
     }
     // The culprit: a prompt that leaves no room for a token, else the wish for too many.
-    let param = if prompt_tokens >= context_length { param } else { limit_param };
-    Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, param, limit_param })
+    let culprit = if prompt_tokens >= context_length { param } else { limit_param };
+    Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: culprit })
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 mod template;
 mod tokenizer;
 
-pub(crate) use template::{ChatTemplate, Turn};
+pub(crate) use template::{ChatTemplate, RenderError, Turn};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 
 use tandem_kv::{Namespace, TokenId, sequence_hashes};

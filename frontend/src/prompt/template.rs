@@ -1,13 +1,21 @@
 //! A conversation to the one text a model was trained on.
 
+use crate::model::ServedModelError;
 use minijinja::{Environment, Error, ErrorKind, context, syntax::SyntaxConfig, value::Serde};
 use serde::Serialize;
+use std::io;
 
 /// ChatML, the form `--engine sim` talks.
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 const NAME: &str = "chat";
+
+/// Instructions that one rendering may execute. The templates of the families we serve execute fewer than 300 for each message; this
+/// allows 600 for each of the most messages that a request may hold, and takes about half a second.
+const STEPS_MAX: u64 = 10_000_000;
+/// Bytes that the short conversations of [`ChatTemplate::new`] may render to. Templates with built-in instructions write a few kilobytes.
+const PROBE_BYTES_MAX: usize = 1 << 20;
 
 /// A model's chat template, compiled.
 pub(crate) struct ChatTemplate {
@@ -25,17 +33,62 @@ pub(crate) struct Turn<'a> {
     pub(crate) content: &'a str,
 }
 
+/// Why a conversation has no text.
+#[derive(Debug)]
+pub(crate) enum RenderError {
+    /// The template refuses the conversation, or fails.
+    Refused(Error),
+    /// It executes more than [`STEPS_MAX`] instructions.
+    Steps,
+    /// The text is longer than the caller allows.
+    TooLong,
+}
+
+/// A rendered text that refuses to grow beyond `max` bytes.
+struct Bounded {
+    bytes: Vec<u8>,
+    max: usize,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + text.len() > self.max {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 impl ChatTemplate {
     /// Compiles a template as Hugging Face renders it: blocks take their line end with them, Python's methods work.
-    pub(crate) fn new(source: &str, bos: &str, eos: &str) -> Result<Self, Error> {
+    ///
+    /// Renders two short conversations, so that a template which does not end is found at the start and not by the first client. A
+    /// template may refuse these conversations: that is no error.
+    ///
+    /// # Errors
+    /// The template does not compile, or does not end.
+    pub(crate) fn new(source: &str, bos: &str, eos: &str) -> Result<Self, ServedModelError> {
         let mut environment = Environment::new();
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
+        environment.set_fuel(Some(STEPS_MAX));
         environment.add_template_owned(NAME, source.to_owned())?;
-        Ok(Self { environment, bos: bos.to_owned(), eos: eos.to_owned() })
+        let template = Self { environment, bos: bos.to_owned(), eos: eos.to_owned() };
+        let turns = ["system", "user", "assistant", "user"].map(|role| Turn { role, content: "a" });
+        for probe in [&turns[..], &turns[1..2]] {
+            if let Err(RenderError::Steps | RenderError::TooLong) = template.render(probe, PROBE_BYTES_MAX) {
+                return Err(ServedModelError::TemplateEndless { steps: STEPS_MAX, bytes: PROBE_BYTES_MAX });
+            }
+        }
+        Ok(template)
     }
 
     /// The template of `--engine sim`.
@@ -43,14 +96,25 @@ impl ChatTemplate {
         Self::new(CHATML, "", "<|im_end|>").expect("the built-in template compiles")
     }
 
-    /// The conversation's text, up to where the assistant's next turn begins. Fails when the template refuses the conversation.
-    pub(crate) fn render(&self, turns: &[Turn<'_>]) -> Result<String, Error> {
-        self.environment.get_template(NAME)?.render(context! {
+    /// The conversation's text, up to where the assistant's next turn begins: at most `bytes_max` bytes.
+    ///
+    /// # Errors
+    /// The template refuses the conversation, or needs more steps or more bytes than it may use.
+    pub(crate) fn render(&self, turns: &[Turn<'_>], bytes_max: usize) -> Result<String, RenderError> {
+        let context = context! {
             messages => Serde(turns),
             add_generation_prompt => true,
             bos_token => self.bos.as_str(),
             eos_token => self.eos.as_str(),
-        })
+        };
+        let mut text = Bounded { bytes: Vec::new(), max: bytes_max };
+        let rendered = self.environment.get_template(NAME).and_then(|template| template.render_captured_to(context, &mut text));
+        match rendered.map_err(|error| (error.kind(), error)) {
+            Ok(_) => Ok(String::from_utf8(text.bytes).expect("templates write whole strings")),
+            Err((ErrorKind::OutOfFuel, _)) => Err(RenderError::Steps),
+            Err((ErrorKind::WriteFailure, _)) => Err(RenderError::TooLong),
+            Err((_, error)) => Err(RenderError::Refused(error)),
+        }
     }
 }
 
@@ -61,7 +125,7 @@ mod tests {
     #[test]
     fn a_conversation_in_chatml() {
         let turns = [Turn { role: "system", content: "Be {{ brief }}." }, Turn { role: "user", content: "<b>Hi</b>" }];
-        let text = ChatTemplate::chatml().render(&turns).expect("it renders");
+        let text = ChatTemplate::chatml().render(&turns, 1 << 10).expect("it renders");
         assert_eq!(
             text,
             "<|im_start|>system\nBe {{ brief }}.<|im_end|>\n<|im_start|>user\n<b>Hi</b><|im_end|>\n<|im_start|>assistant\n"
@@ -73,13 +137,53 @@ mod tests {
         let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if m.role == 'system' %}\n{{ raise_exception('no system') }}\n\
                       {% endif %}\n{{ m.content.strip() | upper }}\n{% endfor %}";
         let template = ChatTemplate::new(source, "<s>", "</s>").expect("it compiles");
-        assert_eq!(template.render(&[Turn { role: "user", content: " hi " }]).expect("it renders"), "<s>\nHI\n");
-        let refused = template.render(&[Turn { role: "system", content: "x" }]).expect_err("it raises");
+        assert_eq!(template.render(&[Turn { role: "user", content: " hi " }], 1 << 10).expect("it renders"), "<s>\nHI\n");
+        let Err(RenderError::Refused(refused)) = template.render(&[Turn { role: "system", content: "x" }], 1 << 10) else {
+            panic!("it raises");
+        };
         assert_eq!(refused.detail(), Some("no system"));
     }
 
     #[test]
     fn a_broken_template_is_refused() {
         assert!(ChatTemplate::new("{% if %}", "", "").is_err());
+    }
+
+    #[test]
+    fn template_that_never_ends_is_refused_at_start() {
+        const ROUNDS: &str = "{% for a in range(9999) %}{% for b in range(9999) %}";
+        for body in ["{% set x = b %}", "text"] {
+            // Whatever the roles, only with an answer in the conversation, and with text or without.
+            for condition in ["true", "messages | length > 2"] {
+                let source = format!("{{% if {condition} %}}{ROUNDS}{body}{{% endfor %}}{{% endfor %}}{{% endif %}}");
+                let refused = ChatTemplate::new(&source, "", "").map(drop).expect_err(&source);
+                assert!(matches!(refused, ServedModelError::TemplateEndless { .. }), "{refused}");
+            }
+        }
+    }
+
+    #[test]
+    fn messages_that_make_a_template_quadratic_end_within_its_steps() {
+        let source = "{% for m in messages %}{% for o in messages %}{% set x = o.content %}{% endfor %}{% endfor %}x";
+        let template = ChatTemplate::new(source, "", "").expect("it ends for few messages");
+        let turns: Vec<_> = (0..16_384).map(|_| Turn { role: "user", content: "" }).collect();
+        assert!(template.render(&turns[..100], 1).is_ok());
+        assert!(matches!(template.render(&turns, 1), Err(RenderError::Steps)));
+    }
+
+    #[test]
+    fn a_text_longer_than_allowed_is_not_built() {
+        let source = "{% for m in messages %}{% for n in range(1000) %}{{ m.content }}{% endfor %}{% endfor %}";
+        let template = ChatTemplate::new(source, "", "").expect("it ends for short messages");
+        let content = "x".repeat(1 << 20);
+        let bomb = [Turn { role: "user", content: &content }];
+        assert!(matches!(template.render(&bomb, 4 << 20), Err(RenderError::TooLong)));
+        assert_eq!(template.render(&[Turn { role: "user", content: "ab" }], 2_000).expect("it just fits").len(), 2_000);
+    }
+
+    #[test]
+    fn the_longest_conversations_of_common_templates_have_steps_enough() {
+        let turns: Vec<_> = (0..16_384).map(|turn| Turn { role: ["user", "assistant"][turn % 2], content: "ab" }).collect();
+        assert!(ChatTemplate::chatml().render(&turns, 1 << 20).is_ok());
     }
 }

@@ -200,6 +200,11 @@ impl Tokenizer {
         self.tokens.len()
     }
 
+    /// Bytes of text that one token can stand for.
+    pub(crate) fn token_bytes_max(&self) -> usize {
+        self.token_bytes_max
+    }
+
     /// A text of so many bytes has no fewer tokens.
     pub(crate) fn tokens_min(&self, text_bytes: usize) -> usize {
         text_bytes.div_ceil(self.token_bytes_max)

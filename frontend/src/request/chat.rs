@@ -1,10 +1,10 @@
 //! `/v1/chat/completions`: the request.
 
-use super::{Bounded, Content, Options, Unbuilt, request};
+use super::{Bounded, Content, Options, Whole, request, unbuilt};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
-    prompt::{EncodeError, Tokenizer, Turn},
+    prompt::{EncodeError, RenderError, Tokenizer, Turn},
 };
 use serde::Deserialize;
 use tandem_kv::TokenId;
@@ -17,14 +17,16 @@ request! {
     ChatRequest {
         messages: Bounded<Message, MESSAGES_MAX>,
         /// Wins over `max_tokens`, its older name, when both are there.
-        max_completion_tokens: i64,
+        max_completion_tokens: Whole,
         logprobs: bool,
-        top_logprobs: i64,
+        top_logprobs: Whole,
     } unbuilt {
-        tools, tool_choice, functions, function_call, response_format, modalities, audio, prediction, web_search_options,
-        reasoning_effort, store, suffix, best_of, use_beam_search, include_stop_str_in_output, prompt_logprobs,
-        guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs, continue_final_message, chat_template,
-        chat_template_kwargs, documents, echo, truncate_prompt_tokens,
+        // OpenAI.
+        audio, function_call = "none", prediction, reasoning_effort = "none", verbosity = "medium", web_search_options,
+        // vLLM.
+        add_generation_prompt = true, add_special_tokens, best_of = 1, chat_template, chat_template_kwargs, continue_final_message,
+        documents, echo, enable_thinking, include_reasoning = true, media_io_kwargs, mm_processor_kwargs, reasoning, suffix,
+        thinking = "disabled",
     }
 }
 
@@ -34,8 +36,10 @@ pub(crate) struct Message {
     role: Option<String>,
     #[serde(default)]
     content: Content,
-    tool_calls: Option<Unbuilt>,
-    function_call: Option<Unbuilt>,
+    #[serde(default)]
+    tool_calls: unbuilt::Setting,
+    #[serde(default)]
+    function_call: unbuilt::Setting,
 }
 
 /// As checked.
@@ -56,7 +60,7 @@ impl ChatRequest {
             Some(limit) => ("max_completion_tokens", Some(limit)),
             None => ("max_tokens", self.max_tokens),
         };
-        let max_tokens = limit.map(|found| super::options::token_count(limit_param, found, 1)).transpose()?;
+        let max_tokens = limit.map(|Whole(found)| super::options::token_count(limit_param, found, 1)).transpose()?;
         super::options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         Ok(Chat { options, max_tokens, limit_param, turns })
@@ -85,15 +89,15 @@ fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'stat
                 return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
             }
         };
-        super::unbuilt::refuse(&param("tool_calls"), message.tool_calls)?;
-        super::unbuilt::refuse(&param("function_call"), message.function_call)?;
+        unbuilt::check(&param("tool_calls"), &message.tool_calls, &[])?;
+        unbuilt::check(&param("function_call"), &message.function_call, &[])?;
         Ok((role, message.content.0))
     };
     messages.into_iter().enumerate().map(turn).collect()
 }
 
-fn top_logprobs(logprobs: bool, top: Option<i64>) -> Result<Option<u32>, ApiError> {
-    let alternatives = super::options::alternatives("top_logprobs", top.unwrap_or(0))?;
+fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiError> {
+    let alternatives = super::options::alternatives("top_logprobs", top.map_or(0, |Whole(top)| top))?;
     if top.is_some() && !logprobs {
         return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
     }
@@ -101,9 +105,15 @@ fn top_logprobs(logprobs: bool, top: Option<i64>) -> Result<Option<u32>, ApiErro
 }
 
 impl Chat {
-    /// Bytes of text: whether encoding is worth another thread.
+    /// Bytes of text.
     pub(crate) fn text_bytes(&self) -> usize {
         self.turns.iter().map(|(_, content)| content.len()).sum()
+    }
+
+    /// What rendering and encoding cost, in bytes of text: the template runs for each message, also for one without text.
+    pub(crate) fn encoding_bytes(&self) -> usize {
+        const MESSAGE: usize = 256;
+        self.text_bytes() + MESSAGE * self.turns.len()
     }
 
     /// Renders and encodes the conversation.
@@ -118,7 +128,14 @@ impl Chat {
         };
         let marked: Vec<_> = self.turns.iter().map(|(role, content)| (*role, model.tokenizer.mark(content, guard))).collect();
         let turns: Vec<_> = marked.iter().map(|(role, content)| Turn { role, content }).collect();
-        let text = template.render(&turns).map_err(ApiError::Template)?;
+        let text = template.render(&turns, model.rendered_bytes_max()).map_err(|error| match error {
+            RenderError::Refused(source) => ApiError::Template(source),
+            RenderError::Steps => ApiError::TemplateSteps,
+            RenderError::TooLong => {
+                let tokens_min = model.context_length as usize + 1;
+                ApiError::PromptLength { context_length: model.context_length, tokens_min, param: "messages" }
+            }
+        })?;
         model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)
     }
 }

@@ -1,6 +1,6 @@
 //! `/v1/completions`: the request.
 
-use super::{Options, PromptInput, request};
+use super::{Options, PromptInput, Whole, request};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
@@ -20,11 +20,10 @@ request! {
     CompletionRequest {
         prompt: PromptInput,
         echo: bool,
-        logprobs: i64,
-        best_of: i64,
+        logprobs: Whole,
+        best_of: Whole,
     } unbuilt {
-        suffix, tools, tool_choice, functions, response_format, use_beam_search, include_stop_str_in_output, prompt_logprobs,
-        guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs, truncate_prompt_tokens, prompt_embeds,
+        add_special_tokens = true, prompt_embeds, suffix,
     }
 }
 
@@ -65,18 +64,19 @@ impl CompletionRequest {
             return Err(ApiError::invalid("prompt", Problem::Vocabulary { vocab_size }));
         }
         let mut options = self.take_common()?.check(model)?;
-        if self.best_of.is_some_and(|best_of| best_of != i64::from(options.samples)) {
+        if self.best_of.is_some_and(|Whole(best_of)| best_of != i64::from(options.samples)) {
             return Err(ApiError::invalid("best_of", Problem::Rule { rule: "is not supported unless it equals 'n'" }));
         }
         if prompts_len * options.samples as usize > CHOICES_MAX {
             return Err(ApiError::invalid("n", Problem::TooMany { max: CHOICES_MAX, unit: "choices over all prompts" }));
         }
-        options.sampling.logprobs = self.logprobs.map(|found| super::options::alternatives("logprobs", found)).transpose()?;
+        options.sampling.logprobs =
+            self.logprobs.map(|Whole(found)| super::options::alternatives("logprobs", found)).transpose()?;
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,
             // Only an echoed prompt is an answer without new tokens.
-            Some(found) => super::options::token_count("max_tokens", found, u32::from(!echo))?,
+            Some(Whole(found)) => super::options::token_count("max_tokens", found, u32::from(!echo))?,
         };
         super::options::check_min_tokens(&options, Some(max_tokens))?;
         options.sampling.max_tokens = Some(max_tokens);

@@ -1,5 +1,5 @@
 //! What clients may ask, and what is refused. A field of the wrong type or out of range is named in the error; a parameter that
-//! is not built is refused when it is set to anything that would change the answer; fields nobody knows are ignored.
+//! is not built is refused when it is set to anything that would change the answer; unknown fields are ignored.
 
 pub(crate) mod chat;
 pub(crate) mod completions;
@@ -8,10 +8,9 @@ mod shapes;
 mod unbuilt;
 
 pub(crate) use options::{Common, Options, StreamOptions, StreamUsage};
-pub(crate) use shapes::{Bounded, BoundedMap, Content, PromptInput, Stop};
-pub(crate) use unbuilt::Unbuilt;
+pub(crate) use shapes::{Bounded, BoundedMap, Content, PromptInput, Stop, Whole};
 
-use crate::error::{ApiError, Problem, shortened};
+use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
 
 /// Objects and lists within each other; requests need five.
@@ -89,39 +88,63 @@ fn extent(json: &[u8]) -> Extent {
     Extent { deepest, elements }
 }
 
-/// A request type: its own fields, those that both endpoints have, and those that are known but not built.
+/// A request type: its own fields, those that both endpoints have, and those that are known but not built, each with the values
+/// besides null, false and empty ones that say what happens anyway.
 macro_rules! request {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* } unbuilt { $($unbuilt:ident,)* }) => {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
+     unbuilt { $($unbuilt:ident $(= $usual:literal)*,)* }) => {
+        crate::request::request! {
+            @build $(#[$doc])* $name { $($(#[$field_doc])* $field: $type,)* } unbuilt {
+                $($unbuilt $(= $usual)*,)*
+                // OpenAI.
+                functions, modalities = "text", response_format = "text", store, tool_choice = "none", tools,
+                // vLLM.
+                allowed_token_ids, bad_words, detokenize = true, ec_transfer_params, guided_choice, guided_decoding_backend,
+                guided_grammar, guided_json, guided_regex, guided_whitespace_pattern, include_stop_str_in_output,
+                kv_transfer_params, length_penalty = 1, logits_processors, logprob_token_ids, priority = 0, prompt_logprobs,
+                repetition_detection, return_token_ids, return_tokens_as_token_ids, skip_special_tokens = true, structural_tag,
+                structured_outputs, thinking_token_budget, truncate_prompt_tokens, use_beam_search, vllm_xargs,
+                // SGLang.
+                custom_logit_processor, custom_params, ebnf, input_ids, json_schema, logit_processor, lora_path, no_stop_trim, regex,
+                return_hidden_states, return_routed_experts, session_params, stop_regex,
+                // Dynamo, Ollama, llama.cpp.
+                nvext, format, options, raw, think, dry_multiplier = 0, grammar, mirostat = 0, n_probs = 0, typical_p = 1,
+                xtc_probability = 0,
+            }
+        }
+    };
+    (@build $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
+     unbuilt { $($unbuilt:ident $(= $usual:literal)*,)* }) => {
         $(#[$doc])*
         #[derive(serde::Deserialize)]
         pub(crate) struct $name {
             $($(#[$field_doc])* pub(crate) $field: Option<$type>,)*
             pub(crate) model: Option<String>,
-            n: Option<i64>,
+            n: Option<crate::request::Whole>,
             stream: Option<bool>,
             stream_options: Option<crate::request::StreamOptions>,
-            max_tokens: Option<i64>,
-            min_tokens: Option<i64>,
+            max_tokens: Option<crate::request::Whole>,
+            min_tokens: Option<crate::request::Whole>,
             temperature: Option<f64>,
             top_p: Option<f64>,
-            top_k: Option<i64>,
+            top_k: Option<crate::request::Whole>,
             min_p: Option<f64>,
             frequency_penalty: Option<f64>,
             presence_penalty: Option<f64>,
             repetition_penalty: Option<f64>,
             logit_bias: Option<crate::request::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>>,
-            seed: Option<i64>,
+            seed: Option<crate::request::Whole>,
             stop: Option<crate::request::Stop>,
             stop_token_ids: Option<crate::request::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>>,
             ignore_eos: Option<bool>,
             cache_salt: Option<String>,
-            $($unbuilt: Option<crate::request::Unbuilt>,)*
+            $(#[serde(default)] $unbuilt: crate::request::unbuilt::Setting,)*
         }
 
         impl $name {
             /// Takes out what both endpoints have, after refusing what is not built.
             fn take_common(&mut self) -> Result<crate::request::Common, crate::error::ApiError> {
-                $(crate::request::unbuilt::refuse(stringify!($unbuilt), self.$unbuilt)?;)*
+                $(crate::request::unbuilt::check(stringify!($unbuilt), &self.$unbuilt, &[$($usual.into())*])?;)*
                 Ok(crate::request::Common {
                     n: self.n,
                     stream: self.stream,

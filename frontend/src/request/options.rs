@@ -1,6 +1,6 @@
 //! The parameters both endpoints share, checked.
 
-use super::{Bounded, BoundedMap, Stop};
+use super::{Bounded, BoundedMap, Stop, Whole};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
@@ -30,19 +30,19 @@ pub(crate) struct StreamOptions {
 
 /// As parsed.
 pub(crate) struct Common {
-    pub(super) n: Option<i64>,
+    pub(super) n: Option<Whole>,
     pub(super) stream: Option<bool>,
     pub(super) stream_options: Option<StreamOptions>,
-    pub(super) min_tokens: Option<i64>,
+    pub(super) min_tokens: Option<Whole>,
     pub(super) temperature: Option<f64>,
     pub(super) top_p: Option<f64>,
-    pub(super) top_k: Option<i64>,
+    pub(super) top_k: Option<Whole>,
     pub(super) min_p: Option<f64>,
     pub(super) frequency_penalty: Option<f64>,
     pub(super) presence_penalty: Option<f64>,
     pub(super) repetition_penalty: Option<f64>,
     pub(super) logit_bias: Option<BoundedMap<LOGIT_BIASES_MAX>>,
-    pub(super) seed: Option<i64>,
+    pub(super) seed: Option<Whole>,
     pub(super) stop: Option<Stop>,
     pub(super) stop_token_ids: Option<Bounded<i64, STOP_TOKENS_MAX>>,
     pub(super) ignore_eos: Option<bool>,
@@ -118,16 +118,16 @@ impl Common {
     pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
         const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
         const SHARE: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
-        let n = self.n.unwrap_or(1);
+        let n = self.n.map_or(1, |Whole(n)| n);
         Range { low: 1.0, high: SAMPLES_MAX as f64, allowed: "between 1 and 128" }.check("n", n as f64)?;
-        let top_k = self.top_k.unwrap_or(0);
+        let top_k = self.top_k.map_or(0, |Whole(top_k)| top_k);
         if top_k < -1 || top_k > i64::from(u32::MAX) {
             let allowed = "-1 or 0 (off) or a number of tokens";
             return Err(ApiError::invalid("top_k", Problem::Range { allowed, found: top_k as f64 }));
         }
         let top_p = Range { low: f64::from(f32::MIN_POSITIVE), high: 1.0, allowed: "above 0 and at most 1" };
         let repetition = Range { low: f64::from(f32::MIN_POSITIVE), high: 100.0, allowed: "above 0 and at most 100" };
-        let min_tokens = self.min_tokens.map(|found| token_count("min_tokens", found, 0)).transpose()?.unwrap_or(0);
+        let min_tokens = self.min_tokens.map(|Whole(found)| token_count("min_tokens", found, 0)).transpose()?.unwrap_or(0);
         let sampling = Sampling {
             max_tokens: None,
             min_tokens,
@@ -144,7 +144,7 @@ impl Common {
             repetition_penalty: repetition.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
             // Any is as good as another, and no two requests without a seed should draw the same.
-            seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |seed| seed as u64),
+            seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
             stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos.unwrap_or(false), model)?,
             logprobs: None,
         };

@@ -31,6 +31,10 @@ pub(crate) enum PromptInput {
     Tokens(Vec<Vec<TokenId>>),
 }
 
+/// A whole number; `5.0` is one, because some clients know no others.
+#[derive(Clone, Copy)]
+pub(crate) struct Whole(pub(crate) i64);
+
 #[derive(Deserialize)]
 struct RawPart {
     r#type: String,
@@ -169,6 +173,38 @@ impl<'de> Deserialize<'de> for Stop {
     }
 }
 
+impl<'de> Deserialize<'de> for Whole {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct WholeVisitor;
+        impl Visitor<'_> for WholeVisitor {
+            type Value = Whole;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a whole number")
+            }
+
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Whole, E> {
+                Ok(Whole(number))
+            }
+
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Whole, E> {
+                let invalid = |_| E::invalid_value(de::Unexpected::Unsigned(number), &self);
+                number.try_into().map(Whole).map_err(invalid)
+            }
+
+            fn visit_f64<E: de::Error>(self, number: f64) -> Result<Whole, E> {
+                /// Beyond it an f64 no longer tells whole numbers apart.
+                const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
+                if number.fract() == 0.0 && number.abs() <= EXACT {
+                    return Ok(Whole(number as i64));
+                }
+                Err(E::invalid_type(de::Unexpected::Float(number), &self))
+            }
+        }
+        deserializer.deserialize_any(WholeVisitor)
+    }
+}
+
 /// The first element of a list decides what the list is.
 enum First {
     Text(String),
@@ -259,6 +295,17 @@ mod tests {
         }
         for json in ["1", "{}", r#"["a", 1]"#, r#"[1, "a"]"#, "[[1], 2]", "[-1]", "[4294967296]", "[1.5]", "[[[1]]]", "true"] {
             assert!(serde_json::from_str::<PromptInput>(json).is_err(), "{json}");
+        }
+    }
+
+    #[test]
+    fn whole_numbers_may_be_written_with_a_point() {
+        for (json, expected) in [("5", 5), ("5.0", 5), ("-1", -1), ("1e3", 1000), ("-0.0", 0)] {
+            assert_eq!(serde_json::from_str::<Whole>(json).expect(json).0, expected, "{json}");
+        }
+        for json in ["1.5", "1e30", "18446744073709551615", "true", "\"5\"", "[5]"] {
+            let error = serde_json::from_str::<Whole>(json).map(|_| ()).expect_err(json);
+            assert!(error.to_string().contains("expected a whole number"), "{json}: {error}");
         }
     }
 

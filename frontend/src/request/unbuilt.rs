@@ -1,106 +1,153 @@
-//! Parameters that are known and not built: refused when they would change the answer, ignored when they would not.
+//! Parameters that OpenAI or other servers know and this one has not built. Ignoring one would give an answer that differs from what
+//! the client asked for, so it is refused by name, unless it is set to what happens anyway.
+//!
+//! The tables are at the request types (`unbuilt { … }`) and in [`request`](super::request). A parameter that gets built leaves its table.
 
 use crate::error::{ApiError, Problem};
 use serde::{
     Deserialize, Deserializer,
-    de::{self, MapAccess, SeqAccess, Visitor},
+    de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
-use std::fmt;
+use std::{borrow::Cow, fmt};
 
-/// What such a parameter was set to, as far as it decides: nothing of it is built, however large it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unbuilt {
-    /// `false`, or an empty text, list or object.
-    Off,
-    /// The text "none".
+/// What such a parameter is set to, as far as a refusal needs it. A value of any size becomes a few bytes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) enum Setting {
+    /// It is absent, null, or an empty text, list or object.
+    #[default]
     Nothing,
-    /// The text "text", a list of it, or an object of this type.
-    Text,
-    TextList,
-    TextObject,
+    Switch(bool),
+    Number(f64),
+    /// A short text, a list of nothing but this text, or an object with this text as `type`.
+    Text(Cow<'static, str>),
     /// Anything else.
-    Set,
+    Other,
 }
 
-/// Refuses a parameter unless it is absent or says what happens anyway.
-pub(super) fn refuse(param: &str, value: Option<Unbuilt>) -> Result<(), ApiError> {
-    let harmless = match value {
-        None | Some(Unbuilt::Off) => true,
-        Some(Unbuilt::Nothing) => matches!(param, "tool_choice" | "function_call"),
-        Some(Unbuilt::TextList) => param == "modalities",
-        Some(Unbuilt::TextObject) => param == "response_format",
-        Some(Unbuilt::Text | Unbuilt::Set) => false,
-    };
-    if harmless { Ok(()) } else { Err(ApiError::invalid(param, Problem::Unsupported)) }
+/// The longest text in a table.
+const TEXT_BYTES_MAX: usize = 16;
+
+/// Refuses `found` unless it sets nothing, switches something off, or is one of the values that say what happens anyway (`usual`).
+/// If that is `true`, then switching off is a change.
+pub(crate) fn check(param: &str, found: &Setting, usual: &[Setting]) -> Result<(), ApiError> {
+    let off = *found == Setting::Switch(false) && !usual.contains(&Setting::Switch(true));
+    if off || *found == Setting::Nothing || usual.contains(found) {
+        return Ok(());
+    }
+    Err(ApiError::invalid(param, Problem::Unsupported))
 }
 
-impl<'de> Deserialize<'de> for Unbuilt {
+impl From<bool> for Setting {
+    fn from(switch: bool) -> Self {
+        Self::Switch(switch)
+    }
+}
+
+impl From<i32> for Setting {
+    fn from(number: i32) -> Self {
+        Self::Number(number.into())
+    }
+}
+
+impl From<&'static str> for Setting {
+    fn from(text: &'static str) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+impl<'de> Deserialize<'de> for Setting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Probe;
-        impl<'de> Visitor<'de> for Probe {
-            type Value = Unbuilt;
+        deserializer.deserialize_any(SettingVisitor)
+    }
+}
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("any value")
-            }
+struct SettingVisitor;
 
-            fn visit_bool<E: de::Error>(self, on: bool) -> Result<Unbuilt, E> {
-                Ok(if on { Unbuilt::Set } else { Unbuilt::Off })
-            }
+impl<'de> Visitor<'de> for SettingVisitor {
+    type Value = Setting;
 
-            fn visit_i64<E: de::Error>(self, _: i64) -> Result<Unbuilt, E> {
-                Ok(Unbuilt::Set)
-            }
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("any value")
+    }
 
-            fn visit_u64<E: de::Error>(self, _: u64) -> Result<Unbuilt, E> {
-                Ok(Unbuilt::Set)
-            }
+    fn visit_unit<E: de::Error>(self) -> Result<Setting, E> {
+        Ok(Setting::Nothing)
+    }
 
-            fn visit_f64<E: de::Error>(self, _: f64) -> Result<Unbuilt, E> {
-                Ok(Unbuilt::Set)
-            }
+    fn visit_bool<E: de::Error>(self, switch: bool) -> Result<Setting, E> {
+        Ok(Setting::Switch(switch))
+    }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Unbuilt, E> {
-                Ok(match text {
-                    "" => Unbuilt::Off,
-                    "none" => Unbuilt::Nothing,
-                    "text" => Unbuilt::Text,
-                    _ => Unbuilt::Set,
-                })
-            }
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Setting, E> {
+        Ok(Setting::Number(number as f64))
+    }
 
-            fn visit_unit<E: de::Error>(self) -> Result<Unbuilt, E> {
-                Ok(Unbuilt::Off)
-            }
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Setting, E> {
+        Ok(Setting::Number(number as f64))
+    }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Unbuilt, A::Error> {
-                let mut found = Unbuilt::Off;
-                while let Some(element) = list.next_element::<Unbuilt>()? {
-                    let text_so_far = matches!(found, Unbuilt::Off | Unbuilt::TextList);
-                    found = if element == Unbuilt::Text && text_so_far { Unbuilt::TextList } else { Unbuilt::Set };
-                }
-                Ok(found)
-            }
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<Setting, E> {
+        Ok(Setting::Number(number))
+    }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Unbuilt, A::Error> {
-                let (mut empty, mut of_type_text) = (true, false);
-                while let Some(key) = object.next_key::<String>()? {
-                    let value = object.next_value::<Unbuilt>()?;
-                    empty = false;
-                    if key == "type" {
-                        of_type_text = value == Unbuilt::Text;
-                    }
-                }
-                Ok(if empty {
-                    Unbuilt::Off
-                } else if of_type_text {
-                    Unbuilt::TextObject
-                } else {
-                    Unbuilt::Set
-                })
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Setting, E> {
+        Ok(match text {
+            "" => Setting::Nothing,
+            _ if text.len() <= TEXT_BYTES_MAX => Setting::Text(text.to_owned().into()),
+            _ => Setting::Other,
+        })
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Setting, A::Error> {
+        let mut whole = match list.next_element()? {
+            None => return Ok(Setting::Nothing),
+            Some(first @ Setting::Text(_)) => first,
+            Some(_) => Setting::Other,
+        };
+        while let Some(next) = list.next_element::<Setting>()? {
+            if next != whole {
+                whole = Setting::Other;
             }
         }
-        deserializer.deserialize_any(Probe)
+        Ok(whole)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Setting, A::Error> {
+        let mut whole = Setting::Nothing;
+        while let Some(Key { is_type }) = object.next_key()? {
+            match (is_type.then(|| object.next_value()).transpose()?, &whole) {
+                (Some(kind @ Setting::Text(_)), _) => whole = kind,
+                (Some(_), _) | (None, Setting::Nothing) => whole = Setting::Other,
+                (None, _) => {}
+            }
+            if !is_type {
+                object.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(whole)
+    }
+}
+
+/// A key of an object; only one name matters.
+struct Key {
+    is_type: bool,
+}
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct KeyVisitor;
+        impl Visitor<'_> for KeyVisitor {
+            type Value = Key;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a key")
+            }
+
+            fn visit_str<E: de::Error>(self, key: &str) -> Result<Key, E> {
+                Ok(Key { is_type: key == "type" })
+            }
+        }
+        deserializer.deserialize_str(KeyVisitor)
     }
 }
 
@@ -109,30 +156,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_values_that_change_nothing_are_ignored() {
-        for (param, json, ignored) in [
-            ("tools", "null", true),
-            ("tools", "false", true),
-            ("tools", "[]", true),
-            ("tools", "{}", true),
-            ("tools", "\"\"", true),
-            ("tools", "[0]", false),
-            ("tools", "[null]", false),
-            ("tools", "true", false),
-            ("tools", "7", false),
-            ("tools", "-7.5", false),
-            ("tools", "\"none\"", false),
-            ("tool_choice", "\"none\"", true),
-            ("tool_choice", "\"auto\"", false),
-            ("modalities", "[\"text\",\"text\"]", true),
-            ("modalities", "[\"text\",\"audio\"]", false),
-            ("modalities", "[\"audio\",\"text\"]", false),
-            ("response_format", "{\"type\":\"text\"}", true),
-            ("response_format", "{\"type\":\"json_object\"}", false),
-            ("response_format", "{\"kind\":\"text\"}", false),
+    fn values_are_read_as_what_a_refusal_needs() {
+        let text = |text: &'static str| Setting::from(text);
+        for (json, expected) in [
+            ("null", Setting::Nothing),
+            (r#""""#, Setting::Nothing),
+            ("[]", Setting::Nothing),
+            ("{}", Setting::Nothing),
+            ("false", Setting::Switch(false)),
+            ("1", Setting::Number(1.0)),
+            ("1.0", Setting::Number(1.0)),
+            ("-1", Setting::Number(-1.0)),
+            (r#""none""#, text("none")),
+            (r#""a text longer than that""#, Setting::Other),
+            (r#"["text","text"]"#, text("text")),
+            (r#"["text","audio"]"#, Setting::Other),
+            (r#"[1,1]"#, Setting::Other),
+            (r#"[[],[]]"#, Setting::Other),
+            (r#"{"type":"text"}"#, text("text")),
+            (r#"{"x":[1],"type":"text","y":1}"#, text("text")),
+            (r#"{"type":7}"#, Setting::Other),
+            (r#"{"x":{"type":"text"}}"#, Setting::Other),
         ] {
-            let value: Option<Unbuilt> = serde_json::from_str(json).expect(json);
-            assert_eq!(refuse(param, value).is_ok(), ignored, "{param}: {json}");
+            assert_eq!(serde_json::from_str::<Setting>(json).expect(json), expected, "{json}");
         }
+    }
+
+    #[test]
+    fn what_happens_anyway_passes_and_the_rest_is_refused() {
+        let read = |json: &str| serde_json::from_str::<Setting>(json).expect("JSON");
+        let passes = |json, usual: &[Setting]| check("x", &read(json), usual).is_ok();
+        assert!(passes("null", &[]) && passes("false", &[]) && passes("{}", &[]));
+        assert!(!passes("0", &[]) && !passes("true", &[]) && !passes(r#""x""#, &[]));
+        assert!(passes("true", &[true.into()]) && passes("null", &[true.into()]) && !passes("false", &[true.into()]));
+        assert!(passes("0", &[0.into()]) && passes("0.0", &[0.into()]) && !passes("1", &[0.into()]));
+        assert!(passes(r#""none""#, &["none".into()]) && !passes(r#""auto""#, &["none".into()]));
     }
 }

@@ -97,8 +97,156 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
         row(json!({ "functions": [{}] }), "functions", "unsupported_parameter", &["'functions'"]),
         row(json!({ "response_format": { "type": "json_object" } }), "response_format", "unsupported_parameter", &[]),
         row(json!({ "suffix": "x" }), "suffix", "unsupported_parameter", &[]),
-        row(json!({ "guided_regex": "x" }), "guided_regex", "unsupported_parameter", &[]),
     ]
+}
+
+/// Parameters of other servers that would change the answer, with values that do so.
+fn unbuilt() -> Vec<(&'static str, Value)> {
+    let any = json!("x");
+    let mut rows: Vec<_> = [
+        "bad_words",
+        "custom_params",
+        "ebnf",
+        "format",
+        "grammar",
+        "guided_choice",
+        "guided_decoding_backend",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "json_schema",
+        "kv_transfer_params",
+        "logits_processors",
+        "lora_path",
+        "nvext",
+        "options",
+        "regex",
+        "stop_regex",
+        "structural_tag",
+        "structured_outputs",
+        "suffix",
+        "think",
+        "vllm_xargs",
+    ]
+    .into_iter()
+    .map(|name| (name, any.clone()))
+    .collect();
+    for name in ["include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids", "use_beam_search", "think"] {
+        rows.push((name, json!(true)));
+    }
+    rows.extend([
+        ("allowed_token_ids", json!([1, 2])),
+        ("logprob_token_ids", json!([1])),
+        ("skip_special_tokens", json!(false)),
+        ("detokenize", json!(false)),
+        ("priority", json!(1)),
+        ("prompt_logprobs", json!(0)),
+        ("truncate_prompt_tokens", json!(-1)),
+        ("length_penalty", json!(0.5)),
+        ("mirostat", json!(2)),
+        ("best_of", json!(2)),
+        ("nvext", json!({ "ignore_eos": true })),
+        ("structured_outputs", json!({ "regex": "a+" })),
+    ]);
+    rows
+}
+
+/// Values that say what happens anyway.
+fn harmless() -> Value {
+    json!({
+        "allowed_token_ids": null, "bad_words": [], "best_of": 1, "detokenize": true, "echo": false, "guided_json": {}, "n": 1.0,
+        "include_stop_str_in_output": false, "kv_transfer_params": null, "length_penalty": 1.0, "logits_processors": [],
+        "max_tokens": 5.0, "min_tokens": 0.0, "mirostat": 0, "nvext": {}, "options": {}, "priority": 0, "prompt_logprobs": null,
+        "regex": "", "return_token_ids": false, "skip_special_tokens": true, "store": false, "structured_outputs": null,
+        "suffix": null, "think": false, "tools": [], "tool_choice": "none", "top_k": 0.0, "use_beam_search": false, "user": "u",
+        "metadata": { "a": "b" }, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "request_id": "r",
+    })
+}
+
+#[tokio::test]
+async fn parameters_that_would_change_the_answer_are_refused_by_name() {
+    let mut cluster = Cluster::start().await;
+    let rows = |request: &dyn Fn(Value) -> Value, own: &[(&'static str, Value)]| -> Vec<Row> {
+        let row = |(name, value): (&'static str, Value)| -> Row {
+            let code = if name == "best_of" && own.is_empty() { "invalid_value" } else { "unsupported_parameter" };
+            (request(json!({ name: value })), 400, Some(name), code, &["is not supported"])
+        };
+        unbuilt().into_iter().chain(own.iter().cloned()).map(row).collect()
+    };
+    let of_chat = [
+        ("add_generation_prompt", json!(false)),
+        ("continue_final_message", json!(true)),
+        ("chat_template", json!("{{ messages }}")),
+        ("chat_template_kwargs", json!({ "enable_thinking": false })),
+        ("documents", json!([{ "text": "x" }])),
+        ("mm_processor_kwargs", json!({ "x": 1 })),
+        ("web_search_options", json!({ "search_context_size": "low" })),
+        ("reasoning_effort", json!("high")),
+        ("verbosity", json!("low")),
+        ("thinking", json!({ "type": "enabled" })),
+        ("include_reasoning", json!(false)),
+        ("echo", json!(true)),
+    ];
+    check(&mut cluster, CHAT, rows(&chat, &of_chat)).await;
+    check(&mut cluster, COMPLETIONS, rows(&|options| completion("x".into(), options), &[])).await;
+    let row = (
+        completion("x".into(), json!({ "add_special_tokens": false })),
+        400,
+        Some("add_special_tokens"),
+        "unsupported_parameter",
+    );
+    check(&mut cluster, COMPLETIONS, vec![(row.0, row.1, row.2, row.3, &[])]).await;
+}
+
+#[tokio::test]
+async fn parameters_that_say_what_happens_anyway_are_let_through() {
+    let mut cluster = Cluster::start().await;
+    let of_chat = json!({
+        "add_generation_prompt": true, "add_special_tokens": false, "chat_template": null, "chat_template_kwargs": {}, "verbosity": "medium",
+        "continue_final_message": false, "modalities": ["text"], "reasoning_effort": "none", "thinking": { "type": "disabled" },
+        "include_reasoning": true, "parallel_tool_calls": true, "response_format": { "type": "text" }, "web_search_options": null,
+    });
+    for (path, mut body) in [(CHAT, chat(of_chat)), (COMPLETIONS, completion("x".into(), json!({ "add_special_tokens": true })))]
+    {
+        if let (Value::Object(body), Value::Object(harmless)) = (&mut body, harmless()) {
+            body.extend(harmless);
+        }
+        let reply = cluster.ask(path, body);
+        let call = cluster.call().await;
+        assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(5));
+        call.answer(Some(0), "x").await;
+        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn context_length_is_told_in_openais_words() {
+    let cluster = Cluster::start().await;
+    let message = |path, body: Value| {
+        let cluster = &cluster;
+        async move {
+            let (status, answer) = cluster.post(path, &body).await.json().await;
+            assert_eq!((status, &answer["error"]["code"]), (StatusCode::BAD_REQUEST, &json!("context_length_exceeded")));
+            answer["error"]["message"].as_str().expect("a text").to_owned()
+        }
+    };
+    assert_eq!(
+        message(COMPLETIONS, completion("x".repeat(500).into(), json!({ "max_tokens": 13 }))).await,
+        "This model's maximum context length is 512 tokens. However, you requested 513 tokens (500 in the prompt, 13 in the \
+         completion). Please reduce the length of the prompt or completion."
+    );
+    let long = json!({ "messages": [{ "role": "user", "content": "x".repeat(600) }] });
+    assert_eq!(
+        message(CHAT, chat(long)).await,
+        "This model's maximum context length is 512 tokens. However, you requested 620 tokens (619 in the messages, 1 in the \
+         completion). Please reduce the length of the messages or completion."
+    );
+    let longer = json!({ "messages": [{ "role": "user", "content": "x".repeat(12 * 512 + 1) }] });
+    assert_eq!(
+        message(CHAT, chat(longer)).await,
+        "This model's maximum context length is 512 tokens. However, your messages resulted in at least 513 tokens. Please reduce the \
+         length of the messages."
+    );
 }
 
 #[tokio::test]
@@ -131,7 +279,7 @@ async fn bad_conversations() {
             &[],
         ),
         row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
-        row(json!({ "max_tokens": null, "min_tokens": 513 }), "min_tokens", "context_length_exceeded", &["512", "min_tokens"]),
+        row(json!({ "max_tokens": null, "min_tokens": 513 }), "min_tokens", "context_length_exceeded", &["512", "513 in"]),
         // One byte more than the longest tokens of this vocabulary (12 bytes) could make fit: not even encoded.
         row(
             message(json!({ "role": "user", "content": "x".repeat(12 * 512 + 1) })),
