@@ -30,7 +30,9 @@ pub(crate) enum ApiError {
     BodyBroken,
     #[error("The bodies of other requests fill the memory that is set aside for them; try again shortly.")]
     BodyBudget,
-    #[error("The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json').")]
+    #[error(
+        "The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json')."
+    )]
     ContentType,
     #[error("The body is sent with a Content-Encoding, which this server does not decode; send it without.")]
     ContentEncoding,
@@ -73,6 +75,8 @@ pub(crate) enum ApiError {
     Host,
     #[error("Web pages of other sites may not send requests to this server.")]
     Origin,
+    #[error("This is the operator's port: it explains placements (header 'x-tandem-explain: true') and generates nothing.")]
+    AdminExplains,
     #[error("Too many connections are open; try again shortly, or over a connection that is open.")]
     Connections,
     #[error("Too many requests are running; try again shortly.")]
@@ -149,6 +153,7 @@ impl ApiError {
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),
+            Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
             Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
             Self::Connections => unavailable("too_many_connections"),
             Self::Overloaded => unavailable("overloaded"),

@@ -86,7 +86,11 @@ impl FrontendMetrics {
             unreported_prompts(registry, source).increment(0);
         }
         Self {
-            inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests admitted and not yet answered.", &[]),
+            inflight_requests: registry.gauge(
+                "tandem_frontend_inflight_requests",
+                "Requests admitted and not yet answered.",
+                &[],
+            ),
             inflight_sequences: registry.gauge(
                 "tandem_frontend_inflight_sequences",
                 "Sequences (prompts × n) of the admitted requests; --max-concurrent-requests bounds them.",

@@ -7,11 +7,7 @@ use super::{
     lifecycle::{Incoming, handle},
     shape::Shape,
 };
-use crate::{
-    error::ApiError,
-    metrics::Endpoint,
-    request::chat::ChatRequest,
-};
+use crate::{error::ApiError, metrics::Endpoint, request::chat::ChatRequest};
 use axum::{
     extract::{Request, State},
     response::Response,

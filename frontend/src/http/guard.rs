@@ -71,9 +71,8 @@ mod tests {
     use axum::http::{HeaderName, HeaderValue};
 
     fn headers(list: &[(&'static str, &'static str)]) -> HeaderMap {
-        let header = |(name, value): &(&'static str, &'static str)| {
-            (HeaderName::from_static(name), HeaderValue::from_static(value))
-        };
+        let header =
+            |(name, value): &(&'static str, &'static str)| (HeaderName::from_static(name), HeaderValue::from_static(value));
         list.iter().map(header).collect()
     }
 

@@ -6,8 +6,8 @@ use crate::{
     admission::{Admitted, Client},
     dispatch::Prompt,
     error::{ApiError, Problem},
-    metrics::Endpoint,
     listen::Peer,
+    metrics::Endpoint,
     prompt::reusable_hashes,
     request::{self, Options},
 };
@@ -66,8 +66,8 @@ where
         }
     };
     let id = uuid::Uuid::new_v4().simple().to_string();
-    let wants = |name| parts.headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
-    let (details, explain, traceparent) = (wants(DETAILS), wants(EXPLAIN), traceparent(&parts.headers));
+    let (details, explain) = (wants(&parts.headers, DETAILS), wants_explanation(&parts.headers));
+    let traceparent = traceparent(&parts.headers);
     let span = app.tracer.request(&traceparent, endpoint.operation());
     // Whoever is behind goes on with ours, or with the client's.
     let traceparent = span.traceparent().unwrap_or(traceparent);
@@ -183,6 +183,15 @@ impl Incoming {
             prompt_logprobs,
         }
     }
+}
+
+/// Whether the request is to be explained instead of answered.
+pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {
+    wants(headers, EXPLAIN)
+}
+
+fn wants(headers: &HeaderMap, name: HeaderName) -> bool {
+    headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
 }
 
 /// The client's trace, if it is one (W3C: `00-…-…-01`).

@@ -9,6 +9,7 @@ mod context;
 mod dashboard;
 mod events;
 mod explain;
+mod guard;
 mod health;
 mod lifecycle;
 mod models;
@@ -17,27 +18,53 @@ mod readiness;
 mod shape;
 
 pub(crate) use app::App;
+pub(crate) use guard::guarded;
 pub(crate) use progress::PromptDetails;
 
 use crate::error::ApiError;
 use axum::{
     Router,
+    extract::Request,
+    middleware::{Next, from_fn},
+    response::IntoResponse,
     routing::{get, post},
 };
 use std::sync::Arc;
 
-/// Everything there is. Bodies are taken as JSON whatever their content type says.
-pub(crate) fn routes(app: Arc<App>) -> Router {
-    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
-    dashboard
+/// The OpenAI API, with the operator's pages unless these have a listener of their own.
+pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
+    let pages = if with_pages { pages(&app) } else { Router::new() };
+    let routes = pages
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/models", get(models::list))
-        .route("/v1/models/{*id}", get(models::one))
+        .route("/v1/models/{*id}", get(models::one));
+    finished(routes, app)
+}
+
+/// The operator's pages, and of the API what the Explain view of the dashboard asks: nothing is generated here.
+pub(crate) fn admin(app: Arc<App>) -> Router {
+    let explained = Router::new()
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create))
+        .route_layer(from_fn(async |request: Request, next: Next| match lifecycle::wants_explanation(request.headers()) {
+            true => next.run(request).await,
+            false => ApiError::AdminExplains.into_response(),
+        }));
+    finished(pages(&app).merge(explained), app)
+}
+
+fn pages(app: &App) -> Router<Arc<App>> {
+    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
+    dashboard.route("/metrics", get(health::metrics))
+}
+
+/// With what every listener answers.
+fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
+    routes
         .route("/health", get(health::live))
         .route("/live", get(health::live))
         .route("/ready", get(health::ready))
-        .route("/metrics", get(health::metrics))
         .route("/openapi.json", get(health::openapi))
         .fallback(async || ApiError::UnknownPath)
         .method_not_allowed_fallback(async || ApiError::Method)

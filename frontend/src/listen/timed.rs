@@ -137,11 +137,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
         this.io.as_mut().poll_write(cx, bytes)
     }
 
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         this.note_write();
         this.io.as_mut().poll_write_vectored(cx, bytes)

@@ -176,13 +176,9 @@ mod tests {
 
     #[test]
     fn levels_and_members_are_counted_outside_of_texts() {
-        for (json, deepest, elements) in [
-            ("1", 0, 0),
-            ("[]", 1, 1),
-            (r#"{"a":[1,{}]}"#, 3, 4),
-            (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3),
-            ("]]][", 1, 1),
-        ] {
+        for (json, deepest, elements) in
+            [("1", 0, 0), ("[]", 1, 1), (r#"{"a":[1,{}]}"#, 3, 4), (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3), ("]]][", 1, 1)]
+        {
             assert_eq!(extent(json.as_bytes()), Extent { deepest, elements }, "{json}");
         }
     }
