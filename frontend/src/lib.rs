@@ -79,6 +79,10 @@ pub struct FrontendSettings {
     /// A client that reads nothing of what is there for it is gone after this: its request would hold its permit
     /// for ever. 5 minutes: nobody pauses an answer for longer and still wants the rest of it.
     pub unread_max: Duration,
+    /// A stream that has had nothing to say for this long gets a comment, so that proxies do not take it for dead. Until the first comment,
+    /// status and headers wait for the first token: an error before has its own status, one after is an event of a 200. 10 seconds: proxies
+    /// give up after 15 at the earliest.
+    pub keep_alive: Duration,
     /// Prompts that the page at `/dashboard` remembers. 0: there is no such page.
     pub dashboard_requests: usize,
     /// Where `tandem audit check` leaves its result, for the page and the metrics.
@@ -110,6 +114,7 @@ impl FrontendSettings {
             attempt_timeout: Duration::from_secs(30),
             resumes: 8,
             unread_max: Duration::from_secs(300),
+            keep_alive: Duration::from_secs(10),
             dashboard_requests: 512,
             audit_result: None,
             tracer: Tracer::default(),

@@ -329,7 +329,8 @@ impl Answer {
             return Ok(Self { status, frames: vec![body], done: true, arrivals: Vec::new() });
         }
         let mut answer = Self { status, frames: Vec::new(), done: false, arrivals: Vec::new() };
-        for frame in text.split_terminator("\n\n") {
+        // Comments keep a connection open.
+        for frame in text.split_terminator("\n\n").filter(|frame| !frame.starts_with(": ")) {
             let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
             anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
             match data {

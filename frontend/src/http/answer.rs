@@ -2,7 +2,7 @@
 
 use super::{
     App,
-    events::events,
+    events::{First, events},
     explain::explain,
     lifecycle::Incoming,
     progress::{Kept, Progress},
@@ -22,9 +22,9 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures::{Stream, StreamExt, stream};
-use std::{pin::Pin, sync::Arc};
+use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::Reason;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 /// A request ready to run.
 pub(super) struct Job {
@@ -59,7 +59,8 @@ struct Echo {
     with_logprobs: bool,
 }
 
-/// Answers when the first token is there, or an error: status and headers wait for it.
+/// Answers when the first token or an error is there: status and headers wait for it. A stream waits no longer than its interval for
+/// comments; an error that comes later is an event.
 pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
     if incoming.explain {
         return explain(&incoming.app, job).await;
@@ -67,7 +68,10 @@ pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Respons
     let stream_usage = job.options.stream;
     let mut run = Run::new(incoming, job);
     let Some(usage) = stream_usage else { return run.whole().await };
-    let first = run.next().await.transpose()?;
+    let first = match timeout(incoming.app.keep_alive, run.next()).await {
+        Ok(first) => First::Piece(first.transpose()?),
+        Err(_) => First::Late,
+    };
     let admitted = incoming.admitted.take().expect("a request is answered once, and holds its place until then");
     Ok(events(run, usage, admitted, first))
 }
@@ -103,7 +107,13 @@ impl Run {
         }
     }
 
-    /// The next piece and the prompt it is of; `None` when all prompts have ended.
+    /// Between two comments of a stream that has nothing else to say.
+    pub(super) fn keep_alive(&self) -> Duration {
+        self.app.keep_alive
+    }
+
+    /// The next piece and the prompt it is of; `None` when all prompts have ended. Cancel-safe: pieces stay in their streams until they
+    /// are returned.
     pub(super) async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
         let next = self.next_piece().await;
         if let Some(Err(error)) = &next {

@@ -13,7 +13,7 @@ use crate::{
     recent::Recent,
 };
 use axum::http::{HeaderMap, HeaderName};
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
@@ -33,6 +33,8 @@ pub(crate) struct App {
     /// Of long texts.
     pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
+    /// See [`FrontendSettings::keep_alive`].
+    pub(super) keep_alive: Duration,
     account_header: Option<HeaderName>,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     pub(super) since: u64,
@@ -78,6 +80,7 @@ impl App {
             parsing: Cores::default(),
             encoding: Cores::default(),
             tracer: settings.tracer,
+            keep_alive: settings.keep_alive,
             account_header: settings.account_header,
             since: unix_seconds(),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),

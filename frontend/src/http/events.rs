@@ -1,5 +1,6 @@
 //! An answer as server-sent events, in OpenAI's order: a role (chat), text, an end with its reason for each choice, usage if
-//! it was asked for, `[DONE]`. After an error event nothing more comes, `[DONE]` neither.
+//! it was asked for, `[DONE]`. After an error event nothing more comes, `[DONE]` neither. While nothing comes for a while, comments keep
+//! the connection open: clients skip them, and proxies see that the stream lives.
 
 use super::{
     answer::Run,
@@ -18,9 +19,21 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use futures::stream;
+use futures::{StreamExt, stream};
 use serde::Serialize;
 use std::convert::Infallible;
+use tokio::time::timeout;
+
+/// A comment, as the specification of server-sent events proposes it against proxies' timeouts.
+const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
+
+/// What was there when the headers were sent.
+pub(super) enum First {
+    /// The first piece; `None`: there is none.
+    Piece(Option<(usize, Piece)>),
+    /// Nothing in time.
+    Late,
+}
 
 /// A running streamed answer. It owns all that was taken for the request, so that a client that goes away gives it back.
 struct Events {
@@ -32,24 +45,32 @@ struct Events {
 }
 
 /// The response whose body tells what comes.
-pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Option<(usize, Piece)>) -> Response {
+pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: First) -> Response {
+    let (first, late) = match first {
+        First::Piece(first) => (first, None),
+        First::Late => (None, Some(Ok(Bytes::from_static(KEEP_ALIVE)))),
+    };
     let events = Events { run, usage, admitted, first };
-    let body = stream::unfold(Some(events), |events| async move {
+    let rest = stream::unfold(Some(events), |events| async move {
         let (bytes, rest) = events?.next().await;
         Some((Ok::<_, Infallible>(bytes), rest))
     });
+    let body = stream::iter(late).chain(rest);
     let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
     (headers, Body::from_stream(body)).into_response()
 }
 
 impl Events {
-    /// Bytes to send, at least one event; with the last nothing is left.
+    /// Bytes to send, at least one event or comment; with the last nothing is left.
     async fn next(mut self) -> (Bytes, Option<Self>) {
         let mut out = Vec::new();
         loop {
             let next = match self.first.take() {
                 Some(first) => Some(Ok(first)),
-                None => self.run.next().await,
+                None => match timeout(self.run.keep_alive(), self.run.next()).await {
+                    Ok(next) => next,
+                    Err(_) => return (Bytes::from_static(KEEP_ALIVE), Some(self)),
+                },
             };
             let written = match next {
                 Some(Ok((index, piece))) => self.write_piece(&mut out, index, piece),

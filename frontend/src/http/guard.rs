@@ -7,7 +7,7 @@ use axum::{
     Router,
     extract::{Request, State},
     http::{HeaderMap, Method, header, uri::Authority},
-    middleware::{Next, from_fn_with_state},
+    middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
 };
 use std::{net::IpAddr, sync::Arc};
@@ -21,7 +21,8 @@ type Hosts = Option<Arc<[String]>>;
 pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
     let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
-    routes.layer(from_fn_with_state(hosts, check))
+    // The last layer is the outermost: refusals have a name, too.
+    routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(super::with_id))
 }
 
 async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Response {

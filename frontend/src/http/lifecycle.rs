@@ -1,7 +1,7 @@
 //! A request from its headers to its reply: its body is read, it is parsed, its sequences are taken, its texts are encoded, and
 //! every way out is counted.
 
-use super::{App, body, context::elements_max};
+use super::{App, RequestId, body, context::elements_max};
 use crate::{
     admission::{Admitted, Client},
     dispatch::Prompt,
@@ -13,7 +13,7 @@ use crate::{
 };
 use axum::{
     extract::Request,
-    http::{HeaderMap, HeaderName, HeaderValue},
+    http::{HeaderMap, HeaderName},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -22,7 +22,6 @@ use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_node::trace::Span;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -65,7 +64,7 @@ where
             return error.into_response();
         }
     };
-    let id = uuid::Uuid::new_v4().simple().to_string();
+    let RequestId(id) = parts.extensions.get().cloned().expect("every request has been named");
     let (details, explain) = (wants(&parts.headers, DETAILS), wants_explanation(&parts.headers));
     let traceparent = traceparent(&parts.headers);
     let span = app.tracer.request(&traceparent, endpoint.operation());
@@ -97,15 +96,12 @@ where
         }
         (Err(error), _) | (_, Err(error)) => Err(error),
     };
-    let mut response = result.unwrap_or_else(|error| {
+    let response = result.unwrap_or_else(|error| {
         tracing::debug!(request_id = %incoming.id, status = error.status().as_u16(), "refused");
         error.into_response()
     });
     if let Some(mut admitted) = incoming.admitted.take() {
         admitted.finish(response.status());
-    }
-    if let Ok(id) = HeaderValue::from_str(&incoming.id) {
-        response.headers_mut().insert(REQUEST_ID, id);
     }
     response
 }

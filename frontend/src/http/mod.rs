@@ -25,11 +25,18 @@ use crate::error::ApiError;
 use axum::{
     Router,
     extract::Request,
+    http::{HeaderName, HeaderValue},
     middleware::{Next, from_fn},
-    response::IntoResponse,
+    response::{IntoResponse, Response},
     routing::{get, post},
 };
 use std::sync::Arc;
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// This server's name of a request, whatever the client calls it. Every answer carries it as `x-request-id`.
+#[derive(Clone)]
+struct RequestId(String);
 
 /// The OpenAI API, with the operator's pages unless these have a listener of their own.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
@@ -69,6 +76,16 @@ fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
         .fallback(async || ApiError::UnknownPath)
         .method_not_allowed_fallback(async || ApiError::Method)
         .with_state(app)
+}
+
+/// Names the request, and tells the name with every answer: whole ones, refusals, the dashboard's and those of unknown paths.
+async fn with_id(mut request: Request, next: Next) -> Response {
+    let id = uuid::Uuid::new_v4().simple().to_string();
+    let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a header's value");
+    request.extensions_mut().insert(RequestId(id));
+    let mut response = next.run(request).await;
+    response.headers_mut().insert(REQUEST_ID, value);
+    response
 }
 
 fn unix_seconds() -> u64 {

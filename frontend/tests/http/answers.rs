@@ -330,3 +330,52 @@ async fn a_conversation_in_the_real_models_template() {
     call.answer(Some(0), "").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
 }
+
+#[tokio::test]
+async fn every_answer_names_its_request() {
+    let cluster = Cluster::with(|settings| settings.concurrent_requests = 1).await;
+    let mut ids = std::collections::BTreeSet::new();
+    let mut named = |case: &str, reply: &Reply, status: u16| {
+        let id = reply.header("x-request-id").unwrap_or_else(|| panic!("{case} has no id")).to_owned();
+        assert_eq!((reply.status().as_u16(), id.len()), (status, 32), "{case}");
+        assert!(ids.insert(id), "{case}: the id is not new");
+    };
+    for path in [
+        "/health",
+        "/live",
+        "/ready",
+        "/metrics",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/models/m",
+        "/dashboard",
+        "/dashboard/main.js",
+    ] {
+        // What a client calls its request does not count.
+        named(path, &cluster.send(Method::GET, path, &[("x-request-id", "mine")], "").await, 200);
+    }
+    for (method, path, status) in [
+        (Method::GET, "/nothing", 404),
+        (Method::GET, "/v1/models/other", 404),
+        (Method::GET, "/dashboard/nothing", 404),
+        (Method::GET, CHAT, 405),
+        (Method::DELETE, "/v1/models", 405),
+        (Method::POST, CHAT, 400),
+    ] {
+        named(path, &cluster.send(method, path, &[], "").await, status);
+    }
+    let huge = vec![b' '; 33 << 20];
+    named("a body too large", &cluster.send(Method::POST, CHAT, &[], huge).await, 413);
+}
+
+#[tokio::test]
+async fn refusal_at_the_door_names_its_request() {
+    let mut cluster = Cluster::with(|settings| settings.concurrent_requests = 1).await;
+    let running = cluster.ask(CHAT, chat(json!({})));
+    let call = cluster.call().await;
+    let refused = cluster.post(CHAT, &chat(json!({}))).await;
+    assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused.header("x-request-id").map(str::len), Some(32));
+    call.answer(Some(0), "x").await;
+    soon(running).await.expect("the client lives");
+}

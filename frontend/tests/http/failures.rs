@@ -154,6 +154,60 @@ async fn a_first_token_that_does_not_come_is_504_and_everything_is_let_go() {
 }
 
 #[tokio::test]
+async fn stream_without_a_first_token_gets_comments_until_it_comes() {
+    let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(50)).await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    // The prompt is computed; nothing is said of it.
+    let mut reply = soon(reply).await.expect("the client lives");
+    assert_eq!((reply.status(), reply.header("content-type")), (StatusCode::OK, Some("text/event-stream; charset=utf-8")));
+    for _ in 0..3 {
+        assert_eq!(reply.more().await, ": keep-alive\n\n");
+    }
+    call.answer(Some(0), "ok").await;
+    let (_, text) = reply.text().await;
+    let (events, done) = events(&text.replace(": keep-alive\n\n", ""));
+    assert!(done);
+    assert_eq!(events[1]["choices"][0]["delta"]["content"], "ok", "{events:?}");
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+    cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="200"} 1"#).await;
+}
+
+#[tokio::test]
+async fn error_after_the_first_comment_is_one_event_and_is_counted_with_its_own_status() {
+    let mut cluster = Cluster::with(|settings| {
+        settings.keep_alive = Duration::from_millis(20);
+        settings.first_token_timeout = Duration::from_millis(400);
+    })
+    .await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    let reply = soon(reply).await.expect("the client lives");
+    assert_eq!(reply.status(), StatusCode::OK);
+    let (_, text) = reply.text().await;
+    assert!(text.starts_with(": keep-alive\n\n"), "{text}");
+    let (events, done) = events(&text.replace(": keep-alive\n\n", ""));
+    assert_eq!((events.len(), &events[0]["error"]["code"], done), (1, &json!("first_token_timeout"), false));
+    call.closed().await;
+    cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="504"} 1"#).await;
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+}
+
+#[tokio::test]
+async fn client_that_leaves_between_comments_gives_all_back() {
+    let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(20)).await;
+    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    let mut reply = soon(reply).await.expect("the client lives");
+    reply.more().await;
+    drop(reply);
+    call.closed().await;
+    cluster.routes_closed(1).await;
+    cluster.counted("tandem_frontend_cancelled_total 1").await;
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
+}
+
+#[tokio::test]
 async fn with_resuming_off_an_error_after_the_first_token_is_an_event_and_no_done() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 0).await;
     for ending in [Some(Status::unavailable("x")), None] {
