@@ -3,12 +3,12 @@
 
 use crate::{
     error::ApiError,
+    listen::Peer,
     metrics::{Endpoint, FrontendMetrics},
 };
 use axum::http::StatusCode;
 use std::{
     collections::HashMap,
-    net::IpAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 use tandem_node::{Shutdown, trace::Span};
@@ -19,8 +19,8 @@ use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
-    /// Of the connection, as [`crate::listen::subnet`] groups them.
-    Address(IpAddr),
+    /// Of the connection.
+    Address(Peer),
 }
 
 /// How many sequences (prompts × `n`) run at a time.

@@ -3,7 +3,7 @@
 use crate::dispatch::DispatchError;
 use axum::{
     Json,
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
@@ -67,6 +67,11 @@ pub(crate) enum ApiError {
          tokens. Please reduce the length of the {param}."
     )]
     PromptLength { context_length: u32, tokens_min: usize, param: &'static str },
+    #[error(
+        "The header '{header}' is not taken from this client; leave it out. If this client may send it: it is a matter of \
+         --trusted-proxies and --expose-details of the frontend."
+    )]
+    Untrusted { header: HeaderName },
     #[error("There is nothing at this path; see /openapi.json for what there is.")]
     UnknownPath,
     #[error("This path does not take this method; see /openapi.json.")]
@@ -150,6 +155,7 @@ impl ApiError {
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }
+            Self::Untrusted { .. } => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),

@@ -24,6 +24,9 @@ pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 
 pub use axum::http::HeaderName;
+pub use http::ExposeDetails;
+use http::Trust;
+pub use ipnet::IpNet;
 use listen::Places;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
@@ -60,7 +63,7 @@ pub struct FrontendSettings {
     pub bodies_max_bytes: usize,
     /// Connections that are open at a time; further ones are closed with 503.
     pub connections_max: usize,
-    /// Of these, connections from one address (an IPv6 /64). 0: no bound of their own.
+    /// Of these, connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no bound of their own.
     pub connections_per_address_max: usize,
     /// Names in `Host` besides IP addresses and localhost. Checked where the listener is on a loopback address, and everywhere when
     /// there are any: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
@@ -89,8 +92,26 @@ pub struct FrontendSettings {
     pub audit_result: Option<PathBuf>,
     /// Begins the traces of requests.
     pub tracer: Tracer,
-    /// A header that says whom a request is for, for the ledger: whoever stands in front of the frontend and checks who calls sets it.
+    /// A header that says whom a request is for: for the ledger, and for the cache if accounts are isolated. A proxy that checks the
+    /// clients' keys sets it; from peers that are not trusted it is refused.
     pub account_header: Option<HeaderName>,
+    /// Whose prompts share cached KV.
+    pub cache_isolation: CacheIsolation,
+    /// Peers that are trusted with the account header, `traceparent`, and details of the cluster. Empty: all, if the listener is one of
+    /// loopback (or in memory), for requests that were not forwarded; else none.
+    pub trusted_proxies: Vec<IpNet>,
+    /// To whom `x-tandem-details` and `x-tandem-explain` are answered.
+    pub expose_details: ExposeDetails,
+}
+
+/// Whose prompts share cached KV, besides those of another model or `cache_salt`, which never do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheIsolation {
+    /// All clients'.
+    #[default]
+    Shared,
+    /// Those of one account. Requests without an account share with each other alone.
+    Account,
 }
 
 impl FrontendSettings {
@@ -119,6 +140,9 @@ impl FrontendSettings {
             audit_result: None,
             tracer: Tracer::default(),
             account_header: None,
+            cache_isolation: CacheIsolation::Shared,
+            trusted_proxies: Vec::new(),
+            expose_details: ExposeDetails::Trusted,
         }
     }
 }
@@ -132,6 +156,15 @@ pub enum FrontendError {
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
+    /// Every request with an account would be refused.
+    #[error(
+        "--account-header {header} is only taken from trusted proxies, and there are none: list the addresses of the proxy that sets it \
+         in --trusted-proxies, or let --listen be a loopback address"
+    )]
+    UntrustedAccounts {
+        /// The header's name.
+        header: HeaderName,
+    },
 }
 
 /// Serves HTTP until the process drains and every request has ended, or until it stops. While it drains, new requests are
@@ -150,16 +183,28 @@ pub async fn run(
     }
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
-    let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
-    let bounds = (settings.connections_max, settings.connections_per_address_max);
-    let app = Arc::new(http::App::new(settings, routers.now(), listener.network(), &metrics, shutdown.clone()));
-    let serve = |listener: Listener, routes: axum::Router, (all, per_address)| {
-        let routes = http::guarded(routes, &listener, &allowed_hosts);
-        let places = Places::new(all, per_address, app.metrics());
-        listen::serve(listener, routes, places, unread_max, app.admission().clone().drained())
+    let local = match &listener {
+        Listener::Tcp(listener) => listener.local_addr().is_ok_and(|address| address.ip().is_loopback()),
+        Listener::Memory(..) => true,
     };
-    let api = serve(listener, http::api(Arc::clone(&app), admin.is_none()), bounds);
-    let admin = admin.map(|listener| serve(listener, http::admin(Arc::clone(&app)), (ADMIN_CONNECTIONS_MAX, 0)));
+    let trust = Trust::new(settings.trusted_proxies.clone(), local, settings.expose_details);
+    if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
+        return Err(FrontendError::UntrustedAccounts { header });
+    }
+    let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
+    let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
+    let proxies = settings.trusted_proxies.clone();
+    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network(), &metrics, shutdown.clone()));
+    let serve = |listener: Listener, routes: axum::Router, places: Places| {
+        let routes = http::guarded(routes, &listener, &allowed_hosts);
+        listen::serve(listener, routes, Arc::new(places), unread_max, app.admission().clone().drained())
+    };
+    let places = Places::new(connections_max, per_address_max, proxies, app.metrics());
+    let api = serve(listener, http::api(Arc::clone(&app), admin.is_none()), places);
+    let admin = admin.map(|listener| {
+        let places = Places::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), app.metrics());
+        serve(listener, http::admin(Arc::clone(&app)), places)
+    });
     let server = async { tokio::join!(api, futures::future::OptionFuture::from(admin)) };
     tokio::select! {
         biased;

@@ -80,15 +80,15 @@ pub enum ServedModelError {
 }
 
 impl ServedModel {
-    /// The model of a GGUF file, served under the name `id`.
-    pub fn from_gguf(id: impl Into<String>, file: &Gguf) -> Result<Self, ServedModelError> {
+    /// The model of a GGUF file, served under the name `id`. `revision` is what [`tandem_model::revision`] makes of the file.
+    pub fn from_gguf(id: impl Into<String>, revision: &str, file: &Gguf) -> Result<Self, ServedModelError> {
         let data = file.tokenizer()?;
         let tokenizer = Tokenizer::from_data(&data)?;
         let name = |token: Option<TokenId>| token.and_then(|token| data.tokens.get(token as usize)).map_or("", String::as_str);
         let template = data.chat_template.as_deref().map(|source| ChatTemplate::new(source, name(data.bos), name(data.eos)));
         Ok(Self {
             id: id.into(),
-            revision: file.revision(),
+            revision: revision.to_owned(),
             context_length: file.context_length()?,
             template: template.transpose()?,
             stop_tokens: stop_tokens(&tokenizer, data.eos),
@@ -97,15 +97,16 @@ impl ServedModel {
         })
     }
 
-    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`.
-    pub fn from_directory(id: impl Into<String>, directory: &HfDirectory) -> Result<Self, ServedModelError> {
+    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` is what
+    /// [`tandem_model::revision`] makes of its files.
+    pub fn from_directory(id: impl Into<String>, revision: &str, directory: &HfDirectory) -> Result<Self, ServedModelError> {
         let files = directory.tokenizer()?;
         let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
         let template = files.chat_template.as_deref().map(|source| ChatTemplate::new(source, &files.bos, &files.eos));
         let eos = tokenizer.special_id(&files.eos);
         Ok(Self {
             id: id.into(),
-            revision: directory.revision(),
+            revision: revision.to_owned(),
             context_length: directory.config()?.context_length,
             template: template.transpose()?,
             stop_tokens: stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos)),
@@ -170,7 +171,7 @@ impl ServedModel {
         &self.tokenizer
     }
 
-    /// Whose KV a request may share: that of the same model and the same `cache_salt`.
+    /// The namespace of prompts of this model with this `cache_salt`.
     pub(crate) fn namespace(&self, cache_salt: &str) -> Namespace {
         Namespace::new(&self.id, &self.revision, "", cache_salt)
     }
@@ -220,7 +221,7 @@ mod tests {
     }
 
     fn served(at: &Path) -> ServedModel {
-        ServedModel::from_directory("m", &HfDirectory::open(at).expect("it opens")).expect("it can be served")
+        ServedModel::from_directory("m", "r", &HfDirectory::open(at).expect("it opens")).expect("it can be served")
     }
 
     fn rendered(model: &ServedModel) -> String {
@@ -256,10 +257,10 @@ mod tests {
         directory(folder.path());
         fs::remove_file(folder.path().join("tokenizer.json")).expect("ours");
         let opened = HfDirectory::open(folder.path()).expect("its numbers are there");
-        let error = ServedModel::from_directory("m", &opened).err().expect("it is refused").to_string();
+        let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
         assert!(error.contains("tokenizer.json"), "{error}");
         fs::write(folder.path().join("tokenizer_config.json"), "[").expect("ours");
-        let error = ServedModel::from_directory("m", &opened).err().expect("it is refused").to_string();
+        let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
         assert!(error.contains("tokenizer_config.json"), "{error}");
     }
 }

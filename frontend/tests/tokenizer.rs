@@ -22,7 +22,7 @@ fn every_golden_text_has_llama_cpps_ids_and_comes_back() {
         return;
     };
     let file = Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");
-    let model = ServedModel::from_gguf("m", &file).expect("the model can be served");
+    let model = ServedModel::from_gguf("m", "r", &file).expect("the model can be served");
     let goldens = include_str!("../../ci/goldens/tokenizer.json");
     let goldens: Vec<Golden> = serde_json::from_str(goldens).expect("the goldens are JSON");
     assert!(goldens.len() >= GOLDENS_MIN, "only {} goldens", goldens.len());

@@ -23,6 +23,12 @@ impl Namespace {
         Self(bytes.into())
     }
 
+    /// The same for one account alone. The account is a part after all others, which every namespace without one lacks: so that of an
+    /// account without a name differs from it, too.
+    pub fn of_account(&self, account: &str) -> Self {
+        Self([&*self.0, &(account.len() as u64).to_le_bytes(), account.as_bytes()].concat().into())
+    }
+
     /// As it came over the wire.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Self(bytes.into())
@@ -112,6 +118,28 @@ mod tests {
         bytes.sort();
         bytes.dedup();
         assert_eq!(bytes.len(), glued.len() + 2);
+    }
+
+    #[test]
+    fn accounts_share_with_no_other_account_and_not_with_prompts_of_none() {
+        let salted = |salt| Namespace::new("model", "main", "", salt);
+        let plain = salted("");
+        let imitated = salted("salt\u{1}\0\0\0\0\0\0\0a");
+        let all = [
+            plain.clone(),
+            plain.of_account(""),
+            plain.of_account("a"),
+            plain.of_account("b"),
+            salted("a"),
+            salted("a").of_account("b"),
+            salted("b").of_account("a"),
+            salted("salt").of_account("a"),
+            imitated,
+            plain.of_account("a").of_account("b"),
+        ];
+        let distinct: std::collections::BTreeSet<_> = all.iter().collect();
+        assert_eq!(distinct.len(), all.len());
+        assert_eq!(plain.of_account("a"), salted("").of_account("a"));
     }
 
     #[test]

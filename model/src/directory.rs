@@ -12,7 +12,6 @@ use std::{
     ops::Range,
     path::{Path, PathBuf},
 };
-use xxhash_rust::xxh3::Xxh3;
 
 /// A directory's model, checked when it was opened: its weights' files are whole.
 pub struct HfDirectory {
@@ -20,7 +19,6 @@ pub struct HfDirectory {
     shards: Vec<Bytes>,
     tensors: HashMap<String, TensorInfo>,
     config: ModelConfig,
-    revision: u64,
 }
 
 struct TensorInfo {
@@ -47,6 +45,10 @@ pub struct HfTokenizer {
 }
 
 const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const GENERATION: &str = "generation_config.json";
+const TEMPLATE: &str = "chat_template.jinja";
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
@@ -58,24 +60,13 @@ impl HfDirectory {
 
     /// Maps the weights into memory and reads what they are. Weights are read from the disk when they are first touched.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let mut hash = Xxh3::new();
         let config = read(path, CONFIG)?;
-        hash.update(&config);
-        if let Some(tokenizer) = read_optional(path, "tokenizer.json")? {
-            hash.update(&tokenizer);
-        }
         let (mut shards, mut tensors) = (Vec::new(), HashMap::new());
         for name in shard_names(path)? {
             let file = path.join(&name);
             let bytes = Bytes::map(&file)?;
             let broken = |source| ModelError::Safetensors { path: file.clone(), source };
-            let (header_len, _) = SafeTensors::read_metadata(bytes.as_slice()).map_err(broken)?;
-            hash.update(&(bytes.as_slice().len() as u64).to_le_bytes());
-            hash.update(&bytes.as_slice()[..size_of::<u64>() + header_len]);
-            let mut views: Vec<_> = SafeTensors::deserialize(bytes.as_slice()).map_err(broken)?.tensors();
-            views.sort_by(|(first, _), (second, _)| first.cmp(second));
-            for (name, view) in views {
-                hash.update(&view.data()[..view.data().len().min(crate::gguf::SAMPLE_BYTES)]);
+            for (name, view) in SafeTensors::deserialize(bytes.as_slice()).map_err(broken)?.tensors() {
                 let start = view.data().as_ptr() as usize - bytes.as_slice().as_ptr() as usize;
                 let info = TensorInfo {
                     shard: shards.len(),
@@ -91,18 +82,23 @@ impl HfDirectory {
         }
         let tied_by_absence = !tensors.contains_key("lm_head.weight");
         let config = config::read(&config, tied_by_absence)?;
-        Ok(Self { path: path.to_owned(), shards, tensors, config, revision: hash.digest() })
+        Ok(Self { path: path.to_owned(), shards, tensors, config })
+    }
+
+    /// The files that make up the model: those of them that exist, in the order of their names.
+    pub(crate) fn files(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
+        let mut names = shard_names(path)?;
+        names.extend([CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION, TEMPLATE].map(str::to_owned));
+        Ok(names.into_iter().map(|name| path.join(name)).filter(|file| file.exists()).collect())
     }
 
     /// The tokeniser's files, and what others say about text.
     pub fn tokenizer(&self) -> Result<HfTokenizer, ModelError> {
-        const CONFIG_NAME: &str = "tokenizer_config.json";
-        const GENERATION: &str = "generation_config.json";
-        let config: TokenizerConfig = match read_optional(&self.path, CONFIG_NAME)? {
-            Some(bytes) => json(CONFIG_NAME, &bytes)?,
+        let config: TokenizerConfig = match read_optional(&self.path, TOKENIZER_CONFIG)? {
+            Some(bytes) => json(TOKENIZER_CONFIG, &bytes)?,
             None => TokenizerConfig::default(),
         };
-        let template = match read_optional(&self.path, "chat_template.jinja")? {
+        let template = match read_optional(&self.path, TEMPLATE)? {
             Some(bytes) => Some(String::from_utf8(bytes).map_err(|_| ModelError::Malformed { what: "a text is not UTF-8" })?),
             None => config.chat_template.and_then(TemplateField::text),
         };
@@ -112,7 +108,7 @@ impl HfDirectory {
             ends.eos_token_id = generation.eos_token_id.or(ends.eos_token_id);
         }
         Ok(HfTokenizer {
-            json: read(&self.path, "tokenizer.json")?,
+            json: read(&self.path, TOKENIZER)?,
             chat_template: template,
             bos: config.bos_token.map_or_else(String::new, TokenField::text),
             eos: config.eos_token.map_or_else(String::new, TokenField::text),
@@ -143,10 +139,6 @@ impl ModelFile for HfDirectory {
 
     fn has_tensor(&self, name: &str) -> bool {
         self.tensors.contains_key(&names::in_safetensors(name))
-    }
-
-    fn revision(&self) -> String {
-        format!("{:016x}", self.revision)
     }
 }
 

@@ -13,9 +13,6 @@ pub trait ModelFile {
     /// Whether there is a tensor of this name.
     fn has_tensor(&self, name: &str) -> bool;
 
-    /// Which model this is, in 16 hex digits: equal for equal files.
-    fn revision(&self) -> String;
-
     /// A tensor by its name, which must have this shape (innermost dimension first).
     fn tensor_of(&self, name: &str, shape: &[u64]) -> Result<Tensor<'_>, ModelError> {
         let tensor = self.tensor(name)?;

@@ -2,13 +2,11 @@
 
 use crate::{ModelConfig, ModelError, ModelFile, Tensor, TensorType, bytes::Bytes, parse};
 use std::{collections::HashMap, path::Path};
-use xxhash_rust::xxh3::Xxh3;
 
 /// A GGUF file, checked when it was opened: what it announces lies within it.
 pub struct Gguf {
     bytes: Bytes,
     contents: parse::Contents,
-    revision: u64,
 }
 
 impl Gguf {
@@ -24,15 +22,7 @@ impl Gguf {
 
     fn new(bytes: Bytes) -> Result<Self, ModelError> {
         let contents = parse::contents(bytes.as_slice())?;
-        let revision = revision(bytes.as_slice(), &contents);
-        Ok(Self { bytes, contents, revision })
-    }
-
-    /// Which model this is, in 16 hex digits: equal for equal files, and cheap, because not all bytes are read. It is the
-    /// xxh3 of the file's length, of all before the weights (metadata, tokeniser, names, shapes and types) and of the first
-    /// 64 bytes of every tensor, so that a fine-tune of the same shape is another revision.
-    pub fn revision(&self) -> String {
-        format!("{:016x}", self.revision)
+        Ok(Self { bytes, contents })
     }
 
     /// A tensor by its name.
@@ -137,26 +127,6 @@ impl ModelFile for Gguf {
     fn has_tensor(&self, name: &str) -> bool {
         Gguf::has_tensor(self, name)
     }
-
-    fn revision(&self) -> String {
-        Gguf::revision(self)
-    }
-}
-
-/// What is read of each tensor for a revision: a few of its numbers, of one page.
-pub(crate) const SAMPLE_BYTES: usize = 64;
-
-fn revision(bytes: &[u8], contents: &parse::Contents) -> u64 {
-    let mut hash = Xxh3::new();
-    hash.update(&(bytes.len() as u64).to_le_bytes());
-    hash.update(&bytes[..contents.data_start]);
-    let mut starts: Vec<_> = contents.tensors.values().map(|tensor| tensor.range.clone()).collect();
-    starts.sort_by_key(|range| range.start);
-    for range in starts {
-        let tensor = &bytes[range];
-        hash.update(&tensor[..tensor.len().min(SAMPLE_BYTES)]);
-    }
-    hash.digest()
 }
 
 /// Names to what was found under them.

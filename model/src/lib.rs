@@ -7,6 +7,7 @@ mod error;
 mod file;
 mod gguf;
 mod parse;
+pub mod revision;
 mod rope;
 mod tensor;
 mod tokenizer;

@@ -6,8 +6,6 @@ use std::ops::Range;
 pub(crate) struct Contents {
     pub metadata: ByName<Value>,
     pub tensors: ByName<TensorInfo>,
-    /// Where the weights begin.
-    pub data_start: usize,
 }
 
 pub(crate) enum Value {
@@ -91,7 +89,7 @@ pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ModelError> {
             return Err(ModelError::Malformed { what: "a tensor's name appears twice" });
         }
     }
-    Ok(Contents { metadata, tensors, data_start: data_start.min(bytes.len()) })
+    Ok(Contents { metadata, tensors })
 }
 
 fn tensor_range(kind: TensorType, shape: &[u64], offset: u64, data_start: usize) -> Result<Range<usize>, ModelError> {

@@ -80,7 +80,6 @@ fn a_mapped_file_is_the_same_as_its_bytes() {
     let path = directory.path().join("model.gguf");
     std::fs::write(&path, small().finish()).unwrap();
     let (mapped, owned) = (Gguf::open(&path).unwrap(), read(small()).unwrap());
-    assert_eq!(mapped.revision(), owned.revision());
     assert_eq!(mapped.tensor("q").unwrap().data, owned.tensor("q").unwrap().data);
     let absent = Gguf::open(&directory.path().join("absent.gguf")).err().unwrap();
     assert!(matches!(absent, ModelError::Open { .. }) && absent.to_string().contains("absent.gguf"), "{absent}");
@@ -291,19 +290,6 @@ fn stretched_contexts_are_read() {
     assert_eq!(rope(yarn(qwen()).u32("qwen3.rope.scaling.original_context_length", 4096)).frequencies, [1.0, 0.1]);
 }
 
-#[test]
-fn revisions_tell_files_apart() {
-    let revision = |writer| read(writer).unwrap().revision();
-    let original = revision(small());
-    assert_eq!(original.len(), 16);
-    assert_eq!(original, revision(small()));
-    assert_ne!(original, revision(small().str("tokenizer.chat_template", "other")), "metadata");
-    let mut weights = vec![2; 40];
-    weights[39] = 3;
-    assert_ne!(original, revision(small().tensor("q", &[32, 2], kind::Q4_1, weights)), "weights");
-    assert_ne!(original, Gguf::from_bytes([small().finish(), vec![0; 64]].concat()).unwrap().revision(), "length");
-}
-
 proptest! {
     /// Whatever bytes a file has, it is taken or refused, and what is taken can be asked for everything.
     #[test]
@@ -314,7 +300,7 @@ proptest! {
             file[at.index(len)] = byte;
         }
         if let Ok(file) = Gguf::from_bytes(file) {
-            let _ = (file.tokenizer(), ModelConfig::read(&file), file.revision(), file.context_length());
+            let _ = (file.tokenizer(), ModelConfig::read(&file), file.context_length());
             for (name, _) in file.tensor_types() {
                 prop_assert!(file.tensor(name).is_ok());
             }

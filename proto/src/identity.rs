@@ -26,7 +26,7 @@ impl Identity {
             ("block size", &found_size, &expected_size),
         ] {
             if !found.is_empty() && !expected.is_empty() && found != expected {
-                return Err(Difference { field, found: found.to_owned(), expected: expected.to_owned() });
+                return Err(Difference { field, found: shown(found), expected: shown(expected) });
             }
         }
         let (found, expected) = (&self.version, &cluster.version);
@@ -58,6 +58,19 @@ impl From<&WorkerInfo> for Identity {
             revision: info.revision.clone(),
             block_size: info.block_size,
         }
+    }
+}
+
+/// A revision is compared whole, and shown by its first digits, which are enough to find it.
+fn shown(text: &str) -> String {
+    /// Hex digits of a SHA-256, and those that are shown.
+    const HASH_DIGITS: usize = 64;
+    const SHOWN_DIGITS: usize = 16;
+    match text.get(..HASH_DIGITS) {
+        Some(hash) if hash.bytes().all(|digit| digit.is_ascii_hexdigit()) => {
+            format!("{}{}", &hash[..SHOWN_DIGITS], &text[HASH_DIGITS..])
+        }
+        _ => text.to_owned(),
     }
 }
 
@@ -94,6 +107,16 @@ mod tests {
             assert_eq!(difference.field, field);
             assert!(difference.to_string().contains(&difference.expected), "{difference}");
         }
+    }
+
+    #[test]
+    fn revisions_are_compared_whole_and_shown_short() {
+        let revision = |text: String| Identity { revision: text, ..identity() };
+        let hash = "0123456789abcdef".repeat(4);
+        let other = format!("{}0", &hash[..63]);
+        let difference = revision(format!("{other}-cuda")).fits(&revision(hash.clone())).expect_err("the last digit differs");
+        assert_eq!((&*difference.found, &*difference.expected), ("0123456789abcdef-cuda", "0123456789abcdef"));
+        assert_eq!(revision(hash.clone()).fits(&revision(hash)), Ok(()));
     }
 
     #[test]

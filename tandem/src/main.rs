@@ -35,8 +35,10 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::DecodeWorker(worker) => return run_or_print(*worker, Process::decode_worker),
         Command::Frontend(frontend) => return run_or_print(*frontend, Process::frontend),
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
-            let model = Store::new(store)?.get(&source)?;
-            print(&format!("{}\n", model.path.display()));
+            let store = Store::new(store)?;
+            let model = store.get(&source)?;
+            // Computed here, once, so that no process that serves the model has to.
+            print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()));
         }
         Command::Model { command: ModelCommand::List { store } } => {
             for model in Store::new(store)?.list()? {

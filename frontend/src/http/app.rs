@@ -1,8 +1,8 @@
 //! What all requests of a frontend share.
 
-use super::{body::Bodies, context::body_bytes_max, unix_seconds};
+use super::{Trust, body::Bodies, context::body_bytes_max, trust, unix_seconds};
 use crate::{
-    FrontendSettings,
+    CacheIsolation, FrontendSettings,
     admission::{self, Admission},
     audit::LastAudit,
     cores::Cores,
@@ -14,11 +14,26 @@ use crate::{
 };
 use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use tandem_kv::Namespace;
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
 /// Letters in the name of an account.
 const ACCOUNT_MAX: usize = 64;
+
+const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
+const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+
+/// What a request's headers ask for, as far as they may.
+#[derive(Default)]
+pub(super) struct Asked {
+    /// The object `tandem` in the answer.
+    pub(super) details: bool,
+    /// Instead of an answer, why it would be placed where.
+    pub(super) explain: bool,
+    /// Whom the request is for; empty: not known.
+    pub(super) account: String,
+}
 
 /// What all requests share.
 pub(crate) struct App {
@@ -35,7 +50,9 @@ pub(crate) struct App {
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
+    pub(super) trust: Trust,
     account_header: Option<HeaderName>,
+    cache_isolation: CacheIsolation,
     /// When this process began, in seconds since 1970: the age of the model as clients see it.
     pub(super) since: u64,
     /// For the page at `/dashboard`; `None`: there is none.
@@ -43,9 +60,15 @@ pub(crate) struct App {
     pub(super) audit: Option<LastAudit>,
 }
 
+/// Whether the request is to be explained instead of answered.
+pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {
+    trust::wants(headers, &EXPLAIN)
+}
+
 impl App {
     pub(crate) fn new(
         settings: FrontendSettings,
+        trust: Trust,
         routers: &BTreeSet<String>,
         network: Network,
         metrics: &Metrics,
@@ -81,7 +104,9 @@ impl App {
             encoding: Cores::default(),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
+            trust,
             account_header: settings.account_header,
+            cache_isolation: settings.cache_isolation,
             since: unix_seconds(),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
@@ -95,11 +120,32 @@ impl App {
         Arc::clone(&self.metrics)
     }
 
-    /// Whom a request is for, if somebody in front of us says so. What cannot stand in a ledger is refused: it would be on nobody's bill.
-    pub(super) fn account(&self, headers: &HeaderMap) -> Result<String, ApiError> {
+    /// What the headers of a request ask for.
+    ///
+    /// # Errors
+    /// A header is not for this peer to send, or the account's name is not one.
+    pub(super) fn asked(&self, headers: &HeaderMap, trusted: bool) -> Result<Asked, ApiError> {
+        let [details, explain] = self.trust.asks(headers, [DETAILS, EXPLAIN], trusted)?;
+        Ok(Asked { details, explain, account: self.account(headers, trusted)? })
+    }
+
+    /// Whose KV a request may share: that of the same model and `cache_salt`, and of the same account if accounts are isolated.
+    pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
+        let namespace = self.model.namespace(cache_salt);
+        match self.cache_isolation {
+            CacheIsolation::Shared => namespace,
+            CacheIsolation::Account => namespace.of_account(account),
+        }
+    }
+
+    /// Whom a request is for, if a trusted peer says so. A name that no ledger can hold is refused, since no bill would show it.
+    fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
         let mut values = headers.get_all(name).iter();
         let Some(value) = values.next() else { return Ok(String::new()) };
+        if !trusted {
+            return Err(ApiError::Untrusted { header: name.clone() });
+        }
         let fits = |name: &&str| {
             let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
             name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)

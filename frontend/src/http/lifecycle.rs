@@ -1,12 +1,12 @@
 //! A request from its headers to its reply: its body is read, it is parsed, its sequences are taken, its texts are encoded, and
 //! every way out is counted.
 
-use super::{App, RequestId, body, context::elements_max};
+use super::{App, RequestId, app::Asked, body, context::elements_max};
 use crate::{
     admission::{Admitted, Client},
     dispatch::Prompt,
     error::{ApiError, Problem},
-    listen::Peer,
+    listen::{Peer, PeerAddress},
     metrics::Endpoint,
     prompt::reusable_hashes,
     request::{self, Options},
@@ -22,8 +22,6 @@ use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_node::trace::Span;
 
-const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
-const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// Bodies longer than this are parsed on a blocking thread: these take less than a millisecond.
@@ -38,13 +36,10 @@ pub(super) struct Incoming {
     pub(super) id: String,
     /// Taken by a streamed answer, which finishes it.
     pub(super) admitted: Option<Admitted>,
-    pub(super) details: bool,
-    /// Instead of an answer, why it would be placed where.
-    pub(super) explain: bool,
+    pub(super) asked: Asked,
     traceparent: String,
     /// The request's trace begins with it.
     pub(super) span: Span,
-    account: String,
     /// For the bounds of each client.
     client: Option<Client>,
     /// The body's part of the budget, for as long as the request is parsed and encoded.
@@ -65,32 +60,23 @@ where
         }
     };
     let RequestId(id) = parts.extensions.get().cloned().expect("every request has been named");
-    let (details, explain) = (wants(&parts.headers, DETAILS), wants_explanation(&parts.headers));
-    let traceparent = traceparent(&parts.headers);
+    let trusted = app.trust.trusts(&parts);
+    // A stranger's trace is not joined, and whether the request is sampled is not the stranger's choice.
+    let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
-    // Whoever is behind goes on with ours, or with the client's.
+    // The processes behind go on with this span, or with that of the proxy if this one is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     if let Some(admitted) = &mut admitted {
         admitted.trace(&span);
     }
-    let (account, peer) = (app.account(&parts.headers), parts.extensions.get::<Peer>().copied());
+    let (asked, peer) = (app.asked(&parts.headers, trusted), parts.extensions.get().copied());
     let read = app.bodies.read(&parts.headers, body).await;
-    let mut incoming = Incoming {
-        app,
-        id,
-        admitted,
-        details,
-        explain,
-        traceparent,
-        span,
-        account: String::new(),
-        client: None,
-        body: body::Held::default(),
-    };
-    let result = match (read, account) {
-        (Ok(read), Ok(account)) => {
-            incoming.client = client(&account, peer);
-            incoming.account = account;
+    let mut incoming =
+        Incoming { app, id, admitted, asked: Asked::default(), traceparent, span, client: None, body: body::Held::default() };
+    let result = match (read, asked) {
+        (Ok(read), Ok(asked)) => {
+            incoming.client = client(&asked.account, peer);
+            incoming.asked = asked;
             incoming.body = read.held;
             answer(&mut incoming, read.bytes).await
         }
@@ -107,9 +93,9 @@ where
 }
 
 /// A request without an account is counted by the address that it came from.
-fn client(account: &str, peer: Option<Peer>) -> Option<Client> {
-    let address = || peer.map(|Peer(address)| Client::Address(address));
-    if account.is_empty() { address() } else { Some(Client::Account(account.to_owned())) }
+fn client(account: &str, peer: Option<PeerAddress>) -> Option<Client> {
+    let address = |PeerAddress(address)| Client::Address(Peer::from(address));
+    if account.is_empty() { peer.map(address) } else { Some(Client::Account(account.to_owned())) }
 }
 
 impl Incoming {
@@ -162,13 +148,13 @@ impl Incoming {
 
     /// The prompt as it goes to router and worker. `index`: of how many in this request it is.
     pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
-        let namespace = self.app.model.namespace(&options.cache_salt);
+        let namespace = self.app.namespace(&self.asked.account, &options.cache_salt);
         let room = self.app.model.context_length.saturating_sub(tokens.len() as u32);
         Prompt {
             request_id: format!("{}-{index}", self.id),
             traceparent: self.traceparent.clone(),
             span: self.span.clone(),
-            account: self.account.clone(),
+            account: self.asked.account.clone(),
             model: self.app.model.id.clone(),
             sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
             tokens,
@@ -181,16 +167,7 @@ impl Incoming {
     }
 }
 
-/// Whether the request is to be explained instead of answered.
-pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {
-    wants(headers, EXPLAIN)
-}
-
-fn wants(headers: &HeaderMap, name: HeaderName) -> bool {
-    headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
-}
-
-/// The client's trace, if it is one (W3C: `00-…-…-01`).
+/// The caller's trace, if it is one (W3C: `00-…-…-01`).
 fn traceparent(headers: &HeaderMap) -> String {
     let value = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let valid = value.len() == 55 && value.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');

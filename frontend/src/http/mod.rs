@@ -16,10 +16,13 @@ mod models;
 mod progress;
 mod readiness;
 mod shape;
+mod trust;
 
 pub(crate) use app::App;
 pub(crate) use guard::guarded;
 pub(crate) use progress::PromptDetails;
+pub use trust::ExposeDetails;
+pub(crate) use trust::Trust;
 
 use crate::error::ApiError;
 use axum::{
@@ -54,11 +57,17 @@ pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
-        .route_layer(from_fn(async |request: Request, next: Next| match lifecycle::wants_explanation(request.headers()) {
-            true => next.run(request).await,
-            false => ApiError::AdminExplains.into_response(),
-        }));
+        .route_layer(from_fn(only_explanations));
     finished(pages(&app).merge(explained), app)
+}
+
+async fn only_explanations(mut request: Request, next: Next) -> Response {
+    if !app::wants_explanation(request.headers()) {
+        body::discard(request.into_body()).await;
+        return ApiError::AdminExplains.into_response();
+    }
+    request.extensions_mut().insert(trust::ToOperator);
+    next.run(request).await
 }
 
 fn pages(app: &App) -> Router<Arc<App>> {

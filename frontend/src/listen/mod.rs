@@ -4,7 +4,7 @@ mod exchange;
 mod places;
 mod timed;
 
-pub(crate) use places::{Peer, Places};
+pub(crate) use places::{Peer, PeerAddress, Places};
 
 use crate::error::ApiError;
 use axum::{Router, body::Body, http::Version, response::Response};
@@ -103,12 +103,12 @@ impl Serving {
     async fn run(self, io: impl AsyncRead + AsyncWrite + Send + 'static) {
         let exchange = Arc::new(Exchange::default());
         let io = Timed::new(io, Arc::clone(&exchange), self.unread_max);
-        let (routes, peer) = (TowerToHyperService::new(self.routes), self.place.peer());
+        let (routes, address) = (TowerToHyperService::new(self.routes), self.place.address());
         let service = service_fn(move |mut request: Request<Incoming>| {
             let has_body = !request.body().is_end_stream();
             exchange.begin(if has_body { Phase::Reading } else { Phase::Answering }, request.version() != Version::HTTP_10);
-            if let Some(peer) = peer {
-                request.extensions_mut().insert(peer);
+            if let Some(address) = address {
+                request.extensions_mut().insert(address);
             }
             let read = Arc::clone(&exchange);
             let answer = routes.call(request.map(|body| Body::new(Watched::new(body, move || read.request_is_read()))));

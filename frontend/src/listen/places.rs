@@ -1,11 +1,16 @@
 //! How many connections there may be: in all, and from one address.
 
 use crate::metrics::FrontendMetrics;
+use ipnet::IpNet;
 use std::{
     collections::HashMap,
     net::{IpAddr, Ipv6Addr},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
+
+/// Where a request's connection comes from: an extension of every request that came over TCP.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PeerAddress(pub(crate) IpAddr);
 
 /// Where a connection comes from, as far as clients are told apart: an IPv4 address, or the /64 network of an IPv6 address, all of
 /// whose addresses one host may use.
@@ -17,6 +22,8 @@ pub(crate) struct Places {
     all_max: usize,
     /// 0: no bound.
     per_peer_max: usize,
+    /// Peers that the bound is not for: they pass on the requests of many clients.
+    proxies: Vec<IpNet>,
     taken: Mutex<Taken>,
     metrics: Arc<FrontendMetrics>,
 }
@@ -31,7 +38,7 @@ struct Taken {
 /// A connection's place. Dropping it gives it back.
 pub(super) struct Place {
     places: Arc<Places>,
-    peer: Option<Peer>,
+    address: Option<PeerAddress>,
 }
 
 impl From<IpAddr> for Peer {
@@ -45,16 +52,18 @@ impl From<IpAddr> for Peer {
 }
 
 impl Places {
-    pub(crate) fn new(all_max: usize, per_peer_max: usize, metrics: Arc<FrontendMetrics>) -> Arc<Self> {
-        Arc::new(Self { all_max, per_peer_max, taken: Mutex::default(), metrics })
+    pub(crate) fn new(all_max: usize, per_peer_max: usize, proxies: Vec<IpNet>, metrics: Arc<FrontendMetrics>) -> Self {
+        Self { all_max, per_peer_max, proxies, taken: Mutex::default(), metrics }
     }
 
     /// A place for a connection from this address (a network in memory has none), if there is one.
     pub(super) fn take(self: &Arc<Self>, address: Option<IpAddr>) -> Option<Place> {
         let peer = address.map(Peer::from);
+        let is_proxy = |address: IpAddr| self.proxies.iter().any(|network| network.contains(&address.to_canonical()));
+        let bounded = self.per_peer_max > 0 && !address.is_some_and(is_proxy);
         let mut taken = self.taken();
         let of_peer = peer.and_then(|peer| taken.by_peer.get(&peer).copied()).unwrap_or(0);
-        if taken.all >= self.all_max || (self.per_peer_max > 0 && of_peer >= self.per_peer_max) {
+        if taken.all >= self.all_max || (bounded && of_peer >= self.per_peer_max) {
             self.metrics.connections_refused.increment(1);
             return None;
         }
@@ -63,7 +72,7 @@ impl Places {
             taken.by_peer.insert(peer, of_peer + 1);
         }
         self.metrics.connections.increment(1.0);
-        Some(Place { places: Arc::clone(self), peer })
+        Some(Place { places: Arc::clone(self), address: address.map(PeerAddress) })
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
@@ -72,8 +81,8 @@ impl Places {
 }
 
 impl Place {
-    pub(super) fn peer(&self) -> Option<Peer> {
-        self.peer
+    pub(super) fn address(&self) -> Option<PeerAddress> {
+        self.address
     }
 }
 
@@ -82,7 +91,7 @@ impl Drop for Place {
         self.places.metrics.connections.decrement(1.0);
         let mut taken = self.places.taken();
         taken.all -= 1;
-        if let Some(peer) = self.peer
+        if let Some(peer) = self.address.map(|PeerAddress(address)| Peer::from(address))
             && let Some(left) = taken.by_peer.get_mut(&peer)
         {
             *left -= 1;
@@ -99,7 +108,8 @@ mod tests {
     use tandem_node::Metrics;
 
     fn places(all_max: usize, per_peer_max: usize) -> Arc<Places> {
-        Places::new(all_max, per_peer_max, Arc::new(FrontendMetrics::new(&Metrics::default(), "m")))
+        let proxies = vec!["10.9.0.0/16".parse().expect("a network")];
+        Arc::new(Places::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default(), "m"))))
     }
 
     fn from(places: &Arc<Places>, address: &str) -> Option<Place> {
@@ -124,6 +134,13 @@ mod tests {
         let _first = from(&places, "2001:db8::1").expect("it is the first");
         assert!(from(&places, "2001:db8::ffff:1").is_none(), "the same /64");
         assert!(from(&places, "2001:db8:0:1::1").is_some(), "another /64");
+    }
+
+    #[test]
+    fn a_trusted_proxy_may_have_more_than_one_client() {
+        let places = places(3, 1);
+        let taken: Vec<_> = (0..4).map_while(|_| from(&places, "10.9.0.1")).collect();
+        assert_eq!(taken.len(), 3, "only the bound on all is for it");
     }
 
     #[test]

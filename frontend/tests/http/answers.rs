@@ -310,7 +310,7 @@ async fn a_conversation_in_the_real_models_template() {
     };
     let load = || {
         let file = tandem_model::Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");
-        tandem_frontend::ServedModel::from_gguf("m", &file).expect("the model can be served")
+        tandem_frontend::ServedModel::from_gguf("m", "r", &file).expect("the model can be served")
     };
     let model = load();
     let mut cluster = Cluster::with(|settings| settings.model = load()).await;

@@ -12,4 +12,5 @@ mod resumed;
 mod routers;
 mod sequences;
 mod support;
+mod tenants;
 mod usage;

@@ -14,6 +14,7 @@ use std::{
     collections::BTreeMap,
     fs::{File, TryLockError},
     io::{self, BufWriter, Read, Seek, SeekFrom, Write},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::Path,
     sync::{
         Arc, Mutex, PoisonError,
@@ -25,6 +26,9 @@ use std::{
 
 /// Lines that wait for the disk: seconds of a busy cluster's, a few megabytes.
 const LINES_MAX: usize = 16_384;
+
+/// The permissions of a ledger that is made: its owner may read and write it.
+const OWNER_ONLY: u32 = 0o600;
 
 /// What became of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,10 +109,21 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Appends to this file, which is made if it is not there. Half a line, left by somebody who was killed, stays on its own; a
-    /// file that a living process writes is refused.
+    /// Appends to this file, which is made if it is not there, readable by its owner alone: it says which account sent how much and when.
+    /// An existing file keeps its permissions, with a warning when others may use it. Half a line, left by a process that was killed,
+    /// stays on its own; a file that a living process writes is refused.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be opened, or if another process has it open as its ledger.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let mut file = File::options().read(true).append(true).create(true).open(path)?;
+        let mut file = File::options().read(true).append(true).create(true).mode(OWNER_ONLY).open(path)?;
+        if let Some(mode) = wider_mode(&file)? {
+            tracing::warn!(
+                file = %path.display(),
+                mode = %format_args!("{mode:03o}"),
+                "other users may use the ledger, which holds accounts, sizes and times; chmod 600 it"
+            );
+        }
         // Where files cannot be locked, nothing is known of others.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(io::Error::other("another process writes this ledger; give each process a file of its own"));
@@ -135,6 +150,12 @@ impl Ledger {
         let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
         WorkerLedger { ledger: self.clone(), worker: worker_id.into(), model: model.into(), lost }
     }
+}
+
+/// The file's permissions, if they are wider than its owner's.
+fn wider_mode(file: &File) -> io::Result<Option<u32>> {
+    let mode = file.metadata()?.permissions().mode() & 0o777;
+    Ok((mode & !OWNER_ONLY != 0).then_some(mode))
 }
 
 /// Waits until the lines that are queued are with the system.
@@ -382,5 +403,42 @@ mod tests {
         worker.scheduled(BEGUN);
         worker.attempt("a", 1, false).began();
         assert_eq!(lost(&metrics), 0);
+    }
+
+    #[test]
+    fn new_ledger_belongs_to_its_owner_and_a_wider_one_is_warned_about() {
+        /// A log that a test can read.
+        #[derive(Clone, Default)]
+        struct Log(Arc<Mutex<Vec<u8>>>);
+        impl Write for Log {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0.lock().expect("no test panics with it").extend(bytes);
+                Ok(bytes.len())
+            }
+
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let mode = |path: &Path| std::fs::metadata(path).expect("it is there").permissions().mode() & 0o777;
+        // What is logged when the ledger is opened.
+        let opened = |path: &Path| {
+            let log = Log::default();
+            let writer = log.clone();
+            let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+            tracing::subscriber::with_default(subscriber, || drop(Ledger::open(path).expect("it can be opened")));
+            String::from_utf8(log.0.lock().expect("no test panics with it").clone()).expect("text")
+        };
+        let made = folder.path().join("made");
+        assert_eq!((opened(&made), mode(&made)), (String::new(), 0o600));
+        assert_eq!(opened(&made), "");
+
+        let wide = folder.path().join("wide");
+        std::fs::write(&wide, "").expect("ours");
+        std::fs::set_permissions(&wide, PermissionsExt::from_mode(0o640)).expect("ours");
+        let log = opened(&wide);
+        assert!(log.contains("WARN") && log.contains("640") && log.contains("chmod 600"), "{log}");
+        assert_eq!(mode(&wide), 0o640, "its owner may have meant it");
     }
 }

@@ -251,7 +251,7 @@ async fn load(settings: &UpSettings) -> Result<Loaded, StartError> {
     let (name, how) = (settings.served_model_name.clone(), settings.clone());
     with_model(settings, move |model| match model {
         None => Ok(Loaded::sim(name)),
-        Some(model) => Loaded::model(&model, name, &how),
+        Some((model, revision)) => Loaded::model(&model, &revision, name, &how),
     })
     .await
 }
@@ -261,20 +261,26 @@ async fn load_served(settings: &UpSettings) -> Result<ServedModel, StartError> {
     let (name, engine) = (settings.served_model_name.clone(), settings.engine);
     with_model(settings, move |model| match model {
         None => Ok(Loaded::sim(name).served),
-        Some(model) => Ok(weights::open(&model, name, engine)?.1),
+        Some((model, revision)) => Ok(weights::open(&model, &revision, name, engine)?.1),
     })
     .await
 }
 
-/// Reads files and perhaps the network, for long: off the async threads. There is no model when the simulator needs none.
+/// Reads files and perhaps the network, for long: off the async threads. `load` gets the model and its revision; there is none when the
+/// simulator needs none.
 async fn with_model<T: Send + 'static>(
     settings: &UpSettings,
-    load: impl FnOnce(Option<StoredModel>) -> Result<T, StartError> + Send + 'static,
+    load: impl FnOnce(Option<(StoredModel, String)>) -> Result<T, StartError> + Send + 'static,
 ) -> Result<T, StartError> {
     let settings = settings.clone();
     let loading = tokio::task::spawn_blocking(move || match (settings.engine, settings.model) {
         (EngineKind::Sim, None) => load(None),
-        (_, model) => load(Some(Store::new(settings.store)?.get(&model.unwrap_or_default())?)),
+        (_, model) => {
+            let store = Store::new(settings.store)?;
+            let model = store.get(&model.unwrap_or_default())?;
+            let revision = store.revision(&model)?;
+            load(Some((model, revision)))
+        }
     });
     loading.await.expect("loading returns its errors")
 }

@@ -201,7 +201,10 @@ impl Parts {
             audit_result: settings.audit_result.clone(),
             routers,
             tracer: self.tracer.clone(),
-            account_header: settings.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
+            account_header: settings.tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
+            cache_isolation: settings.tenants.isolation(),
+            trusted_proxies: settings.tenants.trusted_proxies.clone(),
+            expose_details: settings.tenants.expose(),
             ..FrontendSettings::new("", model)
         };
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));

@@ -31,8 +31,13 @@ enum Device {
 
 impl Loaded {
     /// Reads the model's files for the engine that is set. Takes seconds for a large one.
-    pub(super) fn model(model: &StoredModel, served_name: Option<String>, settings: &UpSettings) -> Result<Self, StartError> {
-        let (file, served) = open(model, served_name, settings.engine)?;
+    pub(super) fn model(
+        model: &StoredModel,
+        revision: &str,
+        served_name: Option<String>,
+        settings: &UpSettings,
+    ) -> Result<Self, StartError> {
+        let (file, served) = open(model, revision, served_name, settings.engine)?;
         let device = match settings.engine {
             EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(model, cause.into()))?),
             EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &cuda_settings(settings))?),
@@ -66,17 +71,18 @@ impl Loaded {
 /// The model's file, and what a frontend reads from it.
 pub(super) fn open(
     model: &StoredModel,
+    revision: &str,
     served_name: Option<String>,
     engine: EngineKind,
 ) -> Result<(Box<dyn ModelFile>, ServedModel), StartError> {
     let name = served_name.unwrap_or_else(|| model.id.clone());
     let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
         let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
-        let served = ServedModel::from_directory(name, &directory);
+        let served = ServedModel::from_directory(name, revision, &directory);
         (Box::new(directory), served)
     } else {
         let file = Gguf::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
-        let served = ServedModel::from_gguf(name, &file);
+        let served = ServedModel::from_gguf(name, revision, &file);
         (Box::new(file), served)
     };
     let served = served.map_err(|cause| unservable(model, cause.into()))?;

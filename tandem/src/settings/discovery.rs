@@ -1,6 +1,9 @@
 //! How processes find each other through etcd, and where they say that they are.
 
-use super::roles::{address, with_commas};
+use super::{
+    roles::{address, with_commas},
+    secret_file,
+};
 use clap::Args;
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
@@ -21,14 +24,26 @@ pub struct DiscoveryFlags {
     pub etcd: Vec<String>,
 
     /// Who we are to etcd, if it asks
-    #[arg(long, env = "TANDEM_ETCD_USER", value_name = "NAME", requires_all = ["etcd", "etcd_password"])]
+    #[arg(long, env = "TANDEM_ETCD_USER", value_name = "NAME", requires_all = ["etcd", "etcd_secret"])]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub etcd_user: Option<String>,
 
     /// The password; never printed, and not for others to see when it comes from the environment
-    #[arg(long, env = "TANDEM_ETCD_PASSWORD", value_name = "PASSWORD", hide_env_values = true, requires = "etcd_user")]
+    #[arg(
+        long,
+        env = "TANDEM_ETCD_PASSWORD",
+        value_name = "PASSWORD",
+        hide_env_values = true,
+        requires = "etcd_user",
+        group = "etcd_secret"
+    )]
     #[serde(skip)]
     pub etcd_password: Option<Secret>,
+
+    /// A file that holds the password; it is read once, at the start
+    #[arg(long, env = "TANDEM_ETCD_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file, requires = "etcd_user", group = "etcd_secret")]
+    #[serde(skip)]
+    pub etcd_password_file: Option<Secret>,
 
     /// A PEM file of whom to believe that it is etcd; connections are encrypted then
     #[arg(long, env = "TANDEM_ETCD_CA", value_name = "FILE", requires = "etcd")]
@@ -94,10 +109,11 @@ impl DiscoveryFlags {
         if self.etcd.is_empty() {
             return None;
         }
+        let password = self.etcd_password.clone().or_else(|| self.etcd_password_file.clone());
         let identity = self.etcd_cert.clone().zip(self.etcd_key.clone());
         Some(EtcdSettings {
             endpoints: self.etcd.clone(),
-            user: self.etcd_user.clone().zip(self.etcd_password.clone()),
+            user: self.etcd_user.clone().zip(password),
             tls: self.etcd_ca.clone().map(|ca| EtcdTls { ca, identity }),
             cluster: cluster.to_owned(),
             lease_ttl: Duration::from_secs(self.lease_ttl),

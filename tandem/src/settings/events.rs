@@ -1,5 +1,6 @@
 //! Where KV events travel, if not on the workers' own streams.
 
+use super::secret_file;
 use clap::Args;
 use serde::{Serialize, Serializer};
 use std::path::PathBuf;
@@ -28,14 +29,26 @@ pub struct NatsFlags {
     pub nats: Vec<String>,
 
     /// Who we are to NATS, if it asks for a password
-    #[arg(long, env = "TANDEM_NATS_USER", value_name = "NAME", requires_all = ["nats", "nats_password"], group = "nats_auth")]
+    #[arg(long, env = "TANDEM_NATS_USER", value_name = "NAME", requires_all = ["nats", "nats_secret"], group = "nats_auth")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nats_user: Option<String>,
 
     /// The password; never printed, and not for others to see when it comes from the environment
-    #[arg(long, env = "TANDEM_NATS_PASSWORD", value_name = "PASSWORD", hide_env_values = true, requires = "nats_user")]
+    #[arg(
+        long,
+        env = "TANDEM_NATS_PASSWORD",
+        value_name = "PASSWORD",
+        hide_env_values = true,
+        requires = "nats_user",
+        group = "nats_secret"
+    )]
     #[serde(skip)]
     pub nats_password: Option<Secret>,
+
+    /// A file that holds the password; it is read once, at the start
+    #[arg(long, env = "TANDEM_NATS_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file, requires = "nats_user", group = "nats_secret")]
+    #[serde(skip)]
+    pub nats_password_file: Option<Secret>,
 
     /// A token, if NATS asks for one; never printed
     #[arg(long, env = "TANDEM_NATS_TOKEN", value_name = "TOKEN", hide_env_values = true, requires = "nats", group = "nats_auth")]
@@ -78,11 +91,12 @@ impl NatsFlags {
     }
 
     fn settings(&self, cluster: &str) -> NatsSettings {
-        let auth = match self.clone() {
-            Self { nats_user: Some(name), nats_password: Some(password), .. } => NatsAuth::User(name, password),
-            Self { nats_token: Some(token), .. } => NatsAuth::Token(token),
-            Self { nats_creds: Some(file), .. } => NatsAuth::Credentials(file),
-            Self { nats_nkey: Some(file), .. } => NatsAuth::Nkey(file),
+        let password = self.nats_password.clone().or_else(|| self.nats_password_file.clone());
+        let auth = match (self.nats_user.clone().zip(password), self.clone()) {
+            (Some((name, password)), _) => NatsAuth::User(name, password),
+            (None, Self { nats_token: Some(token), .. }) => NatsAuth::Token(token),
+            (None, Self { nats_creds: Some(file), .. }) => NatsAuth::Credentials(file),
+            (None, Self { nats_nkey: Some(file), .. }) => NatsAuth::Nkey(file),
             _ => NatsAuth::Nobody,
         };
         NatsSettings {
@@ -114,9 +128,13 @@ mod tests {
 
     #[test]
     fn there_is_one_way_to_say_who_we_are_and_secrets_are_not_shown() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), "hidden\n").expect("ours");
+        let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());
         for (args, auth) in [
             ("", NatsAuth::Nobody),
             ("--nats-user u --nats-password hidden", NatsAuth::User("u".to_owned(), "hidden".to_owned().into())),
+            (&from_file, NatsAuth::User("u".to_owned(), "hidden".to_owned().into())),
             ("--nats-token hidden", NatsAuth::Token("hidden".to_owned().into())),
             ("--nats-creds f", NatsAuth::Credentials("f".into())),
             ("--nats-nkey f", NatsAuth::Nkey("f".into())),
@@ -131,6 +149,7 @@ mod tests {
             "--nats-token t",
             "--nats h:1 --nats-user u",
             "--nats h:1 --nats-password p",
+            "--nats h:1 --nats-user u --nats-password-file /nonexistent",
             "--nats h:1 --nats-token t --nats-creds f",
             "--nats h:1 --nats-cert f",
         ] {

@@ -22,8 +22,8 @@ pub struct TelemetryFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub otlp_endpoint: Option<String>,
 
-    /// The part of requests that is traced, from 0 to 1: enough to see what is common, too little to cost anything. Requests that come
-    /// with a sampled `traceparent` are traced besides
+    /// The part of requests that is traced, from 0 to 1: enough to see what is common, too little to cost anything. Requests of
+    /// trusted proxies with a sampled `traceparent` are traced besides
     #[arg(long, env = "TANDEM_TRACE_SAMPLE_RATIO", value_name = "RATIO", default_value_t = 0.01, value_parser = ratio)]
     pub trace_sample_ratio: f64,
 }

@@ -166,9 +166,12 @@ fn a_model_is_told_by_its_path_on_the_last_line() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("Tiny.Q4_0.gguf");
     std::fs::write(&file, b"GGUF").expect("ours");
-    let output = ended(&["model", "fetch", file.to_str().expect("text")]);
-    assert_eq!(text(&output.stdout).lines().last(), file.to_str());
     let models = dir.path().to_str().expect("text");
+    let output = ended(&["model", "fetch", file.to_str().expect("text"), "--models-dir", models]);
+    assert_eq!(text(&output.stdout).lines().last(), file.to_str());
+    // What `printf GGUF | sha256sum` prints.
+    let revision = "revision b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
+    assert_eq!(text(&output.stdout).lines().next(), Some(revision));
     let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);
     assert_eq!(listed, format!("Tiny\t0.0 MB\t{}\n", file.display()));
 }

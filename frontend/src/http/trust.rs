@@ -1,0 +1,132 @@
+//! Which peers are believed when their headers say more than a client may: whom a request is for, which trace it belongs to, and that
+//! the answer is to tell about the cluster.
+
+use crate::{error::ApiError, listen::PeerAddress};
+use axum::http::{HeaderMap, HeaderName, header, request::Parts};
+use ipnet::IpNet;
+
+/// What proxies add to requests that they pass on.
+const FORWARDED: [HeaderName; 4] =
+    [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for"), HeaderName::from_static("x-real-ip")];
+
+/// To whom `x-tandem-details` and `x-tandem-explain` are answered. Both tell which prompts are cached where.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExposeDetails {
+    /// To no peer.
+    Never,
+    /// To trusted peers.
+    #[default]
+    Trusted,
+    /// To every client.
+    Always,
+}
+
+/// An extension of requests that came to the operator's port: those that reach it are trusted.
+#[derive(Clone, Copy)]
+pub(super) struct ToOperator;
+
+/// The peers that are trusted.
+pub(crate) struct Trust {
+    /// Empty: peers on this machine, if `local`.
+    proxies: Vec<IpNet>,
+    /// Only this machine reaches the listener.
+    local: bool,
+    expose: ExposeDetails,
+}
+
+impl Trust {
+    /// Of a frontend that only this machine reaches (`local`), or others, too.
+    pub(crate) fn new(proxies: Vec<IpNet>, local: bool, expose: ExposeDetails) -> Self {
+        Self { proxies, local, expose }
+    }
+
+    /// Whether any peer can be trusted at all.
+    pub(crate) fn anyone(&self) -> bool {
+        self.local || !self.proxies.is_empty()
+    }
+
+    /// Whether the request comes from a trusted peer: one of the listed proxies. Without a list, a program on this machine, if the
+    /// listener is for those alone; a request that was forwarded comes from somewhere else and does not count.
+    pub(super) fn trusts(&self, request: &Parts) -> bool {
+        if request.extensions.get::<ToOperator>().is_some() {
+            return true;
+        }
+        let address = request.extensions.get().map(|PeerAddress(address)| address.to_canonical());
+        match address {
+            _ if self.proxies.is_empty() => self.local && FORWARDED.iter().all(|name| !request.headers.contains_key(name)),
+            Some(address) => self.proxies.iter().any(|network| network.contains(&address)),
+            // A listener in memory has no addresses.
+            None => false,
+        }
+    }
+
+    /// Whether the request asks for one of these with `true`.
+    ///
+    /// # Errors
+    /// It does, and must not. It is refused and not ignored: without its header an explanation would become a generation that costs,
+    /// and a client would take an answer without details for one of a cluster that has none.
+    pub(super) fn asks<const N: usize>(
+        &self,
+        headers: &HeaderMap,
+        names: [HeaderName; N],
+        trusted: bool,
+    ) -> Result<[bool; N], ApiError> {
+        let exposed = match self.expose {
+            ExposeDetails::Never => false,
+            ExposeDetails::Trusted => trusted,
+            ExposeDetails::Always => true,
+        };
+        match names.iter().find(|name| wants(headers, name) && !exposed) {
+            Some(name) => Err(ApiError::Untrusted { header: name.clone() }),
+            None => Ok(names.map(|name| wants(headers, &name))),
+        }
+    }
+}
+
+/// Whether this header says `true`.
+pub(super) fn wants(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::http::Request;
+
+    /// Whether a request with this header from there is trusted.
+    fn trusts(trust: &Trust, peer: &str, header: Option<&str>) -> bool {
+        let mut request = Request::builder();
+        if let Some(name) = header {
+            request = request.header(name, "1.2.3.4");
+        }
+        let (mut parts, ()) = request.body(()).expect("well-formed").into_parts();
+        parts.extensions.insert(PeerAddress(peer.parse().expect("an address")));
+        trust.trusts(&parts)
+    }
+
+    fn trust(proxies: &[&str], local: bool) -> Trust {
+        let proxies = proxies.iter().map(|network| network.parse().expect("a network")).collect();
+        Trust::new(proxies, local, ExposeDetails::Trusted)
+    }
+
+    #[test]
+    fn listed_proxies_are_trusted_and_no_other_peers() {
+        let trust = trust(&["10.1.0.0/16", "fd00::/8"], true);
+        for peer in ["10.1.2.3", "::ffff:10.1.2.3", "fd00::7"] {
+            assert!(trusts(&trust, peer, None) && trusts(&trust, peer, Some("x-forwarded-for")), "{peer}");
+        }
+        for peer in ["10.2.0.1", "127.0.0.1", "::1", "fe80::1"] {
+            assert!(!trusts(&trust, peer, None), "{peer}");
+        }
+    }
+
+    #[test]
+    fn without_a_list_only_unforwarded_requests_to_a_loopback_listener_are_trusted() {
+        assert!(trusts(&trust(&[], true), "127.0.0.1", None));
+        for header in FORWARDED {
+            assert!(!trusts(&trust(&[], true), "127.0.0.1", Some(header.as_str())), "{header}");
+        }
+        assert!(!trusts(&trust(&[], false), "127.0.0.1", None), "a proxy of others may run here");
+        assert!(!trust(&[], false).anyone() && trust(&["10.0.0.0/8"], false).anyone());
+    }
+}

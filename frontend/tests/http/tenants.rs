@@ -1,0 +1,163 @@
+//! Clients that are strangers to each other: what they share, and which of their headers are believed.
+
+use crate::support::*;
+use hyper::{Method, StatusCode};
+use serde_json::{Value, json};
+use tandem_frontend::{CacheIsolation, ExposeDetails, FrontendError, FrontendSettings, ServedModel};
+use tandem_node::{
+    Metrics, Shutdown,
+    trace::{TraceSettings, Tracer},
+};
+use tandem_proto::v1::GenerateRequest;
+use tokio::net::TcpListener;
+
+const TRACE_ID: &str = "0af7651916cd43dd8448eb211c80319c";
+const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
+/// The test's connections come from no trusted proxy.
+fn strangers(settings: &mut FrontendSettings) {
+    settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("a network")];
+}
+
+fn accounts(settings: &mut FrontendSettings) {
+    settings.account_header = Some("x-account".parse().expect("a name"));
+}
+
+/// What a worker is asked for a request with these headers, once it is answered.
+async fn asked(cluster: &mut Cluster, headers: &[(&'static str, &'static str)], options: Value) -> GenerateRequest {
+    let (frontend, headers) = (cluster.frontend, headers.to_vec());
+    let long = json!({ "messages": [{ "role": "user", "content": "a prompt of more than one block" }] });
+    let mut body = chat(long);
+    body.as_object_mut().expect("an object").extend(options.as_object().expect("an object").clone());
+    let body = body.to_string();
+    let reply = tokio::spawn(async move { send(frontend, Method::POST, CHAT, &headers, body.into()).await });
+    let call = cluster.call().await;
+    let request = call.request.clone();
+    call.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    request
+}
+
+async fn refusal(cluster: &Cluster, header: (&str, &str)) -> (StatusCode, Value) {
+    cluster.send(Method::POST, CHAT, &[header], chat(json!({})).to_string()).await.json().await
+}
+
+#[tokio::test]
+async fn isolated_accounts_share_no_cache_with_each_other() {
+    let mut cluster = Cluster::with(|settings| {
+        accounts(settings);
+        settings.cache_isolation = CacheIsolation::Account;
+    })
+    .await;
+    let mut namespaces = Vec::new();
+    for (headers, salt) in [
+        (&[("x-account", "acme")][..], None),
+        (&[("x-account", "zoo")], None),
+        (&[], None),
+        (&[("x-account", "acme")], Some("s")),
+        (&[], Some("acme")),
+    ] {
+        let first = asked(&mut cluster, headers, json!({ "cache_salt": salt })).await;
+        let again = asked(&mut cluster, headers, json!({ "cache_salt": salt })).await;
+        assert_eq!(first.cache_namespace, again.cache_namespace, "an account shares with itself: {headers:?}");
+        namespaces.push(first.cache_namespace);
+    }
+    let shared = tandem_kv::Namespace::new("m", "sim", "", "");
+    namespaces.push(shared.as_bytes().to_vec());
+    let len = namespaces.len();
+    namespaces.sort();
+    namespaces.dedup();
+    assert_eq!(namespaces.len(), len, "none shares with another, nor with a frontend whose accounts share");
+}
+
+#[tokio::test]
+async fn accounts_that_share_have_the_namespace_of_none() {
+    let mut cluster = Cluster::with(accounts).await;
+    let shared = tandem_kv::Namespace::new("m", "sim", "", "");
+    for headers in [&[("x-account", "acme")][..], &[]] {
+        let request = asked(&mut cluster, headers, json!({})).await;
+        assert_eq!(request.cache_namespace, shared.as_bytes());
+    }
+}
+
+#[tokio::test]
+async fn details_and_explanations_are_refused_to_strangers() {
+    let mut cluster = Cluster::with(strangers).await;
+    for header in ["x-tandem-details", "x-tandem-explain"] {
+        let (status, answer) = refusal(&cluster, (header, "true")).await;
+        assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")), "{header}");
+        let message = answer["error"]["message"].as_str().expect("a text");
+        assert!(message.contains(header) && message.contains("--trusted-proxies"), "{message}");
+        asked(
+            &mut cluster,
+            &[(if header == "x-tandem-details" { "x-tandem-details" } else { "x-tandem-explain" }, "false")],
+            json!({}),
+        )
+        .await;
+    }
+    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+}
+
+#[tokio::test]
+async fn details_are_answered_to_a_listed_proxy_to_all_or_to_none_as_set() {
+    let ask = async |change: fn(&mut FrontendSettings), headers: &[(&str, &str)]| {
+        let cluster = Cluster::with(change).await;
+        cluster.send(Method::POST, CHAT, headers, chat(json!({})).to_string()).await.status()
+    };
+    const EXPLAIN: (&str, &str) = ("x-tandem-explain", "true");
+    const FORWARDED: (&str, &str) = ("x-forwarded-for", "1.2.3.4");
+    assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine");
+    assert_eq!(ask(|_| {}, &[EXPLAIN, FORWARDED]).await, StatusCode::FORBIDDEN, "somebody behind a proxy on this machine");
+    let listed = |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("a network")];
+    assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "the proxy was listed");
+    let always = |settings: &mut FrontendSettings| {
+        strangers(settings);
+        settings.expose_details = ExposeDetails::Always;
+    };
+    assert_eq!(ask(always, &[EXPLAIN]).await, StatusCode::OK);
+    assert_eq!(ask(|settings| settings.expose_details = ExposeDetails::Never, &[EXPLAIN]).await, StatusCode::FORBIDDEN);
+}
+
+#[tokio::test]
+async fn account_of_a_stranger_is_refused() {
+    let mut cluster = Cluster::with(|settings| {
+        accounts(settings);
+        strangers(settings);
+    })
+    .await;
+    let (status, answer) = refusal(&cluster, ("x-account", "acme")).await;
+    assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")));
+    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert_eq!(asked(&mut cluster, &[], json!({})).await.account, "", "without the header it is a request without an account");
+}
+
+#[tokio::test]
+async fn account_header_that_no_peer_may_send_stops_the_start() {
+    let listener = TcpListener::bind("0.0.0.0:0").await.expect("a port is free");
+    let mut settings = FrontendSettings::new("127.0.0.1:1", ServedModel::sim("m"));
+    accounts(&mut settings);
+    let ended = soon(tandem_frontend::run(listener, settings, Metrics::default(), Shutdown::default())).await;
+    let Err(error @ FrontendError::UntrustedAccounts { .. }) = ended else { panic!("{ended:?}") };
+    assert!(error.to_string().contains("--trusted-proxies"), "{error}");
+}
+
+#[tokio::test]
+async fn trace_of_a_stranger_is_neither_joined_nor_sampled_on_its_word() {
+    let traced = |sample_ratio: f64, change: fn(&mut FrontendSettings)| {
+        Cluster::with(move |settings| {
+            let endpoint = "http://127.0.0.1:9".to_owned();
+            let tracing = TraceSettings { endpoint, sample_ratio, service: "tandem-test", instance: "i".to_owned() };
+            settings.tracer = Tracer::new(tracing, &Metrics::default()).expect("an address").0;
+            change(settings);
+        })
+    };
+    let headers = [("traceparent", TRACEPARENT)];
+    let mut cluster = traced(0.0, |_| {}).await;
+    let joined = asked(&mut cluster, &headers, json!({})).await.traceparent;
+    assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is believed: {joined}");
+    let mut cluster = traced(0.0, strangers).await;
+    assert_eq!(asked(&mut cluster, &headers, json!({})).await.traceparent, "", "not sampled");
+    let mut cluster = traced(1.0, strangers).await;
+    let own = asked(&mut cluster, &headers, json!({})).await.traceparent;
+    assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "sampled as all are, in a trace of its own: {own}");
+}

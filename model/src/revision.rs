@@ -1,0 +1,136 @@
+//! Which model some files are: the SHA-256 of every byte that is read of them.
+//!
+//! KV is shared between workers only when they name the same revision, so two models that differ in one weight must differ here.
+//! Of a GGUF file it is what `sha256sum FILE` prints; of a directory, what `sha256sum FILES | sha256sum` prints in it, with the
+//! names of [`files`] in their order.
+
+use crate::{HfDirectory, ModelError};
+use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
+use std::{
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+/// How much of a file is in memory at a time, in bytes: large enough for full speed, small beside any model.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// The files whose bytes decide which model is at `path`: the file itself, or those of a directory in the order of their names.
+///
+/// # Errors
+/// Fails if the directory's index of weights cannot be read.
+pub fn files(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    if path.is_dir() { HfDirectory::files(path) } else { Ok(vec![path.to_owned()]) }
+}
+
+/// The revision of the model at `path`, 64 lowercase hex digits; `sha256` says what a file's SHA-256 is, in the same form.
+///
+/// # Errors
+/// Fails if the files cannot be listed, or with what `sha256` fails with.
+pub fn revision<E: From<ModelError>>(path: &Path, mut sha256: impl FnMut(&Path) -> Result<String, E>) -> Result<String, E> {
+    if !path.is_dir() {
+        return sha256(path);
+    }
+    let mut list = Context::new(&SHA256);
+    for file in files(path)? {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        list.update(format!("{}  {name}\n", sha256(&file)?).as_bytes());
+    }
+    Ok(hex(list))
+}
+
+/// The SHA-256 of all that `from` gives, in 64 lowercase hex digits; `read` hears of every chunk's length in bytes.
+///
+/// # Errors
+/// Fails if `from` cannot be read to its end.
+pub fn sha256(from: impl Read, read: impl FnMut(usize)) -> io::Result<String> {
+    hash(Context::new(&SHA256), from, read)
+}
+
+/// The name that git gives to a file of `len` bytes: a SHA-1 in 40 lowercase hex digits. The Hugging Face hub has nothing better for
+/// files that are not in its large-file storage.
+///
+/// # Errors
+/// Fails if `from` cannot be read to its end.
+pub fn git_blob_sha1(len: u64, from: impl Read) -> io::Result<String> {
+    let mut context = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
+    context.update(format!("blob {len}\0").as_bytes());
+    hash(context, from, |_| {})
+}
+
+fn hash(mut context: Context, mut from: impl Read, mut read: impl FnMut(usize)) -> io::Result<String> {
+    let mut chunk = vec![0; CHUNK_BYTES];
+    loop {
+        match from.read(&mut chunk) {
+            Ok(0) => return Ok(hex(context)),
+            Ok(count) => {
+                context.update(&chunk[..count]);
+                read(count);
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn hex(context: Context) -> String {
+    context.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, process::Command};
+
+    fn sha256_of(path: &Path) -> Result<String, ModelError> {
+        let open = |source| ModelError::Open { path: path.to_owned(), source };
+        sha256(fs::File::open(path).map_err(open)?, |_| {}).map_err(open)
+    }
+
+    /// What a shell prints in `folder`, up to the first space.
+    fn shell(folder: &Path, command: &str) -> String {
+        let output = Command::new("sh").args(["-c", command]).current_dir(folder).output().expect("there is a shell");
+        String::from_utf8_lossy(&output.stdout).split(' ').next().unwrap_or_default().to_owned()
+    }
+
+    #[test]
+    fn every_byte_of_a_file_is_part_of_its_revision() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.gguf");
+        // More than one chunk, and not a whole number of them.
+        let mut bytes: Vec<u8> = (0..CHUNK_BYTES * 2 + 77).map(|i| (i * i % 251) as u8).collect();
+        fs::write(&path, &bytes).expect("ours");
+        let original = revision(&path, sha256_of).expect("it is there");
+        assert_eq!(original, shell(folder.path(), "sha256sum a.gguf"));
+        for at in [0, 100_000, CHUNK_BYTES, bytes.len() - 1] {
+            bytes[at] ^= 1;
+            fs::write(&path, &bytes).expect("ours");
+            assert_ne!(revision(&path, sha256_of).expect("it is there"), original, "byte {at}");
+            bytes[at] ^= 1;
+        }
+    }
+
+    #[test]
+    fn directory_revision_covers_weights_configuration_and_text() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let names = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+        for name in names {
+            fs::write(folder.path().join(name), name).expect("ours");
+        }
+        fs::write(folder.path().join("README.md"), "not read").expect("ours");
+        let original = revision(folder.path(), sha256_of).expect("it is whole");
+        assert_eq!(original, shell(folder.path(), &format!("sha256sum {} | sha256sum", names.join(" "))));
+        for name in names {
+            fs::write(folder.path().join(name), "other").expect("ours");
+            assert_ne!(revision(folder.path(), sha256_of).expect("it is whole"), original, "{name}");
+            fs::write(folder.path().join(name), name).expect("ours");
+        }
+        fs::write(folder.path().join("README.md"), "other").expect("ours");
+        assert_eq!(revision(folder.path(), sha256_of).expect("it is whole"), original);
+    }
+
+    #[test]
+    fn git_names_of_files_are_those_of_git() {
+        // `printf hello | git hash-object --stdin`
+        assert_eq!(git_blob_sha1(5, &b"hello"[..]).expect("memory"), "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0");
+    }
+}

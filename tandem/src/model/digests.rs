@@ -1,0 +1,145 @@
+//! The SHA-256 of model files, remembered beside the store so that a start does not read gigabytes only to name a model.
+//!
+//! What is remembered of a file holds while its size, inode and times (of content and of inode) stay the same. The time of the inode
+//! cannot be set back by a program, so a file that was written in place is read again.
+
+use super::{ModelError, progress::Progress};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File, Metadata},
+    io::{self, Write},
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+use tandem_model::revision::sha256;
+
+/// From this size on, in bytes, reading a file takes long enough (about a second) to say so.
+const TELL_FROM: u64 = 1 << 30;
+
+/// What is remembered, one small file for each model file that this store has ever been asked for.
+pub(super) struct Digests {
+    dir: PathBuf,
+}
+
+/// A file as it was when its hash was computed.
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
+struct Stamp {
+    path: String,
+    bytes: u64,
+    inode: u64,
+    /// Seconds and nanoseconds since 1970.
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+struct Remembered {
+    #[serde(flatten)]
+    stamp: Stamp,
+    sha256: String,
+}
+
+impl Digests {
+    pub(super) fn new(store: &Path) -> Self {
+        Self { dir: store.join(".sha256") }
+    }
+
+    /// The file's SHA-256 in 64 hex digits, computed unless it is remembered.
+    pub(super) fn of(&self, file: &Path) -> Result<String, ModelError> {
+        let failed = || ModelError::io(file);
+        let path = file.canonicalize().map_err(failed())?;
+        let stamp = || fs::metadata(&path).map(|metadata| Stamp::new(&path, &metadata)).map_err(failed());
+        let before = stamp()?;
+        let entry = self.dir.join(sha256(path.as_os_str().as_encoded_bytes(), |_| {}).map_err(failed())?);
+        if let Some(known) = remembered(&entry).filter(|known| known.stamp == before) {
+            return Ok(known.sha256);
+        }
+        let sha256 = sha256_of(&path).map_err(failed())?;
+        if stamp()? == before {
+            let known = Remembered { stamp: before, sha256: sha256.clone() };
+            // A store that this process may only read is no reason not to serve.
+            if let Err(error) = self.remember(&entry, &known) {
+                tracing::debug!(%error, dir = %self.dir.display(), "the model's hash cannot be kept; the next start computes it again");
+            }
+        }
+        Ok(sha256)
+    }
+
+    fn remember(&self, entry: &Path, known: &Remembered) -> io::Result<()> {
+        fs::create_dir_all(&self.dir)?;
+        let mut file = tempfile::NamedTempFile::new_in(&self.dir)?;
+        file.write_all(&serde_json::to_vec(known)?)?;
+        // Whole or not at all; of two processes that compute the same, either may be the last.
+        file.persist(entry)?;
+        Ok(())
+    }
+}
+
+impl Stamp {
+    fn new(path: &Path, metadata: &Metadata) -> Self {
+        Self {
+            path: path.to_string_lossy().into_owned(),
+            bytes: metadata.len(),
+            inode: metadata.ino(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
+}
+
+/// `None` when there is nothing, or nothing that can be read.
+fn remembered(entry: &Path) -> Option<Remembered> {
+    serde_json::from_slice(&fs::read(entry).ok()?).ok()
+}
+
+/// Reads the whole file, in pieces.
+pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
+    let file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let what = || format!("reading {} for its SHA-256", path.display());
+    let progress = (bytes >= TELL_FROM).then(|| Progress::start(&what(), Some(bytes)));
+    sha256(file, |count| progress.iter().for_each(|progress| progress.advance(count as u64)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, SystemTime};
+
+    #[test]
+    fn hash_is_remembered_until_the_file_changes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("a.gguf");
+        fs::write(&file, "one").expect("ours");
+        let digests = Digests::new(&folder.path().join("store"));
+        let original = digests.of(&file).expect("it is there");
+        assert_eq!(original, sha256(&b"one"[..], |_| {}).expect("memory"));
+
+        // What is remembered is what is given: the file is not read again.
+        let entry = fs::read_dir(&digests.dir).expect("made").next().expect("one entry").expect("readable").path();
+        let changed = fs::read_to_string(&entry).expect("text").replace(&original, "remembered");
+        fs::write(&entry, changed).expect("ours");
+        assert_eq!(digests.of(&file).expect("it is there"), "remembered");
+
+        // The same size and the same time of content: the time of the inode differs.
+        let modified = fs::metadata(&file).expect("there").modified().expect("known");
+        std::thread::sleep(Duration::from_millis(20)); // the file system's clock ticks every 10 ms at most
+        fs::write(&file, "two").expect("ours");
+        File::options().write(true).open(&file).and_then(|file| file.set_modified(modified)).expect("ours");
+        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..], |_| {}).expect("memory"));
+
+        fs::write(&entry, "{").expect("ours");
+        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..], |_| {}).expect("memory"));
+        assert!(modified < SystemTime::now());
+    }
+
+    #[test]
+    fn store_that_cannot_be_written_still_gives_the_hash() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("a.gguf");
+        fs::write(&file, "one").expect("ours");
+        // A file in the place of the directory.
+        let digests = Digests { dir: file.clone() };
+        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..], |_| {}).expect("memory"));
+    }
+}

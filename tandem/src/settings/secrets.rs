@@ -1,0 +1,41 @@
+//! Secrets in files: a flag's value shows in the list of processes, a variable in `docker inspect` and in what a process starts.
+
+use std::fs;
+use tandem_node::Secret;
+
+/// The longest secret, in bytes: a token of any service is shorter, and a wrong path must not fill the memory.
+const LEN_MAX: u64 = 64 << 10;
+
+/// What the file at `path` holds, without the line's end.
+pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
+    let len = fs::metadata(path).map_err(|error| format!("it cannot be read: {error}"))?.len();
+    if len > LEN_MAX {
+        return Err(format!("it has {len} bytes; a file with nothing but the secret is needed"));
+    }
+    let text = fs::read_to_string(path).map_err(|error| format!("it cannot be read: {error}"))?;
+    match text.trim_end_matches(['\r', '\n']) {
+        "" => Err("it is empty; write the secret into it".to_owned()),
+        secret => Ok(secret.to_owned().into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_with_one_secret_is_read_without_its_line_end() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("secret");
+        let read = |content: &[u8]| {
+            fs::write(&path, content).expect("ours");
+            secret_file(path.to_str().expect("text")).map(|secret| secret.expose().to_owned())
+        };
+        assert_eq!(read(b"hidden\n"), Ok("hidden".to_owned()));
+        assert_eq!(read(b" two words \r\n"), Ok(" two words ".to_owned()));
+        for (content, reason) in [(&b"\n"[..], "empty"), (&b"\xff"[..], "cannot be read"), (&[b'x'; 70_000][..], "70000 bytes")] {
+            assert!(read(content).is_err_and(|error| error.contains(reason)), "{reason}");
+        }
+        assert!(secret_file("/nonexistent").is_err());
+    }
+}

@@ -1,0 +1,139 @@
+//! Clients that share a cluster: whose they are, what they share, and what they are told.
+
+use clap::{Args, ValueEnum};
+use serde::{Serialize, Serializer};
+use std::net::IpAddr;
+use tandem_frontend::{HeaderName, IpNet};
+
+/// Tenants, for frontends.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[command(next_help_heading = "Options for several tenants")]
+#[serde(rename_all = "kebab-case")]
+pub struct TenantFlags {
+    /// The header with which whatever checks your clients' keys tells whom a request is for, such as x-account. It is only taken from
+    /// trusted proxies. Ledgers keep it, and `tandem audit report` sums by it [default: none]
+    #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub account_header: Option<String>,
+
+    /// Whose prompts share cached KV. Clients that share can find out by timing, and by cached_tokens, how a prompt of another begins
+    /// [default: account with --account-header, because different accounts are strangers; else shared]
+    #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum, requires_if("account", "account_header"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache_isolation: Option<CacheIsolation>,
+
+    /// Addresses or networks (10.0.0.0/8) of the proxies before the frontend, with commas between: they are trusted with the account header,
+    /// with `traceparent`, and to ask for details [default: programs on this machine while --listen is a loopback address, for requests
+    /// that were not forwarded; else none]
+    #[arg(long, env = "TANDEM_TRUSTED_PROXIES", value_name = "NETWORKS", value_delimiter = ',', value_parser = network)]
+    #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
+    pub trusted_proxies: Vec<IpNet>,
+
+    /// To whom x-tandem-details and x-tandem-explain are answered: they tell where prompts are cached, which clients need not know
+    #[arg(long, env = "TANDEM_EXPOSE_DETAILS", value_enum, default_value_t)]
+    pub expose_details: ExposeDetails,
+}
+
+/// Whose prompts share cached KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheIsolation {
+    /// Those of one account; needs --account-header
+    Account,
+    /// All, but for those of another cache_salt
+    Shared,
+}
+
+/// To whom details of the cluster are told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExposeDetails {
+    /// To no client
+    Never,
+    /// To trusted proxies
+    #[default]
+    Trusted,
+    /// To every client
+    Always,
+}
+
+impl TenantFlags {
+    /// Whose prompts share cached KV, by default as well.
+    pub fn isolation(&self) -> tandem_frontend::CacheIsolation {
+        let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
+        match self.cache_isolation.unwrap_or(by_default) {
+            CacheIsolation::Account => tandem_frontend::CacheIsolation::Account,
+            CacheIsolation::Shared => tandem_frontend::CacheIsolation::Shared,
+        }
+    }
+
+    /// To whom details are told.
+    pub fn expose(&self) -> tandem_frontend::ExposeDetails {
+        match self.expose_details {
+            ExposeDetails::Never => tandem_frontend::ExposeDetails::Never,
+            ExposeDetails::Trusted => tandem_frontend::ExposeDetails::Trusted,
+            ExposeDetails::Always => tandem_frontend::ExposeDetails::Always,
+        }
+    }
+}
+
+fn header_name(text: &str) -> Result<String, &'static str> {
+    text.parse::<HeaderName>().map(|name| name.to_string()).map_err(|_| "write the name of an HTTP header")
+}
+
+fn network(text: &str) -> Result<IpNet, &'static str> {
+    let address = || text.parse::<IpAddr>().map(IpNet::from);
+    text.parse().or_else(|_| address()).map_err(|_| "write an address, or a network such as 10.0.0.0/8")
+}
+
+fn with_commas<S: Serializer>(networks: &[IpNet], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&networks.iter().map(IpNet::to_string).collect::<Vec<_>>().join(","))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::{Cli, Command, UpSettings};
+    use std::ffi::OsString;
+
+    fn read(args: &[&str]) -> Result<UpSettings, String> {
+        let args = ["tandem", "up"].iter().chain(args).map(OsString::from).collect();
+        match Cli::read(args, |_| None).map_err(|error| error.to_string())?.command {
+            Command::Up(up) => Ok(up.settings),
+            other => unreachable!("the command is up: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn accounts_are_isolated_unless_the_operator_shares_the_cache() {
+        use tandem_frontend::CacheIsolation::{Account, Shared};
+        for (args, expected) in [
+            (&[][..], Shared),
+            (&["--account-header", "x-account"], Account),
+            (&["--account-header", "x-account", "--cache-isolation", "shared"], Shared),
+            (&["--account-header", "x-account", "--cache-isolation", "account"], Account),
+            (&["--cache-isolation", "shared"], Shared),
+        ] {
+            assert_eq!(read(args).expect("valid").tenants.isolation(), expected, "{args:?}");
+        }
+    }
+
+    #[test]
+    fn isolation_by_account_needs_to_know_the_account() {
+        let error = read(&["--cache-isolation", "account"]).expect_err("there is no account");
+        assert!(error.contains("--account-header <NAME>"), "{error}");
+    }
+
+    #[test]
+    fn proxies_are_addresses_or_networks_and_can_be_read_back() {
+        let settings = read(&["--trusted-proxies", "10.0.0.0/8,192.168.1.7,fd00::/8"]).expect("valid");
+        let written: Vec<_> = settings.tenants.trusted_proxies.iter().map(IpNet::to_string).collect();
+        assert_eq!(written, ["10.0.0.0/8", "192.168.1.7/32", "fd00::/8"]);
+        let toml = settings.to_toml();
+        assert!(toml.contains("trusted-proxies = \"10.0.0.0/8,192.168.1.7/32,fd00::/8\""), "{toml}");
+        for wrong in ["proxy.example", "10.0.0.0/33", "10.0.0.1,x"] {
+            let error = read(&["--trusted-proxies", wrong]).expect_err(wrong);
+            assert!(error.contains("write an address, or a network"), "{error}");
+        }
+    }
+}
