@@ -125,7 +125,8 @@ mod tests {
         let other = from(&places, "10.0.0.2");
         assert!(other.is_some() && from(&places, "10.0.0.3").is_none() && places.take(None).is_none(), "all are taken");
         drop((of_one, other));
-        assert_eq!((places.taken().all, places.taken().by_peer.len()), (0, 0));
+        let taken = places.taken();
+        assert_eq!((taken.all, taken.by_peer.len()), (0, 0));
     }
 
     #[test]

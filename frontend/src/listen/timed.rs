@@ -3,10 +3,11 @@
 //! The time for a request's head and the time between requests are told apart here, because hyper's `header_read_timeout` runs
 //! through both: it would close idle connections after seconds.
 //!
-//! The end of a client's bytes (FIN) while its request is answered may mean two things: the client has gone, or it has closed its
+//! The end of a client's bytes (FIN) before its answer begins may mean two things: the client has gone, or it has closed its
 //! sending half only and reads on. A socket cannot tell them apart but by being written to: a client that has gone answers with
-//! a reset, and the next write fails. A streamed answer is such writes. Before the first byte of an answer, interim responses
-//! (`102 Processing`) are, which HTTP/1.1 clients skip.
+//! a reset, and the next write fails. So interim responses (`102 Processing`) are written, which HTTP/1.1 clients skip. Once the
+//! answer is on its way the end means that the client has gone, unless the client had shown before that it reads on: then
+//! the writes of the answer tell.
 
 use super::exchange::{Exchange, Phase, State};
 use std::{
@@ -45,6 +46,8 @@ pub(super) struct Timed<S> {
     flushed: bool,
     /// The client sends no more.
     ended: bool,
+    /// It ended before its answer began, and reads on.
+    half_closed: bool,
     probe_pause: Duration,
 }
 
@@ -67,6 +70,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             head_began: true,
             flushed: true,
             ended: false,
+            half_closed: false,
             probe_pause: PROBE_PAUSES.0,
         }
     }
@@ -92,6 +96,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
             }
+            self.half_closed = true;
             self.armed = Some(Wait::Probe);
             self.clock.as_mut().reset(Instant::now() + self.probe_pause);
             self.probe_pause = (self.probe_pause * 2).min(PROBE_PAUSES.1);
@@ -123,6 +128,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
             (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
             (Phase::Waiting, false) => ready!(this.poll_wait(Wait::Idle, IDLE_MAX, cx)),
             (Phase::Answering, true) if !interim => {}
+            (Phase::Sending, true) if !this.half_closed => {}
             (Phase::Answering, true) if this.flushed => ready!(this.poll_gone(cx)),
             (Phase::Reading, false) | (Phase::Answering | Phase::Sending, _) => return Poll::Pending,
         }
@@ -150,7 +156,11 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         ready!(this.io.as_mut().poll_flush(cx))?;
-        this.flushed = true;
+        if !std::mem::replace(&mut this.flushed, true) && matches!(this.exchange.state().phase, Phase::Waiting | Phase::Answering)
+        {
+            // The next wait begins now, and its clock is set by a read.
+            cx.waker().wake_by_ref();
+        }
         Poll::Ready(Ok(()))
     }
 

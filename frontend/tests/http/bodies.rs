@@ -74,11 +74,11 @@ async fn a_large_body_of_text_is_parsed_and_answered() {
 #[tokio::test]
 async fn many_texts_are_bounded_together() {
     let mut cluster = Cluster::with(|settings| settings.model = ServedModel::sim("m")).await;
-    // Tokens of this vocabulary stand for up to 12 bytes, so each text could fit into the context of 65,536 tokens.
-    let texts = completion(json!(vec![" ".repeat(750_000); 3]), json!({}));
+    // Tokens of this vocabulary stand for up to 12 bytes, so each text could fit into the context of 131,072 tokens.
+    let texts = completion(json!(vec![" ".repeat(1_000_000); 5]), json!({}));
     let (status, answer) = cluster.post(COMPLETIONS, &texts).await.json().await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many")), "{answer}");
-    assert!(answer["error"]["message"].as_str().is_some_and(|text| text.contains("2097152 bytes of text")), "{answer}");
+    assert!(answer["error"]["message"].as_str().is_some_and(|text| text.contains("4194304 bytes of text")), "{answer}");
     assert!(cluster.no_call());
 }
 
