@@ -3,7 +3,8 @@
 //! - The stream of `Generate` is the request: closing it ends the request here and on the prefill worker.
 //! - `Scheduled` comes first and is the word of the worker that prefills: this one's for a local prefill, else the prefill
 //!   worker's, unchanged.
-//! - Nobody writes into this worker's memory without a ticket; the engine's own thread checks every block.
+//! - Nothing writes into this worker's memory without a ticket; the engine's own thread checks every block, and uses none of them before the
+//!   prefill worker has said `PrefillDone` on the stream that this worker opened.
 
 mod convert;
 mod failure;
@@ -24,6 +25,7 @@ use tandem_node::{
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
+    ClusterKey,
     link::{Channels, Listener, MESSAGE_BYTES_MAX},
     v1::{Way, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
 };
@@ -93,7 +95,7 @@ pub async fn run(
         Some(address) => address,
         None => own_address(listener.local_addr()?)?,
     };
-    let info = worker_info(&settings, engine.info());
+    let info = worker_info(&settings, engine.info(), listener.network().key());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "decode worker starts");
     let ledger = settings.ledger.of(&settings.worker_id, &settings.model, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
@@ -103,7 +105,7 @@ pub async fn run(
     let watched = (watch.start)().await.ok_or(DecodeWorkerError::EngineGone)?;
     let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
-    let ways = Ways::new(engine.clone(), settings.device_transfers, requests.clone(), shutdown.clone());
+    let ways = Ways::new(engine.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown.clone());
     // Its series are there before its first transfer.
     metrics.transfer(ways::name(Way::Tcp), Direction::Received);
     let worker = Worker {
@@ -114,7 +116,7 @@ pub async fn run(
         ways: ways.clone(),
         requests: requests.clone(),
         ledger,
-        channels: Channels::on(listener.network()),
+        channels: Channels::on(listener.network().clone()),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
         settings,
     };
@@ -126,7 +128,7 @@ pub async fn run(
         .add_service(TransferService::server(ways.sink(), ways));
     tokio::select! {
         biased;
-        served = requests.serve(listener, routes) => Ok(served?),
+        served = requests.serve(listener, routes, &metrics) => Ok(served?),
         () = metrics.follow(watched) => Err(DecodeWorkerError::EngineGone),
         Some(()) = OptionFuture::from(published) => Err(DecodeWorkerError::EngineGone),
     }
@@ -136,7 +138,7 @@ fn own_address(address: SocketAddr) -> Result<String, DecodeWorkerError> {
     if address.ip().is_unspecified() { Err(DecodeWorkerError::NoAdvertisedAddress(address)) } else { Ok(address.to_string()) }
 }
 
-fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerInfo {
+fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo, key: &ClusterKey) -> WorkerInfo {
     WorkerInfo {
         role: Role::Decode.into(),
         worker_id: settings.worker_id.clone(),
@@ -149,6 +151,7 @@ fn worker_info(settings: &DecodeWorkerSettings, engine: &EngineInfo) -> WorkerIn
         context_length: engine.context_length,
         block_bytes: engine.block_bytes as u64,
         cluster: settings.cluster.clone(),
+        key_fingerprint: key.fingerprint().to_owned(),
     }
 }
 

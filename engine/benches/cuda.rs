@@ -25,7 +25,7 @@ use tandem_engine::{
     Chunk, Engine, EngineHandle, EngineSettings, Event, Generate, KvSource, Logits, Sampling,
     cuda::{CudaLimits, CudaModel, CudaSettings},
 };
-use tandem_kv::{BlockId, Namespace, TokenId};
+use tandem_kv::{BlockId, HashKey, Namespace, TokenId};
 use tandem_model::HfDirectory;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -134,6 +134,7 @@ fn settings() -> EngineSettings {
         batch_max: 256,
         queue_max: 256,
         prefix_caching: false,
+        hash_key: HashKey::NONE,
         unheard_max: 1_024,
         step_max: Duration::from_secs(60),
     }

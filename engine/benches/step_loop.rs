@@ -16,7 +16,7 @@ use tandem_engine::{
     Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, Generate, KvSource, Sampling, StepOutput,
     sim::{SimEngine, SimSettings, Vocabulary},
 };
-use tandem_kv::{BlockId, Namespace};
+use tandem_kv::{BlockId, HashKey, Namespace};
 
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
@@ -54,6 +54,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         batch_max: BATCH,
         queue_max: BATCH,
         prefix_caching: true,
+        hash_key: HashKey::NONE,
         unheard_max: 1_024,
         step_max: Duration::from_secs(60),
     };

@@ -13,8 +13,8 @@ mod sequence;
 mod tests;
 
 use crate::sampling::{Sampler, logprobs};
-use crate::{Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, mix};
-use landing::{Arriving, release};
+use crate::{Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, ticket};
+use landing::{Ended, release};
 use rates::Rates;
 use sending::tell_finished_blocks;
 pub(crate) use sequence::JobId;
@@ -57,8 +57,8 @@ pub(crate) struct Machine {
     waiting: VecDeque<Sequence>,
     /// With blocks; their KV comes from elsewhere.
     reserved: Vec<Sequence>,
-    /// Blocks of reservations that are gone, which somebody still writes into.
-    arriving: Arriving,
+    /// What is left of reservations that are gone.
+    ended: Ended,
     /// In steps, the oldest first.
     running: Vec<Sequence>,
     /// Prefills that are computed, until their jobs are dropped.
@@ -69,8 +69,7 @@ pub(crate) struct Machine {
     taken_in: Vec<String>,
     rates: Rates,
     preemptions: u64,
-    /// Makes tickets that cannot be guessed.
-    ticket_state: u64,
+    draw_ticket: ticket::Draw,
 }
 
 /// Prefill goes on beside a full decode batch, however small the budget.
@@ -78,11 +77,12 @@ const PREFILL_TOKENS_MIN: usize = 16;
 /// Rows of logits are large: a prompt that wants them all is cut into chunks of this many tokens.
 const LOGIT_ROWS_MAX: usize = 64;
 impl Machine {
-    pub fn new(info: EngineInfo, settings: EngineSettings, seed: u64) -> Self {
+    pub fn new(info: EngineInfo, settings: EngineSettings, draw_ticket: ticket::Draw) -> Self {
         let cache = PrefixCache::new(CacheSettings {
             capacity_blocks: info.capacity_blocks,
             block_size: info.block_size,
             prefix_caching: settings.prefix_caching,
+            hash_key: settings.hash_key,
         });
         Self {
             info,
@@ -90,7 +90,7 @@ impl Machine {
             cache,
             waiting: VecDeque::new(),
             reserved: Vec::new(),
-            arriving: Arriving::default(),
+            ended: Ended::default(),
             running: Vec::new(),
             held: Vec::new(),
             live: BTreeMap::new(),
@@ -98,14 +98,14 @@ impl Machine {
             taken_in: Vec::new(),
             rates: Rates::default(),
             preemptions: 0,
-            ticket_state: seed,
+            draw_ticket,
         }
     }
 
     /// Ends a job wherever it is; it hears nothing more.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
-            self.arriving.keep(&mut self.cache, &mut sequence);
+            self.ended.take(&mut self.cache, &mut sequence);
         }
         for list in [&mut self.running, &mut self.held] {
             for mut sequence in list.extract_if(.., |sequence| sequence.job == job) {
@@ -393,18 +393,13 @@ impl Machine {
         }
     }
 
-    fn next_ticket(&mut self) -> u64 {
-        self.ticket_state = self.ticket_state.wrapping_add(1);
-        mix(mix(self.ticket_state) ^ 0x7469_636b_6574)
-    }
-
     /// Panics with a sentence if blocks or jobs do not add up.
     #[cfg(test)]
     pub fn check_invariants(&self) {
         self.cache.check_invariants();
         let with_blocks = || self.reserved.iter().chain(&self.running).chain(&self.held);
         let mut held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
-        for block in self.arriving.blocks() {
+        for block in self.ended.blocks() {
             assert!(held.insert(*block), "what is still written into is nobody else's");
         }
         assert_eq!(held.len() as u32, self.cache.counts().in_use, "blocks in use are those of sequences");

@@ -165,6 +165,9 @@ pub enum FrontendError {
         /// The header's name.
         header: HeaderName,
     },
+    /// The listener's address cannot be read.
+    #[error("the HTTP server failed: {0}")]
+    Serve(#[from] std::io::Error),
 }
 
 /// Serves HTTP until the process drains and every request has ended, or until it stops. While it drains, new requests are
@@ -183,18 +186,14 @@ pub async fn run(
     }
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
-    let local = match &listener {
-        Listener::Tcp(listener) => listener.local_addr().is_ok_and(|address| address.ip().is_loopback()),
-        Listener::Memory(..) => true,
-    };
-    let trust = Trust::new(settings.trusted_proxies.clone(), local, settings.expose_details);
+    let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
     if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
         return Err(FrontendError::UntrustedAccounts { header });
     }
     let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
     let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
     let proxies = settings.trusted_proxies.clone();
-    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network(), &metrics, shutdown.clone()));
+    let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let serve = |listener: Listener, routes: axum::Router, places: Places| {
         let routes = http::guarded(routes, &listener, &allowed_hosts);
         listen::serve(listener, routes, Arc::new(places), unread_max, app.admission().clone().drained())

@@ -15,7 +15,7 @@ mod model_tests;
 mod tests;
 
 use crate::event::EventLog;
-use crate::{BlockId, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId};
+use crate::{BlockId, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// What a cache is made of.
@@ -27,6 +27,8 @@ pub struct CacheSettings {
     pub block_size: u32,
     /// Off: nothing is ever shared or found, and no events are made.
     pub prefix_caching: bool,
+    /// Under which hashes are made; the whole cluster's.
+    pub hash_key: HashKey,
 }
 
 /// Not enough blocks, even after evicting all that could be.
@@ -198,7 +200,7 @@ impl PrefixCache {
         }
         assert!(parent.is_none_or(|parent| self.block(parent).pins > 0), "who holds a block holds those before it");
         let (before, hash_before) = match parent {
-            None => (Before::Nothing(namespace.clone()), namespace.root()),
+            None => (Before::Nothing(namespace.clone()), namespace.root(&self.settings.hash_key)),
             Some(parent) => match &self.block(parent).content {
                 Some(content) => (Before::Block(parent), content.hash),
                 None => return block,
@@ -324,7 +326,7 @@ impl PrefixCache {
     fn find(&self, namespace: &Namespace, tokens: &[TokenId], max_blocks: u32) -> Vec<BlockId> {
         let mut found = Vec::new();
         let mut before = Before::Nothing(namespace.clone());
-        let mut hash = namespace.root();
+        let mut hash = namespace.root(&self.settings.hash_key);
         for tokens in tokens.chunks_exact(self.settings.block_size as usize).take(max_blocks as usize) {
             hash = self.hash(hash, tokens);
             match self.index.get(&hash) {
@@ -393,7 +395,7 @@ impl PrefixCache {
     }
 
     fn hash(&self, before: SequenceHash, tokens: &[TokenId]) -> SequenceHash {
-        SequenceHash(before.child(tokens).0 & self.hash_mask)
+        SequenceHash(before.child(&self.settings.hash_key, tokens).0 & self.hash_mask)
     }
 
     fn block(&self, id: BlockId) -> &Block {

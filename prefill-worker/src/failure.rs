@@ -43,6 +43,8 @@ pub(crate) enum Protocol {
     UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
     UnknownBlock,
+    #[error("a ticket has 16 bytes")]
+    InvalidTicket,
     #[error("the ticket's address is not of the form host:port")]
     InvalidAddress,
     #[error("the ticket's way was not offered")]

@@ -22,6 +22,7 @@ use tandem_node::{
     worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
 };
 use tandem_proto::{
+    ClusterKey,
     link::{Listener, MESSAGE_BYTES_MAX},
     v1::{WorkerInfo, prefill_server::PrefillServer, worker_info::Role},
 };
@@ -74,7 +75,7 @@ pub async fn run(
     shutdown: Shutdown,
 ) -> Result<(), PrefillWorkerError> {
     let listener = listener.into();
-    let info = worker_info(&settings, engine.info());
+    let info = worker_info(&settings, engine.info(), listener.network().key());
     tracing::info!(worker = info.worker_id, instance = info.instance_id, model = info.model, "prefill worker starts");
     let ledger = settings.ledger.of(&settings.worker_id, &settings.model, &metrics);
     let metrics = Arc::new(WorkerMetrics::new(&metrics, &settings.worker_id));
@@ -84,14 +85,14 @@ pub async fn run(
     let watched = (watch.start)().await.ok_or(PrefillWorkerError::EngineGone)?;
     let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
-    let transport = Tcp::on(listener.network());
+    let transport = Tcp::on(listener.network().clone());
     // Its series are there before its first transfer.
     metrics.transfer(transport.name(), Direction::Sent);
     let worker = Worker {
         instance_id: info.instance_id.clone(),
         ways: Ways::new(
             engine.kv_memory().filter(|_| settings.device_transfers).cloned(),
-            listener.network(),
+            listener.network().clone(),
             requests.clone(),
             shutdown.clone(),
         ),
@@ -108,13 +109,13 @@ pub async fn run(
     let routes = Routes::default().add_service(control.into_server()).add_service(prefill);
     tokio::select! {
         biased;
-        served = requests.serve(listener, routes) => Ok(served?),
+        served = requests.serve(listener, routes, &metrics) => Ok(served?),
         () = metrics.follow(watched) => Err(PrefillWorkerError::EngineGone),
         Some(()) = OptionFuture::from(published) => Err(PrefillWorkerError::EngineGone),
     }
 }
 
-fn worker_info(settings: &PrefillWorkerSettings, engine: &EngineInfo) -> WorkerInfo {
+fn worker_info(settings: &PrefillWorkerSettings, engine: &EngineInfo, key: &ClusterKey) -> WorkerInfo {
     WorkerInfo {
         role: Role::Prefill.into(),
         worker_id: settings.worker_id.clone(),
@@ -127,6 +128,7 @@ fn worker_info(settings: &PrefillWorkerSettings, engine: &EngineInfo) -> WorkerI
         context_length: engine.context_length,
         block_bytes: engine.block_bytes as u64,
         cluster: settings.cluster.clone(),
+        key_fingerprint: key.fingerprint().to_owned(),
     }
 }
 

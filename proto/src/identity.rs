@@ -4,7 +4,7 @@ use crate::v1::{Identity, WorkerInfo};
 
 /// Two processes do not belong together.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its {field} is {found}, the cluster's is {expected}; start it with the cluster's")]
+#[error("its {field} is {found}, the cluster's is {expected}; {}", self.remedy())]
 pub struct Difference {
     /// Such as `block size`.
     pub field: &'static str,
@@ -14,8 +14,18 @@ pub struct Difference {
     pub expected: String,
 }
 
+/// The field in which processes with different cluster keys differ.
+const CLUSTER_KEY: &str = "cluster key";
+
+impl Difference {
+    fn remedy(&self) -> &'static str {
+        if self.field == CLUSTER_KEY { "give all processes the same --cluster-key-file" } else { "start it with the cluster's" }
+    }
+}
+
 impl Identity {
-    /// Whether a process of this identity belongs to a cluster of that one. What either does not know is not compared.
+    /// Whether a process of this identity belongs to a cluster of that one. What either does not know is not compared, except the cluster
+    /// key: having none differs from having one.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -29,6 +39,14 @@ impl Identity {
                 return Err(Difference { field, found: shown(found), expected: shown(expected) });
             }
         }
+        if self.key_fingerprint != cluster.key_fingerprint {
+            let named = |fingerprint: &str| match fingerprint {
+                "" => "absent".to_owned(),
+                fingerprint => format!("that of fingerprint {fingerprint}"),
+            };
+            let (found, expected) = (named(&self.key_fingerprint), named(&cluster.key_fingerprint));
+            return Err(Difference { field: CLUSTER_KEY, found, expected });
+        }
         let (found, expected) = (&self.version, &cluster.version);
         if found.is_empty() || expected.is_empty() || generation(found) == generation(expected) {
             return Ok(());
@@ -36,7 +54,7 @@ impl Identity {
         Err(Difference { field: "version", found: found.clone(), expected: expected.clone() })
     }
 
-    /// This identity, with what it does not know taken from the other.
+    /// This identity, with what it does not know taken from the other. A process always knows whether it has a cluster key.
     pub fn or(self, other: &Self) -> Self {
         let text = |ours: String, theirs: &String| if ours.is_empty() { theirs.clone() } else { ours };
         Self {
@@ -45,6 +63,7 @@ impl Identity {
             model: text(self.model, &other.model),
             revision: text(self.revision, &other.revision),
             block_size: if self.block_size == 0 { other.block_size } else { self.block_size },
+            key_fingerprint: self.key_fingerprint,
         }
     }
 }
@@ -57,6 +76,7 @@ impl From<&WorkerInfo> for Identity {
             model: info.model.clone(),
             revision: info.revision.clone(),
             block_size: info.block_size,
+            key_fingerprint: info.key_fingerprint.clone(),
         }
     }
 }
@@ -91,7 +111,14 @@ mod tests {
     use super::*;
 
     fn identity() -> Identity {
-        Identity { cluster: "c".into(), version: "0.3.7".into(), model: "m".into(), revision: "r".into(), block_size: 16 }
+        Identity {
+            cluster: "c".into(),
+            version: "0.3.7".into(),
+            model: "m".into(),
+            revision: "r".into(),
+            block_size: 16,
+            key_fingerprint: String::new(),
+        }
     }
 
     #[test]
@@ -129,6 +156,19 @@ mod tests {
         assert_eq!(nothing.clone().or(&identity()), identity());
         assert_eq!(identity().or(&nothing), identity());
         assert_eq!(Identity { block_size: 32, ..nothing }.or(&identity()).block_size, 32);
+    }
+
+    #[test]
+    fn processes_without_the_clusters_key_are_refused_and_told_what_to_do() {
+        let keyed = |fingerprint: &str| Identity { key_fingerprint: fingerprint.to_owned(), ..identity() };
+        assert_eq!(keyed("aa").fits(&keyed("aa")), Ok(()));
+        for (found, expected, told) in
+            [("", "aa", "is absent"), ("aa", "", "the cluster's is absent"), ("bb", "aa", "fingerprint bb")]
+        {
+            let difference = keyed(found).fits(&keyed(expected)).expect_err("the keys differ").to_string();
+            assert!(difference.contains(told) && difference.contains("--cluster-key-file"), "{difference}");
+        }
+        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "a key is not learned from others");
     }
 
     #[test]

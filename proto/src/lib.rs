@@ -3,15 +3,18 @@
 mod error;
 mod event;
 mod identity;
+mod key;
 pub mod link;
 mod load;
 mod reason;
 mod scheduled;
 mod snapshot;
+mod ticket;
 
 pub use error::WireError;
 pub use event::{event_batch, split_batch};
 pub use identity::Difference;
+pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, TooShort};
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
 /// The messages and services of package `tandem.v1`.

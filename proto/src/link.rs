@@ -3,16 +3,18 @@
 //! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle: held streams are how
 //! the parts notice each other's end.
 
+mod guard;
 mod network;
 
-pub use network::{Dial, Listener, Network};
+pub use guard::{Bearer, Channel, OnRefused};
+pub use network::{Arrivals, Dial, Listener, Network};
 
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
-use tonic::transport::{Channel, Endpoint, Server, Uri, server::TcpIncoming};
+use tonic::transport::{Endpoint, Server, Uri, server::TcpIncoming};
 
 /// Between pings.
 pub const PING_INTERVAL: Duration = Duration::from_secs(5);
@@ -103,6 +105,11 @@ impl Channels {
     /// None yet, on this network.
     pub fn on(network: Network) -> Self {
         Self { network, open: Arc::default() }
+    }
+
+    /// The network that they are on.
+    pub fn network(&self) -> &Network {
+        &self.network
     }
 
     /// The connection to `host:port`. It is made by the first call on it.

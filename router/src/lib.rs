@@ -39,7 +39,7 @@ use tandem_proto::{
     v1::router_server::RouterServer,
 };
 use tokio::task::JoinSet;
-use tonic::transport::Endpoint;
+use tonic::{service::Routes, transport::Endpoint};
 use watch::Watcher;
 
 /// Why a router cannot run.
@@ -66,11 +66,13 @@ pub async fn run(
     shutdown: Shutdown,
 ) -> Result<(), RouterError> {
     let listener = listener.into();
+    let mut settings = settings;
+    settings.identity.key_fingerprint = listener.network().key().fingerprint().to_owned();
     let cluster = Arc::new(Cluster::new(settings.clone(), metrics.clone()));
     let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
     let alone = matches!(&settings.peers, Workers::List(list) if list.is_empty());
     let (silence_max, bookings_max) = (settings.silence_max, settings.bookings_max);
-    let (cluster_of, network_of, broker) = (&cluster, listener.network(), settings.broker.clone());
+    let (cluster_of, network_of, broker) = (&cluster, listener.network().clone(), settings.broker.clone());
     let workers = follow(
         workers,
         Followed {
@@ -106,8 +108,9 @@ pub async fn run(
     let service = RouterService { cluster: cluster.clone(), settings, alone, shutdown: shutdown.clone() };
     let service = RouterServer::new(service).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
     let draining = shutdown.clone();
-    let router = link::server().max_concurrent_streams(streams_max).add_service(service);
-    let serve = listener.serve(router, async move { draining.draining().await });
+    let server = link::server().max_concurrent_streams(streams_max);
+    let on_refused = cluster.lock().count_unauthenticated();
+    let serve = listener.serve(server, Routes::new(service), on_refused, async move { draining.draining().await });
     tokio::select! {
         biased;
         () = shutdown.stopped() => Ok(()),

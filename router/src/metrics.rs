@@ -29,6 +29,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) refused_workers: Gauge,
     /// Workers that are listed, but not there.
     pub(crate) unreachable: Gauge,
+    /// Calls without the cluster's key.
+    pub(crate) unauthenticated: Counter,
 }
 
 /// Series of one worker. They are shown for as long as this value is kept.
@@ -93,6 +95,11 @@ impl RouterMetrics {
             joined: workers("joined"),
             refused_workers: workers("refused"),
             unreachable: workers("unreachable"),
+            unauthenticated: registry.counter(
+                "tandem_router_unauthenticated_total",
+                "gRPC calls that were refused because they did not carry the cluster's key.",
+                &[],
+            ),
             registry,
         }
     }

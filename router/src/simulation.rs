@@ -13,7 +13,7 @@ use std::{
     sync::Arc,
 };
 use tandem_kv::{
-    BlockId, CacheSettings, Change, KvBatch, Load, Namespace, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted,
+    BlockId, CacheSettings, Change, HashKey, KvBatch, Load, Namespace, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted,
     sequence_hashes,
 };
 use tandem_node::Metrics;
@@ -130,7 +130,12 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
     let decode = join(Role::Decode, 0);
     let workers = (0..setup.workers).map(|number| Worker {
         member: join(Role::Prefill, number),
-        cache: PrefixCache::new(CacheSettings { capacity_blocks: setup.capacity_blocks, block_size: 1, prefix_caching: true }),
+        cache: PrefixCache::new(CacheSettings {
+            capacity_blocks: setup.capacity_blocks,
+            block_size: 1,
+            prefix_caching: true,
+            hash_key: HashKey::NONE,
+        }),
         cached: HashSet::new(),
         queue: VecDeque::new(),
         pending_tokens: 0,
@@ -160,7 +165,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
 impl Worker {
     /// Leading blocks of a prompt that are cached, or are being computed for one that came before it and will be matched then.
     fn known_blocks(&self, blocks: &[TokenId], prompts: &[Prompt]) -> usize {
-        let hashes = sequence_hashes(&namespace(), 1, &blocks[..blocks.len() - 1]);
+        let hashes = sequence_hashes(&HashKey::NONE, &namespace(), 1, &blocks[..blocks.len() - 1]);
         let cached = hashes.iter().take_while(|hash| self.cached.contains(hash)).count();
         let before = self.queue.iter().map(|(request, _)| *request).chain(self.running.iter().map(|running| running.request));
         let common = |request: usize| prompts[request].blocks.iter().zip(blocks).take_while(|(one, other)| one == other).count();
@@ -210,7 +215,7 @@ impl Simulation<'_> {
         let asked = Asked {
             request_id: Self::name(request).into(),
             model: String::new(),
-            hashes: sequence_hashes(&namespace(), 1, blocks).into(),
+            hashes: sequence_hashes(&HashKey::NONE, &namespace(), 1, blocks).into(),
             prompt_tokens: blocks.len() as u32,
             samples: 1,
             prompt_logits: false,

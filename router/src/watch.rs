@@ -17,14 +17,14 @@ use tandem_node::{
     retry::complaint,
 };
 use tandem_proto::{
-    link::{self, Network},
+    link::{self, Channel, Network},
     v1::{
         DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, control_client::ControlClient,
         watch_reply::Message,
     },
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
-use tonic::{Code, Status, Streaming, transport::Channel, transport::Endpoint};
+use tonic::{Code, Status, Streaming, transport::Endpoint};
 
 /// Pause before the first new try. Soon enough for a worker that starts with the router.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
@@ -117,7 +117,7 @@ impl Watcher {
     async fn follow(&self, tries: &mut Tries) -> Result<std::convert::Infallible, Lost> {
         let mut control =
             ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
-        let info = self.in_time(control.describe(DescribeRequest {})).await??.into_inner();
+        let info = self.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
         let series = {
             let cluster = self.cluster.lock();
             cluster.admits(&info)?;
@@ -262,6 +262,14 @@ impl Watcher {
 
     async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
         timeout(self.silence_max, answer).await.map_err(|_| Lost::Silent(self.silence_max))
+    }
+}
+
+/// Why a worker does not say who it is.
+fn not_described(status: Status) -> Lost {
+    match status.code() {
+        Code::Unauthenticated => Refused::OtherKey.into(),
+        _ => status.into(),
     }
 }
 

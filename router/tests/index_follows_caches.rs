@@ -3,7 +3,7 @@
 use proptest::{collection::vec, prelude::*};
 use std::collections::BTreeSet;
 use tandem_kv::{
-    BlockId, CacheSettings, Change, Namespace, PrefixCache, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes,
+    BlockId, CacheSettings, Change, HashKey, Namespace, PrefixCache, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes,
 };
 use tandem_router::{PrefixIndex, Skipped, WorkerSlot};
 
@@ -37,7 +37,8 @@ struct Worker {
 
 impl Worker {
     fn new() -> Self {
-        let settings = CacheSettings { capacity_blocks: 12, block_size: BLOCK as u32, prefix_caching: true };
+        let settings =
+            CacheSettings { capacity_blocks: 12, block_size: BLOCK as u32, prefix_caching: true, hash_key: HashKey::NONE };
         Self { cache: PrefixCache::new(settings), in_use: Default::default() }
     }
 
@@ -97,7 +98,7 @@ proptest! {
             prop_assert_eq!(index.blocks(slot), worker.held().len() as u64);
         }
         for prompt in asked {
-            let hashes = sequence_hashes(&namespace, BLOCK, &prompt);
+            let hashes = sequence_hashes(&HashKey::NONE, &namespace, BLOCK, &prompt);
             let leading = index.overlap(&hashes);
             for (at, worker) in workers.iter().enumerate() {
                 let held = worker.held();

@@ -6,6 +6,7 @@
 mod choices;
 mod discovery;
 mod events;
+mod key;
 mod limits;
 mod roles;
 mod secrets;
@@ -16,6 +17,7 @@ mod tenants;
 pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
+pub use key::{KeyFileError, KeyFlags};
 pub use limits::LimitFlags;
 pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
@@ -306,6 +308,12 @@ pub struct UpSettings {
     #[command(flatten)]
     #[serde(flatten)]
     pub limits: LimitFlags,
+
+    /// The cluster's secret.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub key: KeyFlags,
+
     /// Whose the clients are.
     #[command(flatten)]
     #[serde(flatten)]

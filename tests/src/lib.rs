@@ -75,7 +75,7 @@ impl TestCluster {
 
     /// The router's view.
     pub async fn view(&self) -> Result<WorkersReply> {
-        let mut router = RouterClient::connect(format!("http://{}", self.0.router())).await?;
+        let mut router = RouterClient::new(self.0.to_router());
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
     }
 

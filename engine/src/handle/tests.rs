@@ -3,13 +3,14 @@ mod devices;
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
 use crate::{Sampling, StepOutput};
-use tandem_kv::{BlockId, Change, Namespace};
+use tandem_kv::{BlockId, Change, HashKey, Namespace};
 
 const SETTINGS: EngineSettings = EngineSettings {
     chunk_budget: 64,
     batch_max: 16,
     queue_max: 64,
     prefix_caching: true,
+    hash_key: HashKey::NONE,
     unheard_max: 1_024,
     step_max: Duration::from_secs(60),
 };

@@ -206,12 +206,14 @@ impl Machine {
         }
         let since = sequence.twin.map_or(now, |twin| twin.since);
         let works = |other: &&Sequence| !other.is_decoding() && !other.paused && other.namespace == sequence.namespace;
-        let twins = running.iter().chain(reserved.iter()).filter(works).map(|other| {
-            let twin = Twin { order: other.order, blocks: sequence.in_common(other, size), since };
-            (other.committed, twin)
+        let twins = running.iter().chain(reserved.iter()).filter(works).filter_map(|other| {
+            let blocks = sequence.in_common(other, size);
+            let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
+            // What lands is matched when all of it has landed, however little of it is shared: less than half is not waited for.
+            let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
+            pays.then_some(Twin { order: other.order, blocks, since })
         });
-        let ahead = twins.filter(|(committed, twin)| *committed < twin.blocks).map(|(_, twin)| twin);
-        sequence.twin = ahead.max_by_key(|twin| twin.blocks).filter(|twin| {
+        sequence.twin = twins.max_by_key(|twin| twin.blocks).filter(|twin| {
             let reuse_max = sequence.reuse_max_blocks(size) as u32;
             (cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max) as usize) < twin.blocks
         });
@@ -219,26 +221,16 @@ impl Machine {
     }
 
     /// The sequence has its blocks.
-    fn start(&mut self, mut sequence: Sequence, first_time: bool, now: Duration) {
-        let (job, committed, computed) = (sequence.job, sequence.committed as u32, sequence.computed as u32);
-        let len_blocks = sequence.blocks.len() as u32;
-        match &mut sequence.role {
-            Role::Prompt(prompt) if prompt.remote.is_some() => {
-                let ticket = self.next_ticket();
-                let missing: Vec<u32> = (committed..len_blocks).collect();
-                prompt.remote = Some(Remote { ticket, missing: missing.clone(), ..Remote::default() });
-                self.actions.push(Action::Tell(job, Event::Reserved { ticket, missing_blocks: missing }));
-                self.reserved.push(sequence);
-                self.landed(ticket, now);
-            }
-            _ => {
-                if first_time {
-                    self.actions.push(Action::Tell(job, Event::Scheduled { cached_tokens: computed }));
-                }
-                self.settle(sequence, now);
-                self.running.sort_by_key(|sequence| sequence.order);
-            }
+    fn start(&mut self, sequence: Sequence, first_time: bool, now: Duration) {
+        if sequence.is_remote() {
+            return self.reserve(sequence, now);
         }
+        if first_time {
+            let scheduled = Event::Scheduled { cached_tokens: sequence.computed as u32 };
+            self.actions.push(Action::Tell(sequence.job, scheduled));
+        }
+        self.settle(sequence, now);
+        self.running.sort_by_key(|sequence| sequence.order);
     }
 
     /// Gives decoding sequences the block their next token needs. When there is none, paused sequences give theirs first, then
@@ -254,12 +246,7 @@ impl Machine {
                 sequence.blocks.push(block);
             } else if self.push_back_paused() {
                 place = 0;
-            } else if let Some(mut revoked) = self.reserved.pop() {
-                self.arriving.keep(&mut self.cache, &mut revoked);
-                self.live.remove(&revoked.job);
-                self.actions.push(Action::Tell(revoked.job, Event::Revoked));
-                self.actions.push(Action::End(revoked.job));
-            } else {
+            } else if !self.revoke_youngest() {
                 let youngest = self.running.pop().expect("the sequence that grows runs");
                 self.push_back(youngest);
             }

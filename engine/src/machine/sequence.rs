@@ -2,7 +2,7 @@
 
 use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::time::Duration;
-use tandem_kv::{BlockId, Namespace, TokenId};
+use tandem_kv::{BlockId, Namespace, Ticket, TokenId};
 
 /// A job's number on its engine.
 pub(crate) type JobId = u64;
@@ -87,14 +87,12 @@ pub(super) struct PromptLogprobs {
 /// KV on its way here.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
-    /// 0 before blocks are taken.
-    pub ticket: u64,
+    /// `None` before blocks are taken.
+    pub ticket: Option<Ticket>,
     /// Indices of blocks that have not landed, nor are about to.
     pub missing: Vec<u32>,
-    /// Of those that somebody writes now, beside the steps.
+    /// Indices of blocks that are being written now, beside the steps.
     pub arriving: Vec<u32>,
-    /// Some were written so: what is in them counts when whoever held the source has said that it was what it should be.
-    pub unconfirmed: bool,
     pub first_write: Option<Duration>,
     pub bytes: u64,
 }

@@ -138,7 +138,7 @@ impl Held {
         requests.send(RouteRequest { message }).await.map_err(|_| DispatchError::RouterClosed)?;
         let replies = router.client.clone().route(ReceiverStream::new(outgoing)).await;
         let replies = replies.map_err(|status| match status.code() {
-            Code::FailedPrecondition => DispatchError::Foreign,
+            Code::FailedPrecondition | Code::Unauthenticated => DispatchError::Foreign,
             _ => DispatchError::Router(Box::new(status)),
         })?;
         Ok(Self { address: router.address.clone(), requests, replies: replies.into_inner(), leaving: false })

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 use tandem_proto::{
-    link::{Network, endpoint},
+    link::{Channel, Network, endpoint},
     v1::{
         ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, Running, WorkersReply, WorkersRequest,
         router_client::RouterClient,
@@ -22,7 +22,7 @@ use tokio::{
     sync::watch,
     time::{sleep, timeout},
 };
-use tonic::{Code, Response, Status, transport::Channel};
+use tonic::{Code, Response, Status};
 
 /// How long a question about the cluster's state may take.
 const ANSWER_WAIT: Duration = Duration::from_secs(2);

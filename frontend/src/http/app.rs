@@ -14,7 +14,7 @@ use crate::{
 };
 use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
-use tandem_kv::Namespace;
+use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
@@ -42,6 +42,8 @@ pub(crate) struct App {
     pub(super) metrics: Arc<FrontendMetrics>,
     pub(super) admission: Admission,
     pub(super) block_size: u32,
+    /// Under which the cluster hashes prompts.
+    pub(super) hash_key: HashKey,
     pub(super) bodies: Bodies,
     /// Of large bodies.
     pub(super) parsing: Cores,
@@ -81,7 +83,9 @@ impl App {
             model: settings.model.id().to_owned(),
             revision: settings.model.revision().to_owned(),
             block_size: settings.block_size,
+            key_fingerprint: network.key().fingerprint().to_owned(),
         };
+        let hash_key = network.key().hash_key();
         let limits = Limits {
             attempts: settings.attempts,
             attempt_timeout: settings.attempt_timeout,
@@ -99,6 +103,7 @@ impl App {
             audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
             metrics,
             block_size: settings.block_size,
+            hash_key,
             bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
             parsing: Cores::default(),
             encoding: Cores::default(),

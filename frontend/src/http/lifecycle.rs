@@ -156,7 +156,7 @@ impl Incoming {
             span: self.span.clone(),
             account: self.asked.account.clone(),
             model: self.app.model.id.clone(),
-            sequence_hashes: reusable_hashes(&namespace, self.app.block_size, &tokens),
+            sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
             tokens,
             namespace,
             sampling: options.sampling.clone(),

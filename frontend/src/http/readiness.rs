@@ -9,6 +9,7 @@ use tandem_proto::{
     Difference,
     v1::{Identity, WorkersReply},
 };
+use tonic::Code;
 
 /// Between two questions to the routers, for the log, the gauge, and who is to be asked for placements: an operator reads them
 /// no faster, and a router that is back is found within it.
@@ -23,6 +24,8 @@ pub(super) enum Unready {
     Router,
     #[error("this frontend is not of the router's cluster: {0}")]
     Foreign(#[from] Difference),
+    #[error("the router does not take this frontend's cluster key; give all processes the same --cluster-key-file")]
+    OtherKey,
     /// The router's own words.
     #[error("{0}")]
     Cluster(String),
@@ -48,7 +51,10 @@ impl App {
 
     /// Whether this router could place a request.
     pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Result<(), Unready> {
-        let view = view.map_err(|_| Unready::Router)?;
+        let view = view.map_err(|error| match error {
+            DispatchError::Router(status) if status.code() == Code::Unauthenticated => Unready::OtherKey,
+            _ => Unready::Router,
+        })?;
         self.dispatcher.routers().identity().fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
         view.unready.as_ref().map_or(Ok(()), |why| Err(Unready::Cluster(why.clone())))
     }
@@ -78,7 +84,7 @@ impl App {
             if told.as_ref() != Some(&now) {
                 match &now {
                     Ok(()) => tracing::info!("ready: requests can be served"),
-                    Err(why @ Unready::Foreign(_)) => tracing::warn!("not ready: {why}"),
+                    Err(why @ (Unready::Foreign(_) | Unready::OtherKey)) => tracing::warn!("not ready: {why}"),
                     Err(why) => tracing::info!("not ready: {why}"),
                 }
                 told = Some(now);
@@ -97,7 +103,7 @@ fn better(one: Result<(), Unready>, other: Result<(), Unready>) -> Result<(), Un
     let worth = |answer: &Result<(), Unready>| match answer {
         Ok(()) => 4,
         Err(Unready::Draining) => 3,
-        Err(Unready::Foreign(_)) => 2,
+        Err(Unready::Foreign(_) | Unready::OtherKey) => 2,
         Err(Unready::Cluster(_)) => 1,
         Err(Unready::Router) => 0,
     };

@@ -18,7 +18,7 @@ use hyper::{
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
 use places::Place;
 use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Duration};
-use tandem_proto::link::Listener;
+use tandem_proto::link::{Arrivals, Listener};
 use timed::Timed;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -42,8 +42,8 @@ pub(crate) async fn serve(
     let mut drained = pin!(drained);
     let (mut connections, ending) = (JoinSet::new(), CancellationToken::new());
     let serving = |place| Serving { routes: routes.clone(), unread_max, ending: ending.clone(), place };
-    match listener {
-        Listener::Tcp(mut listener) => loop {
+    match listener.into_arrivals() {
+        Arrivals::Tcp(mut listener) => loop {
             tokio::select! {
                 biased;
                 () = &mut drained => break,
@@ -54,7 +54,7 @@ pub(crate) async fn serve(
                 },
             }
         },
-        Listener::Memory(mut arriving, _) => loop {
+        Arrivals::Memory(mut arriving) => loop {
             tokio::select! {
                 biased;
                 () = &mut drained => break,

@@ -6,13 +6,13 @@ mod tokenizer;
 pub(crate) use template::{ChatTemplate, RenderError, Turn};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 
-use tandem_kv::{Namespace, TokenId, sequence_hashes};
+use tandem_kv::{HashKey, Namespace, TokenId, sequence_hashes};
 
 /// The hashes of the blocks that a worker may reuse: all full ones but never the one that ends with the last token, because
 /// that token is always computed.
-pub(crate) fn reusable_hashes(namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> Vec<u64> {
+pub(crate) fn reusable_hashes(key: &HashKey, namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> Vec<u64> {
     let reusable = &tokens[..tokens.len().saturating_sub(1)];
-    sequence_hashes(namespace, block_size.max(1) as usize, reusable).into_iter().map(|hash| hash.0).collect()
+    sequence_hashes(key, namespace, block_size.max(1) as usize, reusable).into_iter().map(|hash| hash.0).collect()
 }
 
 #[cfg(test)]
@@ -24,7 +24,7 @@ mod tests {
         let namespace = Namespace::new("m", "r", "", "");
         for (tokens, hashes) in [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2)] {
             let prompt: Vec<TokenId> = (0..tokens).collect();
-            assert_eq!(reusable_hashes(&namespace, 16, &prompt).len(), hashes, "{tokens} tokens");
+            assert_eq!(reusable_hashes(&HashKey::NONE, &namespace, 16, &prompt).len(), hashes, "{tokens} tokens");
         }
     }
 }

@@ -48,7 +48,7 @@ async fn a_conversation_whole() {
     assert_eq!(call.request.cache_namespace, namespace.as_bytes());
     assert_eq!((call.request.attempt, call.request.instance_id.as_str()), (1, "d0-instance"));
     let Told::Message(RouteMessage::Prompt(told)) = cluster.told().await else { panic!("the prompt comes first") };
-    let hashes = tandem_kv::sequence_hashes(&namespace, 16, &prompt[..prompt.len() - 1]);
+    let hashes = tandem_kv::sequence_hashes(&tandem_kv::HashKey::NONE, &namespace, 16, &prompt[..prompt.len() - 1]);
     assert_eq!(told.sequence_hashes, hashes.iter().map(|hash| hash.0).collect::<Vec<_>>());
     assert_eq!((told.prompt_tokens as usize, told.max_tokens, told.samples), (prompt.len(), 5, 1));
     assert_eq!(told.request_id, call.request.request_id);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
-use tandem_proto::link::{Listener, Network};
+use tandem_proto::link::{Arrivals, Listener, Network};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
     net::TcpStream,
@@ -27,7 +27,7 @@ impl Alone {
         let (dial, arriving) = mpsc::channel(8);
         let metrics = Metrics::default();
         let settings = FrontendSettings::new("127.0.0.1:1", ServedModel::sim("m"));
-        let listener = Listener::Memory(arriving, Network::Tcp);
+        let listener = Listener::new(Arrivals::Memory(arriving), Network::default());
         tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), Shutdown::default()));
         Self { dial, metrics }
     }

@@ -42,7 +42,7 @@ impl PrefixCache {
         assert_eq!(content.tokens.len(), self.settings.block_size as usize, "{id:?} is cached, so it is full");
         assert_eq!(self.index.get(&content.hash), Some(&id), "{id:?} is not found by its hash");
         let hash_before = match &content.before {
-            Before::Nothing(namespace) => namespace.root(),
+            Before::Nothing(namespace) => namespace.root(&self.settings.hash_key),
             Before::Block(parent) => {
                 let parent_block = self.block(*parent);
                 let parent_content = parent_block.content.as_ref();

@@ -2,7 +2,7 @@
 
 use super::tests::wanted;
 use super::{CacheSettings, Counts, Full, PrefixCache};
-use crate::{BlockId, Change, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId, sequence_hashes};
+use crate::{BlockId, Change, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId, sequence_hashes};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -100,9 +100,9 @@ impl Model {
 
     /// The chained hash, weakened at each step as the cache weakens it.
     fn hash(&self, prefix: &Prefix) -> SequenceHash {
-        let first = namespace(prefix.namespace).root();
+        let first = namespace(prefix.namespace).root(&HashKey::NONE);
         let blocks = prefix.tokens.chunks(BLOCK_SIZE);
-        blocks.fold(first, |before, tokens| SequenceHash(before.child(tokens).0 & self.hash_mask))
+        blocks.fold(first, |before, tokens| SequenceHash(before.child(&HashKey::NONE, tokens).0 & self.hash_mask))
     }
 
     fn is_held(&self, block: BlockId) -> bool {
@@ -395,7 +395,7 @@ impl Run {
 }
 
 fn settings(capacity_blocks: u32, prefix_caching: bool) -> CacheSettings {
-    CacheSettings { capacity_blocks, block_size: BLOCK_SIZE as u32, prefix_caching }
+    CacheSettings { capacity_blocks, block_size: BLOCK_SIZE as u32, prefix_caching, hash_key: HashKey::NONE }
 }
 
 proptest! {
@@ -422,6 +422,6 @@ proptest! {
         run.play_one(Op::Acquire { namespace: 0, prompt: [prompt.clone(), vec![0]].concat(), reuse: true });
         run.play_one(Op::Commit { sequence: 0, blocks: prompt.len() / BLOCK_SIZE });
         let stored: Vec<_> = run.cache.snapshot().stored.into_iter().flat_map(|chain| chain.sequence_hashes).collect();
-        prop_assert_eq!(stored, sequence_hashes(&namespace(0), BLOCK_SIZE, &prompt));
+        prop_assert_eq!(stored, sequence_hashes(&HashKey::NONE, &namespace(0), BLOCK_SIZE, &prompt));
     }
 }

@@ -1,9 +1,10 @@
 //! One behaviour a test. Blocks have two tokens.
 
 use super::{CacheSettings, Counts, Full, PrefixCache};
-use crate::{BlockId, Change, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
+use crate::{BlockId, Change, HashKey, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
 
-const SETTINGS: CacheSettings = CacheSettings { capacity_blocks: 6, block_size: 2, prefix_caching: true };
+const SETTINGS: CacheSettings =
+    CacheSettings { capacity_blocks: 6, block_size: 2, prefix_caching: true, hash_key: HashKey::NONE };
 
 pub(super) fn wanted(reuse_max_blocks: u32, len_blocks: u32) -> Wanted {
     Wanted { reuse_max_blocks, len_blocks, spare_blocks: 0 }
@@ -50,7 +51,7 @@ fn changes(cache: &mut PrefixCache) -> Vec<Change> {
 }
 
 fn hashes(prompt: &[TokenId]) -> Vec<SequenceHash> {
-    sequence_hashes(&namespace(), 2, prompt)
+    sequence_hashes(&HashKey::NONE, &namespace(), 2, prompt)
 }
 
 fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Change {

@@ -5,13 +5,13 @@ use crate::Metrics;
 use ::metrics::{Counter, Gauge, Histogram};
 use std::{
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
 use tandem_kv::{KvBatch, Load, StepStats};
-use tandem_proto::v1;
+use tandem_proto::{link::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
 
 /// The handles of one worker's families; label `worker`.
@@ -31,6 +31,7 @@ pub struct WorkerMetrics {
     decode_step: Histogram,
     mixed_step: Histogram,
     preemptions: Counter,
+    unauthenticated: Counter,
     capacity_blocks: Gauge,
     totals: Mutex<CacheTotals>,
     prefilled_tokens: AtomicU64,
@@ -98,6 +99,12 @@ pub struct TransferMetrics {
 }
 
 impl WorkerMetrics {
+    /// To be called for each call that is refused for lack of the cluster's key.
+    pub fn count_unauthenticated(&self) -> OnRefused {
+        let refused = self.unauthenticated.clone();
+        Arc::new(move || refused.increment(1))
+    }
+
     /// Registers the worker's families.
     pub fn new(registry: &Metrics, worker_id: &str) -> Self {
         let worker = ("worker", worker_id);
@@ -127,6 +134,11 @@ impl WorkerMetrics {
             prefill_step: step("prefill"),
             decode_step: step("decode"),
             mixed_step: step("mixed"),
+            unauthenticated: registry.counter(
+                "tandem_worker_unauthenticated_total",
+                "gRPC calls that were refused because they did not carry the cluster's key.",
+                &[worker],
+            ),
             preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),
             capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "KV blocks in all.", &[worker]),
             totals: Mutex::default(),
@@ -204,6 +216,12 @@ impl WorkerMetrics {
                 &labels,
             ),
         }
+    }
+
+    /// Writes of blocks that this worker refused, for a `reason` from a closed set.
+    pub fn refused_writes(&self, reason: &'static str) -> Counter {
+        let help = "Writes of KV blocks that were refused: their ticket did not allow them.";
+        self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
     }
 
     /// Takes a measurement of what the way to other workers can carry: `bytes` in a time in which nothing but it was waited for.

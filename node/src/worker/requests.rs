@@ -4,6 +4,7 @@
 //! - Every stream ends with what its task said last, or with an error: never silently in the middle.
 //! - While the process drains, running requests keep their worker reachable (blocks may still have to arrive).
 
+use super::WorkerMetrics;
 use crate::Shutdown;
 use futures::Stream;
 use std::{
@@ -136,8 +137,16 @@ impl Requests {
     }
 
     /// Serves until all requests have ended after draining began, or the process must stop.
-    pub async fn serve(&self, listener: Listener, routes: Routes) -> Result<(), tonic::transport::Error> {
-        let serving = listener.serve(link::server().add_routes(routes), self.drained());
+    ///
+    /// # Errors
+    /// The server failed.
+    pub async fn serve(
+        &self,
+        listener: Listener,
+        routes: Routes,
+        metrics: &WorkerMetrics,
+    ) -> Result<(), tonic::transport::Error> {
+        let serving = listener.serve(link::server(), routes, metrics.count_unauthenticated(), self.drained());
         tokio::select! {
             biased;
             result = serving => result,

@@ -34,6 +34,7 @@ use tandem_kv::{KvBatch, Load, SequenceHash, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::{
     Difference,
+    link::OnRefused,
     v1::{self, Identity, WorkerInfo, worker_info},
 };
 use tokio::{sync::Notify, time::Instant};
@@ -45,6 +46,8 @@ pub(crate) enum Refused {
     Incomplete { field: &'static str },
     #[error(transparent)]
     Differs(#[from] Difference),
+    #[error("it does not take this router's cluster key; give all processes the same --cluster-key-file")]
+    OtherKey,
     #[error("the same instance has joined under another address; list each worker once")]
     Twice,
     #[error("the worker at {address} is called {worker_id}, too; give each a --worker-id of its own")]
@@ -207,6 +210,12 @@ impl State {
             Some(first) => decided.or(&(&first.info).into()),
             None => decided,
         }
+    }
+
+    /// To be called for each call that is refused for lack of the cluster's key.
+    pub(crate) fn count_unauthenticated(&self) -> OnRefused {
+        let refused = self.metrics.unauthenticated.clone();
+        Arc::new(move || refused.increment(1))
     }
 
     /// Of this router: one run of its process.

@@ -1,6 +1,9 @@
 //! Why a cluster does not start, or does not go on.
 
-use crate::{model::ModelError, settings::DiscoveryFlagsError};
+use crate::{
+    model::ModelError,
+    settings::{DiscoveryFlagsError, KeyFileError},
+};
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
 use tandem_node::{events::NatsError, trace::TraceError};
@@ -22,6 +25,9 @@ pub enum StartError {
     /// Others could not find it.
     #[error(transparent)]
     Discovery(#[from] DiscoveryFlagsError),
+    /// The cluster would not let it in.
+    #[error("{}", tandem_node::retry::complaint(.0))]
+    Key(#[from] KeyFileError),
     /// What is set for NATS.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Nats(#[from] NatsError),

@@ -11,7 +11,7 @@ pub use process::Process;
 use crate::serve::Served;
 use crate::{
     model::{Store, StoredModel},
-    settings::{CLUSTER, EngineKind, PrefillPlace, UpSettings},
+    settings::{CLUSTER, EngineKind, KeyFlags, PrefillPlace, UpSettings},
 };
 use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
@@ -19,7 +19,8 @@ use tandem_engine::{EngineHandle, EngineSettings};
 use tandem_frontend::ServedModel;
 use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_proto::{
-    link,
+    ClusterKey,
+    link::{self, Channel, Network},
     v1::{WorkersRequest, router_client::RouterClient},
 };
 use tokio::{
@@ -27,7 +28,6 @@ use tokio::{
     net::{TcpListener, TcpStream},
     time::Instant,
 };
-use tonic::transport::Channel;
 use weights::Loaded;
 
 /// Serving starts within this time once the model is loaded, or something is broken. Connecting takes milliseconds.
@@ -111,6 +111,12 @@ impl Cluster {
         self.router
     }
 
+    /// A connection to the router, among the cluster's own processes. Must be called within a runtime.
+    pub fn to_router(&self) -> Channel {
+        let endpoint = link::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint");
+        Network::tcp(self.parts.key.clone()).connect_lazy(&endpoint)
+    }
+
     /// First those that prefill, then those that decode.
     pub fn workers(&self) -> &[Worker] {
         &self.workers
@@ -146,7 +152,9 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        let parts = Parts::new("tandem", CLUSTER, &settings, &metrics)?;
+        // Its sockets are open to every user of this machine.
+        let key = if settings.key == KeyFlags::default() { ClusterKey::random() } else { settings.key.read()? };
+        let parts = Parts::new("tandem", CLUSTER, key, &settings, &metrics)?;
         let mut workers = Vec::new();
         let engines = settings.prefill_workers + settings.decode_workers;
         let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
@@ -157,7 +165,7 @@ impl Cluster {
                 role,
                 address: local_address(&listener)?,
                 advertise: None,
-                engine: EngineHandle::start(loaded.engine(&settings, engines)?, engine_settings(&settings)),
+                engine: EngineHandle::start(loaded.engine(&settings, engines)?, engine_settings(&settings, &parts.key)),
             };
             parts.worker(&worker, listener, &settings, &loaded, &metrics, &back);
             workers.push(worker);
@@ -177,7 +185,7 @@ impl Cluster {
     }
 
     async fn wait_until_ready(&mut self) -> Result<(), StartError> {
-        let channel = link::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint").connect_lazy();
+        let channel = self.to_router();
         let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
         let ready = async {
             // Readiness asks for one decode worker; here all are about to join, and the first request is to find them.
@@ -285,13 +293,14 @@ async fn with_model<T: Send + 'static>(
     loading.await.expect("loading returns its errors")
 }
 
-fn engine_settings(settings: &UpSettings) -> EngineSettings {
+fn engine_settings(settings: &UpSettings, key: &ClusterKey) -> EngineSettings {
     EngineSettings {
         chunk_budget: settings.chunk_budget(),
         batch_max: settings.batch_max,
         // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
         queue_max: settings.limits.max_concurrent_requests,
         prefix_caching: !settings.no_prefix_caching,
+        hash_key: key.hash_key(),
         unheard_max: UNHEARD_MAX,
         step_max: Duration::from_secs(settings.step_timeout.into()),
     }

@@ -14,7 +14,7 @@ use tandem_node::{
     worker::Ledger,
 };
 use tandem_prefill_worker::PrefillWorkerSettings;
-use tandem_proto::v1::Identity;
+use tandem_proto::{ClusterKey, link::Listener, v1::Identity};
 use tandem_router::{PolicyKind, RouterSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
@@ -29,6 +29,8 @@ const FLUSH_WAIT: Duration = Duration::from_secs(1);
 /// Starts parts and hears of their ends: all of them in `up`, one in a process of its own.
 pub(super) struct Parts {
     cluster: String,
+    /// Of the cluster.
+    pub(super) key: ClusterKey,
     /// Of all workers.
     ledger: Ledger,
     tracer: Tracer,
@@ -48,11 +50,12 @@ struct Report {
 }
 
 impl Parts {
-    /// Parts of the cluster of this name, whose workers share a ledger; they are to count in these metrics, and traces are to know
+    /// Parts of the cluster of this name and key, whose workers share a ledger; they are to count in these metrics, and traces are to know
     /// the process as this `service`.
     pub(super) fn new(
         service: &'static str,
         cluster: &str,
+        key: ClusterKey,
         settings: &UpSettings,
         metrics: &Metrics,
     ) -> Result<Self, StartError> {
@@ -73,7 +76,7 @@ impl Parts {
             }
             None => Tracer::default(),
         };
-        Ok(Self { cluster: cluster.to_owned(), ledger, tracer, broker: None, ends, reports, _upkeep: upkeep })
+        Ok(Self { cluster: cluster.to_owned(), key, ledger, tracer, broker: None, ends, reports, _upkeep: upkeep })
     }
 
     /// Everything has ended: what it has told goes out.
@@ -84,6 +87,11 @@ impl Parts {
     /// The end of the first part that has ended.
     pub(super) async fn ended(&mut self) -> StartError {
         self.ends.recv().await.expect("this value holds a sender")
+    }
+
+    /// The socket, as one of this cluster's.
+    fn listener(&self, socket: TcpListener) -> Listener {
+        Listener::tcp(socket, self.key.clone())
     }
 
     pub(super) fn worker(
@@ -100,7 +108,7 @@ impl Parts {
         let (ledger, broker, tracer) = (self.ledger.clone(), self.broker.clone(), self.tracer.clone());
         let report_cached_tokens = settings.report_cached_tokens;
         let device_transfers = settings.kv_transfer == KvTransfer::Auto;
-        let (metrics, stop) = (metrics.clone(), shutdown.clone());
+        let (metrics, stop, listener) = (metrics.clone(), shutdown.clone(), self.listener(listener));
         match worker.role {
             Role::Prefill => {
                 let settings = PrefillWorkerSettings {
@@ -171,7 +179,7 @@ impl Parts {
             },
             ..Default::default()
         };
-        self.spawn("router", shutdown, tandem_router::run(listener, settings, metrics.clone(), shutdown.clone()));
+        self.spawn("router", shutdown, tandem_router::run(self.listener(listener), settings, metrics.clone(), shutdown.clone()));
     }
 
     pub(super) fn frontend(
@@ -207,7 +215,11 @@ impl Parts {
             expose_details: settings.tenants.expose(),
             ..FrontendSettings::new("", model)
         };
-        self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
+        self.spawn(
+            "frontend",
+            shutdown,
+            tandem_frontend::run(self.listener(listener), settings, metrics.clone(), shutdown.clone()),
+        );
     }
 
     /// Starts what runs until the shutdown, and whose end before is the process's.

@@ -15,14 +15,14 @@ use tandem_node::{
     new_instance_id,
 };
 use tandem_proto::{
-    link,
+    ClusterKey,
+    link::{self, Channel, Network},
     v1::{DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
 };
 use tokio::{
     net::TcpListener,
     time::{sleep, timeout},
 };
-use tonic::transport::Channel;
 
 /// A process that does not answer itself within this time answers nobody.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
@@ -110,14 +110,14 @@ impl Process {
         let registration = own.process.discovery.registration(&own.process.cluster, address)?;
         let loaded = load(&settings).await?;
         let id = own.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
-        let engine = EngineHandle::start(loaded.engine(&settings, 1)?, engine_settings(&settings));
+        let engine = EngineHandle::start(loaded.engine(&settings, 1)?, engine_settings(&settings, &process.parts.key));
         let listed = registration.as_ref().map(|(_, address)| address.clone());
         let worker = Worker { id, role, address, advertise: listed.or(own.process.discovery.advertise), engine };
         process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());
         process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
         process.parts.worker(&worker, listener, &settings, &loaded, &process.metrics, &process.service);
         if let Some((etcd, advertised)) = registration {
-            let own = own_channel(address);
+            let own = own_channel(address, &process.parts.key);
             process.register(etcd, async move { Card::of_worker(&description(own).await, advertised) });
         }
         Ok(process)
@@ -135,11 +135,17 @@ impl Process {
     }
 
     fn new(service: &'static str, cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
-        let metrics = Metrics::default();
+        let (metrics, key) = (Metrics::default(), settings.key.read()?);
+        if !key.is_set() && !settings.listen.ip().is_loopback() {
+            tracing::warn!(
+                listen = %settings.listen,
+                "this cluster has no key: whoever reaches its processes can use and mislead them; give all of them the same --cluster-key-file"
+            );
+        }
         Ok(Self {
             name: String::new(),
             places: Vec::new(),
-            parts: Parts::new(service, cluster, settings, &metrics)?,
+            parts: Parts::new(service, cluster, key, settings, &metrics)?,
             metrics,
             registration: Shutdown::default(),
             service: Shutdown::default(),
@@ -164,7 +170,7 @@ impl Process {
         let address = local_address(&listener)?;
         let url = format!("http://{}", reachable(local_address(&admin)?));
         self.places = vec![("gRPC", address.to_string()), ("admin", url)];
-        let (channel, service) = (own_channel(address), self.service.clone());
+        let (channel, service) = (own_channel(address, &self.parts.key), self.service.clone());
         let ready = move || {
             let (draining, answer) = (service.is_draining(), probe(channel.clone()));
             async move {
@@ -206,8 +212,9 @@ impl Drop for Process {
 }
 
 /// To the process itself.
-fn own_channel(address: SocketAddr) -> Channel {
-    link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint").connect_lazy()
+fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
+    let endpoint = link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
+    Network::tcp(key.clone()).connect_lazy(&endpoint)
 }
 
 /// The card of a process that is no worker.

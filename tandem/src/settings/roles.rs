@@ -20,6 +20,8 @@ const DECODE: &str = "decode-worker";
 const ALL: &[&str] = &[FRONTEND, ROUTER, PREFILL, DECODE];
 const WITH_MODEL: &[&str] = &[FRONTEND, PREFILL, DECODE];
 const WORKERS: &[&str] = &[PREFILL, DECODE];
+/// Whatever takes part in a cluster or asks its processes.
+const KEYED: &[&str] = &[FRONTEND, ROUTER, PREFILL, DECODE, "top"];
 
 /// Which roles take a flag of `tandem up`.
 const TAKEN: &[(&str, &[&str])] = &[
@@ -59,6 +61,7 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("audit-result", &[FRONTEND]),
     ("ledger", WORKERS),
     ("account-header", &[FRONTEND]),
+    ("cluster-key-file", KEYED),
     ("cache-isolation", &[FRONTEND]),
     ("trusted-proxies", &[FRONTEND]),
     ("expose-details", &[FRONTEND]),

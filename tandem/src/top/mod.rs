@@ -3,6 +3,7 @@
 mod screen;
 mod table;
 
+use crate::settings::KeyFlags;
 use anyhow::{Context, Result, anyhow};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{Flow, Screen};
@@ -12,14 +13,15 @@ use std::{
 };
 use table::{Column, Table};
 use tandem_proto::{
-    link,
+    ClusterKey,
+    link::{self, Channel, Network},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::{
     runtime::Runtime,
     time::{Instant, timeout},
 };
-use tonic::transport::Channel;
+use tonic::Code;
 
 /// A router that is well answers within milliseconds.
 const ANSWER_WAIT: Duration = Duration::from_secs(5);
@@ -27,9 +29,12 @@ const ANSWER_WAIT: Duration = Duration::from_secs(5);
 /// What is shown, and of whom.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
-    /// A router's gRPC, host:port; `tandem up` prints its own
+    /// A router's gRPC, host:port; `tandem up` prints its own, and is to be given the same --cluster-key-file then
     #[arg(default_value = "127.0.0.1:7000", value_parser = crate::settings::address)]
     router: String,
+    /// The cluster's secret.
+    #[command(flatten)]
+    key: KeyFlags,
     /// Seconds from one look to the next: rates are taken over this time
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
     interval: f64,
@@ -62,12 +67,12 @@ struct Look {
 }
 
 impl Source {
-    fn new(address: &str) -> Result<Self> {
+    fn new(address: &str, key: ClusterKey) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread to run on")?;
         let endpoint = link::endpoint(address)?;
         let channel = {
             let _within = runtime.enter();
-            endpoint.connect_lazy()
+            Network::tcp(key).connect_lazy(&endpoint)
         };
         Ok(Self { runtime, client: RouterClient::new(channel), address: address.to_owned() })
     }
@@ -75,14 +80,17 @@ impl Source {
     fn look(&mut self) -> Result<Look> {
         let asked = self.runtime.block_on(async { timeout(ANSWER_WAIT, self.client.workers(WorkersRequest {})).await });
         let nobody = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
-        let reply = asked.with_context(nobody)?.map_err(|status| anyhow!("{}", status.message())).with_context(nobody)?;
+        let reply = asked.with_context(nobody)?.map_err(|status| match status.code() {
+            Code::Unauthenticated => anyhow!("the router at {} refuses: {}", self.address, status.message()),
+            _ => anyhow!("{}", status.message()).context(nobody()),
+        })?;
         Ok(Look { at: Instant::now(), view: reply.into_inner() })
     }
 }
 
 /// Shows what there is until the user has seen enough; returns what is to be printed in place of that.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
-    let mut source = Source::new(&args.router)?;
+    let mut source = Source::new(&args.router, args.key.read()?)?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(args.sort, args.reverse);
     let before = source.look()?;

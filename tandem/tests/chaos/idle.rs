@@ -13,7 +13,7 @@ use tandem_node::{
     discovery::{Card, EtcdSettings, register},
 };
 use tandem_proto::{
-    link,
+    ClusterKey, link,
     v1::{
         DescribeRequest, KvEventBatch, Load, SnapshotChunk, SnapshotRequest, Stored, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
@@ -77,7 +77,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(number: u32) -> Self {
+    fn new(number: u32, key: &ClusterKey) -> Self {
         let info = WorkerInfo {
             role: (if number.is_multiple_of(2) { Role::Prefill } else { Role::Decode }).into(),
             worker_id: format!("w{number}"),
@@ -89,6 +89,7 @@ impl Worker {
             context_length: 131_072,
             block_bytes: 1 << 20,
             cluster: "tandem".to_owned(),
+            key_fingerprint: key.fingerprint().to_owned(),
             ..Default::default()
         };
         Self { info, number }
@@ -131,9 +132,9 @@ impl Control for Worker {
 }
 
 /// Serves the workers and puts each on etcd's list, for as long as `shutdown` lets it.
-fn serve(etcd: &EtcdSettings, runtime: &Handle, metrics: &Metrics, shutdown: &Shutdown) {
+fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metrics, shutdown: &Shutdown) {
     for number in 0..WORKERS {
-        let worker = Worker::new(number);
+        let worker = Worker::new(number, key);
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
         let card = Card::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
         let (etcd, metrics, leaves) = (etcd.clone(), metrics.clone(), shutdown.clone());
@@ -162,7 +163,7 @@ pub fn router() {
         cluster: "tandem".to_owned(),
         lease_ttl: Duration::from_secs(60),
     };
-    serve(&settings, runtime.handle(), &metrics, &shutdown);
+    serve(&settings, &plan.key, runtime.handle(), &metrics, &shutdown);
     let router = plan.start("router", "router", plan.routers[0], &["--admin-listen", "127.0.0.1:0", "--etcd", &etcd.address()]);
     let started = Instant::now();
     let joined = || series(&router, "tandem_router_workers{state=\"joined\"}");

@@ -1,12 +1,42 @@
 //! Whom a request is for: told by a header, kept in the ledger, summed for invoices.
 
 use crate::{
-    cluster::{Plan, address, ready},
+    cluster::{Plan, address, ready, until},
     talk::post_chat,
-    up::tandem,
+    up::{Up, tandem},
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+
+/// The answer's cached tokens and, if it is an explanation, the most blocks that any worker holds of the prompt.
+fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>) {
+    let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 1 });
+    let (answer, _) = post_chat(frontend, headers, &body);
+    let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+    let workers = answer["prompts"][0]["workers"].as_array().into_iter().flatten();
+    let overlap = workers.filter_map(|worker| worker["overlap_blocks"].as_u64()).max();
+    (answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64(), overlap)
+}
+
+#[test]
+fn guess_at_the_prompt_of_another_account_finds_nothing() {
+    const SECRET: &str = "The launch of the new product is a secret until spring. Its codename is BLUE HERON.";
+    let plan = Plan::new();
+    let workers = [address(), address()];
+    plan.list(&workers);
+    let (_router, frontend) = (plan.router(&[]), plan.frontend(&["--account-header", "X-Account"]));
+    let _processes = [plan.worker("prefill", "p", workers[0], &[]), plan.worker("decode", "d", workers[1], &[])];
+    ready(&frontend);
+    let acme = "x-account: acme\r\n";
+    cached(&frontend, acme, SECRET);
+    let explain = |account: &str| cached(&frontend, &format!("{account}x-tandem-explain: true\r\n"), SECRET).1;
+    until("the router knows what is cached", || explain(acme), |blocks| blocks.is_some_and(|blocks| blocks > 0));
+    for stranger in ["x-account: zoo\r\n", ""] {
+        assert_eq!(explain(stranger), Some(0), "{stranger:?}");
+        assert_eq!(cached(&frontend, stranger, SECRET).0, Some(0), "{stranger:?}");
+    }
+    assert!(cached(&frontend, acme, SECRET).0.is_some_and(|tokens| tokens > 0), "an account shares with itself");
+}
 
 fn report(ledgers: &[String], format: &str) -> (bool, String) {
     let mut command = tandem(&["audit", "report", format]);

@@ -5,18 +5,23 @@ use crate::up::Up;
 use std::{
     fs::{self, OpenOptions},
     net::{Ipv4Addr, SocketAddr, TcpListener},
+    os::unix::fs::PermissionsExt,
     path::PathBuf,
     sync::atomic::{AtomicU16, Ordering},
     time::Duration,
 };
 use tandem_proto::{
-    link,
+    ClusterKey,
+    link::{self, Network},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::time::Instant;
 
 /// What ought to happen happens within this time, or never.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What the cluster's key is made of.
+pub const SECRET: &str = "the secret of a cluster of processes, in a test";
 
 /// Looks until `holds` does; says what it saw last if it never does.
 pub fn until<T: std::fmt::Debug>(what: &str, look: impl Fn() -> T, holds: impl Fn(&T) -> bool) -> T {
@@ -49,6 +54,8 @@ pub struct Plan {
     folder: tempfile::TempDir,
     /// Where each router listens.
     pub routers: Vec<SocketAddr>,
+    /// Of the cluster; in the file `key`.
+    pub key: ClusterKey,
     /// Of whoever asks.
     pub runtime: tokio::runtime::Runtime,
 }
@@ -63,8 +70,10 @@ impl Plan {
     pub fn with_routers(count: usize) -> Self {
         // With a thread of its own: connections that were used are closed also while nothing is asked.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-        let plan =
-            Self { folder: tempfile::tempdir().expect("a folder"), routers: (0..count).map(|_| address()).collect(), runtime };
+        let (folder, routers) = (tempfile::tempdir().expect("a folder"), (0..count).map(|_| address()).collect());
+        let key = ClusterKey::new(SECRET.as_bytes()).expect("it is long enough");
+        let plan = Self { folder, routers, key, runtime };
+        plan.secret("key", SECRET);
         plan.list(&[]);
         plan
     }
@@ -74,14 +83,28 @@ impl Plan {
         self.folder.path().join(name)
     }
 
+    /// Writes a key file.
+    pub fn secret(&self, name: &str, secret: &str) {
+        let path = self.file(name);
+        fs::write(&path, secret).expect("a temporary file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("ours");
+    }
+
     /// Writes the list that the router reads.
     pub fn list(&self, workers: &[SocketAddr]) {
         let text: String = workers.iter().map(|worker| format!("{worker} # of the test\n")).collect();
         fs::write(self.file("workers"), text).expect("a temporary file");
     }
 
-    /// Any role, told nothing but this. Its log is in the file of its name.
+    /// Any role with the cluster's key, told nothing but this. Its log is in the file of its name.
     pub fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
+        let key = self.file("key");
+        let key = ["--cluster-key-file", key.to_str().expect("text")];
+        self.start_without_key(role, name, listen, &[&key, args].concat())
+    }
+
+    /// The same without the key.
+    pub fn start_without_key(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("a temporary file");
         let listen = listen.to_string();
         Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
@@ -130,7 +153,8 @@ impl Plan {
     /// One router's of several.
     pub fn view_of(&self, number: usize) -> WorkersReply {
         let endpoint = link::endpoint(&self.routers[number].to_string()).expect("an address");
-        let asked = async { RouterClient::new(endpoint.connect().await.ok()?).workers(WorkersRequest {}).await.ok() };
+        let network = Network::tcp(self.key.clone());
+        let asked = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
         self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }
 

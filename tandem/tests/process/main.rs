@@ -5,6 +5,7 @@ mod canary;
 mod cluster;
 mod command_line;
 mod etcd;
+mod key;
 mod metrics;
 mod overhead;
 mod refusals;

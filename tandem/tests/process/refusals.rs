@@ -17,7 +17,9 @@ use tandem_proto::{
 use tonic::{Request, Response, Status, codegen::tokio_stream::Stream};
 
 /// A worker of a version that is not built yet.
-struct FromTheFuture;
+struct FromTheFuture {
+    key_fingerprint: String,
+}
 
 #[tonic::async_trait]
 impl Control for FromTheFuture {
@@ -31,6 +33,7 @@ impl Control for FromTheFuture {
             revision: "sim".to_owned(),
             block_size: 16,
             capacity_blocks: 100,
+            key_fingerprint: self.key_fingerprint.clone(),
             ..WorkerInfo::default()
         }))
     }
@@ -49,10 +52,11 @@ impl Control for FromTheFuture {
 }
 
 /// Serves it as long as the runtime lives.
-fn serve_future(runtime: &tokio::runtime::Runtime) -> SocketAddr {
+fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
     let address = listener.local_addr().expect("bound");
-    let server = link::server().add_service(ControlServer::new(FromTheFuture));
+    let server =
+        link::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
     runtime.spawn(async move { server.serve_with_incoming(link::incoming(listener)).await });
     address
 }
@@ -69,7 +73,7 @@ fn workers_that_do_not_fit_are_not_routed_to() {
         ("d", &[], "is called d, too; give each a --worker-id"),
     ]
     .map(|(name, args, told)| (address(), name, args, told));
-    let future = serve_future(&runtime);
+    let future = serve_future(&plan, &runtime);
     // The strangers are first: they must not decide for all.
     let _strangers = strangers.each_ref().map(|(at, name, args, _)| plan.worker("decode", name, *at, args));
     let all = strangers.each_ref().map(|(at, ..)| *at);

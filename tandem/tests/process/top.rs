@@ -6,8 +6,10 @@ use crate::{
     up::tandem,
 };
 
-fn top(args: &[&str]) -> (Option<i32>, String) {
-    let output = tandem(&[&["top"], args].concat()).output().expect("the binary runs");
+fn top(plan: &Plan, args: &[&str]) -> (Option<i32>, String) {
+    let key = plan.file("key");
+    let output =
+        tandem(&[&["top", "--cluster-key-file", key.to_str().expect("text")], args].concat()).output().expect("the binary runs");
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
 }
 
@@ -25,7 +27,7 @@ fn every_worker_has_its_line_and_what_is_away_is_named() {
     let router = plan.routers[0].to_string();
     // Workers report once a second.
     let line = |name: &str| {
-        let (code, table) = top(&[&router, "--once", "--interval", "0.1"]);
+        let (code, table) = top(&plan, &[&router, "--once", "--interval", "0.1"]);
         assert_eq!(code, Some(0), "{table}");
         let line = table.lines().find(|line| line.split_whitespace().next() == Some(name)).map(str::to_owned);
         line.unwrap_or_else(|| panic!("{name} is not in {table}")).split_whitespace().map(str::to_owned).collect::<Vec<_>>()
@@ -35,11 +37,11 @@ fn every_worker_has_its_line_and_what_is_away_is_named() {
     assert_eq!(line("d")[1..3], ["decode", "ok"]);
     assert_eq!(line(&nobody.to_string())[1..3], ["?", "away"]);
     // No terminal is as good as --once.
-    let (code, table) = top(&[&router, "--interval", "0.1", "--sort", "role", "--reverse"]);
+    let (code, table) = top(&plan, &[&router, "--interval", "0.1", "--sort", "role", "--reverse"]);
     let order: Vec<&str> = table.lines().skip(3).take(2).filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!((code, order), (Some(0), vec!["p", "d"]), "{table}");
     assert!(table.starts_with("tandem serves sim: 2 of 3 workers"), "{table}");
 
-    let (code, told) = top(&[&nobody.to_string(), "--once"]);
+    let (code, told) = top(&plan, &[&nobody.to_string(), "--once"]);
     assert!(code == Some(1) && told.contains(&format!("no router answers at {nobody}")) && told.lines().count() == 1, "{told}");
 }

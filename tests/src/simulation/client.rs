@@ -11,7 +11,6 @@ use http_body_util::{BodyExt, Full};
 use hyper::{Request, body::Bytes, client::conn::http1::handshake};
 use hyper_util::rt::TokioIo;
 use tandem::audit::ClientLine;
-use tandem_proto::link::Network;
 use tokio::time::timeout;
 
 /// Errors that say that the request may be sent again, and that faults may cause.
@@ -66,7 +65,7 @@ pub(super) async fn ask(wires: Wires, frontend: Name, wanted: Wanted) -> Seen {
 }
 
 async fn exchange(wires: &Wires, frontend: &Name, wanted: &Wanted, seen: &mut Seen) -> anyhow::Result<()> {
-    let Network::Memory(dial) = wires.of(&CLIENT.into()) else { anyhow::bail!("the network is in memory") };
+    let dial = wires.dial_from(&CLIENT.into());
     let io = dial(&format!("{frontend}:80")).await?;
     let (mut sender, connection) = handshake(TokioIo::new(io)).await?;
     let talk = async move {

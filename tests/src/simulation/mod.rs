@@ -188,7 +188,7 @@ async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2]
     for wanted in plan.requests.iter().chain(&plan.afterwards) {
         let tokens: Vec<u32> = wanted.prompt.bytes().map(u32::from).collect();
         let namespace = Namespace::new("sim", "sim", "", "");
-        let hashes = sequence_hashes(&namespace, BLOCK_SIZE as usize, &tokens[..tokens.len() - 1]);
+        let hashes = sequence_hashes(&world.hash_key(), &namespace, BLOCK_SIZE as usize, &tokens[..tokens.len() - 1]);
         wrong.extend(world.check_index(&hashes, tokens.len() as u32).await.err());
     }
     wrong.dedup();

@@ -11,7 +11,10 @@ use std::{
     time::Duration,
 };
 use tandem_node::Shutdown;
-use tandem_proto::link::{Listener, Network};
+use tandem_proto::{
+    ClusterKey,
+    link::{Arrivals, Dial, Listener, Network},
+};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex, split},
     sync::{Notify, mpsc, oneshot},
@@ -42,6 +45,8 @@ pub(super) struct Wires {
     state: Arc<Mutex<State>>,
     /// Connections are its tasks.
     tasks: Shutdown,
+    /// Of the cluster on it.
+    key: ClusterKey,
     log: Log,
 }
 
@@ -78,7 +83,7 @@ impl Link {
 }
 
 impl Wires {
-    pub(super) fn new(random: Random, log: Log) -> Self {
+    pub(super) fn new(random: Random, key: ClusterKey, log: Log) -> Self {
         let state = State {
             random,
             listeners: BTreeMap::new(),
@@ -86,7 +91,7 @@ impl Wires {
             connections: BTreeMap::new(),
             next_connection: 0,
         };
-        Self { state: Arc::new(Mutex::new(state)), tasks: Shutdown::default(), log }
+        Self { state: Arc::new(Mutex::new(state)), tasks: Shutdown::default(), key, log }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -95,18 +100,23 @@ impl Wires {
 
     /// The network as this host sees it.
     pub(super) fn of(&self, host: &Name) -> Network {
+        Network::memory(self.dial_from(host), self.key.clone())
+    }
+
+    /// How this host connects to others.
+    pub(super) fn dial_from(&self, host: &Name) -> Arc<Dial> {
         let (wires, host) = (self.clone(), host.clone());
-        Network::Memory(Arc::new(move |address: &str| {
+        Arc::new(move |address: &str| {
             let (wires, host, address) = (wires.clone(), host.clone(), address.to_owned());
             Box::pin(async move { wires.dial(host, &address).await })
-        }))
+        })
     }
 
     /// Listens on this host, on every port.
     pub(super) fn listen(&self, host: &Name) -> Listener {
         let (sender, arriving) = mpsc::channel(BACKLOG);
         self.lock().listeners.insert(host.clone(), sender);
-        Listener::Memory(arriving, self.of(host))
+        Listener::new(Arrivals::Memory(arriving), self.of(host))
     }
 
     /// The host is no more: nobody listens there, and its connections break.
@@ -303,7 +313,6 @@ impl Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_proto::link::Dial;
 
     struct Two {
         wires: Wires,
@@ -314,12 +323,12 @@ mod tests {
 
     /// `a`, which dials, and `b`, which listens.
     fn two() -> Two {
-        let wires = Wires::new(Random::new(7), Log::new());
+        let wires = Wires::new(Random::new(7), ClusterKey::default(), Log::new());
         let names: [Name; 2] = ["a".into(), "b".into()];
         wires.add_link(&names[0], &names[1]);
         wires.add_link(&names[1], &names[0]);
-        let Listener::Memory(arriving, _) = wires.listen(&names[1]) else { panic!("it is in memory") };
-        let Network::Memory(dial) = wires.of(&names[0]) else { panic!("it is in memory") };
+        let Arrivals::Memory(arriving) = wires.listen(&names[1]).into_arrivals() else { panic!("it is in memory") };
+        let dial = wires.dial_from(&names[0]);
         Two { wires, names, arriving, dial }
     }
 

@@ -7,7 +7,7 @@ use tandem_engine::{
     EngineHandle, EngineSettings, Event, FinishReason, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::Namespace;
+use tandem_kv::{HashKey, Namespace};
 use tandem_model::sim::IM_END;
 
 /// An answer's choices.
@@ -32,6 +32,7 @@ pub(super) fn expected(wanted: &Wanted) -> Expected {
         batch_max: 8,
         queue_max: 1,
         prefix_caching: false,
+        hash_key: HashKey::NONE,
         unheard_max: 1_024,
         step_max: Duration::from_secs(60),
     };

@@ -133,6 +133,7 @@ impl Plan {
                 batch_max: *random.of(&[4, 32]),
                 queue_max: *random.of(&[4, 64]),
                 prefix_caching: !random.chance(5),
+                hash_key: tandem_kv::HashKey::NONE,
                 unheard_max: *random.of(&[2, 64]),
                 step_max: Duration::from_secs(60),
             },

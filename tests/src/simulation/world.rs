@@ -22,22 +22,24 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_kv::{BlockId, SequenceHash};
+use tandem_kv::{BlockId, HashKey, SequenceHash};
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
-    link::endpoint,
+    ClusterKey,
+    link::{Channel, endpoint},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tokio::{task::JoinSet, time::timeout};
-use tonic::transport::Channel;
 
 /// As in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const LANDING_WAIT: Duration = Duration::from_secs(60);
 /// Who looks at the cluster from outside; nothing goes wrong on its ways.
 const OBSERVER: &str = "observer";
+/// Of which the cluster's key is made.
+const SECRET: &[u8] = b"the secret of every simulated cluster";
 
 /// All hosts.
 pub(super) struct World {
@@ -71,7 +73,9 @@ struct Process {
 
 impl World {
     pub(super) fn new(plan: &Plan, ledger: &Path, random: &mut Random, log: Log) -> Result<Self> {
-        let wires = Wires::new(random.fork(), log.clone());
+        let key = ClusterKey::new(SECRET).expect("it is long enough");
+        let engine = EngineSettings { hash_key: key.hash_key(), ..plan.engine };
+        let wires = Wires::new(random.fork(), key, log.clone());
         let host = |(role, number): (Role, usize)| {
             let name = format!("{}-{number}", format!("{role:?}").to_lowercase()).into();
             Host { name, role, slower: Arc::default(), process: None }
@@ -84,7 +88,7 @@ impl World {
             log,
             ledger: Ledger::open(ledger)?,
             random: random.fork(),
-            engine: plan.engine,
+            engine,
             sim: plan.sim,
             prefill: plan.prefill,
             faults: Vec::new(),
@@ -263,6 +267,11 @@ impl World {
     fn router(&self) -> Result<RouterClient<Channel>> {
         let address = format!("{}:1", self.hosts[self.named(Role::Router)].name);
         Ok(RouterClient::new(self.wires.of(&OBSERVER.into()).connect_lazy(&endpoint(&address)?)))
+    }
+
+    /// Under which blocks are hashed here.
+    pub(super) fn hash_key(&self) -> HashKey {
+        self.engine.hash_key
     }
 
     /// What is not as it is when nothing runs, if anything is.

@@ -52,6 +52,7 @@ impl Parts {
             batch_max: 64,
             queue_max: 64,
             prefix_caching: true,
+            hash_key: tandem_kv::HashKey::NONE,
             unheard_max: 1_024,
             step_max: SOON,
         };

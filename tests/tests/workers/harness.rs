@@ -14,7 +14,7 @@ use tandem_engine::{
     Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, KvMemory, StepOutput,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, HashKey};
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
@@ -60,6 +60,7 @@ impl Default for Setup {
                 batch_max: 32,
                 queue_max: 64,
                 prefix_caching: true,
+                hash_key: HashKey::NONE,
                 unheard_max: 1_024,
                 step_max: Duration::from_secs(60),
             },

@@ -1,7 +1,7 @@
 //! Requests that are prefilled where they are decoded; what the worker tells about itself.
 
 use crate::harness::{Cluster, SOON, Setup, prompt};
-use tandem_kv::{KvBatch, Namespace, sequence_hashes};
+use tandem_kv::{HashKey, KvBatch, Namespace, sequence_hashes};
 use tandem_proto::{
     SnapshotAssembly,
     v1::{Reason, WatchRequest, control_client::ControlClient, finished::FinishReason, watch_reply, worker_info::Role},
@@ -197,7 +197,7 @@ async fn workers_tell_what_they_are_and_what_they_hold() {
             break snapshot;
         }
     };
-    let hashes = |number| sequence_hashes(&Namespace::from_bytes(b"sim"), 16, &prompt(number, 40));
+    let hashes = |number| sequence_hashes(&HashKey::NONE, &Namespace::from_bytes(b"sim"), 16, &prompt(number, 40));
     let held: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(held, hashes(1));
 

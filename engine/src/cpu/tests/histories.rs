@@ -7,7 +7,7 @@ use crate::{
 };
 use proptest::{prelude::*, test_runner::TestRunner};
 use std::{cell::Cell, collections::BTreeMap};
-use tandem_kv::Namespace;
+use tandem_kv::{HashKey, Namespace};
 
 /// A worker without its thread.
 struct Worker {
@@ -19,7 +19,7 @@ struct Worker {
 
 impl Worker {
     fn new(engine: CpuEngine, settings: EngineSettings) -> Self {
-        let machine = Machine::new(engine.describe(), settings, 1);
+        let machine = Machine::new(engine.describe(), settings, crate::ticket::from_seed(1));
         Self { machine, engine, heard: BTreeMap::new(), now: Duration::ZERO }
     }
 
@@ -123,6 +123,7 @@ const SETTINGS: EngineSettings = EngineSettings {
     batch_max: 64,
     queue_max: 64,
     prefix_caching: true,
+    hash_key: HashKey::NONE,
     unheard_max: 1_024,
     step_max: std::time::Duration::from_secs(60),
 };

@@ -126,7 +126,7 @@ async fn a_block_that_cannot_be_written_is_refused_and_ends_its_jobs() {
     let mut job = engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(3) }).await.expect("it fits");
     let Some(Event::Reserved { ticket, missing_blocks }) = job.next().await else { panic!("blocks are reserved first") };
     let payload = vec![0; engine.info().block_bytes].into();
-    assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused));
+    assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused::EngineGone));
     let mut last = None;
     while let Some(event) = job.next().await {
         last = Some(event);

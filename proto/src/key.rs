@@ -1,0 +1,239 @@
+//! The cluster key: one secret that all processes of a cluster are given, and the subkeys that are derived from it.
+//!
+//! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so nothing that one use shows helps against
+//! another. A cluster without a key works, too: hashes are made under [`HashKey::NONE`], calls bring no bearer, nothing is signed and
+//! every signature is accepted.
+
+use ring::{
+    hmac,
+    rand::{SecureRandom, SystemRandom},
+};
+use std::{fmt, fmt::Write, sync::Arc};
+use tandem_kv::HashKey;
+use tonic::metadata::{Ascii, MetadataValue};
+
+/// The shortest secret: as many bytes as HMAC-SHA256 has in its result. A shorter one could be guessed from what is seen of it.
+pub const SECRET_BYTES_MIN: usize = 32;
+
+/// The secret has fewer than [`SECRET_BYTES_MIN`] bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the cluster key has {bytes} bytes, and {SECRET_BYTES_MIN} are the fewest; make one with: openssl rand -hex 32")]
+pub struct TooShort {
+    /// That it has.
+    pub bytes: usize,
+}
+
+/// What a signature is for. A signature of one purpose is none of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// A batch of KV events that travels through a message broker.
+    Events,
+    /// A worker's address, to which other workers connect.
+    Address,
+    /// A process's registration in a directory that others may write to.
+    Registration,
+}
+
+/// A cluster's key, or none (the default). Cheap to clone; never printed.
+#[derive(Clone, Default)]
+pub struct ClusterKey(Option<Arc<Subkeys>>);
+
+struct Subkeys {
+    hash: HashKey,
+    fingerprint: String,
+    /// `Bearer` and 64 hex digits.
+    bearer: MetadataValue<Ascii>,
+    /// Of `bearer`, under `comparing`: comparing tags takes the same time whatever is presented.
+    bearer_tag: hmac::Tag,
+    comparing: hmac::Key,
+    events: hmac::Key,
+    address: hmac::Key,
+    registration: hmac::Key,
+}
+
+impl ClusterKey {
+    /// From the bytes of a secret: text or not, of any length from [`SECRET_BYTES_MIN`] on.
+    ///
+    /// # Errors
+    /// The secret is too short.
+    pub fn new(secret: &[u8]) -> Result<Self, TooShort> {
+        if secret.len() < SECRET_BYTES_MIN {
+            return Err(TooShort { bytes: secret.len() });
+        }
+        let secret = hmac::Key::new(hmac::HMAC_SHA256, secret);
+        let derived = |label: &str| hmac::sign(&secret, format!("tandem/1/{label}").as_bytes());
+        let subkey = |label| hmac::Key::new(hmac::HMAC_SHA256, derived(label).as_ref());
+        let mut hash = [0; 16];
+        hash.copy_from_slice(&derived("hash").as_ref()[..16]);
+        let mut bearer: MetadataValue<Ascii> =
+            format!("Bearer {}", hex(derived("bearer").as_ref())).parse().expect("hex digits are valid in metadata");
+        bearer.set_sensitive(true);
+        let comparing = subkey("comparing");
+        Ok(Self(Some(Arc::new(Subkeys {
+            hash: HashKey::new(hash),
+            fingerprint: hex(&derived("fingerprint").as_ref()[..8]),
+            bearer_tag: hmac::sign(&comparing, bearer.as_bytes()),
+            bearer,
+            comparing,
+            events: subkey("events"),
+            address: subkey("address"),
+            registration: subkey("registration"),
+        }))))
+    }
+
+    /// From the system's randomness, for a cluster whose processes need not be told.
+    pub fn random() -> Self {
+        let mut secret = [0; SECRET_BYTES_MIN];
+        SystemRandom::new().fill(&mut secret).expect("the system has randomness");
+        Self::new(&secret).expect("it is long enough")
+    }
+
+    /// Whether there is one.
+    pub fn is_set(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Under which sequence hashes are made.
+    pub fn hash_key(&self) -> HashKey {
+        self.0.as_ref().map_or(HashKey::NONE, |keys| keys.hash)
+    }
+
+    /// Equal for processes with the same key; it tells nothing else about the key. Empty: there is none.
+    pub fn fingerprint(&self) -> &str {
+        self.0.as_ref().map_or("", |keys| &keys.fingerprint)
+    }
+
+    /// What a call brings as `authorization`.
+    pub(crate) fn bearer(&self) -> Option<&MetadataValue<Ascii>> {
+        self.0.as_ref().map(|keys| &keys.bearer)
+    }
+
+    /// Whether a call that brings this as `authorization` comes from a process with the key.
+    pub(crate) fn admits(&self, presented: Option<&MetadataValue<Ascii>>) -> bool {
+        let Some(keys) = &self.0 else { return true };
+        let presented = presented.map_or(&b""[..], MetadataValue::as_bytes);
+        hmac::verify(&keys.comparing, presented, keys.bearer_tag.as_ref()).is_ok()
+    }
+
+    /// Signs parts, in their order and with their lengths: 32 bytes; empty without a key.
+    pub fn sign(&self, purpose: Purpose, parts: &[&[u8]]) -> Vec<u8> {
+        let Some(keys) = &self.0 else { return Vec::new() };
+        hmac::sign(keys.of(purpose), &joined(parts)).as_ref().to_vec()
+    }
+
+    /// Whether a process with this key has signed these parts for this purpose. Without a key, anything is accepted.
+    pub fn verifies(&self, purpose: Purpose, parts: &[&[u8]], signature: &[u8]) -> bool {
+        let Some(keys) = &self.0 else { return true };
+        hmac::verify(keys.of(purpose), &joined(parts), signature).is_ok()
+    }
+}
+
+impl Subkeys {
+    fn of(&self, purpose: Purpose) -> &hmac::Key {
+        match purpose {
+            Purpose::Events => &self.events,
+            Purpose::Address => &self.address,
+            Purpose::Registration => &self.registration,
+        }
+    }
+}
+
+impl fmt::Debug for ClusterKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_set() { "ClusterKey(…)" } else { "ClusterKey(none)" })
+    }
+}
+
+/// With the length of each, so that no two different lists of parts give equal bytes.
+fn joined(parts: &[&[u8]]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(parts.iter().map(|part| 8 + part.len()).sum());
+    for part in parts {
+        bytes.extend((part.len() as u64).to_le_bytes());
+        bytes.extend(*part);
+    }
+    bytes
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a string takes all");
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn key(secret: &[u8]) -> ClusterKey {
+        ClusterKey::new(secret).expect("it is long enough")
+    }
+
+    fn one() -> ClusterKey {
+        key(b"0123456789abcdef0123456789abcdef")
+    }
+
+    /// Computed with Python's `hmac` and `hashlib`: HMAC-SHA256(secret, "tandem/1/…"). If this fails, processes of two versions
+    /// no longer understand each other.
+    #[test]
+    fn derived_keys_do_not_drift() {
+        assert_eq!(one().fingerprint(), "658b4719de0e0b76");
+        assert_eq!(
+            one().bearer().expect("there is a key").as_bytes(),
+            b"Bearer 7c9f67f22f6f7bfeb1a1bbe8c084bfbbb9916d205c68aa0eb806f37faac70d9d"
+        );
+        assert_eq!(
+            one().hash_key(),
+            HashKey::new([0x24, 0x77, 0x2d, 0x57, 0x07, 0xa2, 0x6e, 0x5d, 0x7e, 0x19, 0x1c, 0xee, 0xf4, 0x9b, 0xe4, 0x00])
+        );
+        assert_eq!(
+            hex(&one().sign(Purpose::Events, &[b"a", b"bc"])),
+            "90b651aa558335f25ff5723d9efb82e63f207e80b7fd79a1090aa2161904f4de"
+        );
+    }
+
+    #[test]
+    fn a_short_secret_is_refused() {
+        assert_eq!(ClusterKey::new(&[7; 31]).err(), Some(TooShort { bytes: 31 }));
+        assert!(ClusterKey::new(&[7; 32]).is_ok() && ClusterKey::new(&[7; 1_000]).is_ok());
+    }
+
+    #[test]
+    fn only_the_bearer_of_the_same_key_is_admitted() {
+        let (ours, other) = (one(), ClusterKey::random());
+        assert!(ours.admits(ours.bearer()) && other.admits(other.bearer()));
+        assert!(!ours.admits(other.bearer()) && !ours.admits(None));
+        let bearer = ours.bearer().expect("there is a key").to_str().expect("ASCII").to_owned();
+        for wrong in ["", "Bearer", &bearer[..bearer.len() - 1], &format!("{bearer}0"), &bearer.to_uppercase()] {
+            assert!(!ours.admits(Some(&wrong.parse().expect("ASCII"))), "{wrong}");
+        }
+        let none = ClusterKey::default();
+        assert!(none.admits(None) && none.admits(other.bearer()) && none.bearer().is_none());
+    }
+
+    #[test]
+    fn a_signature_holds_for_its_key_its_purpose_and_its_parts_alone() {
+        let (ours, other, none) = (one(), ClusterKey::random(), ClusterKey::default());
+        let signature = ours.sign(Purpose::Events, &[b"cluster", b"instance"]);
+        assert!(ours.verifies(Purpose::Events, &[b"cluster", b"instance"], &signature));
+        assert!(!ours.verifies(Purpose::Address, &[b"cluster", b"instance"], &signature));
+        assert!(!ours.verifies(Purpose::Events, &[b"clusteri", b"nstance"], &signature));
+        assert!(!ours.verifies(Purpose::Events, &[b"cluster", b"instance", b""], &signature));
+        assert!(!ours.verifies(Purpose::Events, &[b"cluster", b"instance"], &signature[..31]));
+        assert!(!ours.verifies(Purpose::Events, &[b"cluster", b"instance"], b""));
+        assert!(!other.verifies(Purpose::Events, &[b"cluster", b"instance"], &signature));
+        assert!(none.verifies(Purpose::Events, &[b"anything"], b"") && none.sign(Purpose::Events, &[b"anything"]).is_empty());
+    }
+
+    #[test]
+    fn a_key_is_never_printed_and_every_use_has_its_own() {
+        let keys = one();
+        assert_eq!(format!("{keys:?} {:?}", ClusterKey::default()), "ClusterKey(…) ClusterKey(none)");
+        assert!(!format!("{:?}", keys.bearer()).contains("Bearer"));
+        let purposes = [Purpose::Events, Purpose::Address, Purpose::Registration];
+        let signatures: BTreeSet<_> = purposes.into_iter().map(|purpose| keys.sign(purpose, &[b"x"])).collect();
+        assert_eq!(signatures.len(), 3);
+        assert_ne!(ClusterKey::random().fingerprint(), ClusterKey::random().fingerprint());
+    }
+}

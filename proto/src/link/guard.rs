@@ -1,0 +1,49 @@
+//! What makes both ends of a call show that they have the cluster's key: the bearer that every outgoing call carries, and the check
+//! of it on every server. It keeps out processes without the key; it does not hide anything from a process that listens on the network.
+
+use crate::ClusterKey;
+use std::sync::Arc;
+use tonic::{
+    Request, Status,
+    service::{Interceptor, interceptor::InterceptedService},
+    transport,
+};
+
+/// The metadata that carries the bearer.
+const AUTHORIZATION: &str = "authorization";
+
+/// A connection whose calls carry the cluster's bearer, if the cluster has a key. Cheap to clone.
+pub type Channel = InterceptedService<transport::Channel, Bearer>;
+
+/// Adds the bearer to calls.
+#[derive(Clone, Debug)]
+pub struct Bearer(pub(super) ClusterKey);
+
+impl Interceptor for Bearer {
+    fn call(&mut self, mut call: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(bearer) = self.0.bearer() {
+            call.metadata_mut().insert(AUTHORIZATION, bearer.clone());
+        }
+        Ok(call)
+    }
+}
+
+/// Told of every call that is refused.
+pub type OnRefused = Arc<dyn Fn() + Send + Sync>;
+
+/// Refuses calls without the bearer before any service sees them.
+#[derive(Clone)]
+pub(super) struct Guard {
+    pub(super) key: ClusterKey,
+    pub(super) on_refused: OnRefused,
+}
+
+impl Interceptor for Guard {
+    fn call(&mut self, call: Request<()>) -> Result<Request<()>, Status> {
+        if self.key.admits(call.metadata().get(AUTHORIZATION)) {
+            return Ok(call);
+        }
+        (self.on_refused)();
+        Err(Status::unauthenticated("the call does not carry this cluster's key; give all processes the same --cluster-key-file"))
+    }
+}

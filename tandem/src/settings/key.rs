@@ -1,0 +1,132 @@
+//! The secret that all processes of a cluster share.
+
+use clap::Args;
+use serde::Serialize;
+use std::{
+    fs, io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+use tandem_proto::{ClusterKey, TooShort};
+
+/// More than any secret has: a wrong path, such as a model's, is refused instead of read.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+
+/// Permission bits that let the file's group or everyone read it.
+const READABLE_BY_OTHERS: u32 = 0o044;
+
+/// Where the cluster key is.
+#[derive(Args, Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct KeyFlags {
+    /// A file with the cluster's secret, 32 bytes or more, the same for all processes of the cluster: calls between them that do not carry
+    /// it are refused, KV events are signed, workers connect only to addresses that the cluster has signed, and hashes of prompts
+    /// mean nothing to others. Make one with: openssl rand -hex 32 [default: none, so that processes need not be given a file; `tandem
+    /// up` makes a key for itself]
+    #[arg(long, env = "TANDEM_CLUSTER_KEY_FILE", value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cluster_key_file: Option<PathBuf>,
+}
+
+/// Why the file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyFileError {
+    /// It is not there, or must not be read.
+    #[error("--cluster-key-file {} cannot be read; make one with: openssl rand -hex 32", .path.display())]
+    Read {
+        /// As it was given.
+        path: PathBuf,
+        /// What the system says.
+        #[source]
+        cause: io::Error,
+    },
+    /// Not a secret.
+    #[error("--cluster-key-file {} has more than {FILE_BYTES_MAX} bytes: that is no cluster key", .path.display())]
+    TooLong {
+        /// As it was given.
+        path: PathBuf,
+    },
+    /// Too little of a secret.
+    #[error("--cluster-key-file {} cannot be used", .path.display())]
+    TooShort {
+        /// As it was given.
+        path: PathBuf,
+        /// How short.
+        #[source]
+        cause: TooShort,
+    },
+}
+
+impl KeyFlags {
+    /// The key; none without a file. Warns when others than the file's owner may read it.
+    ///
+    /// # Errors
+    /// The file is missing, too short or too long.
+    pub fn read(&self) -> Result<ClusterKey, KeyFileError> {
+        let Some(path) = &self.cluster_key_file else { return Ok(ClusterKey::default()) };
+        let failed = |cause| KeyFileError::Read { path: path.clone(), cause };
+        let metadata = fs::metadata(path).map_err(failed)?;
+        if metadata.len() > FILE_BYTES_MAX {
+            return Err(KeyFileError::TooLong { path: path.clone() });
+        }
+        warn_if_readable(path, metadata.permissions().mode());
+        let content = fs::read(path).map_err(failed)?;
+        ClusterKey::new(without_newline(&content)).map_err(|cause| KeyFileError::TooShort { path: path.clone(), cause })
+    }
+}
+
+fn warn_if_readable(path: &Path, mode: u32) {
+    if mode & READABLE_BY_OTHERS != 0 {
+        tracing::warn!(
+            path = %path.display(),
+            mode = format!("{:o}", mode & 0o777),
+            "the cluster key can be read by others than its owner; run chmod 600 on it"
+        );
+    }
+}
+
+/// Editors and shells end a file with a newline that is not meant to be part of the secret.
+fn without_newline(content: &[u8]) -> &[u8] {
+    let content = content.strip_suffix(b"\n").unwrap_or(content);
+    content.strip_suffix(b"\r").unwrap_or(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(content: Option<&[u8]>) -> Result<ClusterKey, String> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("key");
+        if let Some(content) = content {
+            fs::write(&path, content).expect("ours");
+        }
+        let flags = KeyFlags { cluster_key_file: Some(path) };
+        flags.read().map_err(|error| format!("{:#}", anyhow::Error::from(error)))
+    }
+
+    #[test]
+    fn the_newline_at_the_end_is_not_part_of_the_secret() {
+        let secret = b"0123456789abcdef0123456789abcdef";
+        let fingerprint = |content: &[u8]| read(Some(content)).expect("long enough").fingerprint().to_owned();
+        let plain = fingerprint(secret);
+        assert_eq!(fingerprint(&[secret, &b"\n"[..]].concat()), plain);
+        assert_eq!(fingerprint(&[secret, &b"\r\n"[..]].concat()), plain);
+        assert_ne!(fingerprint(&[secret, &b" \n"[..]].concat()), plain);
+        assert!(!KeyFlags::default().read().expect("no file is no mistake").is_set());
+    }
+
+    #[test]
+    fn a_file_that_is_missing_too_short_or_too_long_is_refused_with_what_to_do() {
+        for (content, told) in [
+            (None, "openssl rand -hex 32"),
+            (Some(&b""[..]), "has 0 bytes"),
+            (Some(b"0123456789abcdef0123456789abcde\n"), "has 31 bytes, and 32 are the fewest"),
+            (Some(&[b'x'; 64 * 1024 + 1]), "that is no cluster key"),
+        ] {
+            let error = read(content).expect_err("it is refused");
+            assert!(error.contains(told) && error.contains("--cluster-key-file"), "{error}");
+            assert!(!error.contains("0123"), "the secret is not shown: {error}");
+        }
+    }
+}

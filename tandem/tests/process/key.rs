@@ -1,0 +1,105 @@
+//! The cluster key as an operator meets it.
+
+use crate::{
+    cluster::{Plan, SECRET, address, ready, until},
+    talk::{ask, chat, metric},
+    up::{Up, tandem},
+};
+use std::fs;
+
+fn ran(args: &[&str]) -> (Option<i32>, String) {
+    let output = tandem(args).output().expect("the binary runs");
+    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
+}
+
+#[test]
+fn processes_with_another_key_or_none_are_refused_and_told_what_to_do() {
+    let plan = Plan::new();
+    plan.secret("other-key", "the secret of another cluster altogether");
+    let other = plan.file("other-key");
+    let other = ["--cluster-key-file", other.to_str().expect("text")];
+    let [prefill, decode, stranger, keyless] = [(); 4].map(|()| address());
+    plan.list(&[prefill, decode, stranger, keyless]);
+    let router = plan.router(&[]);
+    let worker = ["--engine", "sim", "--sim-speedup", "20", "--admin-listen", "127.0.0.1:0", "--worker-id"];
+    let _workers = [
+        plan.worker("prefill", "p", prefill, &[]),
+        plan.worker("decode", "d", decode, &[]),
+        plan.worker("decode", "s", stranger, &other),
+        plan.start_without_key("decode-worker", "k", keyless, &[&worker[..], &["k"]].concat()),
+    ];
+    plan.joined(&["d", "p"]);
+    let absent = |view: &tandem_proto::v1::WorkersReply| view.absent.iter().filter(|worker| worker.refused).count() == 2;
+    let view = until("both strangers are refused", || plan.view(), absent);
+    for worker in &view.absent {
+        assert!(worker.reason.contains("give all processes the same --cluster-key-file"), "{}", worker.reason);
+    }
+
+    let keyless = plan.start_without_key(
+        "frontend",
+        "keyless",
+        ([127, 0, 0, 1], 0).into(),
+        &["--engine", "sim", "--router", &plan.router_list()],
+    );
+    for frontend in [plan.frontend(&other), keyless] {
+        let unready = frontend.get("/ready");
+        assert!(unready.starts_with("HTTP/1.1 503") && unready.contains("--cluster-key-file"), "{unready}");
+        let refused = frontend.answer("/v1/chat/completions", &chat("hello", 8, false));
+        assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{refused}");
+    }
+    assert!(metric(&router, "tandem_router_unauthenticated_total").is_some_and(|refused| refused >= 2.0));
+
+    let frontend = plan.frontend(&[]);
+    ready(&frontend);
+    ask(&frontend, "hello");
+
+    let (at, key) = (plan.routers[0].to_string(), plan.file("key"));
+    let key = key.to_str().expect("text");
+    let (code, told) = ran(&["top", &at, "--once"]);
+    assert!(code == Some(1) && told.contains("--cluster-key-file") && told.lines().count() == 1, "{told}");
+    let (code, told) = ran(&["top", &at, "--once", "--interval", "0.1", "--cluster-key-file", key]);
+    assert!(code == Some(0) && told.contains("2 of 4 workers"), "{told}");
+
+    let (_, printed) = ran(&["router", "--print-config", "--cluster-key-file", key]);
+    assert!(printed.contains("cluster-key-file = "), "{printed}");
+    for text in [printed, plan.log("router"), plan.log("d"), plan.log("frontend"), router.get("/metrics")] {
+        assert!(!text.contains(SECRET), "the secret is nowhere to be seen");
+    }
+}
+
+#[test]
+fn a_key_file_that_cannot_be_used_ends_the_process_with_what_to_do() {
+    let plan = Plan::new();
+    plan.secret("short", "0123456789abcdef\n");
+    for (name, told) in [("short", "has 16 bytes, and 32 are the fewest"), ("missing", "openssl rand -hex 32")] {
+        let path = plan.file(name);
+        let key = ["--listen", "127.0.0.1:0", "--cluster-key-file", path.to_str().expect("text")];
+        for role in
+            [&["up", "--engine", "sim"][..], &["frontend", "--engine", "sim"], &["router", "--admin-listen", "127.0.0.1:0"]]
+        {
+            let (code, said) = ran(&[role, &key].concat());
+            assert!(code == Some(1) && said.contains(told) && !said.contains("0123"), "{role:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_process_that_others_can_reach_warns_when_it_has_no_key_and_when_others_can_read_it() {
+    let plan = Plan::new();
+    let warned = |name: &str, what: &str| plan.log(name).lines().any(|line| line.contains("WARN") && line.contains(what));
+    let router = |name: &str, listen: [u8; 4], args: &[&str]| -> Up {
+        plan.start_without_key("router", name, (listen, 0).into(), &[&["--admin-listen", "127.0.0.1:0"], args].concat())
+    };
+    let _open = router("open", [0, 0, 0, 0], &[]);
+    assert!(warned("open", "this cluster has no key"));
+    let _local = router("local", [127, 0, 0, 1], &[]);
+    assert!(!warned("local", "this cluster has no key"));
+
+    let key = plan.file("key");
+    let path = key.to_str().expect("text");
+    let _keyed = router("keyed", [0, 0, 0, 0], &["--cluster-key-file", path]);
+    assert!(!plan.log("keyed").contains("WARN"), "{}", plan.log("keyed"));
+    fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("ours");
+    let _shown = router("shown", [0, 0, 0, 0], &["--cluster-key-file", path]);
+    assert!(warned("shown", "can be read by others"));
+}
