@@ -57,9 +57,10 @@ impl Ended {
             Self::Draining => (Reason::Draining, instance_id.to_owned()),
             Self::NoBlocks => (Reason::Timeout, instance_id.to_owned()),
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
-            Self::Invalid(_) | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
-                (Reason::Invalid, instance_id.to_owned())
-            }
+            Self::Invalid(_)
+            | Self::Refused(
+                Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
+            ) => (Reason::Invalid, instance_id.to_owned()),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
         };
         Ok(Failure { reason: reason.into(), message, instance_id: culprit })

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
     request.generate.check(worker.engine.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
-    let Request { attempt, traceparent, account, generate, output, start_within, .. } = request;
+    let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
         request_id: generate.request_id.clone(),
         traceparent: client.span.traceparent().unwrap_or(traceparent),
@@ -29,7 +29,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         instance_id: prefill.instance_id.clone(),
         prompt: generate.shared(),
         cache_namespace: generate.namespace.as_bytes().to_vec(),
-        account,
+        account: generate.account.clone(),
     };
     let culprit = prefill.instance_id.clone();
     let starting = async {

@@ -156,15 +156,6 @@ pub enum FrontendError {
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
-    /// Every request with an account would be refused.
-    #[error(
-        "--account-header {header} is only taken from trusted proxies, and there are none: list the addresses of the proxy that sets it \
-         in --trusted-proxies, or let --listen be a loopback address"
-    )]
-    UntrustedAccounts {
-        /// The header's name.
-        header: HeaderName,
-    },
     /// The listener's address cannot be read.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
@@ -187,9 +178,6 @@ pub async fn run(
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
     let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
-    if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
-        return Err(FrontendError::UntrustedAccounts { header });
-    }
     let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
     let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
     let proxies = settings.trusted_proxies.clone();

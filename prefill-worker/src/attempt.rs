@@ -67,6 +67,7 @@ async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
     }
     let prefill = Prefill {
         request_id: start.request_id.clone(),
+        account: start.account.clone(),
         namespace: Namespace::from_bytes(&start.cache_namespace),
         prompt: start.prompt.clone(),
     };

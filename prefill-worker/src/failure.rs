@@ -75,9 +75,9 @@ impl Ended {
             Self::NoTicket => (Reason::Timeout, instance_id.to_owned()),
             Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
             Self::UnknownToken
-            | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
-                (Reason::Invalid, instance_id.to_owned())
-            }
+            | Self::Refused(
+                Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
+            ) => (Reason::Invalid, instance_id.to_owned()),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
             Self::LinkGone | Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
                 (Reason::PrefillLost, instance_id.to_owned())

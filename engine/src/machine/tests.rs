@@ -3,6 +3,8 @@
 mod arriving;
 mod burst;
 mod chunks;
+mod fair;
+mod fairness;
 mod history;
 mod paused;
 mod refused;
@@ -132,7 +134,8 @@ impl World {
         self.machine.check_invariants();
         assert_eq!(self.machine.load().in_use_blocks, 0, "idle workers use no blocks");
         assert_eq!(self.machine.load().pending_prefill_tokens, 0);
-        assert!(self.machine.live.is_empty() && self.machine.waiting.is_empty());
+        assert!(self.machine.live.is_empty() && self.machine.waiting.is_empty() && self.machine.forking.is_empty());
+        assert!(self.machine.turns.is_empty(), "idle workers remember no account");
     }
 }
 
@@ -145,12 +148,13 @@ fn prompt(text: &str, len: usize) -> Vec<TokenId> {
 }
 
 fn prefill(prompt: Vec<TokenId>) -> Prefill {
-    Prefill { request_id: "p".to_owned(), namespace: namespace(), prompt }
+    Prefill { request_id: "p".to_owned(), account: String::new(), namespace: namespace(), prompt }
 }
 
 fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
     Generate {
         request_id: "g".to_owned(),
+        account: String::new(),
         namespace: namespace(),
         prompt,
         sampling: Sampling { max_tokens: Some(max_tokens), seed: 5, ..Sampling::default() },

@@ -12,5 +12,6 @@ mod resumed;
 mod routers;
 mod sequences;
 mod support;
+mod templates;
 mod tenants;
 mod usage;

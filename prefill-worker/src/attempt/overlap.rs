@@ -183,6 +183,7 @@ impl Pair {
 fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
     Generate {
         request_id: "request".to_owned(),
+        account: String::new(),
         namespace: Namespace::from_bytes(&[]),
         prompt,
         sampling: Sampling { max_tokens: Some(DECODED), ..Sampling::default() },

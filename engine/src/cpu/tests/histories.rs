@@ -108,6 +108,7 @@ fn generate(request: &Request, vocab: u32) -> Generate {
     };
     Generate {
         request_id: "g".to_owned(),
+        account: String::new(),
         namespace: Namespace::new("random", "", "", ""),
         prompt: tokens(request.family, request.len, vocab),
         sampling,

@@ -108,7 +108,12 @@ async fn a_device_that_is_lost_ends_its_engine() {
 #[tokio::test(start_paused = true)]
 async fn a_block_that_cannot_be_read_ends_its_jobs() {
     let engine = start_engine(Device { broken: true, ..Device::new() });
-    let prefill = Prefill { request_id: "request".to_owned(), namespace: generate(1).namespace, prompt: (0..100).collect() };
+    let prefill = Prefill {
+        request_id: "request".to_owned(),
+        account: String::new(),
+        namespace: generate(1).namespace,
+        prompt: (0..100).collect(),
+    };
     let mut job = engine.prefill(prefill).await.expect("it fits");
     job.send_blocks(vec![0, 1, 2]).await;
     let mut last = None;
