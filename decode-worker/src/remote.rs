@@ -13,11 +13,15 @@ use crate::{
 };
 use tandem_engine::{Event, Job, Started};
 use tandem_node::worker::Direction;
-use tandem_proto::v1::{PrefillDone, PrefillStart, Reason, Ticket, Way, WorkerRef, generate_reply::Message};
+use tandem_proto::v1::{PrefillDone, PrefillStart, Reason, Ticket, Way, WorkerRef, generate_reply::Message, worker_info::Role};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
+    if !prefill.is_vouched(Role::Prefill, worker.channels.network().key()) {
+        worker.metrics.count_unvouched();
+        return Err(Ended::Unvouched);
+    }
     request.generate.check(worker.engine.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
     let Request { attempt, traceparent, account, generate, output, start_within, .. } = request;
@@ -93,7 +97,9 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
                     given = Some((ticket, missing_blocks.len(), chosen));
-                    prefill.give(Ticket { ticket, address: worker.address.clone(), missing_blocks, way, communicator });
+                    let address = worker.address.clone();
+                    let ticket = Ticket { ticket, address, missing_blocks, way, communicator, ..Ticket::default() };
+                    prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
                     let missing = given.as_ref().map_or(0, |(_, missing, _)| *missing);
