@@ -21,7 +21,10 @@ if [ "${1:-}" = build ]; then
     ls -l target/gpu
     exit
 fi
-[ -x target/gpu/cuda ] && [ -x target/gpu/tandem ] || { echo "bench/gpu.sh: target/gpu is not complete: run bench/gpu.sh build on a machine with Rust" >&2; exit 1; }
+if [ ! -x target/gpu/cuda ] || [ ! -x target/gpu/tandem ]; then
+    echo "bench/gpu.sh: target/gpu is not complete: run bench/gpu.sh build on a machine with Rust" >&2
+    exit 1
+fi
 python=${BENCH_PYTHON:-python3}
 # Where pip's wheels have NVRTC and cuBLASLt.
 libraries=$("$python" - <<'PYTHON'

@@ -43,7 +43,7 @@ tools() {
 }
 
 # etcd and NATS, for the tests of discovery and of the event plane; Prometheus, for those of the boards and alerts; Chromium, for that of
-# the page at /dashboard; g++, which compiles the GPU's kernels for the host.
+# the page at /dashboard; g++, which compiles the GPU's kernels for the host; shellcheck, for the scripts.
 servers() {
     local missing=()
     command -v g++ >/dev/null || missing+=(g++)
@@ -51,10 +51,12 @@ servers() {
     command -v nats-server >/dev/null || missing+=(nats-server)
     command -v promtool >/dev/null || missing+=(prometheus)
     command -v chromium >/dev/null || missing+=(chromium)
+    command -v shellcheck >/dev/null || missing+=(shellcheck)
     [ "${#missing[@]}" -eq 0 ] && return
-    command -v apt-get >/dev/null || fail "missing for the tests: ${missing[*]}; install g++, etcd 3.4, nats-server 2.9, prometheus 2.42 and chromium 120, or later ones"
-    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}" ||
+    command -v apt-get >/dev/null || fail "missing for the tests: ${missing[*]}; install g++, etcd 3.4, nats-server 2.9, prometheus 2.42, chromium 120 and shellcheck 0.9, or later ones"
+    if ! { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${missing[@]}"; }; then
         fail "missing for the tests: ${missing[*]}; as root: apt-get install ${missing[*]}"
+    fi
 }
 
 model() {
@@ -86,7 +88,16 @@ nvrtc() {
     export TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
+# All that git knows to be a shell script, by its name or its first line: some of them stop containers.
+scripts() {
+    local files
+    mapfile -t files < <(git grep -lE '^#!.*(bash|/sh)$' -- . ':!*.md' | sort -u)
+    shellcheck "${files[@]}"
+    printf '%s\n' "${files[@]}"
+}
+
 part "tools" tools
+part "scripts" scripts
 part "format" cargo fmt --all --check
 # One profile for everything, so that build scripts, macros and dependencies are built once.
 part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D warnings

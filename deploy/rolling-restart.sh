@@ -21,11 +21,13 @@ healthy() {
 services=("$@")
 [ $# -gt 0 ] || services=(router prefill decode frontend)
 for service in "${services[@]}"; do
-    for container in $("${compose[@]}" ps -q "$service"); do
+    predecessors=$("${compose[@]}" ps -q "$service")
+    for container in $predecessors; do
         running=$("${compose[@]}" ps -q "$service" | wc -l)
         # The successor first: there is never one less than before.
         "${compose[@]}" up -d --no-deps --no-recreate --scale "$service=$((running + 1))" "$service"
-        for successor in $("${compose[@]}" ps -q "$service"); do healthy "$successor"; done
+        all=$("${compose[@]}" ps -q "$service")
+        for successor in $all; do healthy "$successor"; done
         docker stop -t 45 "$container" >/dev/null
         docker rm "$container" >/dev/null
         printf '%s: %s is replaced\n' "$service" "${container:0:12}"

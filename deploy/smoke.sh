@@ -9,9 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export COMPOSE_PROJECT_NAME=tandem-smoke TANDEM_PORT=127.0.0.1:18000 PROMETHEUS_PORT=127.0.0.1:19090 GRAFANA_PORT=127.0.0.1:13000
 if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
 # Grafana has no part in serving: without its image (Debian has none) the rest is tried.
-services=(etcd nats router prefill decode frontend proxy prometheus)
+services=(etcd etcd-auth nats model router prefill decode frontend proxy prometheus)
 docker info >/dev/null 2>&1 || { echo "deploy/smoke.sh: no Docker engine answers; start one" >&2; exit 1; }
-trap '"${compose[@]}" down -v --remove-orphans >/dev/null 2>&1' EXIT
+SECRETS_DIR=$(mktemp -d)
+export SECRETS_DIR
+trap '"${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$SECRETS_DIR"' EXIT
+bash secrets.sh "$SECRETS_DIR"
 
 if [ -z "${TANDEM_IMAGE:-}" ]; then "${compose[@]}" build model router; fi
 "${compose[@]}" up -d --no-build "${services[@]}"
@@ -27,10 +30,12 @@ python3 smoke.py cached "http://$TANDEM_PORT"
 log=$(mktemp)
 python3 smoke.py load "http://$TANDEM_PORT" > "$log" &
 load=$!
-trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -f "$log"' EXIT
+trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$log" "$SECRETS_DIR"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
-    victim=$("${compose[@]}" ps -q "$service" | head -1)
+    # The first of them; all of what docker-compose says is read, since it would end with SIGPIPE otherwise.
+    mapfile -t containers < <("${compose[@]}" ps -q "$service")
+    victim=${containers[0]:?no container of $service runs}
     # As a crash would: what Docker kills itself, it does not start again.
     kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$victim")"
     printf '%s: %s is killed\n' "$service" "${victim:0:12}"
@@ -43,7 +48,8 @@ cat "$log"
 sleep 10
 for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}
-    up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | grep -o '"[0-9.]*"\]' | tr -d '"]')
+    # Nothing while no target is known: that is no error of this script's.
+    up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | sed -n 's/.*"\([0-9.]*\)"\].*/\1/p')
     printf 'Prometheus sees %s of %s\n' "${up:-none}" "$target"
     [ "${up:-0}" -eq "${expected#*=}" ] || lost=1
 done

@@ -3,6 +3,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=tandem");
     let files = ["router", "worker", "transfer"].map(|name| format!("tandem/v1/{name}.proto"));
     let descriptors = protox::compile(&files, ["."])?;
-    tonic_prost_build::configure().bytes(".tandem.v1.PushRequest.payload").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .bytes(".tandem.v1.PushRequest.payload")
+        // They hold tickets, which must not be logged: `ticket.rs` prints what else they hold.
+        .skip_debug([".tandem.v1.Ticket", ".tandem.v1.PushRequest", ".tandem.v1.LinkRequest"])
+        .compile_fds(descriptors)?;
     Ok(())
 }

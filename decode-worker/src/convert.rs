@@ -24,7 +24,6 @@ const WEIGHT_MAX: f32 = 1_000.0;
 pub(crate) struct Request {
     pub(crate) attempt: u32,
     pub(crate) traceparent: String,
-    pub(crate) account: String,
     pub(crate) generate: Generate,
     pub(crate) output: Output,
     pub(crate) prefill: Option<WorkerRef>,
@@ -110,7 +109,6 @@ impl Request {
         Ok(Self {
             attempt: request.attempt,
             traceparent: request.traceparent,
-            account: request.account,
             output: Output {
                 samples: if generated.is_empty() { request.samples as usize } else { generated.len() },
                 stop_tokens: sampling.stop_token_ids.clone(),
@@ -118,6 +116,7 @@ impl Request {
             },
             generate: Generate {
                 request_id: request.request_id,
+                account: request.account,
                 namespace: Namespace::from_bytes(&request.cache_namespace),
                 prompt: request.prompt,
                 sampling,

@@ -32,6 +32,10 @@ pub(crate) enum Ended {
     NoBlocks,
     #[error("the prompt's KV did not come in time; try another prefill worker")]
     NotLanded { prefill: String },
+    #[error(
+        "a write that the prompt's ticket does not allow came for its blocks, which were dropped; try another prefill worker"
+    )]
+    WriteRefused { prefill: String },
     #[error("the prefill worker is gone; try another")]
     PrefillLost { prefill: String },
     /// The prefill worker's own words.
@@ -51,7 +55,7 @@ impl Ended {
             Self::ClientGone(gone) => return Err(gone),
             Self::Prefill(failure) => return Ok(failure),
             Self::WrongInstance { asked_for } => (Reason::WrongInstance, asked_for),
-            Self::PrefillLost { prefill } => (Reason::PrefillLost, prefill),
+            Self::PrefillLost { prefill } | Self::WriteRefused { prefill } => (Reason::PrefillLost, prefill),
             Self::NotStarted { culprit } => (Reason::Timeout, culprit),
             Self::NotLanded { prefill } => (Reason::Timeout, prefill),
             Self::Draining => (Reason::Draining, instance_id.to_owned()),
@@ -59,9 +63,9 @@ impl Ended {
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
             Self::Invalid(_)
             | Self::Unvouched
-            | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
-                (Reason::Invalid, instance_id.to_owned())
-            }
+            | Self::Refused(
+                Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
+            ) => (Reason::Invalid, instance_id.to_owned()),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
         };
         Ok(Failure { reason: reason.into(), message, instance_id: culprit })

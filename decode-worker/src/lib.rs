@@ -3,7 +3,8 @@
 //! - The stream of `Generate` is the request: closing it ends the request here and on the prefill worker.
 //! - `Scheduled` comes first and is the word of the worker that prefills: this one's for a local prefill, else the prefill
 //!   worker's, unchanged.
-//! - Nobody writes into this worker's memory without a ticket; the engine's own thread checks every block.
+//! - Nothing writes into this worker's memory without a ticket; the engine's own thread checks every block, and uses none of them before the
+//!   prefill worker has said `PrefillDone` on the stream that this worker opened.
 
 mod convert;
 mod failure;
@@ -104,7 +105,7 @@ pub async fn run(
     let watched = (watch.start)().await.ok_or(DecodeWorkerError::EngineGone)?;
     let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
-    let ways = Ways::new(engine.clone(), settings.device_transfers, requests.clone(), shutdown.clone());
+    let ways = Ways::new(engine.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown.clone());
     // Its series are there before its first transfer.
     metrics.transfer(ways::name(Way::Tcp), Direction::Received);
     let worker = Worker {

@@ -12,8 +12,11 @@ use crate::{
     ways::{self, Chosen},
 };
 use tandem_engine::{Event, Job, Started};
+use tandem_kv::Ticket;
 use tandem_node::worker::Direction;
-use tandem_proto::v1::{PrefillDone, PrefillStart, Reason, Ticket, Way, WorkerRef, generate_reply::Message, worker_info::Role};
+use tandem_proto::v1::{
+    self, PrefillChunk, PrefillDone, PrefillStart, Reason, Way, WorkerRef, generate_reply::Message, worker_info::Role,
+};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
@@ -24,7 +27,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     }
     request.generate.check(worker.engine.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
-    let Request { attempt, traceparent, account, generate, output, start_within, .. } = request;
+    let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
         request_id: generate.request_id.clone(),
         traceparent: client.span.traceparent().unwrap_or(traceparent),
@@ -32,7 +35,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         instance_id: prefill.instance_id.clone(),
         prompt: generate.shared(),
         cache_namespace: generate.namespace.as_bytes().to_vec(),
-        account,
+        account: generate.account.clone(),
     };
     let culprit = prefill.instance_id.clone();
     let starting = async {
@@ -55,37 +58,26 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
     client.send(Message::Started(convert::started(&landed.started))).await?;
-    let goodbye = async {
-        // The prefill worker is about to hear that its last block has landed. If all was here before, it computes for nothing:
-        // closing the stream tells it.
-        let mut done = landed.done;
-        if landed.prefill_to_end
-            && let Ok(Ok(Said::Done(late))) = tokio::time::timeout_at(deadline, prefill.next()).await
-        {
-            done = Some(late);
-        }
-        drop(prefill);
-        client.prefilled(done.map(|done| done.chunks).unwrap_or_default()).await?;
-        Ok::<(), Ended>(())
-    };
-    tokio::try_join!(forward(&mut job, output, client), goodbye).map(drop)
+    // If all was here before, it computes for nothing: closing the stream tells it.
+    drop(prefill);
+    client.prefilled(landed.chunks).await?;
+    forward(&mut job, output, client).await
 }
 
 struct Landed {
     started: Started,
     way: Way,
-    /// The prefill worker has said so already.
-    done: Option<PrefillDone>,
-    /// The prefill worker has not said that it is done, and has something to be done with.
-    prefill_to_end: bool,
+    /// In which the prefill worker computed it; none if all was here before.
+    chunks: Vec<PrefillChunk>,
 }
 
-/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until all is here.
+/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has said that all is here: what was
+/// written may be anybody's until then.
 async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: Instant) -> Result<Landed, Ended> {
     let not_landed = |prefill: &Prefill| Ended::NotLanded { prefill: prefill.instance_id().to_owned() };
-    // The ticket, how many blocks it is for, and the way they take.
-    let mut given: Option<(u64, usize, Chosen)> = None;
-    let mut done = None;
+    // The ticket, and the way its blocks take.
+    let mut given: Option<(Ticket, Chosen)> = None;
+    let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
             // What the engine has told counts before what the prefill worker says of it.
@@ -96,26 +88,28 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
-                    given = Some((ticket, missing_blocks.len(), chosen));
-                    let address = worker.address.clone();
-                    let ticket = Ticket { ticket, address, missing_blocks, way, communicator, ..Ticket::default() };
+                    given = Some((ticket, chosen));
+                    let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
+                    let ticket = v1::Ticket { ticket, address, missing_blocks, way, communicator, ..Default::default() };
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
-                    let missing = given.as_ref().map_or(0, |(_, missing, _)| *missing);
-                    let way = given.as_ref().map_or(Way::Tcp, |(_, _, chosen)| chosen.way);
-                    let prefill_to_end = done.is_none() && missing > 0;
-                    return Ok(Landed { started, way, done, prefill_to_end });
+                    let way = given.as_ref().map_or(Way::Tcp, |(_, chosen)| chosen.way);
+                    return Ok(Landed { started, way, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
+                Some(Event::WriteRefused(why)) => {
+                    let prefill = prefill.instance_id().to_owned();
+                    tracing::warn!(%why, prefill, "a write that a prompt's ticket does not allow; its prefill is repeated");
+                    return Err(Ended::WriteRefused { prefill });
+                }
                 _ => return Err(Ended::Engine),
             },
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
+                    let Some((ticket, _)) = given else { return Err(prefill.lost()) };
+                    worker.engine.confirm(ticket).await;
                     done = Some(said);
-                    if let Some((ticket, ..)) = given {
-                        worker.engine.confirm(ticket).await;
-                    }
                 }
                 // It waited for our ticket, which waited for our blocks.
                 Said::Failure(failure) if given.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),

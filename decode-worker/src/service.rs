@@ -141,9 +141,9 @@ impl Worker {
     }
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { attempt, account, generate, output, start_within, .. } = request;
+        let Request { attempt, generate, output, start_within, .. } = request;
         let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
-        let request_id = generate.request_id.clone();
+        let (request_id, account) = (generate.request_id.clone(), generate.account.clone());
         let starting = async {
             let mut job = self.engine.generate(generate).await?;
             match job.next().await {

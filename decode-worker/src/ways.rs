@@ -10,8 +10,11 @@ use std::{
     time::Duration,
 };
 use tandem_engine::{EngineHandle, KvMemory, Link, LinkEnd, MoveError, PeerMemory, WriteRefused};
-use tandem_kv::BlockId;
-use tandem_node::{Shutdown, worker::Requests};
+use tandem_kv::{BlockId, Ticket};
+use tandem_node::{
+    Shutdown,
+    worker::{Requests, WorkerMetrics},
+};
 use tandem_proto::v1::{self, Ready, Way};
 use tandem_transfer::{Links, Piece, Receiver, Refused, Sink};
 use tokio::{
@@ -40,6 +43,7 @@ struct Inner {
     state: Mutex<State>,
     /// A line has come further.
     changed: Notify,
+    metrics: Arc<WorkerMetrics>,
     requests: Requests,
     shutdown: Shutdown,
 }
@@ -52,7 +56,7 @@ struct State {
     /// Memories that could not be opened, and when.
     closed: HashMap<String, Instant>,
     /// Where a ticket's blocks are copied from.
-    sources: HashMap<u64, Arc<dyn PeerMemory>>,
+    sources: HashMap<Ticket, Arc<dyn PeerMemory>>,
     lines: HashMap<String, Line>,
 }
 
@@ -98,7 +102,7 @@ pub(crate) struct Chosen {
 
 /// A ticket's place in [`State::sources`].
 struct Source {
-    ticket: u64,
+    ticket: Ticket,
     ways: Ways,
 }
 
@@ -119,11 +123,19 @@ pub(crate) fn name(way: Way) -> &'static str {
 }
 
 impl Ways {
-    pub(crate) fn new(engine: EngineHandle, used: bool, requests: Requests, shutdown: Shutdown) -> Self {
+    pub(crate) fn new(
+        engine: EngineHandle,
+        used: bool,
+        metrics: Arc<WorkerMetrics>,
+        requests: Requests,
+        shutdown: Shutdown,
+    ) -> Self {
+        // Its series are there before the first refusal.
+        WriteRefused::REASONS.iter().for_each(|(_, reason)| drop(metrics.refused_writes(reason)));
         let memory = engine.kv_memory().filter(|_| used).cloned();
         let link_devices = memory.as_ref().map_or(0, |memory| memory.link_devices());
         let (state, changed) = (Mutex::default(), Notify::new());
-        Self(Arc::new(Inner { engine, memory, link_devices, state, changed, requests, shutdown }))
+        Self(Arc::new(Inner { engine, memory, link_devices, state, changed, metrics, requests, shutdown }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -131,7 +143,7 @@ impl Ways {
     }
 
     /// The best way from a prefill worker that is ready now.
-    pub(crate) async fn choose(&self, prefill: &str, offered: Option<&v1::Ways>, ticket: u64) -> Chosen {
+    pub(crate) async fn choose(&self, prefill: &str, offered: Option<&v1::Ways>, ticket: Ticket) -> Chosen {
         let tcp = Chosen { way: Way::Tcp, communicator: Vec::new(), _source: None };
         let (Some(memory), Some(offered)) = (&self.0.memory, offered) else { return tcp };
         if !offered.cuda_ipc.is_empty()
@@ -257,7 +269,7 @@ impl Ways {
             async move {
                 match piece {
                     Piece::Block { index, payload } => {
-                        ways.0.engine.write_block(ticket, index, payload).await.map_err(|WriteRefused| Refused)
+                        ways.0.engine.write_block(ticket, index, payload).await.map_err(|why| ways.count(why))
                     }
                     Piece::Ready(ready) => ways.pull(ticket, ready).await,
                 }
@@ -265,13 +277,20 @@ impl Ways {
         })
     }
 
-    async fn pull(&self, ticket: u64, ready: Ready) -> Result<(), Refused> {
-        let Ready { block_indices, sources } = ready;
-        let source = self.state().sources.get(&ticket).cloned().ok_or(Refused)?;
-        if sources.len() != block_indices.len() {
-            return Err(Refused);
+    fn count(&self, why: WriteRefused) -> Refused {
+        if let Some(reason) = why.reason() {
+            self.0.metrics.refused_writes(reason).increment(1);
         }
-        let arrival = self.0.engine.begin_arrival(ticket, block_indices).await.map_err(|WriteRefused| Refused)?;
+        Refused
+    }
+
+    async fn pull(&self, ticket: Ticket, ready: Ready) -> Result<(), Refused> {
+        let Ready { block_indices, sources } = ready;
+        let source = self.state().sources.get(&ticket).cloned();
+        let Some(source) = source.filter(|_| sources.len() == block_indices.len()) else {
+            return Err(self.count(self.0.engine.refuse(ticket, WriteRefused::WrongWay).await));
+        };
+        let arrival = self.0.engine.begin_arrival(ticket, block_indices).await.map_err(|why| self.count(why))?;
         self.to_its_end(move || {
             let blocks: Vec<_> = sources.into_iter().map(BlockId).zip(arrival.blocks().iter().copied()).collect();
             let pulled = source.pull(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
@@ -351,16 +370,16 @@ impl Open {
 }
 
 impl Receiver for Open {
-    fn receive(&mut self, ticket: u64, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>> {
+    fn receive(&mut self, ticket: Ticket, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>> {
         async move {
             let (link, blocks) = (self.link.clone()?, block_indices.len());
-            let arrival = self.ways.0.engine.begin_arrival(ticket, block_indices).await;
+            let arrival = self.ways.0.engine.begin_arrival(ticket, block_indices).await.map_err(|why| self.ways.count(why));
             let received = self.ways.to_its_end(move || match arrival {
                 Ok(arrival) => {
                     let blocks: Vec<_> = arrival.blocks().iter().copied().map(Some).collect();
                     link.receive(&blocks).map(|()| arrival.landed()).map(|()| true)
                 }
-                Err(WriteRefused) => link.receive(&vec![None; blocks]).map(|()| false),
+                Err(Refused) => link.receive(&vec![None; blocks]).map(|()| false),
             });
             let received = received.await?;
             match &received {

@@ -143,6 +143,7 @@ fn settings() -> EngineSettings {
 fn generate(number: usize, prompt: Vec<TokenId>, sampling: Sampling) -> Generate {
     Generate {
         request_id: number.to_string(),
+        account: String::new(),
         namespace: Namespace::new("bench", "", "", ""),
         prompt,
         sampling: Sampling { seed: number as u64, ..sampling },

@@ -63,6 +63,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     for number in 0..BATCH {
         let generate = Generate {
             request_id: number.to_string(),
+            account: String::new(),
             namespace: Namespace::new("bench", "", "", ""),
             prompt: (0..PROMPT).map(|position| (number * 31 + position * 7) % 250).collect(),
             sampling: Sampling { max_tokens: None, seed: u64::from(number), ..sampling.clone() },

@@ -1,12 +1,12 @@
 //! What a job hears from an engine.
 
-use crate::TokenLogprobs;
+use crate::{TokenLogprobs, WriteRefused};
 use bytes::Bytes;
 use std::time::Duration;
-use tandem_kv::{BlockId, TokenId};
+use tandem_kv::{BlockId, Ticket, TokenId};
 
 /// What a job hears, in this order: `Scheduled` or `Reserved`, (`Block`… or `Ready`…, `Computed` | `Started`, `PromptLogprobs`?, `Token`…, one `Finished` a sample).
-/// `Revoked` (before `Started`) and `Failed` may come at any time and are the last.
+/// `Revoked`, `WriteRefused` (before `Started`) and `Failed` may come at any time and are the last.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// Blocks are taken; prefill begins here. Tokens found in this worker's prefix cache; 0 when nothing was or caching is off.
@@ -17,7 +17,7 @@ pub enum Event {
     /// Blocks are taken; KV may be written into those which are missing (indices from the prompt's start).
     Reserved {
         /// The one-time right to write.
-        ticket: u64,
+        ticket: Ticket,
         /// None missing: the prompt starts at once.
         missing_blocks: Vec<u32>,
     },
@@ -32,7 +32,7 @@ pub enum Event {
     Ready(Vec<(u32, BlockId)>),
     /// Prefill: all is computed, chunk by chunk, and every block asked for has been told. The blocks are held until the job is dropped.
     Computed(Vec<PrefillChunk>),
-    /// The prompt's KV is all here.
+    /// The prompt's KV is all here, and confirmed if it came from elsewhere.
     Started(Started),
     /// Of the prompt's tokens; the first has none.
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
@@ -54,6 +54,8 @@ pub enum Event {
     },
     /// The blocks reserved for KV from elsewhere were taken back, for sequences that already run. Nothing more comes.
     Revoked,
+    /// A write that the ticket does not allow ended the reservation; what had landed was dropped. Nothing more comes.
+    WriteRefused(WriteRefused),
     /// The engine failed. Nothing more comes.
     Failed,
 }
@@ -63,7 +65,7 @@ pub enum Event {
 pub struct Started {
     /// From submission to the taking of blocks.
     pub queue: Duration,
-    /// From the first block written to the last.
+    /// From the first block written to the confirmation that all are there.
     pub kv_transfer: Duration,
     /// Written by another worker.
     pub kv_transfer_bytes: u64,

@@ -9,13 +9,13 @@ mod arrival;
 pub use arrival::Arrival;
 
 use crate::machine::{Action, JobId, Machine};
-use crate::{Engine, EngineError, EngineInfo, Event, Generate, KvMemory, Prefill, Refusal};
+use crate::{Engine, EngineError, EngineInfo, Event, Generate, KvMemory, Prefill, Refusal, WriteRefused, ticket};
 use arrival::Ended;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use tandem_kv::{HashKey, KvBatch, Load, Snapshot, StepStats};
+use tandem_kv::{HashKey, KvBatch, Load, Snapshot, StepStats, Ticket};
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
@@ -37,11 +37,6 @@ pub struct EngineSettings {
     /// An engine that is at one step for so long hangs ([`EngineHandle::hung`]).
     pub step_max: Duration,
 }
-
-/// The block was not written: the ticket is unknown or spent, or the block is not one that is missing, or its size is wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the ticket does not allow this write")]
-pub struct WriteRefused;
 
 /// A cheap handle to the thread that owns an engine. The thread ends when the last handle and job are gone.
 #[derive(Clone)]
@@ -77,9 +72,10 @@ enum Command {
     Prefill(Prefill, oneshot::Sender<Result<Accepted, Refusal>>),
     Generate(Generate, oneshot::Sender<Result<Accepted, Refusal>>),
     SendBlocks { job: JobId, indices: Vec<u32>, by_place: bool },
-    Write { ticket: u64, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
-    Begin { ticket: u64, indices: Vec<u32>, reply: oneshot::Sender<Result<Arrival, WriteRefused>> },
-    Confirm(u64),
+    Write { ticket: Ticket, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
+    Begin { ticket: Ticket, indices: Vec<u32>, reply: oneshot::Sender<Result<Arrival, WriteRefused>> },
+    Refuse { ticket: Ticket, why: WriteRefused, reply: oneshot::Sender<WriteRefused> },
+    Confirm(Ticket),
     Watch(oneshot::Sender<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)>),
 }
 
@@ -88,30 +84,28 @@ type Accepted = (JobId, mpsc::Receiver<Event>);
 impl EngineHandle {
     /// Starts the thread.
     pub fn start(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
-        // From the system's randomness: the standard library seeds every hasher with it.
-        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0u8);
-        let (handle, driving) = Self::driven(engine, settings, seed);
+        let (handle, driver) = Self::new(engine, settings, ticket::from_system());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .build()
             .expect("a runtime without I/O needs nothing from the system");
         std::thread::Builder::new()
             .name("tandem-engine".to_owned())
-            .spawn(move || runtime.block_on(driving))
+            .spawn(move || runtime.block_on(driver.run()))
             .expect("the system can start a thread");
         handle
     }
 
     /// What the thread does, for the caller to drive: so simulated engines run under a test's paused time. It ends when the last
-    /// handle and job are gone. Tickets are drawn from the seed.
+    /// handle and job are gone. Tickets are drawn from the seed, so that a run can be repeated: they can be foreseen.
     pub fn driven(engine: Box<dyn Engine>, settings: EngineSettings, seed: u64) -> (Self, impl Future<Output = ()> + Send) {
-        let (handle, driver) = Self::new(engine, settings, seed);
+        let (handle, driver) = Self::new(engine, settings, ticket::from_seed(seed));
         (handle, driver.run())
     }
 
-    fn new(engine: Box<dyn Engine>, settings: EngineSettings, seed: u64) -> (Self, Driver) {
+    fn new(engine: Box<dyn Engine>, settings: EngineSettings, draw_ticket: ticket::Draw) -> (Self, Driver) {
         let (info, kv_memory) = (engine.describe(), engine.kv_memory());
-        let machine = Machine::new(info.clone(), settings, seed);
+        let machine = Machine::new(info.clone(), settings, draw_ticket);
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let (load, watched) = watch::channel(machine.load());
         let (at_work, working) = watch::channel(None);
@@ -159,9 +153,18 @@ impl EngineHandle {
     }
 
     /// Writes one block under a ticket; returns when it is in the engine's memory.
-    pub async fn write_block(&self, ticket: u64, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
+    ///
+    /// # Errors
+    ///
+    /// The ticket does not allow it, and may be spent by that; see [`WriteRefused`].
+    pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
-        self.ask(write).await.unwrap_or(Err(WriteRefused))
+        self.ask(write).await.unwrap_or(Err(WriteRefused::EngineGone))
+    }
+
+    /// Says that somebody tried something else under this ticket than to write a block: its reservation ends. Gives the reason to tell.
+    pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
+        self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineGone)
     }
 
     /// The KV memory for others than the engine's thread, if there is such a thing.
@@ -170,12 +173,16 @@ impl EngineHandle {
     }
 
     /// The right to write blocks under a ticket beside the steps, by way of [`EngineHandle::kv_memory`]: all of them, or none.
-    pub async fn begin_arrival(&self, ticket: u64, indices: Vec<u32>) -> Result<Arrival, WriteRefused> {
-        self.ask(|reply| Command::Begin { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused))
+    ///
+    /// # Errors
+    ///
+    /// As for [`EngineHandle::write_block`].
+    pub async fn begin_arrival(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Arrival, WriteRefused> {
+        self.ask(|reply| Command::Begin { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineGone))
     }
 
-    /// What was written beside the steps was what it should be: the prompt starts, if all is there.
-    pub async fn confirm(&self, ticket: u64) {
+    /// The worker that computed the blocks says that it wrote them all: the prompt starts, if all are there.
+    pub async fn confirm(&self, ticket: Ticket) {
         // The engine being gone shows as the end of the events.
         let _ = self.commands.send(Command::Confirm(ticket)).await;
     }
@@ -371,6 +378,10 @@ impl Driver {
                 // If nobody takes it, it ends at once.
                 let _ = reply.send(begun.map(|blocks| Arrival::new(ticket, indices, blocks, ended, wake)));
             }
+            Command::Refuse { ticket, why, reply } => {
+                // A sender that has gone does not want to know.
+                let _ = reply.send(self.machine.refuse(ticket, why));
+            }
             Command::Confirm(ticket) => {
                 self.end_arrivals();
                 self.machine.confirm(ticket, now);
@@ -378,13 +389,10 @@ impl Driver {
             Command::Write { ticket, index, payload, reply } => {
                 let target = self.machine.write(ticket, index, payload.len(), now);
                 let written = target.and_then(|block| match self.engine.write_block(block, &payload) {
-                    Ok(()) => {
-                        self.machine.landed(ticket, now);
-                        Ok(())
-                    }
+                    Ok(()) => Ok(()),
                     Err(error) => {
                         self.fail(&error);
-                        Err(WriteRefused)
+                        Err(WriteRefused::EngineGone)
                     }
                 });
                 // A sender that has gone does not want to know.

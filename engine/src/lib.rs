@@ -13,13 +13,15 @@ mod memory;
 mod request;
 mod sampling;
 pub mod sim;
+mod ticket;
 
 pub use chunk::ChunkError;
 pub use event::{Event, FinishReason, PrefillChunk, Started};
-pub use handle::{Arrival, EngineHandle, EngineSettings, Job, WriteRefused};
+pub use handle::{Arrival, EngineHandle, EngineSettings, Job};
 pub use memory::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{Draw, Drawn, Sampling, TokenLogprob, TokenLogprobs};
+pub use ticket::WriteRefused;
 
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, TokenId};

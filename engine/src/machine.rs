@@ -5,23 +5,29 @@
 //! All prompts are cut the same way: `Prefill` and `Prompt` sequences compute all tokens but the last, samples compute the rest.
 
 mod admission;
+mod fair;
+mod forking;
 mod landing;
 mod rates;
+mod room;
 mod sending;
 mod sequence;
 #[cfg(test)]
 mod tests;
+mod waiting;
 
 use crate::sampling::{Sampler, logprobs};
-use crate::{Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Generated, Logits, Started, StepOutput, mix};
-use landing::{Arriving, release};
+use crate::{Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Logits, StepOutput, ticket};
+use fair::{Claim, Turns, fair_order};
+use landing::{Ended, release};
 use rates::Rates;
 use sending::tell_finished_blocks;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::time::Duration;
 use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, StepStats};
+use waiting::Waiting;
 
 /// What the owner of the engine does for the machine, in this order, before the next step or write.
 #[derive(Debug)]
@@ -53,14 +59,20 @@ pub(crate) struct Machine {
     info: EngineInfo,
     settings: EngineSettings,
     cache: PrefixCache,
-    /// Without blocks. Preempted sequences first, then by arrival.
-    waiting: VecDeque<Sequence>,
+    /// Without blocks.
+    waiting: Waiting,
     /// With blocks; their KV comes from elsewhere.
     reserved: Vec<Sequence>,
-    /// Blocks of reservations that are gone, which somebody still writes into.
-    arriving: Arriving,
-    /// In steps, the oldest first.
+    /// What is left of reservations that are gone.
+    ended: Ended,
+    /// Prompts whose KV is here and of which samples have not started yet, the oldest first.
+    forking: Vec<Sequence>,
+    /// In steps, the oldest first. Of more than a step takes, the first in the fair order go on.
     running: Vec<Sequence>,
+    /// Whose prompts are computed next.
+    turns: Turns,
+    /// Prompt tokens that were computed here or have come from elsewhere.
+    prefilled: u64,
     /// Prefills that are computed, until their jobs are dropped.
     held: Vec<Sequence>,
     /// Samples that have not finished, by job.
@@ -69,8 +81,7 @@ pub(crate) struct Machine {
     taken_in: Vec<String>,
     rates: Rates,
     preemptions: u64,
-    /// Makes tickets that cannot be guessed.
-    ticket_state: u64,
+    draw_ticket: ticket::Draw,
 }
 
 /// Prefill goes on beside a full decode batch, however small the budget.
@@ -78,7 +89,7 @@ const PREFILL_TOKENS_MIN: usize = 16;
 /// Rows of logits are large: a prompt that wants them all is cut into chunks of this many tokens.
 const LOGIT_ROWS_MAX: usize = 64;
 impl Machine {
-    pub fn new(info: EngineInfo, settings: EngineSettings, seed: u64) -> Self {
+    pub fn new(info: EngineInfo, settings: EngineSettings, draw_ticket: ticket::Draw) -> Self {
         let cache = PrefixCache::new(CacheSettings {
             capacity_blocks: info.capacity_blocks,
             block_size: info.block_size,
@@ -89,38 +100,42 @@ impl Machine {
             info,
             settings,
             cache,
-            waiting: VecDeque::new(),
+            waiting: Waiting::default(),
             reserved: Vec::new(),
-            arriving: Arriving::default(),
+            ended: Ended::default(),
+            forking: Vec::new(),
             running: Vec::new(),
+            turns: Turns::default(),
+            prefilled: 0,
             held: Vec::new(),
             live: BTreeMap::new(),
             actions: Vec::new(),
             taken_in: Vec::new(),
             rates: Rates::default(),
             preemptions: 0,
-            ticket_state: seed,
+            draw_ticket,
         }
     }
 
     /// Ends a job wherever it is; it hears nothing more.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
-            self.arriving.keep(&mut self.cache, &mut sequence);
+            self.ended.take(&mut self.cache, &mut sequence);
         }
-        for list in [&mut self.running, &mut self.held] {
+        for list in [&mut self.forking, &mut self.running, &mut self.held] {
             for mut sequence in list.extract_if(.., |sequence| sequence.job == job) {
                 release(&mut self.cache, &mut sequence);
             }
         }
-        self.waiting.retain(|sequence| sequence.job != job);
+        self.waiting.remove_job(job);
         self.live.remove(&job);
     }
 
     /// A job whose listener is `behind` computes nothing until it is not.
     pub fn pause(&mut self, job: JobId, behind: bool) {
-        let all = self.reserved.iter_mut().chain(&mut self.running).chain(&mut self.waiting);
-        all.filter(|sequence| sequence.job == job).for_each(|sequence| sequence.paused = behind);
+        let with_blocks = self.reserved.iter_mut().chain(&mut self.forking).chain(&mut self.running);
+        let all = with_blocks.filter(|sequence| sequence.job == job).chain(self.waiting.of_job_mut(job));
+        all.for_each(|sequence| sequence.paused = behind);
     }
 
     /// Takes in what fits and says what to compute next; `None` when there is nothing to do.
@@ -129,26 +144,54 @@ impl Machine {
         self.grow();
         self.admit(now);
         self.grow();
-        let mut chunks = Vec::new();
-        // A prompt may have become more samples than there is room for: the youngest wait, with their blocks.
-        let active = self.running.iter().enumerate().filter(|(_, sequence)| !sequence.paused);
-        let batch = active.take(self.settings.batch_max as usize);
-        let decodes = batch.clone().filter(|(_, sequence)| sequence.is_decoding()).count();
-        let mut budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
-        for (place, sequence) in batch {
-            let mut len = sequence.remaining();
-            if !sequence.is_decoding() {
-                len = len.min(budget);
-                if sequence.wants_prompt_logprobs() {
-                    len = len.min(LOGIT_ROWS_MAX);
-                }
-                budget -= len;
-            }
+        let batch = self.batch();
+        let decodes = batch.iter().filter(|place| self.running[**place].is_decoding()).count();
+        let budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
+        let mut dealt = self.deal(&batch, budget);
+        let mut chunks = Vec::with_capacity(batch.len());
+        for place in batch {
+            let sequence = &self.running[place];
+            let len = if sequence.is_decoding() { 1 } else { dealt.remove(&place).unwrap_or_default() };
             if len > 0 {
                 chunks.push(PlannedChunk { sequence: place, len, logits: sequence.logits(sequence.computed + len) });
             }
         }
         (!chunks.is_empty()).then_some(Plan { chunks })
+    }
+
+    /// Which of the running sequences a step takes, by their places: all that are not paused, or the first of them in the fair order.
+    fn batch(&self) -> Vec<usize> {
+        let mut batch: Vec<usize> = (0..self.running.len()).filter(|place| !self.running[*place].paused).collect();
+        let batch_max = self.settings.batch_max as usize;
+        if batch.len() > batch_max {
+            let owners = batch.iter().map(|place| (&*self.running[*place].account, self.running[*place].job));
+            let order = fair_order(&owners.collect::<Vec<_>>());
+            batch = order[..batch_max].iter().map(|place| batch[*place]).collect();
+            batch.sort_unstable();
+        }
+        batch
+    }
+
+    /// No other sequence of its job runs before it.
+    fn is_first(&self, place: usize) -> bool {
+        place == 0 || self.running[place - 1].job != self.running[place].job
+    }
+
+    /// How many tokens of its prompt each sequence of the batch has computed in this step, by its place. What samples that were pushed
+    /// back compute again comes after the prompts of other requests, as it does in the fair order.
+    fn deal(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
+        let mut places: Vec<usize> = batch.iter().copied().filter(|place| !self.running[*place].is_decoding()).collect();
+        if places.is_empty() && self.turns.is_empty() {
+            return BTreeMap::new();
+        }
+        places.sort_by_key(|place| (!self.is_first(*place), self.running[*place].due, self.running[*place].order));
+        let claim = |place: &usize| {
+            let sequence = &self.running[*place];
+            let most = if sequence.wants_prompt_logprobs() { LOGIT_ROWS_MAX } else { usize::MAX };
+            Claim { account: sequence.account.clone(), tokens: sequence.remaining().min(most) }
+        };
+        let claims: Vec<Claim> = places.iter().map(claim).collect();
+        places.into_iter().zip(self.turns.deal(&claims, budget)).collect()
     }
 
     /// What the engine is to compute.
@@ -190,6 +233,7 @@ impl Machine {
                 stats.decode_tokens += 1;
             } else {
                 stats.prefill_tokens += chunk.len as u32;
+                self.prefilled += chunk.len as u64;
             }
             let first = sequence.computed;
             sequence.computed += chunk.len;
@@ -242,82 +286,16 @@ impl Machine {
                     release(&mut self.cache, &mut sequence);
                     self.finish(sequence.job, number, reason);
                 }
-                None => self.running.push(sequence),
+                None => self.run(sequence),
             },
-            _ => self.running.push(sequence),
+            _ => self.run(sequence),
         }
     }
 
-    /// The prompt's KV is here: one sequence for each sample. Full blocks are shared, a partial last one is copied.
-    fn fork(&mut self, mut leader: Sequence, now: Duration) {
-        let Role::Prompt(prompt) = std::mem::replace(&mut leader.role, Role::Prefill(sequence::Sending::default())) else {
-            unreachable!("only prompts fork");
-        };
-        let (job, chunks) = (leader.job, std::mem::take(&mut leader.chunks));
-        let started = match &prompt.remote {
-            Some(remote) => Started {
-                queue: leader.queued.unwrap_or_default(),
-                kv_transfer: remote.first_write.map_or(Duration::ZERO, |first| now - first),
-                kv_transfer_bytes: remote.bytes,
-                chunks,
-            },
-            None => Started { queue: leader.queued.unwrap_or_default(), chunks, ..Started::default() },
-        };
-        self.actions.push(Action::Tell(job, Event::Started(started)));
-        if let Some(logprobs) = prompt.logprobs {
-            self.actions.push(Action::Tell(job, Event::PromptLogprobs(logprobs.rows)));
-        }
-        let at_limit = |generated: &Generated| prompt.boundary + generated.tokens.len() >= prompt.len_max;
-        let (ended, going_on): (Vec<_>, Vec<_>) = prompt.samples.into_iter().partition(at_limit);
-        for Generated { sample: number, .. } in ended {
-            self.finish(job, number, FinishReason::Length);
-        }
-        for (place, Generated { sample: number, tokens: generated }) in going_on.into_iter().enumerate().rev() {
-            let sampler = prompt.sampler.for_sample(number).resumed(&generated);
-            let role = Role::Sample(Box::new(Sample { number, sampler, len_max: prompt.len_max }));
-            let tokens = [&leader.tokens[..prompt.boundary], &generated].concat();
-            let namespace = leader.namespace.clone();
-            let mut sample =
-                Sequence { order: (job, number), namespace, tokens, blocks: Vec::new(), chunks: Vec::new(), role, ..leader };
-            if self.share(&mut leader, &mut sample, place == 0) {
-                self.running.push(sample);
-            } else {
-                // No blocks for its own tokens now: it computes them when there are.
-                self.wait_again(sample);
-            }
-        }
-        release(&mut self.cache, &mut leader);
-        self.running.sort_by_key(|sequence| sequence.order);
-    }
-
-    /// Gives `sample` the leader's full blocks, a copy of its partial one, and blocks for what else it knows. The `last` to
-    /// share takes the leader's own. All or nothing.
-    fn share(&mut self, leader: &mut Sequence, sample: &mut Sequence, last: bool) -> bool {
-        let size = self.info.block_size as usize;
-        let full = leader.computed / size;
-        let kept = if last { leader.blocks.len() } else { full };
-        let known = if sample.is_decoding() { 0 } else { sample.target().div_ceil(size) };
-        let mut fresh = Vec::new();
-        while kept + fresh.len() < leader.blocks.len().max(known) {
-            match self.cache.allocate() {
-                Ok(block) => fresh.push(block),
-                Err(tandem_kv::Full) => {
-                    fresh.into_iter().for_each(|block| self.cache.release(block));
-                    return false;
-                }
-            }
-        }
-        if last {
-            sample.blocks = std::mem::take(&mut leader.blocks);
-        } else {
-            leader.blocks[..full].iter().for_each(|block| self.cache.pin(*block));
-            sample.blocks = leader.blocks[..full].to_vec();
-            if let (Some(from), Some(to)) = (leader.blocks.get(full), fresh.first()) {
-                self.actions.push(Action::Copy { from: *from, to: *to });
-            }
-        }
-        sample.blocks.append(&mut fresh);
-        true
+    /// Puts a sequence with blocks in its place among those that run.
+    fn run(&mut self, sequence: Sequence) {
+        let place = self.running.partition_point(|other| other.order < sequence.order);
+        self.running.insert(place, sequence);
     }
 
     /// Offers the blocks that have become full to the cache.
@@ -350,6 +328,7 @@ impl Machine {
             self.actions.push(Action::Tell(job, Event::Failed));
             self.actions.push(Action::End(job));
         }
+        self.turns = Turns::default();
         self.cache.clear();
     }
 
@@ -378,11 +357,12 @@ impl Machine {
 
     pub fn load(&self) -> Load {
         let counts = self.cache.counts();
+        let forking = self.forking.iter().map(Sequence::samples_left).sum::<usize>();
         let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
         let pending = self.waiting.iter().chain(&self.running).filter(prefilled);
         let pending = pending.map(|sequence| self.own_tokens(sequence) as u64);
         Load {
-            running_sequences: (self.running.len() + self.reserved.len()) as u32,
+            running_sequences: (self.running.len() + self.reserved.len() + forking) as u32,
             waiting_requests: self.waiting.len() as u32,
             pending_prefill_tokens: pending.sum(),
             free_blocks: counts.free,
@@ -394,26 +374,22 @@ impl Machine {
         }
     }
 
-    fn next_ticket(&mut self) -> u64 {
-        self.ticket_state = self.ticket_state.wrapping_add(1);
-        mix(mix(self.ticket_state) ^ 0x7469_636b_6574)
-    }
-
     /// Panics with a sentence if blocks or jobs do not add up.
     #[cfg(test)]
     pub fn check_invariants(&self) {
         self.cache.check_invariants();
-        let with_blocks = || self.reserved.iter().chain(&self.running).chain(&self.held);
+        let with_blocks = || self.reserved.iter().chain(&self.forking).chain(&self.running).chain(&self.held);
         let mut held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
-        for block in self.arriving.blocks() {
+        for block in self.ended.blocks() {
             assert!(held.insert(*block), "what is still written into is nobody else's");
         }
         assert_eq!(held.len() as u32, self.cache.counts().in_use, "blocks in use are those of sequences");
-        assert!(self.waiting.iter().all(|sequence| sequence.blocks.is_empty()), "who waits holds nothing");
-        for sequence in with_blocks().chain(&self.waiting) {
+        self.waiting.check_invariants();
+        for sequence in with_blocks().chain(self.waiting.iter()) {
             assert!(self.live.contains_key(&sequence.job), "every sequence belongs to a live job");
         }
         assert!(self.running.is_sorted_by_key(|sequence| sequence.order), "the oldest runs first");
+        assert!(self.forking.iter().all(|leader| leader.samples_left() > 0), "a prompt without samples to start is gone");
     }
 }
 

@@ -8,6 +8,8 @@ use tandem_kv::{Namespace, TokenId};
 pub struct Prefill {
     /// Told to the router when the work shows in the load.
     pub request_id: String,
+    /// On whose behalf: accounts with work get equal shares of the engine. Empty is an account, too.
+    pub account: String,
     /// Whose KV may be reused.
     pub namespace: Namespace,
     /// At least one token.
@@ -19,6 +21,8 @@ pub struct Prefill {
 pub struct Generate {
     /// Told to the router when the work shows in the load.
     pub request_id: String,
+    /// On whose behalf: accounts with work get equal shares of the engine. Empty is an account, too.
+    pub account: String,
     /// Whose KV may be reused.
     pub namespace: Namespace,
     /// At least one token.
@@ -44,16 +48,31 @@ pub struct Generated {
     pub tokens: Vec<TokenId>,
 }
 
+/// Names of accounts are kept while work of theirs waits, and come from the wire: longer ones are refused. Frontends send 64 at most.
+const ACCOUNT_BYTES_MAX: usize = 256;
+
+fn check_account(account: &str) -> Result<(), Refusal> {
+    if account.len() > ACCOUNT_BYTES_MAX { Err(Refusal::LongAccount { len: account.len() }) } else { Ok(()) }
+}
+
 impl Prefill {
     /// Refuses what can never run on this engine, however idle it is.
+    ///
+    /// # Errors
+    /// The cause.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
+        check_account(&self.account)?;
         info.check(self.prompt.len(), self.prompt.len(), 1)
     }
 }
 
 impl Generate {
     /// Refuses what can never run on this engine, however idle it is.
+    ///
+    /// # Errors
+    /// The cause.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
+        check_account(&self.account)?;
         let len_max = self.len_max(info);
         info.check(self.prompt.len(), len_max, self.samples)?;
         match self.generated.iter().map(|generated| self.prompt.len() + generated.tokens.len()).max() {
@@ -147,6 +166,12 @@ pub enum Refusal {
     /// Prompts have at least one token, requests at least one sample.
     #[error("the prompt is empty")]
     Empty,
+    /// The name of the account is longer than any frontend sends.
+    #[error("the account's name has {len} bytes, at most {ACCOUNT_BYTES_MAX} are allowed")]
+    LongAccount {
+        /// Of the name, in bytes.
+        len: usize,
+    },
     /// The engine has failed or is shut down.
     #[error("the engine is gone")]
     Gone,

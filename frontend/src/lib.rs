@@ -130,15 +130,6 @@ pub enum FrontendError {
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
-    /// Every request with an account would be refused.
-    #[error(
-        "--account-header {header} is only taken from trusted proxies, and there are none: list the addresses of the proxy that sets it \
-         in --trusted-proxies, or let --listen be a loopback address"
-    )]
-    UntrustedAccounts {
-        /// The header's name.
-        header: HeaderName,
-    },
     /// The socket failed.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
@@ -159,9 +150,6 @@ pub async fn run(
     let routers = settings.routers.clone().open(&metrics)?;
     let unread_max = settings.unread_max;
     let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
-    if let Some(header) = settings.account_header.clone().filter(|_| !trust.anyone()) {
-        return Err(FrontendError::UntrustedAccounts { header });
-    }
     let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let drained = app.admission().clone().drained();
     let routes = http::routes(Arc::clone(&app));

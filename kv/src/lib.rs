@@ -1,4 +1,4 @@
-//! Who owns which KV block, and what is in it: sequence hashes, the block pool, the prefix cache and its events.
+//! Who owns which KV block, and what is in it: sequence hashes, the block pool, the prefix cache and its events, and the tickets for writing.
 //!
 //! Pure: no async, no I/O, no clock. One [`PrefixCache`] belongs to one engine thread.
 
@@ -6,11 +6,13 @@ mod cache;
 mod event;
 mod hash;
 mod report;
+mod ticket;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
 pub use report::{KvBatch, Load, StepStats};
+pub use ticket::{InvalidTicket, Ticket};
 
 /// A token's number in the model's vocabulary.
 pub type TokenId = u32;

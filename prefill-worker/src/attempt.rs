@@ -8,7 +8,7 @@ use crate::{
 use futures::FutureExt;
 use std::time::Duration;
 use tandem_engine::{Event, Job, Prefill};
-use tandem_kv::Namespace;
+use tandem_kv::{Namespace, Ticket};
 use tandem_node::{
     trace::Span,
     worker::{Begun, ClientGone, Direction, ReplySender},
@@ -16,7 +16,7 @@ use tandem_node::{
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{
-        PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, Ticket, prefill_reply,
+        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, prefill_reply,
         prefill_request,
     },
 };
@@ -79,13 +79,14 @@ async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
     }
     let prefill = Prefill {
         request_id: start.request_id.clone(),
+        account: start.account.clone(),
         namespace: Namespace::from_bytes(&start.cache_namespace),
         prompt: start.prompt.clone(),
     };
     Ok(worker.engine.prefill(prefill).await?)
 }
 
-async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<Ticket, Ended> {
+async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<v1::Ticket, Ended> {
     let message = tokio::time::timeout(worker.settings.ticket_wait, messages.message()).await;
     match message.map_err(|_| Ended::NoTicket)? {
         Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Ticket(ticket)) })) => Ok(ticket),
@@ -100,7 +101,7 @@ fn blocks(prompt_tokens: u32, block_size: u32) -> u32 {
     prompt_tokens.saturating_sub(1).div_ceil(block_size)
 }
 
-fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
+fn check(ticket: &v1::Ticket, blocks: u32) -> Result<(), Ended> {
     let mut indices = ticket.missing_blocks.clone();
     indices.sort_unstable();
     let twice = indices.windows(2).any(|pair| pair[0] == pair[1]);
@@ -111,9 +112,10 @@ fn check(ticket: &Ticket, blocks: u32) -> Result<(), Ended> {
 }
 
 /// Sends each missing block as soon as it is computed; returns when all is computed and all have landed.
-async fn send(worker: &Worker, mut job: Job, ticket: Ticket, span: &Span) -> Result<PrefillDone, Ended> {
+async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) -> Result<PrefillDone, Ended> {
     let way = ticket.way();
-    let Ticket { ticket, address, missing_blocks, communicator, .. } = ticket;
+    let v1::Ticket { ticket, address, missing_blocks, communicator, .. } = ticket;
+    let ticket = Ticket::try_from(&ticket[..]).map_err(|_| Ended::Protocol(Protocol::InvalidTicket))?;
     let chosen = worker.ways.choose(way, &address, communicator)?;
     let transport = match chosen {
         Chosen::Content => worker.transport.name(),
@@ -235,7 +237,7 @@ mod tests {
     #[test]
     fn only_blocks_of_the_prompt_may_be_asked_for_and_each_once() {
         let check = |missing: &[u32], prompt_tokens| {
-            check(&Ticket { missing_blocks: missing.to_vec(), ..Default::default() }, blocks(prompt_tokens, 16)).is_ok()
+            check(&v1::Ticket { missing_blocks: missing.to_vec(), ..Default::default() }, blocks(prompt_tokens, 16)).is_ok()
         };
         // The last token's KV is decode's to compute: a prompt of 33 tokens has two blocks to send.
         assert!(check(&[], 1) && check(&[1, 0], 33) && check(&[0, 1, 2], 34));

@@ -48,6 +48,8 @@ pub(crate) enum Protocol {
     UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
     UnknownBlock,
+    #[error("a ticket has 16 bytes")]
+    InvalidTicket,
     #[error("the ticket's address is not of the form host:port")]
     InvalidAddress,
     #[error("no decode worker of this cluster vouches for the ticket's address")]
@@ -81,9 +83,9 @@ impl Ended {
             Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
             Self::TooLong
             | Self::UnknownToken
-            | Self::Refused(Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty) => {
-                (Reason::Invalid, instance_id.to_owned())
-            }
+            | Self::Refused(
+                Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
+            ) => (Reason::Invalid, instance_id.to_owned()),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
             Self::LinkGone | Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
                 (Reason::PrefillLost, instance_id.to_owned())

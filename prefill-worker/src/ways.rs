@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 use tandem_engine::{KvMemory, Link, LinkEnd};
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, Ticket};
 use tandem_node::{Shutdown, worker::Requests};
 use tandem_proto::{
     link::{Channels, Network},
@@ -38,7 +38,7 @@ struct Inner {
 pub(crate) struct Line(mpsc::Sender<Transfer>);
 
 struct Transfer {
-    ticket: u64,
+    ticket: Ticket,
     blocks: Vec<(u32, BlockId)>,
     landed: oneshot::Sender<bool>,
 }
@@ -143,7 +143,11 @@ impl Ways {
                 continue;
             }
             let (block_indices, blocks): (Vec<u32>, Vec<BlockId>) = blocks.into_iter().unzip();
-            if requests.send(LinkRequest { ticket, block_indices, ..LinkRequest::default() }).await.is_err() {
+            if requests
+                .send(LinkRequest { ticket: ticket.as_bytes().to_vec(), block_indices, ..LinkRequest::default() })
+                .await
+                .is_err()
+            {
                 return "its stream has ended".to_owned();
             }
             // It was told: it goes on to its end, whoever waits for it.
@@ -177,7 +181,7 @@ impl Drop for Held {
 
 impl Line {
     /// Returns when the blocks are in the decode worker's memory.
-    pub(crate) async fn send(&self, ticket: u64, blocks: Vec<(u32, BlockId)>) -> Result<(), Ended> {
+    pub(crate) async fn send(&self, ticket: Ticket, blocks: Vec<(u32, BlockId)>) -> Result<(), Ended> {
         let (landed, answer) = oneshot::channel();
         self.0.send(Transfer { ticket, blocks, landed }).await.map_err(|_| Ended::LinkGone)?;
         match answer.await {

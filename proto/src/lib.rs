@@ -9,6 +9,7 @@ mod load;
 mod reason;
 mod scheduled;
 mod snapshot;
+mod ticket;
 mod vouch;
 
 pub use error::WireError;

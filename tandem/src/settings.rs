@@ -22,7 +22,7 @@ pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, Rou
 pub(crate) use secrets::secret_file;
 pub use sim::SimFlags;
 pub use telemetry::{LogFormat, TelemetryFlags};
-pub use tenants::{CacheIsolation, ExposeDetails, TenantFlags};
+pub use tenants::{CacheIsolation, ExposeDetails, TenantFlags, TenantFlagsError};
 
 use crate::{
     explain::ExplainArgs,

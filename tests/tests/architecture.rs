@@ -10,7 +10,7 @@ const ARROWS: [(&str, &[&str]); 10] = [
     ("proto", &["kv"]),
     ("node", &["proto", "kv"]),
     ("engine", &["kv", "model"]),
-    ("transfer", &["proto"]),
+    ("transfer", &["proto", "kv"]),
     ("router", &["node", "proto", "kv"]),
     ("frontend", &["node", "proto", "kv", "model"]),
     ("prefill-worker", &["node", "proto", "kv", "engine", "transfer"]),

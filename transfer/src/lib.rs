@@ -6,7 +6,8 @@
 //! - What is on its way is bounded: a receiver that does not write makes the sender wait.
 //! - Dropping a push ends it. What has landed by then has landed; nothing is ever written in part.
 //! - Blocks may stay where they are, for the receiver to take them from there ([`Push::ready`]); the sink knows how, and the push's end says
-//!   that it has. Or they go over a link beside the service ([`Links`]). Of both nothing counts before the sender has confirmed it, elsewhere.
+//!   that it has. Or they go over a link beside the service ([`Links`]).
+//! - Whichever way they come, no block counts before the worker that computed them has confirmed it, elsewhere.
 
 mod loopback;
 mod push;
@@ -21,11 +22,13 @@ pub use sink::{Refused, Sink};
 pub use tandem_proto::v1::Ready;
 pub use tcp::Tcp;
 
+use tandem_kv::Ticket;
+
 /// A way to reach other workers' memory.
 pub trait Transport: Send + Sync + 'static {
     /// What metrics call it.
     fn name(&self) -> &'static str;
 
     /// Prepares to send blocks under `ticket` to the worker at `address`. Whether the worker is there shows with the first block.
-    fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError>;
+    fn open(&self, address: &str, ticket: Ticket) -> Result<Push, TransferError>;
 }

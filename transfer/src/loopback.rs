@@ -6,6 +6,7 @@ use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
 };
+use tandem_kv::Ticket;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 
@@ -60,7 +61,7 @@ impl Transport for Loopback {
         "loopback"
     }
 
-    fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError> {
+    fn open(&self, address: &str, ticket: Ticket) -> Result<Push, TransferError> {
         let receiver = self.lock().get(address).cloned();
         Ok(Push::new(move |pieces| {
             async move {

@@ -1,8 +1,9 @@
 //! The gRPC service of a worker that receives blocks.
 
 use crate::{Piece, Refused, Sink};
-use futures::{Stream, StreamExt, TryStreamExt, future::BoxFuture, stream};
+use futures::{Stream, StreamExt, future::BoxFuture, stream};
 use std::{fmt, pin::Pin, sync::Arc, time::Duration};
+use tandem_kv::Ticket;
 use tandem_proto::{
     link::MESSAGE_BYTES_MAX,
     v1::{
@@ -25,7 +26,7 @@ pub trait Links: Send + Sync + 'static {
 pub trait Receiver: Send + 'static {
     /// Receives what the sender now sends. Says whether it has landed: what the ticket does not allow is received all the same. `None`: the
     /// link has broken.
-    fn receive(&mut self, ticket: u64, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>>;
+    fn receive(&mut self, ticket: Ticket, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>>;
 
     /// Resolves when the worker leaves, and nothing more comes.
     fn ended(&self) -> BoxFuture<'static, ()>;
@@ -64,10 +65,11 @@ impl Transfer for TransferService {
     type LinkStream = Pin<Box<dyn Stream<Item = Result<LinkReply, Status>> + Send>>;
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
-        let piece = |PushRequest { ticket, block_index: index, payload, ready }| {
-            (ticket, ready.map_or(Piece::Block { index, payload }, Piece::Ready))
+        let piece = |request: Result<PushRequest, Status>| {
+            let PushRequest { ticket, block_index: index, payload, ready } = request?;
+            Ok::<_, Status>((read(&ticket)?, ready.map_or(Piece::Block { index, payload }, Piece::Ready)))
         };
-        let landed_blocks = self.sink.write_all(request.into_inner().map_ok(piece)).await?;
+        let landed_blocks = self.sink.write_all(request.into_inner().map(piece)).await?;
         Ok(Response::new(PushReply { landed_blocks }))
     }
 
@@ -83,11 +85,15 @@ impl Transfer for TransferService {
                 request = requests.message() => request.ok()??,
                 () = receiver.ended() => return None,
             };
-            let landed = receiver.receive(request.ticket, request.block_indices).await?;
+            let landed = receiver.receive(read(&request.ticket).ok()?, request.block_indices).await?;
             Some((Ok(LinkReply { landed }), (requests, receiver)))
         });
         Ok(Response::new(replies.boxed()))
     }
+}
+
+fn read(ticket: &[u8]) -> Result<Ticket, Status> {
+    Ticket::try_from(ticket).map_err(|invalid| Status::invalid_argument(invalid.to_string()))
 }
 
 impl From<Refused> for Status {

@@ -3,9 +3,10 @@
 use crate::Piece;
 use futures::{FutureExt, Stream, TryStreamExt, future::BoxFuture};
 use std::{fmt, future::Future, sync::Arc};
+use tandem_kv::Ticket;
 
 /// The ticket does not allow this write: it is unknown, spent or revoked, or the block is not one it names, was written
-/// before, or has another size.
+/// before, or has another size. The sender does not hear which: only the owner of the memory knows, counts and acts on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the ticket does not allow this write")]
 pub struct Refused;
@@ -14,7 +15,7 @@ pub struct Refused;
 /// one, a prompt's blocks would take as many steps as there are.
 const WRITES_MAX: usize = 16;
 
-type Write = dyn Fn(u64, Piece) -> BoxFuture<'static, Result<(), Refused>> + Send + Sync;
+type Write = dyn Fn(Ticket, Piece) -> BoxFuture<'static, Result<(), Refused>> + Send + Sync;
 
 /// Writes a piece's blocks under a ticket, whole or not at all. Cheap to clone.
 #[derive(Clone)]
@@ -22,7 +23,7 @@ pub struct Sink(Arc<Write>);
 
 impl Sink {
     /// `write(ticket, piece)` returns when the blocks are in the owner's memory.
-    pub fn new<F>(write: impl Fn(u64, Piece) -> F + Send + Sync + 'static) -> Self
+    pub fn new<F>(write: impl Fn(Ticket, Piece) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Result<(), Refused>> + Send + 'static,
     {
@@ -33,7 +34,7 @@ impl Sink {
     /// taken while [`WRITES_MAX`] wait to be written. The first refusal is the last write.
     pub(crate) async fn write_all<E: From<Refused>>(
         &self,
-        pieces: impl Stream<Item = Result<(u64, Piece), E>>,
+        pieces: impl Stream<Item = Result<(Ticket, Piece), E>>,
     ) -> Result<u32, E> {
         let writes = pieces.map_ok(|(ticket, piece)| {
             let blocks = piece.len();

@@ -2,6 +2,7 @@
 
 use crate::{Piece, Push, Refused, TransferError, Transport};
 use futures::{FutureExt, StreamExt};
+use tandem_kv::Ticket;
 use tandem_proto::{
     link::{Channels, MESSAGE_BYTES_MAX, Network},
     v1::{PushRequest, transfer_client::TransferClient},
@@ -27,13 +28,16 @@ impl Transport for Tcp {
         "tcp"
     }
 
-    fn open(&self, address: &str, ticket: u64) -> Result<Push, TransferError> {
+    fn open(&self, address: &str, ticket: Ticket) -> Result<Push, TransferError> {
         let channel = self.channels.to(address)?;
         let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);
-        Ok(Push::new(|pieces| {
-            let requests = ReceiverStream::new(pieces).map(move |piece| match piece {
-                Piece::Block { index, payload } => PushRequest { ticket, block_index: index, payload, ready: None },
-                Piece::Ready(ready) => PushRequest { ticket, ready: Some(ready), ..PushRequest::default() },
+        Ok(Push::new(move |pieces| {
+            let requests = ReceiverStream::new(pieces).map(move |piece| {
+                let ticket = ticket.as_bytes().to_vec();
+                match piece {
+                    Piece::Block { index, payload } => PushRequest { ticket, block_index: index, payload, ready: None },
+                    Piece::Ready(ready) => PushRequest { ticket, ready: Some(ready), ..PushRequest::default() },
+                }
             });
             async move {
                 let reply = client.push(requests).await.map_err(transfer_error)?;

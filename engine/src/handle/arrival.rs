@@ -1,11 +1,11 @@
 //! Blocks that are written beside the steps.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, Ticket};
 use tokio::sync::Notify;
 
 /// Ticket, indices, and whether all of them are there.
-type End = (u64, Vec<u32>, bool);
+type End = (Ticket, Vec<u32>, bool);
 
 /// Writes that have ended, for the engine's thread.
 #[derive(Clone, Default)]
@@ -21,7 +21,7 @@ impl Ended {
 /// the ticket; it must not be dropped before the last write has ended.
 #[must_use = "the blocks are in use as long as this is held"]
 pub struct Arrival {
-    ticket: u64,
+    ticket: Ticket,
     indices: Vec<u32>,
     blocks: Vec<BlockId>,
     whole: bool,
@@ -30,7 +30,7 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    pub(super) fn new(ticket: u64, indices: Vec<u32>, blocks: Vec<BlockId>, ended: Ended, wake: Arc<Notify>) -> Self {
+    pub(super) fn new(ticket: Ticket, indices: Vec<u32>, blocks: Vec<BlockId>, ended: Ended, wake: Arc<Notify>) -> Self {
         Self { ticket, indices, blocks, whole: false, ended, wake }
     }
 

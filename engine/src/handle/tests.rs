@@ -1,4 +1,5 @@
 mod devices;
+mod fairness;
 
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
@@ -33,6 +34,7 @@ fn start_with(engine: impl Engine, settings: EngineSettings) -> EngineHandle {
 fn generate(max_tokens: u32) -> Generate {
     Generate {
         request_id: "request".to_owned(),
+        account: String::new(),
         namespace: Namespace::new("sim", "", "", ""),
         prompt: (0..100).collect(),
         sampling: Sampling { max_tokens: Some(max_tokens), ..Sampling::default() },
@@ -125,9 +127,9 @@ async fn a_paused_job_hears_of_a_failure() {
 #[tokio::test(start_paused = true)]
 async fn a_prefill_whose_blocks_are_not_taken_is_computed_all_the_same() {
     let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { unheard_max: 1, ..SETTINGS });
-    let Generate { request_id, namespace, .. } = generate(1);
+    let Generate { request_id, account, namespace, .. } = generate(1);
     let prompt = (0..1_000).map(|position| position % 250).collect();
-    let mut job = engine.prefill(Prefill { request_id, namespace, prompt }).await.expect("it fits");
+    let mut job = engine.prefill(Prefill { request_id, account, namespace, prompt }).await.expect("it fits");
     job.send_blocks((0..63).collect()).await;
     engine.wait_for_load(|load| load.pending_prefill_tokens == 0 && load.in_use_blocks == 63).await;
     let mut blocks = 0;

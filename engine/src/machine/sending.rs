@@ -11,8 +11,8 @@ impl Machine {
     pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>, by_place: bool) {
         indices.sort_unstable_by(|a, b| b.cmp(a));
         indices.dedup();
-        let mut all = self.running.iter_mut().chain(&mut self.held).chain(&mut self.waiting);
-        let Some(sequence) = all.find(|sequence| sequence.job == job) else { return };
+        let with_blocks = self.running.iter_mut().chain(&mut self.held).find(|sequence| sequence.job == job);
+        let Some(sequence) = with_blocks.or_else(|| self.waiting.of_job_mut(job).next()) else { return };
         let blocks = sequence.target().div_ceil(self.info.block_size as usize);
         indices.retain(|index| (*index as usize) < blocks);
         if let Role::Prefill(sending) = &mut sequence.role {

@@ -1,18 +1,24 @@
 //! One sequence of tokens and its blocks.
 
 use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
-use std::time::Duration;
-use tandem_kv::{BlockId, Namespace, TokenId};
+use std::{sync::Arc, time::Duration};
+use tandem_kv::{BlockId, Namespace, Ticket, TokenId};
 
 /// A job's number on its engine.
 pub(crate) type JobId = u64;
+/// A job and the number of a sample of it.
+pub(super) type Order = (JobId, u32);
 
 /// Tokens, how far their KV is computed, and the blocks that hold it.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub job: JobId,
     /// Lower goes first: order of submission, samples of a job by their number.
-    pub order: (JobId, u32),
+    pub order: Order,
+    /// On whose behalf the job was submitted; empty where accounts are not told apart.
+    pub account: Arc<str>,
+    /// When the job's prompt is due among those of its account.
+    pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
     /// Of the tokens at the start: a prompt, with what all its resumed samples have generated alike.
@@ -87,14 +93,12 @@ pub(super) struct PromptLogprobs {
 /// KV on its way here.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
-    /// 0 before blocks are taken.
-    pub ticket: u64,
+    /// `None` before blocks are taken.
+    pub ticket: Option<Ticket>,
     /// Indices of blocks that have not landed, nor are about to.
     pub missing: Vec<u32>,
-    /// Of those that somebody writes now, beside the steps.
+    /// Indices of blocks that are being written now, beside the steps.
     pub arriving: Vec<u32>,
-    /// Some were written so: what is in them counts when whoever held the source has said that it was what it should be.
-    pub unconfirmed: bool,
     pub first_write: Option<Duration>,
     pub bytes: u64,
 }
@@ -110,7 +114,7 @@ pub(super) struct Sample {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Twin {
     /// Its place in the order.
-    pub order: (JobId, u32),
+    pub order: Order,
     /// Leading blocks the two have in common, and both want.
     pub blocks: usize,
     pub since: Duration,
@@ -153,6 +157,14 @@ impl Sequence {
     /// Waits for KV, here or not yet.
     pub fn is_remote(&self) -> bool {
         matches!(&self.role, Role::Prompt(prompt) if prompt.remote.is_some())
+    }
+
+    /// Samples of a prompt that have not started.
+    pub fn samples_left(&self) -> usize {
+        match &self.role {
+            Role::Prompt(prompt) => prompt.samples.len(),
+            _ => 0,
+        }
     }
 
     pub fn wants_prompt_logprobs(&self) -> bool {

@@ -3,8 +3,11 @@
 mod arriving;
 mod burst;
 mod chunks;
+mod fair;
+mod fairness;
 mod history;
 mod paused;
+mod refused;
 mod resumed;
 mod sending;
 
@@ -13,7 +16,7 @@ use crate::sim::{SimEngine, SimSettings};
 use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
 use bytes::Bytes;
 use std::collections::BTreeMap;
-use tandem_kv::{HashKey, Namespace, TokenId};
+use tandem_kv::{HashKey, Namespace, Ticket, TokenId};
 
 /// The machine, its engine, and what jobs have heard.
 struct World {
@@ -38,7 +41,7 @@ const SETTINGS: EngineSettings = EngineSettings {
 impl World {
     fn new(capacity_blocks: u32, settings: EngineSettings) -> Self {
         let engine = SimEngine::new(SimSettings { capacity_blocks, ..SimSettings::default() });
-        let machine = Machine::new(engine.describe(), settings, 1);
+        let machine = Machine::new(engine.describe(), settings, ticket::from_seed(1));
         Self { machine, engine, heard: BTreeMap::new(), ended: Vec::new(), now: Duration::ZERO, steps: 0 }
     }
 
@@ -90,11 +93,10 @@ impl World {
         }
     }
 
-    fn write(&mut self, ticket: u64, index: u32, payload: &[u8]) -> Result<(), WriteRefused> {
-        let block = self.machine.write(ticket, index, payload.len(), self.now)?;
-        self.engine.write_block(block, payload).unwrap();
-        self.machine.landed(ticket, self.now);
+    fn write(&mut self, ticket: Ticket, index: u32, payload: &[u8]) -> Result<(), WriteRefused> {
+        let written = self.machine.write(ticket, index, payload.len(), self.now);
         self.act();
+        self.engine.write_block(written?, payload).unwrap();
         Ok(())
     }
 
@@ -113,7 +115,7 @@ impl World {
         })
     }
 
-    fn reserved(&self, job: JobId) -> Option<(u64, Vec<u32>)> {
+    fn reserved(&self, job: JobId) -> Option<(Ticket, Vec<u32>)> {
         self.heard.get(&job)?.iter().find_map(|event| match event {
             Event::Reserved { ticket, missing_blocks } => Some((*ticket, missing_blocks.clone())),
             _ => None,
@@ -132,7 +134,8 @@ impl World {
         self.machine.check_invariants();
         assert_eq!(self.machine.load().in_use_blocks, 0, "idle workers use no blocks");
         assert_eq!(self.machine.load().pending_prefill_tokens, 0);
-        assert!(self.machine.live.is_empty() && self.machine.waiting.is_empty());
+        assert!(self.machine.live.is_empty() && self.machine.waiting.is_empty() && self.machine.forking.is_empty());
+        assert!(self.machine.turns.is_empty(), "idle workers remember no account");
     }
 }
 
@@ -145,12 +148,13 @@ fn prompt(text: &str, len: usize) -> Vec<TokenId> {
 }
 
 fn prefill(prompt: Vec<TokenId>) -> Prefill {
-    Prefill { request_id: "p".to_owned(), namespace: namespace(), prompt }
+    Prefill { request_id: "p".to_owned(), account: String::new(), namespace: namespace(), prompt }
 }
 
 fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
     Generate {
         request_id: "g".to_owned(),
+        account: String::new(),
         namespace: namespace(),
         prompt,
         sampling: Sampling { max_tokens: Some(max_tokens), seed: 5, ..Sampling::default() },
@@ -271,11 +275,9 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks have landed");
         source.machine.cancel(0);
         for (index, payload) in source.blocks(0).into_iter().rev() {
-            assert_eq!(destination.write(ticket, index, &payload[1..]), Err(WriteRefused), "a short block");
-            assert_eq!(destination.write(ticket + 1, index, &payload), Err(WriteRefused), "another ticket");
             destination.write(ticket, index, &payload).expect("the ticket allows it");
-            assert_eq!(destination.write(ticket, index, &payload), Err(WriteRefused), "a block is written once");
         }
+        destination.confirm(ticket);
         destination.run();
         let expected = alone(job);
         for sample in 0..samples {
@@ -299,7 +301,7 @@ fn a_late_write_is_refused_and_harms_nobody() {
     world.machine.generate(1, job.clone(), world.now).expect("the job fits");
     world.step();
     let block = vec![7; world.engine.describe().block_bytes];
-    assert_eq!(world.write(ticket, 0, &block), Err(WriteRefused));
+    assert_eq!(world.write(ticket, 0, &block), Err(WriteRefused::SpentTicket));
     world.run();
     assert_eq!(world.tokens(1, 0), alone(job)[0]);
     world.assert_idle();

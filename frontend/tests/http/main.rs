@@ -8,5 +8,6 @@ mod refusals;
 mod resumed;
 mod routers;
 mod support;
+mod templates;
 mod tenants;
 mod usage;

@@ -229,6 +229,12 @@ impl WorkerMetrics {
         }
     }
 
+    /// Writes of blocks that this worker refused, for a `reason` from a closed set.
+    pub fn refused_writes(&self, reason: &'static str) -> Counter {
+        let help = "Writes of KV blocks that were refused: their ticket did not allow them.";
+        self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
+    }
+
     /// Takes a measurement of what the way to other workers can carry: `bytes` in a time in which nothing but it was waited for.
     pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
         /// Weight of the newest measurement: a few transfers follow a change, one odd one does not.

@@ -4,7 +4,7 @@ use super::*;
 use crate::{PrefillWorkerSettings, link::Link, ways::Ways};
 use std::sync::{Arc, Mutex};
 use tandem_engine::{
-    EngineHandle, EngineSettings, Generate, KvSource, Sampling, WriteRefused,
+    EngineHandle, EngineSettings, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
 use tandem_node::{
@@ -133,7 +133,7 @@ impl Pair {
                 let (engine, landed) = (engine.clone(), landed.clone());
                 async move {
                     let Piece::Block { index, payload } = piece else { unreachable!("the ticket asks for content") };
-                    engine.write_block(ticket, index, payload).await.map_err(|WriteRefused| Refused)?;
+                    engine.write_block(ticket, index, payload).await.map_err(|_| Refused)?;
                     landed.lock().expect("no test panics with the lock").push((index, Instant::now()));
                     Ok(())
                 }
@@ -144,9 +144,16 @@ impl Pair {
         sleep(ticket_after).await;
         let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
         let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
-        let ticket = Ticket { ticket, address: "decode".to_owned(), missing_blocks, ..Ticket::default() };
+        let given = ticket.as_bytes().to_vec();
+        let given = v1::Ticket { ticket: given, address: "decode".to_owned(), missing_blocks, ..v1::Ticket::default() };
         let unseen = Span::default();
-        let (sent, started) = tokio::join!(send(&self.prefill, job, ticket, &unseen), async {
+        let sending = async {
+            let sent = send(&self.prefill, job, given, &unseen).await;
+            // As a decode worker does when it hears `PrefillDone`.
+            self.decode.confirm(ticket).await;
+            sent
+        };
+        let (sent, started) = tokio::join!(sending, async {
             assert!(matches!(continued.next().await, Some(Event::Started(_))));
             submitted.elapsed()
         });
@@ -177,6 +184,7 @@ impl Pair {
 fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
     Generate {
         request_id: "request".to_owned(),
+        account: String::new(),
         namespace: Namespace::from_bytes(&[]),
         prompt,
         sampling: Sampling { max_tokens: Some(DECODED), ..Sampling::default() },

@@ -2,7 +2,7 @@
 
 use crate::{
     model::ModelError,
-    settings::{DiscoveryFlagsError, KeyFileError},
+    settings::{DiscoveryFlagsError, KeyFileError, TenantFlagsError},
 };
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
@@ -25,6 +25,9 @@ pub enum StartError {
     /// Others could not find it.
     #[error(transparent)]
     Discovery(#[from] DiscoveryFlagsError),
+    /// Requests with an account would be refused.
+    #[error(transparent)]
+    Tenants(#[from] TenantFlagsError),
     /// The cluster would not let it in.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Key(#[from] KeyFileError),

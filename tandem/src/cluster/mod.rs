@@ -239,6 +239,7 @@ impl Drop for Cluster {
 /// What no part could make sense of.
 fn check(settings: &UpSettings) -> Result<(), StartError> {
     check_device(settings)?;
+    settings.tenants.check(settings.listen)?;
     if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
         return Err(StartError::NoPrefillWorker);
     }

@@ -50,6 +50,7 @@ impl Process {
     /// A frontend. Its router need not be there yet.
     pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
+        settings.tenants.check(settings.listen)?;
         let mut process = Self::new("tandem-frontend", &own.cluster, &settings)?;
         let listener = listen(settings.listen, "--listen").await?;
         let served = load_served(&settings).await?;

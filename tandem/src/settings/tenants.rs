@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use serde::{Serialize, Serializer};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use tandem_frontend::{HeaderName, IpNet};
 
 /// Tenants, for frontends.
@@ -57,7 +57,35 @@ pub enum ExposeDetails {
     Always,
 }
 
+/// What is set for tenants cannot work.
+#[derive(Debug, thiserror::Error)]
+pub enum TenantFlagsError {
+    /// Every request with an account would be refused.
+    #[error(
+        "--account-header {header} is only taken from trusted proxies, and with --listen {listen} there are none; list the addresses of the \
+         proxy that sets it in --trusted-proxies, or listen on a loopback address"
+    )]
+    UntrustedAccounts {
+        /// The header's name.
+        header: String,
+        /// Where the frontend listens.
+        listen: SocketAddr,
+    },
+}
+
 impl TenantFlags {
+    /// Whether a frontend can serve with these.
+    ///
+    /// # Errors
+    /// There is an account header, and no peer may send it.
+    pub fn check(&self, listen: SocketAddr) -> Result<(), TenantFlagsError> {
+        let trusts_none = self.trusted_proxies.is_empty() && !listen.ip().is_loopback();
+        match self.account_header.clone().filter(|_| trusts_none) {
+            Some(header) => Err(TenantFlagsError::UntrustedAccounts { header, listen }),
+            None => Ok(()),
+        }
+    }
+
     /// Whose prompts share cached KV, by default as well.
     pub fn isolation(&self) -> tandem_frontend::CacheIsolation {
         let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
@@ -122,6 +150,22 @@ mod tests {
     fn isolation_by_account_needs_to_know_the_account() {
         let error = read(&["--cache-isolation", "account"]).expect_err("there is no account");
         assert!(error.contains("--account-header <NAME>"), "{error}");
+    }
+
+    #[test]
+    fn account_header_that_no_peer_may_send_is_a_mistake() {
+        const ACCOUNT: [&str; 2] = ["--account-header", "x-account"];
+        let check = |args: &[&str]| {
+            let settings = read(&[&ACCOUNT, args].concat()).expect("valid");
+            settings.tenants.check(settings.listen).map_err(|error| error.to_string())
+        };
+        let error = check(&["--listen", "0.0.0.0:8000"]).expect_err("nobody is trusted");
+        assert!(error.contains("x-account") && error.contains("--trusted-proxies"), "{error}");
+        for args in [&["--listen", "[::1]:8000"][..], &["--listen", "0.0.0.0:8000", "--trusted-proxies", "10.0.0.0/8"]] {
+            assert_eq!(check(args), Ok(()), "{args:?}");
+        }
+        let open = read(&["--listen", "0.0.0.0:8000"]).expect("valid");
+        assert!(open.tenants.check(open.listen).is_ok(), "there are no accounts");
     }
 
     #[test]

@@ -39,6 +39,7 @@ pub(super) fn expected(wanted: &Wanted) -> Expected {
     let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: 128, ..SimSettings::default() };
     let generate = Generate {
         request_id: "alone".to_owned(),
+        account: String::new(),
         namespace: Namespace::new("", "", "", ""),
         prompt: wanted.prompt.bytes().map(u32::from).collect(),
         sampling: Sampling {

@@ -67,7 +67,12 @@ fn start(cluster: &Cluster, prompt: Vec<u32>) -> PrefillStart {
 }
 
 fn ticket(address: &str, missing_blocks: Vec<u32>) -> prefill_request::Message {
-    prefill_request::Message::Ticket(Ticket { ticket: 1, address: address.to_owned(), missing_blocks, ..Ticket::default() })
+    prefill_request::Message::Ticket(Ticket {
+        ticket: vec![1; 16],
+        address: address.to_owned(),
+        missing_blocks,
+        ..Ticket::default()
+    })
 }
 
 #[tokio::test]
@@ -233,9 +238,10 @@ async fn what_breaks_the_protocol_is_an_error() {
     let no_start = Played::open(&cluster, ticket("a:1", vec![])).await.err().expect("a ticket is no start");
     assert_eq!(no_start.code(), Code::InvalidArgument);
     let again = prefill_request::Message::Start(start(&cluster, prompt(1, 50)));
-    let not_offered = Ticket { ticket: 1, address: "a:1".to_owned(), way: Way::CudaIpc.into(), ..Ticket::default() };
-    let not_offered = prefill_request::Message::Ticket(not_offered);
-    for second in [again, not_offered, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {
+    let not_offered = Ticket { ticket: vec![1; 16], address: "a:1".to_owned(), way: Way::CudaIpc.into(), ..Ticket::default() };
+    let short = Ticket { ticket: vec![1; 8], way: Way::Tcp.into(), ..not_offered.clone() };
+    let [not_offered, short] = [not_offered, short].map(prefill_request::Message::Ticket);
+    for second in [again, not_offered, short, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {
         let mut played = Played::start(&cluster, prompt(1, 50)).await;
         played.scheduled().await;
         played.say(second).await;
@@ -265,7 +271,7 @@ async fn nobody_writes_without_a_ticket() {
     let mut replies = cluster.open(cluster.remote(prompt(1, 300), 4)).await;
     replies.scheduled().await;
     cluster.decode.until(|load| load.in_use_blocks > 0).await;
-    for guess in [0, 1, u64::MAX] {
+    for guess in [[0; 16], [1; 16], [255; 16]].map(tandem_kv::Ticket::from_bytes) {
         let mut push = Tcp::default().open(&cluster.decode.address, guess).expect("an address");
         let pushing = async {
             push.send(0, vec![0; 128].into()).await?;

@@ -1,8 +1,10 @@
 //! A prefill and a decode worker as they run in production: sockets, gRPC, engines on their own threads.
 
 mod abandoned;
+mod between;
 mod devices;
 mod failures;
+mod forged;
 mod harness;
 mod local;
 mod reach;

@@ -242,7 +242,7 @@ async fn a_block_that_was_lost_is_noticed() {
     let address = listener.local_addr().expect("bound").to_string();
     let serving = link::server().add_service(TransferServer::new(Losing)).serve_with_incoming(link::incoming(listener));
     let pushing = async {
-        let mut push = Tcp::default().open(&address, TICKET).expect("an address");
+        let mut push = Tcp::default().open(&address, named(TICKET)).expect("an address");
         for index in 0..3 {
             push.send(index, block(index)).await.expect("it is taken");
         }
@@ -279,7 +279,7 @@ async fn a_way_that_falls_silent_is_noticed_within_the_keep_alive_limit() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let address = listener.local_addr().expect("bound").to_string();
     let pushing = async {
-        let mut push = Tcp::default().open(&address, TICKET).expect("an address");
+        let mut push = Tcp::default().open(&address, named(TICKET)).expect("an address");
         for index in 0..20 {
             push.send(index, block(index)).await?;
         }

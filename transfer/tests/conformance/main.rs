@@ -6,6 +6,7 @@ mod rig;
 use faults::*;
 use futures::FutureExt;
 use rig::*;
+use tandem_proto::v1::{PushRequest, transfer_client::TransferClient};
 use tandem_transfer::{Ready, Tcp, TransferError, Transport};
 
 async fn all_blocks_land_bit_equal_in_any_order(rig: Rig) {
@@ -262,7 +263,7 @@ async fn blocks_that_are_told_together_land_together_or_not_at_all() {
     rig.memory.give_out(TICKET, 0..4);
     let told = async |indices: &[u32]| {
         let sources = indices.iter().map(|index| rig.memory.show(block(*index))).collect();
-        let mut push = rig.transport.open(&rig.address, TICKET).expect("the address is valid");
+        let mut push = rig.transport.open(&rig.address, named(TICKET)).expect("the address is valid");
         push.ready(Ready { block_indices: indices.to_vec(), sources }).await?;
         push.finish().await
     };
@@ -272,7 +273,21 @@ async fn blocks_that_are_told_together_land_together_or_not_at_all() {
     assert!(landed.len() == 3 && landed.iter().all(|(index, payload)| *payload == block(*index)));
 }
 
+#[tokio::test]
+async fn ticket_of_another_length_is_refused() {
+    let rig = tcp();
+    rig.memory.give_out(TICKET, 0..1);
+    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("it listens");
+    let whole = named(TICKET).as_bytes().to_vec();
+    for ticket in [Vec::new(), whole[8..].to_vec(), [&whole[..], &[0]].concat()] {
+        let request = PushRequest { ticket, payload: block(0), ..PushRequest::default() };
+        let refused = client.push(tokio_stream::iter([request])).await.expect_err("a ticket has 16 bytes");
+        assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+    }
+    assert!(rig.memory.revoke(TICKET).is_empty());
+}
+
 #[test]
 fn what_is_no_address_is_refused_at_once() {
-    assert!(matches!(Tcp::default().open("no address", TICKET), Err(TransferError::Address(_))));
+    assert!(matches!(Tcp::default().open("no address", named(TICKET)), Err(TransferError::Address(_))));
 }

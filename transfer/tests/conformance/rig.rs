@@ -6,6 +6,7 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
+use tandem_kv::Ticket;
 use tandem_transfer::{Loopback, NoLinks, Piece, Push, Ready, Refused, Sink, Tcp, TransferError, TransferService, Transport};
 use tokio::sync::Semaphore;
 
@@ -21,7 +22,7 @@ pub const SOON: Duration = Duration::from_secs(30);
 pub struct Memory(pub Arc<State>);
 
 pub struct State {
-    tickets: Mutex<BTreeMap<u64, Given>>,
+    tickets: Mutex<BTreeMap<Ticket, Given>>,
     /// Of a sender whose blocks are copied from where they are.
     shown: Mutex<Vec<Bytes>>,
     /// One permit lets one write happen.
@@ -53,12 +54,12 @@ impl Memory {
 
     pub fn give_out_for(&self, block_bytes: usize, ticket: u64, missing: impl IntoIterator<Item = u32>) {
         let blocks = missing.into_iter().map(|index| (index, None)).collect();
-        self.0.tickets.lock().expect("not poisoned").insert(ticket, Given { block_bytes, blocks });
+        self.0.tickets.lock().expect("not poisoned").insert(named(ticket), Given { block_bytes, blocks });
     }
 
     /// Takes the ticket back; gives what had landed.
     pub fn revoke(&self, ticket: u64) -> BTreeMap<u32, Bytes> {
-        let given = self.0.tickets.lock().expect("not poisoned").remove(&ticket).expect("it was given out");
+        let given = self.0.tickets.lock().expect("not poisoned").remove(&named(ticket)).expect("it was given out");
         given.blocks.into_iter().filter_map(|(index, block)| Some((index, block?))).collect()
     }
 
@@ -144,7 +145,7 @@ impl Sending {
 
 impl Rig {
     pub fn open(&self, ticket: u64) -> Sending {
-        let push = self.transport.open(&self.address, ticket).expect("the address is valid");
+        let push = self.transport.open(&self.address, named(ticket)).expect("the address is valid");
         Sending { push, shown: self.by_place.then(|| self.memory.clone()) }
     }
 
@@ -191,6 +192,11 @@ impl Drop for RuntimeGuard {
     fn drop(&mut self) {
         self.0.take().expect("dropped once").shutdown_background();
     }
+}
+
+/// Tests name tickets by a number.
+pub fn named(number: u64) -> Ticket {
+    Ticket::from_bytes(u128::from(number).to_be_bytes())
 }
 
 pub fn block(index: u32) -> Bytes {

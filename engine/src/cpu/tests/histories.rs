@@ -19,7 +19,7 @@ struct Worker {
 
 impl Worker {
     fn new(engine: CpuEngine, settings: EngineSettings) -> Self {
-        let machine = Machine::new(engine.describe(), settings, 1);
+        let machine = Machine::new(engine.describe(), settings, crate::ticket::from_seed(1));
         Self { machine, engine, heard: BTreeMap::new(), now: Duration::ZERO }
     }
 
@@ -108,6 +108,7 @@ fn generate(request: &Request, vocab: u32) -> Generate {
     };
     Generate {
         request_id: "g".to_owned(),
+        account: String::new(),
         namespace: Namespace::new("random", "", "", ""),
         prompt: tokens(request.family, request.len, vocab),
         sampling,

@@ -108,7 +108,12 @@ async fn a_device_that_is_lost_ends_its_engine() {
 #[tokio::test(start_paused = true)]
 async fn a_block_that_cannot_be_read_ends_its_jobs() {
     let engine = start_engine(Device { broken: true, ..Device::new() });
-    let prefill = Prefill { request_id: "request".to_owned(), namespace: generate(1).namespace, prompt: (0..100).collect() };
+    let prefill = Prefill {
+        request_id: "request".to_owned(),
+        account: String::new(),
+        namespace: generate(1).namespace,
+        prompt: (0..100).collect(),
+    };
     let mut job = engine.prefill(prefill).await.expect("it fits");
     job.send_blocks(vec![0, 1, 2]).await;
     let mut last = None;
@@ -126,7 +131,7 @@ async fn a_block_that_cannot_be_written_is_refused_and_ends_its_jobs() {
     let mut job = engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(3) }).await.expect("it fits");
     let Some(Event::Reserved { ticket, missing_blocks }) = job.next().await else { panic!("blocks are reserved first") };
     let payload = vec![0; engine.info().block_bytes].into();
-    assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused));
+    assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused::EngineGone));
     let mut last = None;
     while let Some(event) = job.next().await {
         last = Some(event);

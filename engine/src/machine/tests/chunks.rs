@@ -49,17 +49,16 @@ fn of_a_long_prompt_the_last_chunk_holds_the_rest() {
 
 #[test]
 fn what_was_pushed_back_tells_the_steps_after_it() {
-    let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
-    let mut grows = generate(prompt("grows", 60), 30);
-    grows.samples = 2;
-    world.machine.generate(0, grows, world.now).expect("it fits");
-    world.machine.prefill(1, prefill(prompt("pushed back", 110)), world.now).expect("it fits");
+    let mut world = World::new(37, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    world.machine.generate(0, generate(prompt("grows", 60), 90), world.now).expect("it fits");
+    world.step();
+    world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("it fits");
     world.run();
-    assert!(world.machine.preemptions > 0, "somebody ran out of blocks");
+    assert!(world.machine.preemptions > 0, "there were too few blocks");
     world.machine.send_blocks(1, vec![], false);
     world.act();
     let computed: u32 = chunks(&world, 1).iter().map(|chunk| chunk.tokens).sum();
-    assert!((1..=109).contains(&computed), "{computed} tokens of 109 computed, by what is told");
+    assert!((1..=499).contains(&computed), "{computed} tokens of 499 computed, by what is told");
     world.machine.cancel(1);
     world.assert_idle();
 }

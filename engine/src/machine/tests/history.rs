@@ -38,6 +38,8 @@ enum Deed {
         index: usize,
         whole: bool,
     },
+    /// A write that its ticket does not allow.
+    Refused(usize),
 }
 
 fn deeds() -> impl Strategy<Value = Vec<Deed>> {
@@ -54,6 +56,7 @@ fn deeds() -> impl Strategy<Value = Vec<Deed>> {
         3 => (any::<prop::sample::Index>(), prop::bool::weighted(0.8))
             .prop_map(|(index, whole)| Deed::End { index: index.index(64), whole }),
         2 => any::<prop::sample::Index>().prop_map(|index| Deed::SendAll(index.index(64))),
+        1 => any::<prop::sample::Index>().prop_map(|index| Deed::Refused(index.index(64))),
     ];
     prop::collection::vec(deed, 1..40)
 }
@@ -116,6 +119,12 @@ proptest! {
                     for index in missing.iter().skip(*landed).take(blocks) {
                         // Refused: the reservation was revoked.
                         *landed += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
+                    }
+                    world.confirm(ticket);
+                }
+                Deed::Refused(index) => {
+                    if let Some((ticket, _)) = world.reserved(index as u64 % (id + 1)) {
+                        assert!(world.write(ticket, u32::MAX, &[]).is_err());
                     }
                 }
                 Deed::Begin { index, blocks } => {

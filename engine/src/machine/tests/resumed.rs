@@ -85,6 +85,7 @@ fn kv_of_prompt_and_generated_tokens_may_come_from_elsewhere() {
         for (index, payload) in source.blocks(0) {
             destination.write(ticket, index, &payload).expect("the ticket allows it");
         }
+        destination.confirm(ticket);
         destination.run();
         for Generated { sample, tokens } in &rest.generated {
             assert_eq!([tokens.as_slice(), &destination.tokens(0, *sample)].concat(), whole[*sample as usize]);

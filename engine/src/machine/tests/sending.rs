@@ -24,11 +24,9 @@ fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
 
 #[test]
 fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
-    let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
-    let mut grows = generate(prompt("grows", 60), 30);
-    grows.samples = 2;
-    world.machine.generate(0, grows, world.now).expect("the job fits");
-    world.machine.prefill(1, prefill(prompt("pushed back", 110)), world.now).expect("the job fits");
+    let mut world = World::new(37, EngineSettings { chunk_budget: 16, ..SETTINGS });
+    world.machine.generate(0, generate(prompt("grows", 60), 90), world.now).expect("the job fits");
+    world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("the job fits");
     while world.machine.preemptions == 0 {
         assert!(world.step(), "somebody runs out of blocks");
     }

@@ -1,0 +1,54 @@
+//! One client against another, in simulated time.
+
+use super::*;
+
+/// As `tandem up --engine sim` has it.
+const WORKER: EngineSettings = EngineSettings { chunk_budget: 512, batch_max: 256, queue_max: 1_024, ..SETTINGS };
+
+fn question(number: u32, account: &str) -> Generate {
+    let prompt = (0..1_000).map(|position| (number * 31 + position * 7) % 250).collect();
+    Generate { account: account.to_owned(), prompt, ..generate(3) }
+}
+
+async fn first_token(engine: &EngineHandle, question: Generate) -> Duration {
+    let asked = Instant::now();
+    let mut job = engine.generate(question).await.expect("it fits");
+    while !matches!(job.next().await.expect("it is answered"), Event::Token { .. }) {}
+    asked.elapsed()
+}
+
+#[tokio::test(start_paused = true)]
+async fn three_requests_of_128_samples_delay_a_question_by_steps_not_by_answers() {
+    let engine = start_with(SimEngine::new(SimSettings::default()), WORKER);
+    let quiet = first_token(&engine, question(0, "")).await;
+    let mut hostile = tokio::task::JoinSet::new();
+    for number in 1..4 {
+        let mut many = question(number, "");
+        many.samples = 128;
+        // Together they want more than twice the blocks that there are.
+        (many.sampling.min_tokens, many.sampling.max_tokens) = (400, Some(400));
+        let mut job = engine.generate(many).await.expect("it fits");
+        hostile.spawn(async move {
+            let mut tokens = 0;
+            while let Some(event) = job.next().await {
+                tokens += usize::from(matches!(event, Event::Token { .. }));
+            }
+            tokens
+        });
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    for number in 4..24 {
+        for account in ["", "another"] {
+            let delayed = first_token(&engine, question(number * 2 + account.len() as u32 % 2, account)).await;
+            // It waits for the step that runs, and shares the steps of its prompt and of its first token with a full batch (31.6 ms each)
+            // and with what pushed back samples compute again (up to 30 ms each).
+            assert!(delayed <= 6 * quiet, "question {number} of '{account}': {delayed:?}, {quiet:?} alone");
+        }
+        tokio::time::sleep(Duration::from_millis(700)).await;
+    }
+    assert!(engine.load().preemptions > 0, "there were too few blocks");
+    for tokens in hostile.join_all().await {
+        assert_eq!(tokens, 128 * 400, "all samples are answered");
+    }
+    engine.wait_for_load(|load| load.in_use_blocks == 0 && load.running_sequences == 0).await;
+}

@@ -1,0 +1,254 @@
+//! Accounts and requests that want more than there is.
+
+use super::*;
+use proptest::prelude::*;
+
+fn of(account: &str, job: Generate) -> Generate {
+    Generate { account: account.to_owned(), ..job }
+}
+
+/// So many samples of a prompt, each with so many tokens.
+fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
+    let mut job = generate(prompt(text, len), tokens);
+    job.samples = samples;
+    job.sampling.min_tokens = tokens;
+    job
+}
+
+/// Steps until a job has its first token.
+fn first_token(world: &mut World, job: JobId) -> usize {
+    let before = world.steps;
+    while !world.heard.get(&job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Token { .. }))) {
+        assert!(world.step() && world.steps < before + 1_000, "job {job} gets no token");
+    }
+    world.steps - before
+}
+
+fn assert_texts(world: &World, jobs: &[(JobId, Generate)]) {
+    for (id, job) in jobs {
+        for (sample, expected) in (0..).zip(alone(job.clone())) {
+            assert_eq!(world.tokens(*id, sample), expected, "job {id} sample {sample}");
+        }
+    }
+    world.assert_idle();
+}
+
+#[test]
+fn samples_beyond_the_batch_hold_no_blocks() {
+    let job = samples("many samples", 100, 12, 20);
+    let mut world = World::new(256, EngineSettings { batch_max: 4, ..SETTINGS });
+    world.machine.generate(0, job.clone(), world.now).expect("it fits");
+    for _ in 0..6 {
+        world.step();
+    }
+    let load = world.machine.load();
+    assert_eq!(load.running_sequences, 12, "all count for the router");
+    // Six full blocks are shared; each of the four that run has one of its own, and the prompt's last one waits for the others.
+    assert_eq!(load.in_use_blocks, 6 + 4 + 1);
+    world.run();
+    assert_eq!(world.machine.preemptions, 0);
+    assert_texts(&world, &[(0, job)]);
+}
+
+#[test]
+fn one_requests_samples_leave_places_to_other_requests() {
+    for account in ["", "another"] {
+        let mut world = World::new(512, EngineSettings { batch_max: 8, ..SETTINGS });
+        let mut jobs: Vec<(JobId, Generate)> =
+            (0..3).map(|id| (id, samples(["one", "two", "three"][id as usize], 40, 16, 60))).collect();
+        for (id, job) in &jobs {
+            world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+        }
+        for _ in 0..20 {
+            world.step();
+        }
+        jobs.push((3, of(account, generate(prompt("comes later", 50), 10))));
+        world.machine.generate(3, jobs[3].1.clone(), world.now).expect("it fits");
+        let steps = first_token(&mut world, 3);
+        assert!(steps <= 2, "{steps} steps: its prompt, and its first token");
+        world.run();
+        assert_texts(&world, &jobs);
+    }
+}
+
+#[test]
+fn an_accounts_many_requests_leave_places_to_other_accounts() {
+    let mut world = World::new(512, EngineSettings { batch_max: 4, ..SETTINGS });
+    let mut jobs: Vec<(JobId, Generate)> =
+        (0..8).map(|id| (id, of("greedy", samples(&format!("{id} of many"), 30, 1, 80)))).collect();
+    jobs.push((8, of("modest", generate(prompt("the only one", 30), 10))));
+    for (id, job) in &jobs[..8] {
+        world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+    }
+    for _ in 0..5 {
+        world.step();
+    }
+    world.machine.generate(8, jobs[8].1.clone(), world.now).expect("it fits");
+    assert!(first_token(&mut world, 8) <= 2);
+    world.run();
+    assert_texts(&world, &jobs);
+}
+
+#[test]
+fn a_request_with_many_samples_gives_blocks_to_one_with_none() {
+    let mut jobs: Vec<(JobId, Generate)> = (0..2).map(|id| (id, samples(["takes", "all"][id as usize], 40, 8, 60))).collect();
+    let mut world = World::new(44, SETTINGS);
+    for (id, job) in &jobs {
+        world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+    }
+    while world.machine.load().free_blocks + world.machine.load().cached_blocks >= 4 {
+        assert!(world.step());
+    }
+    jobs.push((2, generate(prompt("has nothing yet", 49), 5)));
+    world.machine.generate(2, jobs[2].1.clone(), world.now).expect("it fits");
+    let before = world.machine.preemptions;
+    assert!(first_token(&mut world, 2) <= 2);
+    assert!(world.machine.preemptions > before, "a sample of the others waits again");
+    world.run();
+    assert_texts(&world, &jobs);
+}
+
+#[test]
+fn blocks_are_not_taken_from_the_only_sequence_of_a_request() {
+    let first = samples("one long answer", 300, 1, 100);
+    let mut world = World::new(26, SETTINGS);
+    world.machine.generate(0, first.clone(), world.now).expect("it fits");
+    for _ in 0..20 {
+        world.step();
+    }
+    let second = generate(prompt("waits for it", 150), 5);
+    world.machine.generate(1, second.clone(), world.now).expect("it fits");
+    world.run();
+    assert_eq!(world.machine.preemptions, 0);
+    assert_texts(&world, &[(0, first), (1, second)]);
+}
+
+#[test]
+fn accounts_take_turns_at_the_prefill() {
+    let mut world = World::new(4_096, EngineSettings { chunk_budget: 512, ..SETTINGS });
+    for id in 0..10 {
+        let long = Prefill { account: "greedy".to_owned(), ..prefill(prompt(&format!("{id} of many"), 3_000)) };
+        world.machine.prefill(id, long, world.now).expect("it fits");
+    }
+    world.step();
+    let text = prompt("from another account", 1_000);
+    world.machine.prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now).expect("it fits");
+    world.machine.send_blocks(10, vec![], false);
+    let before = world.steps;
+    while !world.heard.get(&10).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_)))) {
+        assert!(world.step());
+    }
+    // 999 tokens at half of each step's 512.
+    assert_eq!(world.steps - before, 4);
+    (0..11).for_each(|id| world.machine.cancel(id));
+    world.step();
+    world.assert_idle();
+}
+
+#[test]
+fn a_short_prompt_goes_before_a_long_one_that_has_begun() {
+    let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
+    world.machine.generate(0, generate(prompt("a whole book", 5_000), 1), world.now).expect("it fits");
+    world.step();
+    world.machine.generate(1, generate(prompt("a question", 60), 1), world.now).expect("it fits");
+    assert!(first_token(&mut world, 1) <= 2);
+    world.run();
+    world.assert_idle();
+}
+
+#[test]
+fn a_long_prompt_is_not_passed_for_ever() {
+    let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
+    world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("it fits");
+    world.machine.send_blocks(0, vec![], false);
+    let done =
+        |world: &World| world.heard.get(&0).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_))));
+    let mut next = 1;
+    while !done(&world) {
+        // As many tokens as a step computes, in each step.
+        let id = next;
+        world.machine.prefill(id, prefill(prompt(&format!("{id} comes later"), 65)), world.now).expect("it fits");
+        assert!(world.step() && world.steps < 200, "it is passed for ever");
+        for job in 1..id {
+            if world.machine.held.iter().any(|held| held.job == job) {
+                world.machine.cancel(job);
+            }
+        }
+        next += 1;
+    }
+    // 32 steps of its own, and about as many of those that passed it.
+    assert!((32..=70).contains(&world.steps), "{} steps", world.steps);
+    (0..next).for_each(|job| world.machine.cancel(job));
+    world.step();
+    world.assert_idle();
+}
+
+#[test]
+fn prompts_that_are_not_computed_soon_leave_their_blocks_to_others() {
+    let mut world = World::new(100, EngineSettings { chunk_budget: 64, ..SETTINGS });
+    for id in 0..3 {
+        world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("it fits");
+    }
+    world.step();
+    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first has enough for more than four steps");
+    world.machine.prefill(3, prefill(prompt("short", 100)), world.now).expect("it fits");
+    world.step();
+    assert_eq!((world.cached(3), world.cached(1)), (Some(0), None));
+    (0..4).for_each(|id| world.machine.cancel(id));
+    world.step();
+    world.assert_idle();
+}
+
+#[test]
+fn the_preempted_go_before_new_requests_of_their_account() {
+    let mut world = World::new(8, SETTINGS);
+    let jobs: Vec<(JobId, Generate)> = (0..3).map(|id| (id, samples(["a", "bc", "def"][id as usize], 20, 1, 60))).collect();
+    for (id, job) in &jobs {
+        world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+    }
+    while world.machine.preemptions == 0 {
+        assert!(world.step());
+    }
+    world.machine.generate(3, generate(prompt("new", 17), 1), world.now).expect("it fits");
+    while world.machine.waiting.iter().any(|waiting| waiting.job < 3) {
+        assert!(world.cached(3).is_none(), "it waits for those that have run");
+        assert!(world.step());
+    }
+    world.run();
+    assert_texts(&world, &jobs);
+}
+
+#[test]
+fn an_accounts_name_is_bounded() {
+    let mut world = World::new(8, SETTINGS);
+    let long = of(&"x".repeat(257), generate(prompt("x", 10), 1));
+    assert_eq!(world.machine.generate(0, long, world.now), Err(Refusal::LongAccount { len: 257 }));
+    world.assert_idle();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Whatever accounts ask for together: each answer is that of running alone, and nothing is left.
+    #[test]
+    fn any_mix_of_accounts_and_samples_is_served(
+        jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),
+        capacity in 50..80u32,
+        batch_max in 1..12u32,
+        prefix_caching in any::<bool>(),
+    ) {
+        let mut world = World::new(capacity, EngineSettings { batch_max, prefix_caching, ..SETTINGS });
+        let mut sent = Vec::new();
+        for (id, (account, len, count, tokens, steps)) in (0..).zip(jobs) {
+            let job = of(["", "a", "b"][account], samples(["one", "once", "zzz"][account], len, count, tokens));
+            if world.machine.generate(id, job.clone(), world.now).is_ok() {
+                sent.push((id, job));
+            }
+            for _ in 0..steps {
+                world.step();
+            }
+        }
+        world.run();
+        assert_texts(&world, &sent);
+    }
+}

@@ -1,0 +1,126 @@
+//! Writes that a ticket does not allow, and blocks that were written under a ticket that a stranger has got hold of.
+
+use super::{arriving::reserved, *};
+
+impl World {
+    fn refused(&self, job: JobId) -> Option<WriteRefused> {
+        self.heard[&job].iter().find_map(|event| match event {
+            Event::WriteRefused(why) => Some(*why),
+            _ => None,
+        })
+    }
+
+    fn overlap(&self, prompt: &[TokenId]) -> u32 {
+        self.machine.cache.overlap(&namespace(), prompt, 100)
+    }
+}
+
+type Wrong = fn(&mut World, Ticket, &[u8]) -> Result<(), WriteRefused>;
+
+#[test]
+fn refused_write_ends_reservation_and_drops_what_landed() {
+    let wrong: [(WriteRefused, Wrong); 9] = [
+        (WriteRefused::NotMissing, |world, ticket, block| world.write(ticket, 0, block)),
+        (WriteRefused::NotMissing, |world, ticket, block| world.write(ticket, 7, block)),
+        (WriteRefused::NotMissing, |world, ticket, block| world.write(ticket, u32::MAX, block)),
+        (WriteRefused::WrongSize, |world, ticket, block| world.write(ticket, 3, &block[1..])),
+        (WriteRefused::WrongSize, |world, ticket, block| world.write(ticket, 3, &[block, &[0]].concat())),
+        (WriteRefused::NotMissing, |world, ticket, _| world.begin(ticket, &[0, 3]).map(drop)),
+        (WriteRefused::NotMissing, |world, ticket, _| world.begin(ticket, &[3, 3]).map(drop)),
+        (WriteRefused::NotMissing, |world, ticket, _| world.begin(ticket, &[3, 7]).map(drop)),
+        (WriteRefused::WrongWay, |world, ticket, _| Err(world.machine.refuse(ticket, WriteRefused::WrongWay))),
+    ];
+    for (why, wrong) in wrong {
+        let mut world = World::new(64, SETTINGS);
+        let (job, ticket) = reserved(&mut world);
+        let blocks = kv(&job.prompt);
+        let other = Generate { kv: KvSource::Remote, ..generate(prompt("another", 100), 8) };
+        world.machine.generate(1, other.clone(), world.now).expect("it fits");
+        world.step();
+        let (other_ticket, _) = world.reserved(1).expect("there is room");
+        for index in [0, 1, 2] {
+            world.write(ticket, index, &blocks[index as usize].1).expect("it is missing");
+        }
+        assert_eq!(wrong(&mut world, ticket, &blocks[3].1), Err(why));
+        world.act();
+        assert_eq!((world.refused(0), world.ended.as_slice()), (Some(why), &[0][..]));
+        assert_eq!((world.machine.load().in_use_blocks, world.overlap(&job.prompt)), (7, 0), "only the other one's are left");
+        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "what is still on its way");
+        world.confirm(ticket);
+        for (index, payload) in kv(&other.prompt) {
+            world.write(other_ticket, index, &payload).expect("the other reservation is as it was");
+        }
+        world.confirm(other_ticket);
+        world.run();
+        assert_eq!(world.tokens(1, 0), alone(other).swap_remove(0));
+        world.assert_idle();
+    }
+}
+
+#[test]
+fn unknown_ticket_is_refused_and_ends_nothing() {
+    let mut world = World::new(64, SETTINGS);
+    let (job, ticket) = reserved(&mut world);
+    let mut guess = *ticket.as_bytes();
+    guess[15] ^= 1;
+    let garbage = vec![0xAA; world.engine.describe().block_bytes];
+    for guess in [guess, [0; 16], [255; 16]].map(Ticket::from_bytes) {
+        assert_eq!(world.write(guess, 0, &garbage), Err(WriteRefused::UnknownTicket));
+        assert!(matches!(world.begin(guess, &[0, 1]), Err(WriteRefused::UnknownTicket)));
+        assert_eq!(world.machine.refuse(guess, WriteRefused::WrongWay), WriteRefused::UnknownTicket);
+    }
+    for (index, payload) in kv(&job.prompt) {
+        world.write(ticket, index, &payload).expect("the reservation is as it was");
+    }
+    world.confirm(ticket);
+    world.run();
+    assert_eq!(world.tokens(0, 0), alone(job).swap_remove(0));
+    world.assert_idle();
+}
+
+#[test]
+fn nothing_that_was_not_confirmed_is_used_or_cached() {
+    let mut world = World::new(64, SETTINGS);
+    let (job, ticket) = reserved(&mut world);
+    let garbage = vec![0xAA; world.engine.describe().block_bytes];
+    for index in 0..7 {
+        world.write(ticket, index, &garbage).expect("whoever has the ticket may write");
+    }
+    world.run();
+    assert!(!world.started(0));
+    assert_eq!(world.overlap(&job.prompt), 0);
+    world.machine.cancel(0);
+    let next = generate(job.prompt.clone(), 8);
+    world.machine.generate(1, next.clone(), world.now).expect("it fits");
+    world.run();
+    assert_eq!((world.cached(1), world.tokens(1, 0)), (Some(0), alone(next).swap_remove(0)));
+    world.assert_idle();
+}
+
+#[test]
+fn refused_write_waits_for_blocks_that_are_being_written() {
+    let mut world = World::new(64, SETTINGS);
+    let (job, ticket) = reserved(&mut world);
+    let writing = world.begin(ticket, &[2, 4]).expect("both are missing");
+    assert_eq!(world.write(ticket, 4, &kv(&job.prompt)[4].1), Err(WriteRefused::NotMissing));
+    assert_eq!((world.refused(0), world.machine.load().in_use_blocks), (Some(WriteRefused::NotMissing), 2));
+    world.end(writing, &[], true);
+    world.assert_idle();
+}
+
+#[test]
+fn spent_tickets_are_remembered_up_to_a_bound() {
+    let mut world = World::new(64, SETTINGS);
+    let mut tickets = Vec::new();
+    for job in 0..1_025 {
+        let remote = Generate { kv: KvSource::Remote, ..generate(prompt("leaves", 40), 1) };
+        world.machine.generate(job, remote, world.now).expect("it fits");
+        world.step();
+        tickets.push(world.reserved(job).expect("there is room").0);
+        world.machine.cancel(job);
+    }
+    let garbage = vec![0; world.engine.describe().block_bytes];
+    assert_eq!(world.write(tickets[1], 0, &garbage), Err(WriteRefused::SpentTicket));
+    assert_eq!(world.write(tickets[0], 0, &garbage), Err(WriteRefused::UnknownTicket), "of 1,025 the first is forgotten");
+    world.assert_idle();
+}

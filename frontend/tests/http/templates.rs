@@ -1,0 +1,73 @@
+//! Chat templates that run away: by themselves, and over what clients send.
+
+use crate::support::*;
+use hyper::StatusCode;
+use serde_json::{Value, json};
+use std::fs;
+use tandem_frontend::{ServedModel, ServedModelError};
+use tandem_model::HfDirectory;
+
+/// A model with this chat template and a context of 1,000 tokens; its longest token has 10 bytes.
+fn model(template: &str) -> Result<ServedModel, ServedModelError> {
+    let special = |id: u32, content: &str| {
+        json!({
+            "id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+        })
+    };
+    let files = [
+        (
+            "config.json",
+            json!({
+                "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 4,
+                "rms_norm_eps": 1e-6, "max_position_embeddings": 1000, "vocab_size": 4, "eos_token_id": 2,
+            }),
+        ),
+        (
+            "tokenizer.json",
+            json!({
+                "version": "1.0", "normalizer": null,
+                "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+                "added_tokens": [special(1, "<s>"), special(2, "</s>"), special(3, "<|im_end|>")],
+                "model": { "type": "BPE", "vocab": { "a": 0 }, "merges": [] },
+            }),
+        ),
+        ("tokenizer_config.json", json!({ "bos_token": "<s>", "eos_token": "</s>", "chat_template": template })),
+    ];
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, content) in files {
+        fs::write(folder.path().join(name), content.to_string()).expect("the folder is ours");
+    }
+    fs::write(folder.path().join("model.safetensors"), [&2_u64.to_le_bytes()[..], b"{}"].concat()).expect("the folder is ours");
+    ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("it opens"))
+}
+
+/// How these messages are refused over this template.
+async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
+    let model = model(template).expect("the template ends for short conversations");
+    let mut cluster = Cluster::with(|settings| settings.model = model).await;
+    let (status, answer) = cluster.post(CHAT, &chat(json!({ "messages": messages }))).await.json().await;
+    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    (status, answer["error"].clone())
+}
+
+#[test]
+fn template_that_never_ends_cannot_be_served() {
+    let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = b %}{% endfor %}{% endfor %}";
+    let Err(error) = model(endless) else { panic!("it is served") };
+    assert!(error.to_string().contains("chat template takes more than"), "{error}");
+}
+
+#[tokio::test]
+async fn messages_too_many_for_a_quadratic_template_are_refused() {
+    let template = "{% for m in messages %}{% for o in messages %}{% set x = o.content %}{% endfor %}{% endfor %}x";
+    let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "" }); 10_000]).await;
+    assert_eq!((status, &error["code"], &error["param"]), (StatusCode::BAD_REQUEST, &json!("too_many"), &json!("messages")));
+    assert!(error["message"].as_str().is_some_and(|message| message.contains("Send fewer or shorter messages")), "{error}");
+}
+
+#[tokio::test]
+async fn message_that_a_template_blows_up_beyond_the_context_is_refused() {
+    let template = "{% for m in messages %}{% for n in range(1000) %}{{ m.content }}{% endfor %}{% endfor %}";
+    let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "a".repeat(100) })]).await;
+    assert_eq!((status, &error["code"]), (StatusCode::BAD_REQUEST, &json!("context_length_exceeded")));
+}

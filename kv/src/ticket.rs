@@ -1,0 +1,61 @@
+//! The one-time right to write a prompt's blocks into another worker's memory.
+
+use std::fmt;
+
+/// Whoever presents it may write the blocks of one reservation. So each is drawn from the system's randomness, is known only to the
+/// worker that drew it and the one that it was given to, and is never logged: `Debug` hides it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ticket([u8; Ticket::BYTES]);
+
+/// A ticket has [`Ticket::BYTES`] bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a ticket has {} bytes; the sender must pass on the one that it was given", Ticket::BYTES)]
+pub struct InvalidTicket;
+
+impl Ticket {
+    /// On the wire: 128 bits cannot be guessed.
+    pub const BYTES: usize = 16;
+
+    /// These bytes must be random, except in tests.
+    pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
+        Self(bytes)
+    }
+
+    /// What is sent.
+    pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
+        &self.0
+    }
+}
+
+impl TryFrom<&[u8]> for Ticket {
+    type Error = InvalidTicket;
+
+    fn try_from(bytes: &[u8]) -> Result<Self, InvalidTicket> {
+        bytes.try_into().map(Self).map_err(|_| InvalidTicket)
+    }
+}
+
+impl fmt::Debug for Ticket {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Ticket(hidden)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticket_of_another_length_is_refused() {
+        for bytes in [&[][..], &[7; 8], &[7; 15], &[7; 17]] {
+            assert_eq!(Ticket::try_from(bytes), Err(InvalidTicket));
+        }
+        let ticket = Ticket::from_bytes([7; 16]);
+        assert_eq!(Ticket::try_from(&ticket.as_bytes()[..]), Ok(ticket));
+    }
+
+    #[test]
+    fn ticket_is_not_printed() {
+        assert_eq!(format!("{:?}", Ticket::from_bytes([0x5a; 16])), "Ticket(hidden)");
+    }
+}

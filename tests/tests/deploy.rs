@@ -1,0 +1,205 @@
+//! What `deploy/` starts is hardened: each service of the compose file is looked at, so that a new one cannot be forgotten. The scripts for
+//! passwords are run against a real etcd and a real NATS.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    net::TcpListener,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+};
+use tandem::model::Source;
+
+/// Maps that are merged into each other: hardened, tandem, prefill, prefill-2.
+const MERGES_MAX: usize = 4;
+
+fn deploy(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
+}
+
+/// The compose file with anchors and merge keys resolved, and variables as they stand.
+fn compose() -> Result<Value> {
+    let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy("docker-compose.yml"))?)?;
+    // One level of merged maps within merged maps at a time.
+    for _ in 0..MERGES_MAX {
+        yaml.apply_merge()?;
+    }
+    Ok(serde_json::to_value(yaml)?)
+}
+
+fn services() -> Result<BTreeMap<String, Value>> {
+    let services = compose()?["services"].as_object().context("a map of services")?.clone();
+    ensure!(services.len() >= 9, "only {} services were found", services.len());
+    Ok(services.into_iter().collect())
+}
+
+fn names(list: &Value) -> BTreeSet<String> {
+    match list {
+        Value::Array(names) => names.iter().filter_map(Value::as_str).map(str::to_owned).collect(),
+        Value::Object(map) => map.keys().cloned().collect(),
+        _ => BTreeSet::new(),
+    }
+}
+
+#[test]
+fn every_service_is_confined() -> Result<()> {
+    for (name, service) in services()? {
+        ensure!(service["read_only"] == true, "{name}: read_only");
+        ensure!(service["cap_drop"] == serde_json::json!(["ALL"]), "{name}: cap_drop");
+        ensure!(service["security_opt"] == serde_json::json!(["no-new-privileges:true"]), "{name}: security_opt");
+        ensure!(service["pids_limit"].is_u64(), "{name}: pids_limit");
+        ensure!(service["mem_limit"].is_string(), "{name}: mem_limit");
+        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network, with no reason given");
+        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it takes rights back");
+        let image = service["image"].as_str().context("an image")?;
+        ensure!(image.starts_with("${"), "{name}: {image} cannot be set to a digest");
+        for port in service["ports"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+            ensure!(port.contains(":-127.0.0.1:"), "{name}: {port} is open to other hosts by default");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn networks_keep_apart_what_does_not_talk() -> Result<()> {
+    let (compose, services) = (compose()?, services()?);
+    let on = |service: &str| names(&services[service]["networks"]);
+    let together = |one: &str, other: &str| !on(one).is_disjoint(&on(other));
+    for (one, other) in [
+        ("proxy", "router"),
+        ("proxy", "decode"),
+        ("proxy", "etcd"),
+        ("proxy", "nats"),
+        ("proxy", "prometheus"),
+        ("grafana", "router"),
+        ("grafana", "frontend"),
+        ("grafana", "etcd"),
+        ("prometheus", "etcd"),
+        ("prometheus", "nats"),
+        ("model", "router"),
+        ("model", "etcd"),
+    ] {
+        ensure!(!together(one, other), "{one} reaches {other}");
+    }
+    for (one, other) in [
+        ("proxy", "frontend"),
+        ("frontend", "router"),
+        ("decode", "prefill-2"),
+        ("decode", "nats"),
+        ("decode-2", "prometheus"),
+        ("etcd-auth", "etcd"),
+        ("grafana", "prometheus"),
+    ] {
+        ensure!(together(one, other), "{one} does not reach {other}");
+    }
+    for network in ["cluster", "control", "monitoring"] {
+        ensure!(compose["networks"][network]["internal"] == true, "{network} has a way out");
+    }
+    Ok(())
+}
+
+#[test]
+fn serving_processes_have_secrets_and_a_pinned_model_and_fetch_nothing() -> Result<()> {
+    let services = services()?;
+    let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
+    ensure!(services["model"]["command"][2] == *model, "it fetches {}", services["model"]["command"]);
+    for name in ["router", "frontend", "prefill", "decode", "prefill-2", "decode-2"] {
+        let service = &services[name];
+        let settings = &service["environment"];
+        ensure!(settings["TANDEM_MODEL"] == *model, "{name} serves {}", settings["TANDEM_MODEL"]);
+        ensure!(settings["TANDEM_OFFLINE"] == "true", "{name}: TANDEM_OFFLINE");
+        let secrets = names(&service["secrets"]);
+        for (setting, secret) in [
+            ("TANDEM_CLUSTER_KEY_FILE", "cluster_key"),
+            ("TANDEM_ETCD_PASSWORD_FILE", "etcd_password"),
+            ("TANDEM_NATS_PASSWORD_FILE", "nats_password"),
+        ] {
+            ensure!(secrets.contains(secret), "{name}: {secret}");
+            ensure!(settings[setting] == *format!("/run/secrets/{secret}"), "{name}: {setting}");
+        }
+        let writable = |volume: &Value| volume.as_str().is_some_and(|volume| !volume.ends_with(":ro"));
+        ensure!(!service["volumes"].as_array().context("volumes")?.iter().any(writable), "{name} may write to a volume");
+    }
+    Ok(())
+}
+
+/// Runs to its end, and says what it printed when it fails.
+fn run(command: &mut Command) -> Result<Output> {
+    let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
+    ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(output)
+}
+
+/// A server that ends with the test.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn secrets_are_random_kept_and_only_for_the_owner() -> Result<()> {
+    let (one, other) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let make = |folder: &Path| run(Command::new("bash").arg(deploy("secrets.sh")).arg(folder));
+    let (one, other) = (one.path().join("s"), other.path().join("s"));
+    make(&one)?;
+    make(&other)?;
+    ensure!(fs::metadata(&one)?.permissions().mode() & 0o777 == 0o700, "others get into the folder");
+    let made = names(&compose()?["secrets"]);
+    ensure!(made.len() >= 5, "{made:?}");
+    for name in &made {
+        let secret = fs::read_to_string(one.join(name)).with_context(|| name.clone())?;
+        ensure!(secret.len() >= 64 && secret != fs::read_to_string(other.join(name))?, "{name} is not random");
+    }
+    let nats = fs::read_to_string(one.join("nats.conf"))?;
+    ensure!(nats.contains(&fs::read_to_string(one.join("nats_password"))?), "NATS has another password");
+    make(&one)?;
+    ensure!(fs::read_to_string(one.join("nats.conf"))? == nats, "a second run changes what is there");
+    run(Command::new("nats-server").arg("-t").arg("-c").arg(one.join("nats.conf")))?;
+    Ok(())
+}
+
+#[test]
+fn etcd_asks_for_passwords_after_etcd_auth() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let secrets = folder.path().join("secrets");
+    run(Command::new("bash").arg(deploy("secrets.sh")).arg(&secrets))?;
+    let free = || TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let (clients, peers) = (format!("http://{}", free()?), format!("http://{}", free()?));
+    let mut etcd = Command::new("etcd");
+    etcd.arg("--data-dir").arg(folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
+    etcd.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients, "--listen-peer-urls", &peers]);
+    etcd.args(["--initial-advertise-peer-urls", &peers, "--initial-cluster", &format!("default={peers}")]);
+    let _etcd = Server(etcd.spawn().context("etcd is missing: apt-get install etcd-server")?);
+    let enable = || {
+        let mut script = Command::new("python3");
+        script.arg("-B").arg(deploy("etcd_auth.py")).arg(&clients);
+        run(script.arg(secrets.join("etcd_root_password")).arg(secrets.join("etcd_password")))
+    };
+    enable()?;
+    // A restart of the service, and a new password.
+    fs::write(secrets.join("etcd_password"), "new")?;
+    enable()?;
+    let check = r"
+import sys; sys.path.insert(0, sys.argv[1])
+from etcd_auth import ask, in_base64
+url = sys.argv[2]
+token = ask(url, 'auth/authenticate', {'name': 'tandem', 'password': 'new'})['token']
+ask(url, 'kv/put', {'key': in_base64('/tandem/c/x'), 'value': ''}, token)
+for key, token in (('/tandem/c/x', None), ('/other', token), ('/tandem0', token)):
+    try:
+        ask(url, 'kv/put', {'key': in_base64(key), 'value': ''}, token)
+    except RuntimeError:
+        continue
+    sys.exit(f'{key} was written')
+";
+    run(Command::new("python3").args(["-B", "-c", check]).arg(deploy(".")).arg(&clients))?;
+    Ok(())
+}

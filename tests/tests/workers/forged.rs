@@ -1,0 +1,227 @@
+//! A stranger on the cluster's network who writes KV of their own into the decode worker's memory. Neither a guessed nor a stolen ticket
+//! changes an answer, and nothing that the stranger wrote is ever found in the cache.
+
+use crate::{
+    between::{Between, write},
+    harness::{BLOCK_BYTES, Cluster, SOON, Setup, Worker, channel, prompt},
+};
+use serde_json::json;
+use std::time::Duration;
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::v1::{GenerateRequest, Reason, WorkerRef, generate_reply::Message};
+use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_tests::{Client, Endpoint};
+use tokio::net::TcpListener;
+
+const PROMPT: u32 = 300;
+const BLOCKS: u32 = 19;
+
+fn garbage() -> Vec<u8> {
+    vec![0xAA; BLOCK_BYTES as usize]
+}
+
+impl Cluster {
+    /// Prefilled on the prefill worker, as far as the decode worker knows.
+    fn through(&self, between: &Between, prompt: Vec<u32>) -> GenerateRequest {
+        let prefill = WorkerRef { address: between.address.clone(), ..self.prefill.reference() };
+        let cache_namespace = b"a salt that nobody else knows".to_vec();
+        GenerateRequest { prefill: Some(prefill), cache_namespace, ..self.local(prompt, 24) }
+    }
+
+    fn refused_writes(&self, reason: &str) -> f64 {
+        self.decode.metric(&format!(r#"tandem_worker_refused_writes_total{{worker="decode-0",reason="{reason}"}}"#))
+    }
+
+    fn refused_live_writes(&self) -> f64 {
+        ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
+    }
+}
+
+/// What the request's answer is where nobody interferes.
+async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
+    let alone = Cluster::start(Setup::default(), Setup::default()).await;
+    let local = GenerateRequest { prefill: None, instance_id: alone.decode.info.instance_id.clone(), ..request.clone() };
+    alone.answer(local).await.tokens[&0].clone()
+}
+
+/// What tickets once were: a counter that went through SplitMix64's finaliser twice, which can be turned back.
+fn successor(ticket: u64) -> u64 {
+    const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
+    const WORD: u64 = 0x7469_636b_6574;
+    let shifted = |value: u64, bits: u32| (0..64 / bits).fold(value, |whole, _| value ^ (whole >> bits));
+    let inverse = |odd: u64| (0..6).fold(odd, |inverse, _| inverse.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(inverse))));
+    let mix = |value: u64| {
+        let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let value = (value ^ (value >> 30)).wrapping_mul(ODD[0]);
+        let value = (value ^ (value >> 27)).wrapping_mul(ODD[1]);
+        value ^ (value >> 31)
+    };
+    let unmix = |value: u64| {
+        let value = shifted(value, 31).wrapping_mul(inverse(ODD[1]));
+        let value = shifted(value, 27).wrapping_mul(inverse(ODD[0]));
+        shifted(value, 30).wrapping_sub(0x9E37_79B9_7F4A_7C15)
+    };
+    mix(mix(unmix(unmix(ticket) ^ WORD).wrapping_add(1)) ^ WORD)
+}
+
+/// What somebody who has seen some tickets would try next.
+fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
+    let last = *seen.last().expect("one was seen");
+    let number = u128::from_le_bytes(last);
+    let mut guesses = vec![[0; 16], [0xff; 16], number.wrapping_add(1).to_le_bytes(), last];
+    guesses.push(u128::from_be_bytes(last).wrapping_add(1).to_be_bytes());
+    let [first, second] = [seen[0], last].map(u128::from_le_bytes);
+    guesses.push(second.wrapping_add(second.wrapping_sub(first)).to_le_bytes());
+    let [mut low, high] = [number as u64, (number >> 64) as u64];
+    for _ in 0..8 {
+        low = successor(low);
+        guesses.push((u128::from(high) << 64 | u128::from(low)).to_le_bytes());
+        guesses.push((u128::from(successor(high)) << 64 | u128::from(low)).to_le_bytes());
+    }
+    guesses
+}
+
+#[tokio::test]
+async fn guessed_ticket_writes_nothing() {
+    let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
+    let mut stranger = Between::start(channel(&cluster.prefill.address).await).await;
+    // Whoever may generate may name a prefill worker of their own, and is given tickets.
+    let mut seen = Vec::new();
+    for number in 0..3 {
+        let own = cluster.open(cluster.through(&stranger, prompt(100 + number, 40))).await;
+        seen.push(stranger.ticket().await.secret());
+        drop(own);
+    }
+    let request = GenerateRequest { cache_namespace: b"a secret salt".to_vec(), ..cluster.remote(prompt(1, PROMPT), 24) };
+    let mut victim = cluster.open(request.clone()).await;
+    victim.scheduled().await;
+    cluster.decode.until(|load| load.running_sequences == 1).await;
+    let mut landed = 0;
+    for guess in guesses(&seen) {
+        for index in 0..BLOCKS {
+            landed += u32::from(write(&cluster.decode.address, guess, &[index], garbage()).await.is_ok());
+        }
+    }
+    assert_eq!(landed, 0, "blocks of the stranger");
+    assert_eq!(victim.tokens().await, answer_alone(&request).await);
+    assert!(cluster.refused_writes("unknown_ticket") > 0.0 && cluster.refused_writes("spent_ticket") > 0.0);
+    assert_eq!(cluster.refused_live_writes(), 0.0, "no reservation has ended by it");
+    cluster.idle().await;
+}
+
+#[tokio::test]
+async fn forged_push_ends_reservation_and_is_never_cached() {
+    for forged in [0..BLOCKS, 0..1, BLOCKS - 1..BLOCKS] {
+        let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+        let mut between = Between::start(channel(&cluster.prefill.address).await).await;
+        let request = cluster.through(&between, prompt(1, PROMPT));
+        let mut victim = cluster.open(request.clone()).await;
+        victim.scheduled().await;
+        let seen = between.ticket().await;
+        let indices: Vec<u32> = forged.clone().collect();
+        write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket is the victim's own");
+        drop(seen);
+        // The true blocks come, and the forged ones are where they belong.
+        let Some(Message::Failure(failure)) = victim.next().await else { panic!("nobody confirms what was forged") };
+        assert_eq!((failure.reason(), &failure.instance_id), (Reason::PrefillLost, &cluster.prefill.info.instance_id));
+        assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
+        cluster.idle().await;
+        let again = cluster.answer(GenerateRequest { attempt: 2, prefill: None, ..request.clone() }).await;
+        assert_eq!((again.cached_tokens(), &again.tokens[&0]), (Some(0), &answer_alone(&request).await), "{forged:?}");
+        cluster.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn forged_blocks_are_dropped_when_nothing_confirms_them() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let mut between = Between::start(channel(&cluster.prefill.address).await).await;
+    let request = cluster.through(&between, prompt(1, PROMPT));
+    let mut victim = cluster.open(request.clone()).await;
+    victim.scheduled().await;
+    let seen = between.ticket().await;
+    let all: Vec<u32> = (0..BLOCKS).collect();
+    write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket is the victim's own");
+    // All blocks are there, and nothing starts: the worker that was chosen has not said a word.
+    assert_eq!(cluster.decode.engine.load().running_sequences, 1);
+    let twin = cluster.answer(GenerateRequest { prefill: None, samples: 2, ..request.clone() });
+    let leaving = async {
+        cluster.decode.until(|load| load.waiting_requests == 1).await;
+        drop(victim);
+    };
+    let (twin, ()) = tokio::join!(twin, leaving);
+    assert_eq!((twin.cached_tokens(), &twin.tokens[&0]), (Some(0), &answer_alone(&request).await));
+    drop(seen);
+    cluster.idle().await;
+    assert_eq!(cluster.refused_live_writes(), 0.0, "honest blocks that come late are told from an attack");
+}
+
+#[tokio::test]
+async fn write_of_another_block_or_size_ends_reservation() {
+    for (index, payload, reason) in [(0, vec![0; 64], "wrong_size"), (BLOCKS, garbage(), "not_missing")] {
+        let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+        let mut between = Between::start(channel(&cluster.prefill.address).await).await;
+        let mut victim = cluster.open(cluster.through(&between, prompt(1, PROMPT))).await;
+        victim.scheduled().await;
+        let seen = between.ticket().await;
+        assert!(seen.write(index, payload).await.is_err());
+        let Some(Message::Failure(failure)) = victim.next().await else { panic!("its ticket is in other hands") };
+        assert_eq!((failure.reason(), cluster.refused_writes(reason)), (Reason::PrefillLost, 1.0));
+        drop(seen);
+        cluster.idle().await;
+    }
+}
+
+/// A whole cluster with two prefill workers, of which the stranger sees both: the client never notices.
+#[tokio::test]
+async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
+    let cluster = Cluster::start(Setup::default(), Setup::default()).await;
+    let second = Worker::prefill(&Setup { number: 1, ..Setup::default() }).await;
+    let mut one = Between::start(channel(&cluster.prefill.address).await).await;
+    let mut other = Between::start(channel(&second.address).await).await;
+    let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
+    let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let (router, frontend) = (bind().await, bind().await);
+    let [router_at, frontend_at] = [&router, &frontend].map(|listener| listener.local_addr().expect("it is bound"));
+    let workers = [&one.address, &other.address, &cluster.decode.address].into_iter().cloned().collect();
+    let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, ..Default::default() };
+    let routing = tandem_router::run(router, settings, metrics.clone(), shutdown.clone());
+    shutdown.track(async move { routing.await.expect("it runs until it is stopped") });
+    let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router_at.to_string(), ServedModel::sim("sim")) };
+    let serving = tandem_frontend::run(frontend, settings, metrics.clone(), shutdown.clone());
+    shutdown.track(async move { serving.await.expect("it runs until it is stopped") });
+    let joined = || metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
+    let all_joined = async {
+        while joined() < 3 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(SOON, all_joined).await.expect("all workers join");
+    let client = Client::new(frontend_at);
+    let ask = async |salt: &str| {
+        let body = json!({ "model": "sim", "prompt": prompt(1, PROMPT), "max_tokens": 24, "seed": 7, "cache_salt": salt });
+        client.ask(Endpoint::Completions.path(), &body).await.expect("it is answered")
+    };
+    let mut ticket = async || {
+        tokio::select! {
+            seen = one.ticket() => seen,
+            seen = other.ticket() => seen,
+        }
+    };
+    let attacking = async {
+        let seen = ticket().await;
+        let all: Vec<u32> = (0..BLOCKS).collect();
+        write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket is the victim's own");
+        drop(seen);
+        drop(ticket().await);
+    };
+    let (answer, ()) = tokio::join!(ask("the victim's"), attacking);
+    assert_eq!((answer.status, cluster.refused_writes("not_missing")), (200, 1.0));
+    // Where nobody interferes, the answer is the same, with the victim's salt and with another one.
+    for salt in ["the victim's", "another"] {
+        let (again, ()) = tokio::join!(ask(salt), async { drop(ticket().await) });
+        assert_eq!(again.text(0), answer.text(0), "salt {salt}");
+    }
+    shutdown.run(Duration::ZERO).await;
+}
