@@ -53,6 +53,10 @@ impl Process {
         settings.tenants.check(settings.listen)?;
         let mut process = Self::new("tandem-frontend", &own.cluster, &settings)?;
         let listener = listen(settings.listen, "--listen").await?;
+        let admin = match own.admin_listen {
+            Some(address) => Some(listen(address, "--admin-listen").await?),
+            None => None,
+        };
         let served = load_served(&settings).await?;
         process.name = format!("frontend for {}", served.id());
         let address = local_address(&listener)?;
@@ -60,11 +64,14 @@ impl Process {
         let of_etcd = || format!("as etcd at {} says", own.discovery.etcd.join(", "));
         let listed = if own.discovery.etcd.is_empty() { own.router.join(", ") } else { of_etcd() };
         process.places = vec![("OpenAI API", url), ("routers", listed)];
+        if let Some(admin) = &admin {
+            process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
+        }
         if let Some((etcd, address)) = own.discovery.registration(&own.cluster, address)? {
             let card = card(discovery::Role::Frontend, address, served.id(), &settings);
             process.register(etcd, std::future::ready(card));
         }
-        process.parts.frontend(listener, routers, &settings, served, &process.metrics, &process.service);
+        process.parts.frontend((listener, admin), routers, &settings, served, &process.metrics, &process.service);
         Ok(process)
     }
 
