@@ -3,12 +3,19 @@
 use std::time::Duration;
 use tandem_engine::{FinishReason, Generate, Generated, KvSource, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
-use tandem_proto::v1::{self, GenerateRequest, WorkerRef, finished};
+use tandem_proto::{
+    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
+    v1::{self, GenerateRequest, WorkerRef, finished},
+};
 
 /// Samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
 /// Alternatives of one token.
 const LOGPROBS_MAX: u32 = 20;
+/// Tokens with a bias, as many as a frontend lets through.
+const BIASES_MAX: usize = 1_024;
+/// Tokens that end a sample: more than a frontend lets through with those of the model.
+const STOP_TOKENS_MAX: usize = 1_024;
 /// Of penalties and biases, either way: far beyond what makes a difference, far within what stays finite.
 const WEIGHT_MAX: f32 = 1_000.0;
 
@@ -62,6 +69,16 @@ impl Request {
         let known = |token: &TokenId| usize::try_from(*token).is_ok_and(|token| token < vocab_size);
         if request.prompt.is_empty() {
             return Err(Invalid::EmptyPrompt);
+        }
+        for (field, bytes, bytes_max, allowed) in [
+            ("request_id", request.request_id.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
+            ("traceparent", request.traceparent.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
+            ("account", request.account.len(), TEXT_BYTES_MAX, "at most 1024 bytes"),
+            ("cache_namespace", request.cache_namespace.len(), NAMESPACE_BYTES_MAX, "at most 4096 bytes"),
+        ] {
+            if bytes > bytes_max {
+                return Err(Invalid::OutOfRange { field, allowed });
+            }
         }
         if !request.prompt.iter().all(known) {
             return Err(Invalid::UnknownToken);
@@ -140,6 +157,8 @@ fn sampling(sampling: v1::Sampling) -> Result<Sampling, Invalid> {
         ("presence_penalty", "between -1000 and 1000", weight.contains(&presence_penalty)),
         ("repetition_penalty", "above 0 and at most 1000", repetition_penalty > 0.0 && repetition_penalty <= WEIGHT_MAX),
         ("logit_bias", "between -1000 and 1000", logit_bias.values().all(|bias| weight.contains(bias))),
+        ("logit_bias", "of at most 1024 tokens", logit_bias.len() <= BIASES_MAX),
+        ("stop_token_ids", "at most 1024 tokens", stop_token_ids.len() <= STOP_TOKENS_MAX),
         ("min_tokens", "at most max_tokens", max_tokens.is_none_or(|max_tokens| min_tokens <= max_tokens)),
         ("logprobs", "at most 20", logprobs.is_none_or(|top| top <= LOGPROBS_MAX)),
     ] {

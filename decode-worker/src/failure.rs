@@ -16,6 +16,10 @@ pub(crate) enum Ended {
     Draining,
     #[error(transparent)]
     Invalid(#[from] Invalid),
+    #[error(
+        "no router of this cluster vouches for the prefill worker's address; requests are to name workers as a placement does"
+    )]
+    Unvouched,
     #[error("too many requests wait for a prefill; try again later or elsewhere")]
     RemoteWaitingFull,
     #[error(transparent)]
@@ -58,6 +62,7 @@ impl Ended {
             Self::NoBlocks => (Reason::Timeout, instance_id.to_owned()),
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
             Self::Invalid(_)
+            | Self::Unvouched
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (Reason::Invalid, instance_id.to_owned()),

@@ -14,11 +14,17 @@ use crate::{
 use tandem_engine::{Event, Job, Started};
 use tandem_kv::Ticket;
 use tandem_node::worker::Direction;
-use tandem_proto::v1::{self, PrefillChunk, PrefillDone, PrefillStart, Reason, Way, WorkerRef, generate_reply::Message};
+use tandem_proto::v1::{
+    self, PrefillChunk, PrefillDone, PrefillStart, Reason, Way, WorkerRef, generate_reply::Message, worker_info::Role,
+};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
+    if !prefill.is_vouched(Role::Prefill, worker.channels.network().key()) {
+        worker.metrics.count_unvouched();
+        return Err(Ended::Unvouched);
+    }
     request.generate.check(worker.engine.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
     let Request { attempt, traceparent, generate, output, start_within, .. } = request;
@@ -84,7 +90,8 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
                     given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
-                    prefill.give(v1::Ticket { ticket, address, missing_blocks, way, communicator });
+                    let ticket = v1::Ticket { ticket, address, missing_blocks, way, communicator, ..Default::default() };
+                    prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
                     let way = given.as_ref().map_or(Way::Tcp, |(_, chosen)| chosen.way);

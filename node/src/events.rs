@@ -3,6 +3,9 @@
 //! Core NATS promises nothing: messages are lost when a connection breaks or a listener is slow. So nothing is built on it that
 //! the events' numbers do not check: whoever misses one asks the worker for a snapshot. While NATS is away, workers tell routers
 //! directly.
+//!
+//! In a cluster with a key each message is a batch and its signature. What no process with the key has signed is dropped before
+//! anything is made of it, so that whoever may publish there can neither invent events nor make routers ask for snapshots.
 
 use crate::{Metrics, Secret, retry::complaint};
 use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subscriber, connection::State};
@@ -15,7 +18,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tandem_kv::KvBatch;
-use tandem_proto::{event_batch, split_batch, v1::KvEventBatch};
+use tandem_proto::{ClusterKey, Purpose, SIGNATURE_BYTES, event_batch, split_batch, v1::KvEventBatch};
 use tokio::sync::{
     broadcast::{self, error::RecvError},
     watch,
@@ -97,6 +100,8 @@ pub enum NatsError {
 pub struct Broker {
     client: Client,
     cluster: Arc<str>,
+    key: ClusterKey,
+    forged: metrics::Counter,
     connected: watch::Receiver<bool>,
 }
 
@@ -107,8 +112,12 @@ impl fmt::Debug for Broker {
 }
 
 impl Broker {
-    /// Begins to connect. What is wrong with the settings is told now; NATS itself may be away.
-    pub async fn open(settings: &NatsSettings, metrics: &Metrics) -> Result<Self, NatsError> {
+    /// Begins to connect. What is wrong with the settings is told now; NATS itself may be away. Batches are signed with `key`, if the
+    /// cluster has one.
+    ///
+    /// # Errors
+    /// The settings cannot be used.
+    pub async fn open(settings: &NatsSettings, key: ClusterKey, metrics: &Metrics) -> Result<Self, NatsError> {
         let addresses = settings.servers.iter().map(|server| server_address(server)).collect::<Result<Vec<_>, _>>()?;
         let (tell, connected) = watch::channel(false);
         let watching = Watching::new(tell, metrics);
@@ -116,7 +125,13 @@ impl Broker {
             watching.take(&event);
             std::future::ready(())
         });
-        Ok(Self { client: client.connect(addresses).await?, cluster: (&*settings.cluster).into(), connected })
+        let forged = metrics.counter(
+            "tandem_events_nats_forged_total",
+            "Messages of NATS that were dropped because no process with the cluster's key has signed them.",
+            &[],
+        );
+        let client = client.connect(addresses).await?;
+        Ok(Self { client, cluster: (&*settings.cluster).into(), key, forged, connected })
     }
 
     /// Whether messages are sent and received now.
@@ -147,9 +162,11 @@ impl Broker {
             0 => MESSAGE_BYTES_MAX,
             allowed => MESSAGE_BYTES_MAX.min(allowed),
         };
-        for part in split_batch(batch, bytes_max) {
+        let instance_id = batch.instance_id.clone();
+        for part in split_batch(batch, bytes_max.saturating_sub(SIGNATURE_BYTES)) {
+            let message = self.signed(&instance_id, part.encode_to_vec());
             tokio::select! {
-                published = self.client.publish(subject.clone(), part.encode_to_vec().into()) => if let Err(error) = published {
+                published = self.client.publish(subject.clone(), message.into()) => if let Err(error) = published {
                     return tracing::debug!("a batch of KV events was not published: {}", complaint(&error));
                 },
                 () = self.until(false) => return,
@@ -174,7 +191,8 @@ impl Broker {
 
     /// What the instance publishes from about now on. Dropping it ends the subscription.
     pub async fn subscribe(&self, instance_id: &str) -> Result<Published, NatsError> {
-        let published = Published(self.client.subscribe(self.subject(instance_id)).await?);
+        let messages = self.client.subscribe(self.subject(instance_id)).await?;
+        let published = Published { messages, broker: self.clone(), instance_id: instance_id.to_owned() };
         // Once it is on its way, NATS knows it before a snapshot is made elsewhere; if not, an event is missed by its number.
         tokio::select! {
             _ = self.client.flush() => {}
@@ -183,20 +201,46 @@ impl Broker {
         Ok(published)
     }
 
+    /// The batch with its signature behind it; without a key the batch alone.
+    fn signed(&self, instance_id: &str, mut batch: Vec<u8>) -> Vec<u8> {
+        let signature = self.key.sign(Purpose::Events, &[self.cluster.as_bytes(), instance_id.as_bytes(), &batch]);
+        batch.extend(signature);
+        batch
+    }
+
+    /// The batch of a message, if a process with the key has signed it as this instance's.
+    fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
+        if !self.key.is_set() {
+            return Some(message);
+        }
+        let (batch, signature) = message.split_at_checked(message.len().checked_sub(SIGNATURE_BYTES)?)?;
+        let parts = [self.cluster.as_bytes(), instance_id.as_bytes(), batch];
+        self.key.verifies(Purpose::Events, &parts, signature).then_some(batch)
+    }
+
     fn subject(&self, instance_id: &str) -> String {
         format!("tandem.{}.kv.{instance_id}", self.cluster)
     }
 }
 
 /// What one instance publishes.
-pub struct Published(Subscriber);
+pub struct Published {
+    messages: Subscriber,
+    broker: Broker,
+    instance_id: String,
+}
 
 impl Published {
-    /// The next batch; `None` when the client has ended. What cannot be read is left out, and is missed by its number.
-    /// Cancel-safe.
+    /// The next batch; `None` when the client has ended. Messages without the cluster's signature are dropped and counted; what cannot
+    /// be read is left out, and is missed by its number. Cancel-safe.
     pub async fn next(&mut self) -> Option<KvEventBatch> {
         loop {
-            match KvEventBatch::decode(self.0.next().await?.payload) {
+            let message = self.messages.next().await?.payload;
+            let Some(batch) = self.broker.verified(&self.instance_id, &message) else {
+                self.broker.forged.increment(1);
+                continue;
+            };
+            match KvEventBatch::decode(batch) {
                 Ok(batch) => return Some(batch),
                 Err(error) => tracing::debug!(%error, "a message of NATS is no batch of KV events"),
             }

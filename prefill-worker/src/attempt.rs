@@ -13,8 +13,12 @@ use tandem_node::{
     trace::Span,
     worker::{Begun, ClientGone, Direction, ReplySender},
 };
-use tandem_proto::v1::{
-    self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, prefill_reply, prefill_request,
+use tandem_proto::{
+    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
+    v1::{
+        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, prefill_reply,
+        prefill_request,
+    },
 };
 use tandem_transfer::TransferError;
 use tokio::time::Instant;
@@ -50,6 +54,10 @@ pub(crate) async fn attempt(
 
     // The engine computes meanwhile.
     let ticket = ticket(worker, &mut messages).await?;
+    if !ticket.is_vouched(&worker.instance_id, &worker.key) {
+        worker.metrics.count_unvouched();
+        return Err(Ended::Protocol(Protocol::Unvouched));
+    }
     check(&ticket, blocks(prompt_tokens, worker.engine.info().block_size))?;
     send(worker, job, ticket, span).await
 }
@@ -60,6 +68,10 @@ async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
     }
     if worker.requests.is_draining() {
         return Err(Ended::Draining);
+    }
+    let texts = [&start.request_id, &start.traceparent, &start.account];
+    if texts.iter().any(|text| text.len() > TEXT_BYTES_MAX) || start.cache_namespace.len() > NAMESPACE_BYTES_MAX {
+        return Err(Ended::TooLong);
     }
     let vocab_size = worker.engine.info().vocab_size;
     if start.prompt.iter().any(|token| usize::try_from(*token).map_or(true, |token| token >= vocab_size)) {

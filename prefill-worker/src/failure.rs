@@ -2,7 +2,10 @@
 
 use tandem_engine::Refusal;
 use tandem_node::worker::ClientGone;
-use tandem_proto::v1::{Failure, Reason};
+use tandem_proto::{
+    NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
+    v1::{Failure, Reason},
+};
 use tandem_transfer::TransferError;
 use tonic::Status;
 
@@ -15,6 +18,8 @@ pub(crate) enum Ended {
     WrongInstance { asked_for: String },
     #[error("the worker is leaving; try another")]
     Draining,
+    #[error("request_id, traceparent and account have at most {TEXT_BYTES_MAX} bytes, cache_namespace {NAMESPACE_BYTES_MAX}")]
+    TooLong,
     #[error("a token id of the prompt is not in the model's vocabulary")]
     UnknownToken,
     #[error(transparent)]
@@ -47,6 +52,8 @@ pub(crate) enum Protocol {
     InvalidTicket,
     #[error("the ticket's address is not of the form host:port")]
     InvalidAddress,
+    #[error("no decode worker of this cluster vouches for the ticket's address")]
+    Unvouched,
     #[error("the ticket's way was not offered")]
     NotOffered,
 }
@@ -74,7 +81,8 @@ impl Ended {
             Self::Draining => (Reason::Draining, instance_id.to_owned()),
             Self::NoTicket => (Reason::Timeout, instance_id.to_owned()),
             Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
-            Self::UnknownToken
+            Self::TooLong
+            | Self::UnknownToken
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (Reason::Invalid, instance_id.to_owned()),

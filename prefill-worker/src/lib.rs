@@ -90,6 +90,7 @@ pub async fn run(
     metrics.transfer(transport.name(), Direction::Sent);
     let worker = Worker {
         instance_id: info.instance_id.clone(),
+        key: listener.network().key().clone(),
         ways: Ways::new(
             engine.kv_memory().filter(|_| settings.device_transfers).cloned(),
             listener.network().clone(),

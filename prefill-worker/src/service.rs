@@ -13,7 +13,10 @@ use tandem_node::{
     trace::Span,
     worker::{ClientGone, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics},
 };
-use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
+use tandem_proto::{
+    ClusterKey,
+    v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill},
+};
 use tandem_transfer::Transport;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
@@ -21,6 +24,8 @@ use tracing::Instrument;
 /// What all attempts share.
 pub(crate) struct Worker {
     pub(crate) instance_id: String,
+    /// Of the cluster whose workers it connects to.
+    pub(crate) key: ClusterKey,
     pub(crate) engine: EngineHandle,
     pub(crate) settings: PrefillWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,

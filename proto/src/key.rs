@@ -15,6 +15,9 @@ use tonic::metadata::{Ascii, MetadataValue};
 /// The shortest secret: as many bytes as HMAC-SHA256 has in its result. A shorter one could be guessed from what is seen of it.
 pub const SECRET_BYTES_MIN: usize = 32;
 
+/// The length of a signature.
+pub const SIGNATURE_BYTES: usize = 32;
+
 /// The secret has fewer than [`SECRET_BYTES_MIN`] bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the cluster key has {bytes} bytes, and {SECRET_BYTES_MIN} are the fewest; make one with: openssl rand -hex 32")]
@@ -115,7 +118,7 @@ impl ClusterKey {
         hmac::verify(&keys.comparing, presented, keys.bearer_tag.as_ref()).is_ok()
     }
 
-    /// Signs parts, in their order and with their lengths: 32 bytes; empty without a key.
+    /// Signs parts, in their order and with their lengths: [`SIGNATURE_BYTES`]; empty without a key.
     pub fn sign(&self, purpose: Purpose, parts: &[&[u8]]) -> Vec<u8> {
         let Some(keys) = &self.0 else { return Vec::new() };
         hmac::sign(keys.of(purpose), &joined(parts)).as_ref().to_vec()
@@ -137,6 +140,15 @@ impl Subkeys {
         }
     }
 }
+
+/// Keys are equal if their fingerprints are.
+impl PartialEq for ClusterKey {
+    fn eq(&self, other: &Self) -> bool {
+        self.fingerprint() == other.fingerprint()
+    }
+}
+
+impl Eq for ClusterKey {}
 
 impl fmt::Debug for ClusterKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

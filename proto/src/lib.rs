@@ -10,12 +10,19 @@ mod reason;
 mod scheduled;
 mod snapshot;
 mod ticket;
+mod vouch;
 
 pub use error::WireError;
 pub use event::{event_batch, split_batch};
 pub use identity::Difference;
-pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, TooShort};
+pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, SIGNATURE_BYTES, TooShort};
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
+
+/// Bytes of an id, a name, an account or a trace's context in a message, at most: frontends send less than a tenth of it.
+pub const TEXT_BYTES_MAX: usize = 1_024;
+
+/// Bytes of a cache namespace in a message, at most: names of a model, a revision and an adapter, and a salt.
+pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 
 /// The messages and services of package `tandem.v1`.
 #[allow(missing_docs, rustdoc::all, clippy::all)]

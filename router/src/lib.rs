@@ -105,7 +105,8 @@ pub async fn run(
     };
     // A booking is a held stream, and one frontend may hold them all.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
-    let service = RouterService { cluster: cluster.clone(), settings, alone, shutdown: shutdown.clone() };
+    let key = listener.network().key().clone();
+    let service = RouterService { cluster: cluster.clone(), settings, key, alone, shutdown: shutdown.clone() };
     let service = RouterServer::new(service).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
     let draining = shutdown.clone();
     let server = link::server().max_concurrent_streams(streams_max);

@@ -14,10 +14,13 @@ use tandem_node::{
     Shutdown,
     trace::{Span, Tracer},
 };
-use tandem_proto::v1::{
-    AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Leaving, Placement, Reason,
-    RoutePrompt, RouteReply, RouteRequest, Running, WorkersReply, WorkersRequest, route_reply, route_request::Message,
-    router_server::Router,
+use tandem_proto::{
+    ClusterKey, TEXT_BYTES_MAX,
+    v1::{
+        AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Leaving, Placement,
+        Reason, RoutePrompt, RouteReply, RouteRequest, Running, WorkersReply, WorkersRequest, route_reply,
+        route_request::Message, router_server::Router,
+    },
 };
 use tokio::{
     sync::watch,
@@ -35,6 +38,8 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) settings: RouterSettings,
+    /// Vouches for the addresses of placements.
+    pub(crate) key: ClusterKey,
     /// No other router is known: what this one refuses, nobody can place.
     pub(crate) alone: bool,
     pub(crate) shutdown: Shutdown,
@@ -60,6 +65,7 @@ impl Router for RouterService {
         let mut held = Held {
             cluster: self.cluster.clone(),
             tracer: self.settings.tracer.clone(),
+            key: self.key.clone(),
             traceparent,
             prompt_tokens: asked.prompt_tokens,
             asked,
@@ -131,6 +137,11 @@ impl RouterService {
     fn check(&self, prompt: RoutePrompt) -> Result<(Option<Running>, Asked), Status> {
         if prompt.request_id.is_empty() {
             return Err(Status::invalid_argument("`request_id` is missing"));
+        }
+        if [&prompt.request_id, &prompt.traceparent, &prompt.model].iter().any(|text| text.len() > TEXT_BYTES_MAX) {
+            return Err(Status::invalid_argument(format!(
+                "`request_id`, `traceparent` and `model` have at most {TEXT_BYTES_MAX} bytes"
+            )));
         }
         if prompt.prompt_tokens == 0 {
             return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
@@ -232,6 +243,7 @@ const EXCLUDED_MAX: usize = 256;
 struct Held {
     cluster: Arc<Cluster>,
     tracer: Tracer,
+    key: ClusterKey,
     traceparent: String,
     asked: Asked,
     /// Of the prompt alone.
@@ -256,7 +268,7 @@ impl Held {
                 self.booking = Some(booking);
                 drop(state);
                 describe(&span, &placement);
-                route_reply::Message::Placement(placement)
+                route_reply::Message::Placement(placement.vouched(&self.key))
             }
             Err(not_placed) => {
                 tracing::debug!(request_id = %self.asked.request_id, attempt = self.attempts, "not placed: {not_placed}");

@@ -7,15 +7,18 @@ use tandem::settings::{KeyFlags, PrefillPlace, UpSettings};
 use tandem_kv::{HashKey, Namespace, SequenceHash, sequence_hashes};
 use tandem_proto::{
     ClusterKey,
-    link::{Network, endpoint},
+    link::{Channel, Network, endpoint},
     v1::{
-        BookingsRequest, DescribeRequest, ExplainRequest, GenerateRequest, LinkRequest, PrefillRequest, PushRequest,
-        RouteRequest, SnapshotRequest, WatchRequest, WorkersRequest, control_client::ControlClient, decode_client::DecodeClient,
-        prefill_client::PrefillClient, router_client::RouterClient, transfer_client::TransferClient,
+        BookingsRequest, Candidate, DescribeRequest, ExplainRequest, GenerateRequest, LinkRequest, Placement, PrefillRequest,
+        PrefillStart, PushRequest, Reason, RoutePrompt, RouteRequest, Sampling, SnapshotRequest, Ticket, WatchRequest, WorkerRef,
+        WorkersRequest, control_client::ControlClient, decode_client::DecodeClient, generate_reply,
+        prefill_client::PrefillClient, prefill_reply, prefill_request, route_reply, route_request, router_client::RouterClient,
+        transfer_client::TransferClient,
     },
 };
 use tandem_tests::{Client, Endpoint, TestCluster, sim_settings, start};
-use tokio_stream::empty;
+use tokio::sync::mpsc;
+use tokio_stream::{empty, wrappers::ReceiverStream};
 use tonic::{Code, Status};
 
 const SECRET: &[u8] = b"the secret of one cluster in a test";
@@ -104,6 +107,115 @@ async fn hashes_that_a_stranger_sees_do_not_confirm_guessed_prompts() -> Result<
     };
     assert_eq!(confirmed(&ClusterKey::new(SECRET)?.hash_key()), (tokens.len() - 1) / 16, "the cluster itself knows them");
     assert_eq!([HashKey::NONE, ClusterKey::random().hash_key()].map(|key| confirmed(&key)), [0, 0]);
+    cluster.stop().await;
+    Ok(())
+}
+
+/// A process with the key, that names workers which are none.
+struct Insider {
+    router: RouterClient<Channel>,
+    decode: DecodeClient<Channel>,
+    prefill: PrefillClient<Channel>,
+}
+
+impl Insider {
+    fn new(cluster: &TestCluster) -> Result<Self> {
+        let network = Network::tcp(ClusterKey::new(SECRET)?);
+        let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
+        let [prefill, decode] = cluster.inner().workers() else { anyhow::bail!("there are two workers") };
+        let (router, decode) = (RouterClient::new(to(cluster.inner().router())?), DecodeClient::new(to(decode.address)?));
+        Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
+    }
+
+    /// The workers that the router names for a prompt: where it is decoded, and where it is prefilled.
+    async fn placed(&mut self) -> Result<[WorkerRef; 2]> {
+        let identity = self.router.workers(WorkersRequest {}).await?.into_inner().identity;
+        let prompt =
+            RoutePrompt { request_id: "r".to_owned(), prompt_tokens: PROMPT_TOKENS, samples: 1, identity, ..Default::default() };
+        let message = Some(route_request::Message::Prompt(prompt));
+        let mut replies = self.router.route(tokio_stream::once(RouteRequest { message })).await?.into_inner();
+        let reply = replies.message().await?.and_then(|reply| reply.message);
+        let Some(route_reply::Message::Placement(Placement { decode, prefill, .. })) = reply else { anyhow::bail!("{reply:?}") };
+        let worker = |candidate: Option<Candidate>| candidate.and_then(|candidate| candidate.worker);
+        let [Some(decode), Some(prefill)] = [worker(decode), worker(prefill)] else { anyhow::bail!("both are named") };
+        Ok([decode, prefill])
+    }
+
+    /// What the decode worker answers first when it is to have a prompt prefilled there.
+    async fn generate(&mut self, instance_id: &str, prefill: WorkerRef) -> Result<Option<generate_reply::Message>> {
+        let request = GenerateRequest {
+            request_id: "r".to_owned(),
+            attempt: 1,
+            instance_id: instance_id.to_owned(),
+            prompt: (0..PROMPT_TOKENS).collect(),
+            sampling: Some(Sampling { max_tokens: Some(1), top_p: 1.0, repetition_penalty: 1.0, ..Default::default() }),
+            samples: 1,
+            prefill: Some(prefill),
+            ..Default::default()
+        };
+        Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
+    }
+
+    /// How the prefill worker ends a prompt whose blocks it is to send there.
+    async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
+        let (requests, sent) = mpsc::channel(2);
+        let start = PrefillStart {
+            request_id: "r".to_owned(),
+            attempt: 1,
+            instance_id: instance_id.to_owned(),
+            prompt: (0..PROMPT_TOKENS).collect(),
+            ..Default::default()
+        };
+        requests.send(PrefillRequest { message: Some(prefill_request::Message::Start(start)) }).await?;
+        let mut replies = self.prefill.prefill(ReceiverStream::new(sent)).await?.into_inner();
+        let scheduled = replies.message().await?.and_then(|reply| reply.message);
+        anyhow::ensure!(matches!(scheduled, Some(prefill_reply::Message::Scheduled(_))), "{scheduled:?}");
+        requests.send(PrefillRequest { message: Some(prefill_request::Message::Ticket(ticket)) }).await?;
+        loop {
+            match replies.message().await {
+                Ok(Some(reply)) => anyhow::ensure!(reply.message.is_none(), "{reply:?}"),
+                Ok(None) => anyhow::bail!("it ended as if all were well"),
+                Err(status) => return Ok(status),
+            }
+        }
+    }
+}
+
+const PROMPT_TOKENS: u32 = 40;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_connect_to_no_address_that_the_cluster_does_not_vouch_for() -> Result<()> {
+    let cluster = keyed().await?;
+    let (client, mut insider) = (Client::new(cluster.frontend()), Insider::new(&cluster)?);
+    // Nothing of the cluster is to connect here.
+    let lure = std::net::TcpListener::bind("127.0.0.1:0")?;
+    lure.set_nonblocking(true)?;
+    let address = lure.local_addr()?.to_string();
+    let [decode, prefill] = insider.placed().await?;
+    for named in [
+        WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
+        WorkerRef { address: address.clone(), ..prefill.clone() },
+        WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
+        // It is what it says, but no prefill worker.
+        decode.clone(),
+    ] {
+        let answer = insider.generate(&decode.instance_id, named).await?;
+        let Some(generate_reply::Message::Failure(failure)) = answer else { anyhow::bail!("{answer:?}") };
+        assert_eq!(failure.reason(), Reason::Invalid);
+        assert!(failure.message.contains("no router of this cluster vouches for"), "{}", failure.message);
+    }
+    for address_signature in [Vec::new(), decode.signature.clone(), prefill.signature.clone()] {
+        let ticket = Ticket { address: address.clone(), missing_blocks: vec![0], address_signature, ..Default::default() };
+        let status = insider.prefill(&prefill.instance_id, ticket).await?;
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("no decode worker of this cluster vouches for"), "{status}");
+    }
+    let unvouched = "tandem_worker_unvouched_addresses_total";
+    assert_eq!((client.metric(unvouched, "decode-0").await?, client.metric(unvouched, "prefill-0").await?), (4.0, 3.0));
+    assert_eq!(lure.accept().err().map(|error| error.kind()), Some(std::io::ErrorKind::WouldBlock), "nothing has connected");
+
+    let answer = insider.generate(&decode.instance_id, prefill).await?;
+    assert!(matches!(answer, Some(generate_reply::Message::Scheduled(_))), "what the router names is used: {answer:?}");
     cluster.stop().await;
     Ok(())
 }

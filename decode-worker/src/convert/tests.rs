@@ -52,7 +52,8 @@ fn what_no_worker_can_run_is_refused() {
         assert_eq!(refused(|request| request.samples = samples), Invalid::Samples);
     }
     assert_eq!(refused(|request| request.sampling = None), Invalid::NoSampling);
-    let whole = WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned() };
+    let whole =
+        WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned(), ..Default::default() };
     for part in [WorkerRef { instance_id: String::new(), ..whole.clone() }, WorkerRef { address: String::new(), ..whole.clone() }]
     {
         assert_eq!(refused(|request| request.prefill = Some(part)), Invalid::NoPrefillWorker);
@@ -87,6 +88,22 @@ fn sampling_out_of_range_is_refused_by_its_name() {
     assert_eq!(refused_sampling(more_than_all), "min_tokens");
 }
 
+#[test]
+fn what_a_message_carries_besides_the_prompt_is_bounded() {
+    let too_long = |change: fn(&mut GenerateRequest, String)| match refused(|request| change(request, "x".repeat(1_025))) {
+        Invalid::OutOfRange { field, .. } => field,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(too_long(|request, text| request.request_id = text), "request_id");
+    assert_eq!(too_long(|request, text| request.traceparent = text), "traceparent");
+    assert_eq!(too_long(|request, text| request.account = text), "account");
+    assert_eq!(too_long(|request, text| request.cache_namespace = text.repeat(4).into()), "cache_namespace");
+    assert_eq!(refused_sampling(|sampling| sampling.logit_bias = (0..1_025).map(|token| (token, 1.0)).collect()), "logit_bias");
+    assert_eq!(refused_sampling(|sampling| sampling.stop_token_ids = vec![1; 1_025]), "stop_token_ids");
+    let longest = GenerateRequest { request_id: "x".repeat(1_024), cache_namespace: vec![0; 4_096], ..request() };
+    assert!(Request::check(longest, VOCAB_SIZE).is_ok());
+}
+
 proptest! {
     #[test]
     fn a_request_reaches_the_engine_as_it_was_sent(
@@ -98,7 +115,7 @@ proptest! {
         remote in any::<bool>(),
     ) {
         let min_tokens = max_tokens.map_or(min_tokens, |max_tokens| min_tokens.min(max_tokens));
-        let prefill = WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned() };
+        let prefill = WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned(), ..Default::default() };
         let wire = GenerateRequest {
             prompt: prompt.clone(),
             samples,

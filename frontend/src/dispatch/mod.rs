@@ -15,7 +15,7 @@ use tandem_proto::{
     link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
     v1::{
         AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Generated, Placement,
-        PrefillChunk, Reason, Sampling, Scheduled, Started, decode_client::DecodeClient, generate_reply,
+        PrefillChunk, Reason, Sampling, Scheduled, Started, decode_client::DecodeClient, generate_reply, worker_info::Role,
     },
 };
 use tokio::time::Instant;
@@ -284,6 +284,10 @@ impl Dispatcher {
             return Err(Failed { instance_id: String::new(), reason: Reason::Unspecified, message: String::new() });
         };
         let instance_id = decode.instance_id.clone();
+        if !decode.is_vouched(Role::Decode, self.decoders.network().key()) {
+            tracing::warn!(instance = %instance_id, "a placement without the cluster's signature is not followed");
+            return Err(Failed { instance_id, reason: Reason::Unspecified, message: String::new() });
+        }
         let unreachable = || Failed { instance_id: instance_id.clone(), reason: Reason::Unspecified, message: String::new() };
         let request = GenerateRequest {
             request_id: prompt.request_id.clone(),

@@ -128,7 +128,7 @@ impl Opened {
     async fn place(&self, decode: SocketAddr) {
         let worker = |name: &str, address: String| {
             let (worker_id, instance_id) = (name.to_owned(), format!("{name}-instance"));
-            let worker = Some(WorkerRef { worker_id, instance_id, address });
+            let worker = Some(WorkerRef { worker_id, instance_id, address, ..Default::default() });
             Candidate { worker, ..Candidate::default() }
         };
         let (decode, prefill) = (worker("d0", decode.to_string()), worker("p0", "127.0.0.1:1".to_owned()));

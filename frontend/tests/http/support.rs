@@ -140,7 +140,12 @@ impl Decode for FakeDecode {
 }
 
 fn worker(name: &str, address: &str) -> WorkerRef {
-    WorkerRef { worker_id: name.to_owned(), instance_id: format!("{name}-instance"), address: address.to_owned() }
+    WorkerRef {
+        worker_id: name.to_owned(),
+        instance_id: format!("{name}-instance"),
+        address: address.to_owned(),
+        ..Default::default()
+    }
 }
 
 /// Everything on the decode worker, which holds one block.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use tandem_proto::{
-    link,
+    ClusterKey, Purpose, link,
     v1::{WorkerInfo, worker_info},
 };
 
@@ -64,6 +64,9 @@ pub struct Card {
     /// The longest sequence, in tokens.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub context_length: u32,
+    /// The process's own, over cluster, role, instance and address, under the cluster key. Empty: the cluster has no key.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub signature: Vec<u8>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
@@ -78,6 +81,8 @@ pub(super) enum BadCard {
     Json(#[from] serde_json::Error),
     #[error("its address is not host:port")]
     Address(#[from] link::InvalidAddress),
+    #[error("no process with this cluster's key has signed it; give all processes the same --cluster-key-file")]
+    Unsigned,
 }
 
 impl Card {
@@ -89,20 +94,42 @@ impl Card {
         };
         let WorkerInfo { instance_id, version, worker_id, model, revision, .. } = info.clone();
         let WorkerInfo { block_size, capacity_blocks, context_length, .. } = *info;
-        Self { role, address, instance_id, version, worker_id, model, revision, block_size, capacity_blocks, context_length }
+        Self {
+            role,
+            address,
+            instance_id,
+            version,
+            worker_id,
+            model,
+            revision,
+            block_size,
+            capacity_blocks,
+            context_length,
+            signature: Vec::new(),
+        }
     }
 
     pub(super) fn key(&self, cluster: &str) -> String {
         format!("{}{}/{}", prefix(cluster), self.role.name(), self.instance_id)
     }
 
+    /// This card, as a process with the key registers it.
+    pub(super) fn signed(mut self, cluster: &str, key: &ClusterKey) -> Self {
+        self.signature = key.sign(Purpose::Registration, &[self.key(cluster).as_bytes(), self.address.as_bytes()]);
+        self
+    }
+
     pub(super) fn to_json(&self) -> Vec<u8> {
         serde_json::to_vec(self).expect("a card is plain values")
     }
 
-    pub(super) fn from_json(value: &[u8]) -> Result<Self, BadCard> {
+    /// The card that was registered at `at`, which is signed if the cluster has a key.
+    pub(super) fn from_json(value: &[u8], at: &str, key: &ClusterKey) -> Result<Self, BadCard> {
         let card: Self = serde_json::from_slice(value)?;
         link::endpoint(&card.address)?;
+        if !key.verifies(Purpose::Registration, &[at.as_bytes(), card.address.as_bytes()], &card.signature) {
+            return Err(BadCard::Unsigned);
+        }
         Ok(card)
     }
 }
@@ -139,7 +166,7 @@ mod tests {
         let text = String::from_utf8(card().to_json()).expect("text");
         let expected = r#"{"role":"decode-worker","address":"h:1","instance_id":"i7","version":"","worker_id":"d","block_size":16,"capacity_blocks":9}"#;
         assert_eq!(text, expected);
-        assert_eq!(Card::from_json(text.as_bytes()).expect("ours"), card());
+        assert_eq!(Card::from_json(text.as_bytes(), "", &ClusterKey::default()).expect("ours"), card());
         let key = card().key("c");
         assert_eq!(key, "/tandem/c/decode-worker/i7");
         for (key, cluster, roles, is) in [
@@ -158,9 +185,23 @@ mod tests {
     }
 
     #[test]
+    fn a_signature_holds_for_one_key_of_etcd_and_one_address() {
+        let (key, stranger) = (ClusterKey::random(), ClusterKey::random());
+        let signed = card().signed("c", &key);
+        let read = |card: &Card, at: &str, key: &ClusterKey| Card::from_json(&card.to_json(), at, key).is_ok();
+        let at = card().key("c");
+        assert!(read(&signed, &at, &key) && read(&signed, &at, &ClusterKey::default()));
+        assert!(!read(&card(), &at, &key) && !read(&signed, &at, &stranger));
+        for elsewhere in ["/tandem/other/decode-worker/i7", "/tandem/c/router/i7", "/tandem/c/decode-worker/i8"] {
+            assert!(!read(&signed, elsewhere, &key), "{elsewhere}");
+        }
+        assert!(!read(&Card { address: "attacker:1".to_owned(), ..signed }, &at, &key));
+    }
+
+    #[test]
     fn what_is_not_known_is_ignored_and_what_is_broken_is_refused() {
         let later = br#"{"role":"router","address":"h:1","shoe_size":[44]}"#;
-        assert_eq!(Card::from_json(later).expect("a later version's").address, "h:1");
+        assert_eq!(Card::from_json(later, "", &ClusterKey::default()).expect("a later version's").address, "h:1");
         for bad in [
             &b""[..],
             b"h:1",
@@ -169,7 +210,7 @@ mod tests {
             br#"{"role":"baker","address":"h:1"}"#,
             b"\xff",
         ] {
-            assert!(Card::from_json(bad).is_err(), "{}", String::from_utf8_lossy(bad));
+            assert!(Card::from_json(bad, "", &ClusterKey::default()).is_err(), "{}", String::from_utf8_lossy(bad));
         }
     }
 }

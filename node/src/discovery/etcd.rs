@@ -9,6 +9,7 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
+use tandem_proto::ClusterKey;
 use tonic::transport::Endpoint;
 
 /// etcd answers in milliseconds; who does not within this time is tried later, and another endpoint first.
@@ -31,6 +32,9 @@ pub struct EtcdSettings {
     pub tls: Option<EtcdTls>,
     /// The cluster's name: part of every key.
     pub cluster: String,
+    /// With which registrations are signed. Those of others are ignored: whoever may write to etcd cannot make processes of this
+    /// cluster connect anywhere and show its bearer there.
+    pub key: ClusterKey,
     /// A process that is not heard of for so long is taken off the list.
     pub lease_ttl: Duration,
 }

@@ -107,7 +107,7 @@ impl Follower {
             for event in message.events() {
                 let Some(entry) = event.kv() else { continue };
                 match event.event_type() {
-                    EventType::Put => self.put(entry),
+                    EventType::Put => self.put(entry.key(), entry.value()),
                     EventType::Delete => drop(self.registered.remove(&*String::from_utf8_lossy(entry.key()))),
                 }
             }
@@ -120,16 +120,19 @@ impl Follower {
         let present: BTreeSet<&[u8]> = all.iter().map(KeyValue::key).collect();
         // Broken ones were told, and are not told again.
         self.registered.retain(|key, address| address.is_none() && present.contains(key.as_bytes()));
-        all.iter().for_each(|entry| self.put(entry));
+        all.iter().for_each(|entry| self.put(entry.key(), entry.value()));
         self.tell();
     }
 
-    fn put(&mut self, entry: &KeyValue) {
-        let key = String::from_utf8_lossy(entry.key());
+    fn put(&mut self, key: &[u8], value: &[u8]) {
+        let key = String::from_utf8_lossy(key);
         if !card::is_of(&key, &self.connector.settings.cluster, &self.roles) {
             return;
         }
-        let address = match Card::from_json(entry.value()) {
+        if !self.has_room(&key) {
+            return;
+        }
+        let address = match Card::from_json(value, &key, &self.connector.settings.key) {
             Ok(card) => Some(card.address),
             Err(error) => {
                 if !matches!(self.registered.get(&*key), Some(None)) {
@@ -141,14 +144,92 @@ impl Follower {
         self.registered.insert(key.into_owned(), address);
     }
 
+    /// Whether another key may be remembered. Broken ones make room; no more than [`KEYS_MAX`] are kept, however many are put.
+    fn has_room(&mut self, key: &str) -> bool {
+        if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
+            return true;
+        }
+        let broken = self.registered.iter().find(|(_, address)| address.is_none()).map(|(key, _)| key.clone());
+        broken.is_some_and(|broken| self.registered.remove(&broken).is_some())
+    }
+
     fn tell(&mut self) {
         let mut now: BTreeSet<String> = self.registered.values().flatten().cloned().collect();
         self.missing.retain(|address| !now.contains(address));
         now.extend(self.missing.iter().cloned());
-        if now.len() > ADDRESSES_MAX {
-            tracing::warn!(found = now.len(), "more processes are registered than can be followed; {ADDRESSES_MAX} are");
-            now = now.into_iter().take(ADDRESSES_MAX).collect();
+        let found = now.len();
+        let now = bounded(now, &self.told.borrow());
+        let news = self.told.send_if_modified(|told| std::mem::replace(told, now.clone()) != now);
+        if news && found > ADDRESSES_MAX {
+            tracing::warn!(found, "more processes are registered than can be followed; {ADDRESSES_MAX} are");
         }
-        self.told.send_if_modified(|told| std::mem::replace(told, now.clone()) != now);
+    }
+}
+
+/// At most [`ADDRESSES_MAX`] of them. Those that are followed already stay, so that however many register, none of these is put out.
+fn bounded(now: BTreeSet<String>, followed: &BTreeSet<String>) -> BTreeSet<String> {
+    if now.len() <= ADDRESSES_MAX {
+        return now;
+    }
+    let (mut kept, new): (BTreeSet<String>, BTreeSet<String>) = now.into_iter().partition(|address| followed.contains(address));
+    let room = ADDRESSES_MAX.saturating_sub(kept.len());
+    kept.extend(new.into_iter().take(room));
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn follower() -> Follower {
+        let settings = EtcdSettings {
+            endpoints: vec!["etcd:1".to_owned()],
+            user: None,
+            tls: None,
+            cluster: "c".to_owned(),
+            key: Default::default(),
+            lease_ttl: std::time::Duration::from_secs(1),
+        };
+        Follower {
+            connector: Connector::new(settings),
+            roles: vec![Role::DecodeWorker],
+            connected: connected(&Metrics::default(), "members"),
+            registered: BTreeMap::new(),
+            missing: BTreeSet::new(),
+            told: watch::channel(BTreeSet::new()).0,
+        }
+    }
+
+    fn put(follower: &mut Follower, instance: &str, value: &str) {
+        follower.put(format!("/tandem/c/decode-worker/{instance}").as_bytes(), value.as_bytes());
+    }
+
+    fn card(address: &str) -> String {
+        format!(r#"{{"role":"decode-worker","address":"{address}"}}"#)
+    }
+
+    #[test]
+    fn a_flood_of_registrations_puts_no_worker_out_that_is_followed() {
+        let mut follower = follower();
+        put(&mut follower, "z", &card("real:1"));
+        follower.tell();
+        for number in 0..2 * ADDRESSES_MAX {
+            put(&mut follower, &format!("0.{number}"), &card(&format!("0.{number}:1")));
+        }
+        follower.tell();
+        let told = follower.told.borrow().clone();
+        assert!(told.contains("real:1") && told.len() == ADDRESSES_MAX, "{} are followed", told.len());
+    }
+
+    #[test]
+    fn a_flood_of_broken_registrations_takes_bounded_memory_and_leaves_room_for_good_ones() {
+        let mut follower = follower();
+        for number in 0..KEYS_MAX + 100 {
+            put(&mut follower, &format!("0.{number}"), "nonsense");
+        }
+        put(&mut follower, "z", &card("real:1"));
+        follower.tell();
+        assert_eq!(follower.registered.len(), KEYS_MAX as usize);
+        assert!(follower.told.borrow().contains("real:1"));
     }
 }

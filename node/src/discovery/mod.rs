@@ -12,6 +12,7 @@ pub use register::register;
 
 use crate::Metrics;
 use std::{collections::BTreeSet, path::PathBuf};
+use tandem_proto::ClusterKey;
 use tokio::{sync::watch, task::JoinSet};
 
 /// Addresses that one process follows. A router keeps a connection to each; more than these want several clusters.
@@ -60,6 +61,14 @@ pub enum DiscoveryError {
 }
 
 impl Workers {
+    /// The same among processes with this key: only what they have signed is believed of etcd. Lists are the operator's own.
+    pub fn with_key(self, key: ClusterKey) -> Self {
+        match self {
+            Self::Etcd(settings, roles) => Self::Etcd(EtcdSettings { key, ..settings }, roles),
+            list @ (Self::List(_) | Self::File(_)) => list,
+        }
+    }
+
     /// Reads the list for the first time: what is wrong now is told now. etcd is asked from now on, and may be away.
     pub fn open(self, metrics: &Metrics) -> Result<Members, DiscoveryError> {
         let (now, source) = match self {

@@ -55,8 +55,8 @@ impl Registrar {
     /// One lease's life. A lease that is left behind has no key any more and runs out.
     async fn keep(&mut self, tries: &mut Tries) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
-        let EtcdSettings { cluster, lease_ttl, .. } = &self.connector.settings;
-        let (key, value) = (self.card.key(cluster), self.card.to_json());
+        let EtcdSettings { cluster, lease_ttl, key: cluster_key, .. } = &self.connector.settings;
+        let (key, value) = (self.card.key(cluster), self.card.clone().signed(cluster, cluster_key).to_json());
         let lease = in_time(client.lease_grant(lease_ttl.as_secs().max(1) as i64, None)).await?.id();
         let again = self.held.replace((client.clone(), lease)).is_some();
         let put = || TxnOp::put(&*key, &*value, Some(PutOptions::new().with_lease(lease)));

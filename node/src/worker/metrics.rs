@@ -32,6 +32,7 @@ pub struct WorkerMetrics {
     mixed_step: Histogram,
     preemptions: Counter,
     unauthenticated: Counter,
+    unvouched: Counter,
     capacity_blocks: Gauge,
     totals: Mutex<CacheTotals>,
     prefilled_tokens: AtomicU64,
@@ -105,6 +106,11 @@ impl WorkerMetrics {
         Arc::new(move || refused.increment(1))
     }
 
+    /// An address was not connected to, because the cluster does not vouch for it.
+    pub fn count_unvouched(&self) {
+        self.unvouched.increment(1);
+    }
+
     /// Registers the worker's families.
     pub fn new(registry: &Metrics, worker_id: &str) -> Self {
         let worker = ("worker", worker_id);
@@ -137,6 +143,11 @@ impl WorkerMetrics {
             unauthenticated: registry.counter(
                 "tandem_worker_unauthenticated_total",
                 "gRPC calls that were refused because they did not carry the cluster's key.",
+                &[worker],
+            ),
+            unvouched: registry.counter(
+                "tandem_worker_unvouched_addresses_total",
+                "Addresses that the worker was to connect to and did not, because the cluster does not vouch for them.",
                 &[worker],
             ),
             preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),

@@ -13,6 +13,7 @@ use tandem_node::{
     Metrics, Shutdown,
     discovery::{Card, EtcdSettings, EtcdTls, Members, Role, Workers, register},
 };
+use tandem_proto::ClusterKey;
 use tokio::time::{Instant, sleep, timeout};
 use wire::Wire;
 
@@ -24,6 +25,7 @@ fn settings(endpoints: &[String]) -> EtcdSettings {
         user: None,
         tls: None,
         cluster: "c".to_owned(),
+        key: ClusterKey::default(),
         lease_ttl: Duration::from_secs(5),
     }
 }
@@ -40,6 +42,7 @@ fn card(role: Role, address: &str) -> Card {
         block_size: 16,
         capacity_blocks: 0,
         context_length: 0,
+        signature: Vec::new(),
     }
 }
 
@@ -149,6 +152,31 @@ async fn who_registers_is_found_by_those_who_look_for_its_role_until_it_drains()
     assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
     decode.shutdown.run(Duration::from_secs(5)).await;
     follower.knows(&[]).await;
+}
+
+#[tokio::test]
+async fn only_what_a_process_with_the_key_has_registered_is_followed() {
+    let server = Server::etcd(&[]);
+    let keyed = |key: &ClusterKey| EtcdSettings { key: key.clone(), ..settings(&[server.address()]) };
+    let key = ClusterKey::random();
+    let mut follower = Follower::start(&keyed(&key));
+    let strangers = [ClusterKey::default(), ClusterKey::random()];
+    let _strangers = [("0:1", &strangers[0]), ("00:1", &strangers[1])]
+        .map(|(address, key)| Registered::start(&keyed(key), Role::DecodeWorker, address));
+    for stranger in &_strangers {
+        stranger.connected().await;
+    }
+    let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
+    follower.knows(&["ours:1"]).await;
+    // A registration that is signed, but at another place or for another address.
+    let mut client = admin(&server).await;
+    let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("it answers");
+    let signed = read.kvs().first().expect("it is there").value_str().expect("text").to_owned();
+    client.put("/tandem/c/decode-worker/copied", &*signed, None).await.expect("it answers");
+    client.put("/tandem/c/decode-worker/of ours:1", signed.replace("ours:1", "mine:1"), None).await.expect("it answers");
+    follower.knows(&[]).await;
+    client.put("/tandem/c/decode-worker/of ours:1", signed, None).await.expect("it answers");
+    follower.knows(&["ours:1"]).await;
 }
 
 #[tokio::test]

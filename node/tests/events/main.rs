@@ -6,6 +6,7 @@ mod certificates;
 mod servers;
 
 use certificates::Certificates;
+use futures::StreamExt;
 use servers::{PATIENCE, Server};
 use std::{fs, path::Path, sync::Arc, time::Duration};
 use tandem_kv::{Change, KvBatch, KvEvent, SequenceHash, StoredChain};
@@ -13,7 +14,7 @@ use tandem_node::{
     Metrics,
     events::{Broker, NatsAuth, NatsSettings, Published},
 };
-use tandem_proto::{event_batch, v1::KvEventBatch};
+use tandem_proto::{ClusterKey, event_batch, v1::KvEventBatch};
 use tokio::{
     sync::broadcast,
     time::{sleep, timeout},
@@ -31,8 +32,12 @@ fn settings(server: &Server) -> NatsSettings {
 }
 
 async fn open(settings: &NatsSettings) -> (Broker, Metrics) {
+    open_with(settings, ClusterKey::default()).await
+}
+
+async fn open_with(settings: &NatsSettings, key: ClusterKey) -> (Broker, Metrics) {
     let metrics = Metrics::default();
-    (Broker::open(settings, &metrics).await.expect("the settings are good"), metrics)
+    (Broker::open(settings, key, &metrics).await.expect("the settings are good"), metrics)
 }
 
 async fn connected(settings: &NatsSettings) -> Broker {
@@ -114,6 +119,36 @@ async fn what_one_instance_publishes_is_heard_in_order_and_in_bounded_messages()
     }
     assert_eq!(heard, (100..=199).chain([201]).collect::<Vec<_>>());
     assert!((5..=12).contains(&messages), "{messages} messages");
+}
+
+#[tokio::test]
+async fn messages_that_no_process_with_the_key_has_signed_for_the_instance_are_dropped_and_counted() {
+    let server = Server::nats(&[]);
+    let (settings, key) = (settings(&server), ClusterKey::random());
+    let ((worker, _), (router, metrics)) = (open_with(&settings, key.clone()).await, open_with(&settings, key).await);
+    let ((keyless, _), (stranger, _)) = (open(&settings).await, open_with(&settings, ClusterKey::random()).await);
+    for broker in [&worker, &router, &keyless, &stranger] {
+        timeout(PATIENCE, broker.until(true)).await.expect("NATS is there");
+    }
+    let mut published = router.subscribe("i").await.expect("it is connected");
+    heard(&worker, &mut published).await;
+    let forged = event_batch("i", &batch(vec![event(666, 1)]), 0);
+    keyless.publish(forged.clone()).await;
+    stranger.publish(forged).await;
+    // What another instance has signed is not this one's.
+    let raw = async_nats::connect(server.address()).await.expect("it is there");
+    let mut others = raw.subscribe("tandem.c.kv.j").await.expect("it is connected");
+    let replayed = loop {
+        worker.publish(event_batch("j", &batch(vec![event(666, 1)]), 0)).await;
+        if let Ok(Some(message)) = timeout(Duration::from_millis(50), others.next()).await {
+            break message.payload;
+        }
+    };
+    raw.publish("tandem.c.kv.i", replayed).await.expect("it is connected");
+    while value(&metrics, "tandem_events_nats_forged_total") != Some(3.0) {
+        worker.publish(event_batch("i", &batch(vec![event(2, 1)]), 0)).await;
+        assert!(next(&mut published).await.last_event_id <= 2, "only what the worker has published is heard");
+    }
 }
 
 #[tokio::test]
@@ -224,7 +259,7 @@ async fn what_is_wrong_with_the_settings_is_told_at_once() {
         (NatsSettings { auth: NatsAuth::Credentials(none.to_owned()), ..good.clone() }, "/none"),
         (NatsSettings { auth: NatsAuth::Nkey(none.to_owned()), ..good.clone() }, "/none"),
     ] {
-        let error = Broker::open(&bad, &Metrics::default()).await.expect_err("it is told").to_string();
+        let error = Broker::open(&bad, ClusterKey::default(), &Metrics::default()).await.expect_err("it is told").to_string();
         assert!(error.contains(told), "{error}");
     }
 }

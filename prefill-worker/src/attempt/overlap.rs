@@ -100,6 +100,7 @@ impl Pair {
         let metrics = Arc::new(WorkerMetrics::new(&Metrics::default(), "prefill-0"));
         let prefill = Worker {
             instance_id: "instance".to_owned(),
+            key: Default::default(),
             ways: Ways::new(None, Network::default(), Requests::new(Shutdown::default()), Shutdown::default()),
             link: Link::new(engine.info().simulated_block_transfer),
             engine,

@@ -148,11 +148,13 @@ impl Index<&MemberId> for Members {
 }
 
 impl Member {
+    /// Not vouched for: that is done where a placement leaves the router.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {
             worker_id: self.info.worker_id.clone(),
             instance_id: self.info.instance_id.clone(),
             address: self.address.clone(),
+            signature: Vec::new(),
         }
     }
 

@@ -24,6 +24,7 @@ impl Story {
             user: None,
             tls: None,
             cluster: "c".to_owned(),
+            key: Default::default(),
             lease_ttl: Duration::from_secs(1),
         };
         let workers = Workers::Etcd(etcd, vec![Role::PrefillWorker, Role::DecodeWorker]);

@@ -276,7 +276,12 @@ async fn the_view_shows_who_is_there_and_what_they_say() {
     assert_eq!(shown.address, decode.address);
     let mut route = router.route(prompt("r", &[])).await;
     let reference = route.placement().await.decode.and_then(|candidate| candidate.worker);
-    let expected = WorkerRef { worker_id: "d".to_owned(), instance_id: "d-1".to_owned(), address: decode.address.clone() };
+    let expected = WorkerRef {
+        worker_id: "d".to_owned(),
+        instance_id: "d-1".to_owned(),
+        address: decode.address.clone(),
+        ..Default::default()
+    };
     assert_eq!(reference, Some(expected));
 }
 

@@ -10,11 +10,11 @@ use tandem_node::{
     Metrics,
     events::{Broker, NatsAuth, NatsSettings},
 };
-use tandem_proto::{event_batch, v1::worker_info::Role};
+use tandem_proto::{ClusterKey, event_batch, v1::worker_info::Role};
 use tandem_router::{PrefillPlace, RouterSettings};
 use tokio::time::sleep;
 
-async fn broker(server: &Server) -> Broker {
+async fn broker(server: &Server, key: &ClusterKey, metrics: &Metrics) -> Broker {
     let settings = NatsSettings {
         servers: vec![server.address()],
         auth: NatsAuth::Nobody,
@@ -23,26 +23,32 @@ async fn broker(server: &Server) -> Broker {
         cluster: "c".to_owned(),
         pending_max: 64,
     };
-    Broker::open(&settings, &Metrics::default()).await.expect("the settings are good")
+    Broker::open(&settings, key.clone(), metrics).await.expect("the settings are good")
 }
 
 struct Story {
     server: Server,
     /// The worker's side of NATS.
     broker: Broker,
+    /// Of the router's side.
+    heard: Metrics,
     worker: FakeWorker,
     router: TestRouter,
 }
 
 impl Story {
     async fn start() -> Self {
-        let server = Server::nats(&[]);
-        let (own, routers) = (broker(&server).await, broker(&server).await);
+        Self::start_with(ClusterKey::default()).await
+    }
+
+    async fn start_with(key: ClusterKey) -> Self {
+        let (server, heard) = (Server::nats(&[]), Metrics::default());
+        let (own, routers) = (broker(&server, &key, &Metrics::default()).await, broker(&server, &key, &heard).await);
         soon(async { tokio::join!(own.until(true), routers.until(true)) }).await;
         let worker = FakeWorker::start(Role::Decode, "d").await;
         let settings = RouterSettings { prefill: PrefillPlace::Local, broker: Some(routers), ..Default::default() };
         let router = TestRouter::start(&[&worker], settings).await;
-        Self { server, broker: own, worker, router }
+        Self { server, broker: own, heard, worker, router }
     }
 
     /// Events from `first` on, each of one block of that number under the one before.
@@ -124,6 +130,30 @@ async fn events_come_over_nats_and_what_is_missing_from_a_snapshot() {
     assert_eq!((story.plane("nats"), story.plane("direct")), (Some(0.0), Some(1.0)));
     drop(watch);
     story.router.until_gone("d").await;
+}
+
+#[tokio::test]
+async fn forged_batches_are_ignored_and_the_real_ones_are_applied() {
+    let mut story = Story::start_with(ClusterKey::random()).await;
+    let _watch = story.joins(3).await;
+    story.publish_heard(4..=4).await;
+    let forger = broker(&story.server, &ClusterKey::default(), &Metrics::default()).await;
+    soon(forger.until(true)).await;
+    // The next number, so that the real event of that number would count as known; and one that would leave a gap.
+    for event_id in [5, 50] {
+        let events = vec![KvEvent { event_id, change: stored(None, &[666, 667]) }];
+        let batch = KvBatch { last_event_id: event_id, events, ..Default::default() };
+        forger.publish(event_batch("d-1", &batch, 0)).await;
+    }
+    let dropped = async {
+        while !story.heard.render().contains("tandem_events_nats_forged_total 2") {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    soon(dropped).await;
+    story.publish(5..=6).await;
+    story.router.until_indexed("d", 6).await;
+    assert_eq!(story.gaps(), Some(0.0), "no snapshot was asked for");
 }
 
 #[tokio::test]

@@ -156,10 +156,10 @@ impl Parts {
         shutdown: &Shutdown,
     ) {
         let settings = RouterSettings {
-            workers,
+            workers: workers.with_key(self.key.clone()),
             broker: self.broker.clone(),
             tracer: self.tracer.clone(),
-            peers,
+            peers: peers.with_key(self.key.clone()),
             identity: Identity {
                 cluster: self.cluster.clone(),
                 model: model.unwrap_or_default().to_owned(),
@@ -207,7 +207,7 @@ impl Parts {
             resumes: settings.resumes,
             dashboard_requests: settings.dashboard_requests as usize,
             audit_result: settings.audit_result.clone(),
-            routers,
+            routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
             account_header: settings.tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
             cache_isolation: settings.tenants.isolation(),

@@ -126,6 +126,7 @@ impl Process {
 
     /// Puts the process on etcd's list until it drains.
     fn register(&self, etcd: EtcdSettings, card: impl Future<Output = Card> + Send + 'static) {
+        let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
         let (metrics, shutdown) = (self.metrics.clone(), self.registration.clone());
         self.registration.spawn(async move {
             tokio::select! {
@@ -165,7 +166,7 @@ impl Process {
     where
         R: Future<Output = Result<(), String>> + Send + 'static,
     {
-        self.parts.broker = flags.events.broker(&flags.cluster, &self.metrics).await?;
+        self.parts.broker = flags.events.broker(&flags.cluster, self.parts.key.clone(), &self.metrics).await?;
         let listener = listen(address, "--listen").await?;
         let admin = listen(flags.admin_listen, "--admin-listen").await?;
         let address = local_address(&listener)?;

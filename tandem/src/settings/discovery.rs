@@ -11,6 +11,7 @@ use tandem_node::{
     Secret,
     discovery::{EtcdError, EtcdSettings, EtcdTls},
 };
+use tandem_proto::ClusterKey;
 
 /// etcd, for all roles.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
@@ -104,7 +105,7 @@ impl DiscoveryFlags {
         }
     }
 
-    /// How etcd is used; `None` without it.
+    /// How etcd is used by a cluster without a key; `None` without it.
     pub(super) fn etcd(&self, cluster: &str) -> Option<EtcdSettings> {
         if self.etcd.is_empty() {
             return None;
@@ -116,6 +117,7 @@ impl DiscoveryFlags {
             user: self.etcd_user.clone().zip(password),
             tls: self.etcd_ca.clone().map(|ca| EtcdTls { ca, identity }),
             cluster: cluster.to_owned(),
+            key: ClusterKey::default(),
             lease_ttl: Duration::from_secs(self.lease_ttl),
         })
     }

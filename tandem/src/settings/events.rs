@@ -8,6 +8,7 @@ use tandem_node::{
     Metrics, Secret,
     events::{Broker, NatsAuth, NatsError, NatsSettings, without_password},
 };
+use tandem_proto::ClusterKey;
 
 /// Messages of one worker that may wait for a router; see [`NatsSettings::pending_max`].
 const PENDING_MAX: usize = 1_024;
@@ -83,11 +84,11 @@ pub struct NatsFlags {
 
 impl NatsFlags {
     /// The connection for a process of this cluster; NATS need not be up yet.
-    pub async fn broker(&self, cluster: &str, metrics: &Metrics) -> Result<Option<Broker>, NatsError> {
+    pub async fn broker(&self, cluster: &str, key: ClusterKey, metrics: &Metrics) -> Result<Option<Broker>, NatsError> {
         if self.nats.is_empty() {
             return Ok(None);
         }
-        Broker::open(&self.settings(cluster), metrics).await.map(Some)
+        Broker::open(&self.settings(cluster), key, metrics).await.map(Some)
     }
 
     fn settings(&self, cluster: &str) -> NatsSettings {

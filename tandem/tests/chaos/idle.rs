@@ -161,6 +161,7 @@ pub fn router() {
         user: None,
         tls: None,
         cluster: "tandem".to_owned(),
+        key: plan.key.clone(),
         lease_ttl: Duration::from_secs(60),
     };
     serve(&settings, &plan.key, runtime.handle(), &metrics, &shutdown);

@@ -83,7 +83,7 @@ async fn a_prefill_worker_that_is_not_there_is_lost() {
     cluster.answer(cluster.remote(prompt(1, 50), 1)).await;
     cluster.prefill.kill();
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 50), 1)).await, lost);
-    let nowhere = WorkerRef { instance_id: "nobody".to_owned(), address: "no address".to_owned(), worker_id: String::new() };
+    let nowhere = WorkerRef { instance_id: "nobody".to_owned(), address: "no address".to_owned(), ..Default::default() };
     let mut request = cluster.remote(prompt(1, 50), 1);
     request.prefill = Some(nowhere);
     assert_eq!(cluster.failure(request).await, (Reason::PrefillLost, "nobody".to_owned()));
@@ -113,7 +113,7 @@ async fn what_a_later_prefill_worker_says_besides_is_skipped() {
     let mut serving = JoinSet::new();
     serving.spawn(later.serve_with_incoming(tandem_proto::link::incoming(listener)));
     let mut request = cluster.remote(prompt(1, 50), 1);
-    request.prefill = Some(WorkerRef { instance_id: "later".to_owned(), address, worker_id: String::new() });
+    request.prefill = Some(WorkerRef { instance_id: "later".to_owned(), address, ..Default::default() });
     assert_eq!(cluster.failure(request).await, (Reason::Draining, "later".to_owned()));
     cluster.decode.idle().await;
 }

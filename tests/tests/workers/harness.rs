@@ -264,6 +264,7 @@ impl Worker {
             worker_id: self.info.worker_id.clone(),
             instance_id: self.info.instance_id.clone(),
             address: self.address.clone(),
+            ..Default::default()
         }
     }
 

@@ -1,0 +1,105 @@
+//! Addresses that a cluster vouches for: workers connect to no other.
+//!
+//! A request names workers by address, and who may send requests could make a worker connect anywhere with that. So the router signs each
+//! address that it names, as that of the instance it has found there, and a decode worker signs its own for the prefill worker that it
+//! sends it to. A signature names an instance, which is new at every start of a process, and has no time in it: clocks need not agree, and it
+//! ends with the instance.
+
+use crate::{
+    ClusterKey, Purpose,
+    v1::{Placement, Ticket, WorkerRef, worker_info::Role},
+};
+
+impl WorkerRef {
+    /// This reference, vouched for as a worker of this role.
+    pub fn vouched(mut self, role: Role, key: &ClusterKey) -> Self {
+        self.signature = key.sign(Purpose::Address, &self.signed_as(role));
+        self
+    }
+
+    /// Whether the cluster vouches for the address. Always, if the cluster has no key.
+    pub fn is_vouched(&self, role: Role, key: &ClusterKey) -> bool {
+        key.verifies(Purpose::Address, &self.signed_as(role), &self.signature)
+    }
+
+    fn signed_as(&self, role: Role) -> [&[u8]; 3] {
+        [role.as_str_name().as_bytes(), self.instance_id.as_bytes(), self.address.as_bytes()]
+    }
+}
+
+impl Placement {
+    /// This placement, with the addresses of its workers vouched for.
+    pub fn vouched(mut self, key: &ClusterKey) -> Self {
+        for (candidate, role) in [(&mut self.decode, Role::Decode), (&mut self.prefill, Role::Prefill)] {
+            if let Some(candidate) = candidate {
+                candidate.worker = candidate.worker.take().map(|worker| worker.vouched(role, key));
+            }
+        }
+        self
+    }
+}
+
+impl Ticket {
+    /// This ticket, with its address vouched for to one prefill worker's instance.
+    pub fn vouched(mut self, prefill_instance_id: &str, key: &ClusterKey) -> Self {
+        self.address_signature = key.sign(Purpose::Address, &self.signed_for(prefill_instance_id));
+        self
+    }
+
+    /// Whether the cluster vouches for the address to this prefill worker's instance. Always, if the cluster has no key.
+    pub fn is_vouched(&self, prefill_instance_id: &str, key: &ClusterKey) -> bool {
+        key.verifies(Purpose::Address, &self.signed_for(prefill_instance_id), &self.address_signature)
+    }
+
+    fn signed_for<'a>(&'a self, prefill_instance_id: &'a str) -> [&'a [u8]; 3] {
+        [b"ticket", prefill_instance_id.as_bytes(), self.address.as_bytes()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::v1::Candidate;
+
+    fn worker() -> WorkerRef {
+        WorkerRef { worker_id: "p".to_owned(), instance_id: "i".to_owned(), address: "a:1".to_owned(), ..Default::default() }
+    }
+
+    #[test]
+    fn a_signature_holds_for_one_role_instance_and_address() {
+        let (key, other) = (ClusterKey::random(), ClusterKey::random());
+        let signed = worker().vouched(Role::Prefill, &key);
+        assert!(signed.is_vouched(Role::Prefill, &key));
+        assert!(!signed.is_vouched(Role::Decode, &key) && !signed.is_vouched(Role::Prefill, &other));
+        assert!(!worker().is_vouched(Role::Prefill, &key), "nothing is signed");
+        for changed in [
+            WorkerRef { address: "b:1".to_owned(), ..signed.clone() },
+            WorkerRef { instance_id: "j".to_owned(), ..signed.clone() },
+            WorkerRef { instance_id: "ia".to_owned(), address: ":1".to_owned(), ..signed.clone() },
+        ] {
+            assert!(!changed.is_vouched(Role::Prefill, &key), "{changed:?}");
+        }
+        let none = ClusterKey::default();
+        assert!(worker().vouched(Role::Prefill, &none) == worker() && worker().is_vouched(Role::Prefill, &none));
+    }
+
+    #[test]
+    fn each_worker_of_a_placement_is_vouched_for_in_its_role() {
+        let key = ClusterKey::random();
+        let candidate = || Some(Candidate { worker: Some(worker()), ..Default::default() });
+        let placement = Placement { decode: candidate(), prefill: candidate(), ..Default::default() }.vouched(&key);
+        for (candidate, role) in [(placement.decode, Role::Decode), (placement.prefill, Role::Prefill)] {
+            assert!(candidate.and_then(|candidate| candidate.worker).is_some_and(|worker| worker.is_vouched(role, &key)));
+        }
+    }
+
+    #[test]
+    fn a_tickets_address_holds_for_one_prefill_worker_and_is_no_workers() {
+        let key = ClusterKey::random();
+        let ticket = Ticket { address: "a:1".to_owned(), ..Default::default() }.vouched("i", &key);
+        assert!(ticket.is_vouched("i", &key) && !ticket.is_vouched("j", &key));
+        assert!(!Ticket { address: "b:1".to_owned(), ..ticket.clone() }.is_vouched("i", &key));
+        let worker = WorkerRef { signature: ticket.address_signature, ..worker() };
+        assert!(!worker.is_vouched(Role::Prefill, &key) && !worker.is_vouched(Role::Decode, &key));
+    }
+}
