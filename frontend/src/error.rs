@@ -72,6 +72,11 @@ pub(crate) enum ApiError {
          --trusted-proxies and --expose-details of the frontend."
     )]
     Untrusted { header: HeaderName },
+    #[error(
+        "The dashboard is not shown to this client. Open it on the frontend's --admin-listen, or from an address that --trusted-proxies and \
+         --expose-details of the frontend allow."
+    )]
+    UntrustedPage,
     #[error("There is nothing at this path; see /openapi.json for what there is.")]
     UnknownPath,
     #[error("This path does not take this method; see /openapi.json.")]
@@ -155,7 +160,7 @@ impl ApiError {
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }
-            Self::Untrusted { .. } => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
+            Self::Untrusted { .. } | Self::UntrustedPage => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),

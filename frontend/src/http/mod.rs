@@ -27,9 +27,9 @@ pub(crate) use trust::Trust;
 use crate::error::ApiError;
 use axum::{
     Router,
-    extract::Request,
+    extract::{Request, State},
     http::{HeaderName, HeaderValue},
-    middleware::{Next, from_fn},
+    middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -43,7 +43,8 @@ struct RequestId(String);
 
 /// The OpenAI API, with the operator's pages unless these have a listener of their own.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
-    let pages = if with_pages { pages(&app) } else { Router::new() };
+    let exposed = dashboard::routes().route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
+    let pages = if with_pages { pages(&app, exposed) } else { Router::new() };
     let routes = pages
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
@@ -58,7 +59,7 @@ pub(crate) fn admin(app: Arc<App>) -> Router {
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route_layer(from_fn(only_explanations));
-    finished(pages(&app).merge(explained), app)
+    finished(pages(&app, dashboard::routes()).merge(explained), app)
 }
 
 async fn only_explanations(mut request: Request, next: Next) -> Response {
@@ -70,9 +71,18 @@ async fn only_explanations(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-fn pages(app: &App) -> Router<Arc<App>> {
-    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
+fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
+    let dashboard = if app.recent.is_some() { dashboard } else { Router::new() };
     dashboard.route("/metrics", get(health::metrics))
+}
+
+/// Among the API, the dashboard is for those peers alone that may ask for details: it says them of every client's requests.
+async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let (parts, body) = request.into_parts();
+    if !app.trust.exposes(app.trust.trusts(&parts)) {
+        return ApiError::UntrustedPage.into_response();
+    }
+    next.run(Request::from_parts(parts, body)).await
 }
 
 /// With what every listener answers.

@@ -55,6 +55,15 @@ impl Trust {
         }
     }
 
+    /// Whether a peer is told where prompts are cached.
+    pub(super) fn exposes(&self, trusted: bool) -> bool {
+        match self.expose {
+            ExposeDetails::Never => false,
+            ExposeDetails::Trusted => trusted,
+            ExposeDetails::Always => true,
+        }
+    }
+
     /// Whether the request asks for one of these with `true`.
     ///
     /// # Errors
@@ -66,12 +75,7 @@ impl Trust {
         names: [HeaderName; N],
         trusted: bool,
     ) -> Result<[bool; N], ApiError> {
-        let exposed = match self.expose {
-            ExposeDetails::Never => false,
-            ExposeDetails::Trusted => trusted,
-            ExposeDetails::Always => true,
-        };
-        match names.iter().find(|name| wants(headers, name) && !exposed) {
+        match names.iter().find(|name| wants(headers, name) && !self.exposes(trusted)) {
             Some(name) => Err(ApiError::Untrusted { header: name.clone() }),
             None => Ok(names.map(|name| wants(headers, &name))),
         }

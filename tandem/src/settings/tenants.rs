@@ -29,7 +29,8 @@ pub struct TenantFlags {
     #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
     pub trusted_proxies: Vec<IpNet>,
 
-    /// To whom x-tandem-details and x-tandem-explain are answered: they tell where prompts are cached, which clients need not know
+    /// To whom x-tandem-details, x-tandem-explain and, on --listen, /dashboard are answered: they tell where prompts are cached, which clients
+    /// need not know
     #[arg(long, env = "TANDEM_EXPOSE_DETAILS", value_enum, default_value_t)]
     pub expose_details: ExposeDetails,
 }
