@@ -16,6 +16,7 @@ mod model;
 mod prompt;
 mod recent;
 mod request;
+mod shares;
 mod stream;
 mod usage;
 

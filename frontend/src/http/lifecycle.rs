@@ -13,7 +13,7 @@ use crate::{
 };
 use axum::{
     extract::Request,
-    http::{HeaderMap, HeaderName},
+    http::{HeaderMap, HeaderName, request::Parts},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -69,13 +69,13 @@ where
     if let Some(admitted) = &mut admitted {
         admitted.trace(&span);
     }
-    let (asked, peer) = (app.asked(&parts.headers, trusted), parts.extensions.get().copied());
-    let read = app.bodies.read(&parts.headers, body).await;
+    let asked = app.asked(&parts.headers, trusted);
+    let client = client(asked.as_ref().map_or("", |asked| &asked.account), &app, &parts);
+    let read = app.bodies.read(client.as_ref(), &parts.headers, body).await;
     let mut incoming =
-        Incoming { app, id, admitted, asked: Asked::default(), traceparent, span, client: None, body: body::Held::default() };
+        Incoming { app, id, admitted, asked: Asked::default(), traceparent, span, client, body: body::Held::default() };
     let result = match (read, asked) {
         (Ok(read), Ok(asked)) => {
-            incoming.client = client(&asked.account, peer);
             incoming.asked = asked;
             incoming.body = read.held;
             answer(&mut incoming, read.bytes).await
@@ -92,10 +92,13 @@ where
     response
 }
 
-/// A request without an account is counted by the address that it came from.
-fn client(account: &str, peer: Option<PeerAddress>) -> Option<Client> {
-    let address = |PeerAddress(address)| Client::Address(Peer::from(address));
-    if account.is_empty() { peer.map(address) } else { Some(Client::Account(account.to_owned())) }
+/// A request without an account is counted by the address that it came from, unless that is a listed proxy's: all its clients have it.
+fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
+    if !account.is_empty() {
+        return Some(Client::Account(account.to_owned()));
+    }
+    let PeerAddress(address) = parts.extensions.get().copied()?;
+    (!app.trust.lists(address)).then(|| Client::Address(Peer::from(address)))
 }
 
 impl Incoming {
@@ -105,7 +108,7 @@ impl Incoming {
         if body.len() <= PARSE_INLINE_BYTES {
             return request::parse(&body, elements_max);
         }
-        self.app.parsing.run(move || request::parse(&body, elements_max)).await
+        self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
     }
 
     /// Runs `encode`, which makes tokens of this much text, without holding up others.
@@ -117,13 +120,13 @@ impl Incoming {
         if text_bytes <= ENCODE_INLINE_BYTES {
             return encode();
         }
-        self.app.encoding.run(encode).await
+        self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
     /// Takes the sequences of this many prompts, all or none.
     pub(super) fn admit(&mut self, prompts: usize, options: &Options) -> Result<(), ApiError> {
         let sequences = prompts.saturating_mul(options.samples as usize);
-        let client = self.client.take();
+        let client = self.client.clone();
         self.admitted.as_mut().map_or(Ok(()), |admitted| admitted.take(client, sequences))
     }
 

@@ -4,6 +4,7 @@
 use crate::{error::ApiError, listen::PeerAddress};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
+use std::net::IpAddr;
 
 /// What proxies add to requests that they pass on.
 const FORWARDED: [HeaderName; 4] =
@@ -53,6 +54,12 @@ impl Trust {
             // A listener in memory has no addresses.
             None => false,
         }
+    }
+
+    /// Whether this is a listed proxy's address.
+    pub(super) fn lists(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.proxies.iter().any(|network| network.contains(&address))
     }
 
     /// Whether a peer is told where prompts are cached.

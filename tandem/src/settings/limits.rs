@@ -14,9 +14,9 @@ pub struct LimitFlags {
     #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub max_concurrent_requests: u32,
 
-    /// Of these, sequences of one account (--account-header; a request without one counts by its address): more are refused with 429.
-    /// 0: one may take all [default: half of --max-concurrent-requests with --account-header, so that one account leaves room for
-    /// others; 0 without, since all clients behind a proxy have one address]
+    /// Of these, sequences of one account (--account-header; a request without one counts by its address, unless that is in
+    /// --trusted-proxies): more are refused with 429. 0: one may take all, for frontends whose only client is a proxy that is not listed
+    /// [default: half of --max-concurrent-requests, so that one client leaves room for others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_sequences_per_account: Option<u32>,
@@ -52,9 +52,8 @@ pub struct LimitFlags {
 
 impl LimitFlags {
     /// The bound on the sequences of one client; `None`: there is none.
-    pub fn sequences_per_client(&self, with_accounts: bool) -> Option<usize> {
-        let default = if with_accounts { self.max_concurrent_requests.div_ceil(2) } else { 0 };
-        match self.max_sequences_per_account.unwrap_or(default) {
+    pub fn sequences_per_client(&self) -> Option<usize> {
+        match self.max_sequences_per_account.unwrap_or(self.max_concurrent_requests.div_ceil(2)) {
             0 => None,
             bound => Some(bound as usize),
         }
