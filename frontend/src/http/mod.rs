@@ -37,7 +37,7 @@ use std::sync::Arc;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// This server's name of a request, whatever the client calls it. Every answer carries it as `x-request-id`.
+/// The request id that this server gives to a request, whatever the client sends. Every response has it as `x-request-id`.
 #[derive(Clone)]
 struct RequestId(String);
 
@@ -52,7 +52,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     finished(routes, app)
 }
 
-/// The operator's pages, and of the API what the Explain view of the dashboard asks: nothing is generated here.
+/// The operator's pages, and explanations of placements for the dashboard's Explain view. This port generates no text.
 pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
@@ -75,7 +75,7 @@ fn pages(app: &App) -> Router<Arc<App>> {
     dashboard.route("/metrics", get(health::metrics))
 }
 
-/// With what every listener answers.
+/// Adds the routes and layers that every listener has.
 fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
     routes
         .route("/health", get(health::live))
@@ -87,7 +87,7 @@ fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Names the request, and tells the name with every answer: whole ones, refusals, the dashboard's and those of unknown paths.
+/// Gives the request an id, and returns it with every response, also with refusals, the dashboard and unknown paths.
 async fn with_id(mut request: Request, next: Next) -> Response {
     let id = uuid::Uuid::new_v4().simple().to_string();
     let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a header's value");
