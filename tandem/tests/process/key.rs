@@ -101,5 +101,5 @@ fn a_process_that_others_can_reach_warns_when_it_has_no_key_and_when_others_can_
     assert!(!plan.log("keyed").contains("WARN"), "{}", plan.log("keyed"));
     fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("ours");
     let _shown = router("shown", [0, 0, 0, 0], &["--cluster-key-file", path]);
-    assert!(warned("shown", "can be read by others"));
+    assert!(warned("shown", "can read the cluster key"));
 }
