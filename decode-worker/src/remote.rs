@@ -61,7 +61,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
     client.send(Message::Started(convert::started(&landed.started))).await?;
-    // If all was here before, it computes for nothing: closing the stream tells it.
+    // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
     client.prefilled(landed.chunks).await?;
     forward(&mut job, output, client).await
@@ -74,8 +74,8 @@ struct Landed {
     chunks: Vec<PrefillChunk>,
 }
 
-/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has said that all is here: what was
-/// written may be anybody's until then.
+/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has confirmed that all of them
+/// are here. Until then the written blocks may be forged.
 async fn land(
     worker: &Worker,
     job: &mut Job,
@@ -107,7 +107,7 @@ async fn land(
                 Some(Event::Revoked) => return Err(Ended::Revoked),
                 Some(Event::WriteRefused(why)) => {
                     let prefill = prefill.instance_id().to_owned();
-                    tracing::warn!(%why, prefill, "a write that a prompt's ticket does not allow; its prefill is repeated");
+                    tracing::warn!(%why, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
                     return Err(Ended::WriteRefused { prefill });
                 }
                 _ => return Err(Ended::Engine),

@@ -1,11 +1,11 @@
-//! Work that takes milliseconds or more, on as many threads as there are cores but one: the last is for everything that must
-//! not wait, such as other requests' tokens and health checks.
+//! Runs CPU work that takes milliseconds or more on one thread fewer than there are cores. The remaining core is for everything that
+//! must not wait, such as other requests' tokens and health checks.
 
 use crate::{admission::Client, error::ApiError, shares::Shares};
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
 use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
-/// A request that has waited so long for its turn is refused. Longer than the largest request's own work takes.
+/// A request is refused when it has waited this long for its turn. The work of the largest request takes less.
 const WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// A bound on how many pieces of one kind of work run at a time. Clients take turns: each has one piece at most in the queue for a core,
@@ -31,7 +31,7 @@ impl Cores {
     /// turns. Dropped while it waits, it leaves the queue; dropped later, the work goes on to its end and keeps its core until then.
     ///
     /// # Errors
-    /// Its own, or [`ApiError::Overloaded`] after [`WAIT_MAX`].
+    /// The error of `work`, or [`ApiError::Overloaded`] after [`WAIT_MAX`].
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         client: Option<&Client>,

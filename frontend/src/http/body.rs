@@ -16,8 +16,8 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-/// Below this a body is too slow. A modem of 1996 sends half of it; a client that sends a byte now and then holds a connection
-/// for no reason.
+/// The minimum speed of a body. It is low for any network connection, and ends requests that send a byte now and then only to hold a
+/// connection.
 const BYTES_PER_SECOND: u32 = 16 << 10;
 /// A body may pause for this long, and may be this far behind [`BYTES_PER_SECOND`]: a few lost packets, and no more.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -31,7 +31,7 @@ const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
 /// Reads the bodies of all requests of a process.
 pub(super) struct Bodies {
     max: usize,
-    /// Of bytes.
+    /// One permit for each byte.
     budget: Arc<Semaphore>,
     /// Of the budget, half for each client: one that sends fast at first and slowly then leaves room for others.
     shares: Shares,
@@ -60,8 +60,8 @@ impl Bodies {
     /// The whole body, which this client sends.
     ///
     /// # Errors
-    /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. It has been read on then, within
-    /// bounds, so that its sender comes to read the reply.
+    /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. After an error the rest of the body is read,
+    /// within bounds, so that the client gets to read the reply.
     pub(super) async fn read(&self, client: Option<&Client>, headers: &HeaderMap, mut body: Body) -> Result<Read, ApiError> {
         let read = match is_json(headers) {
             Ok(()) => self.collect(client, &mut body).await,
@@ -117,8 +117,8 @@ fn add(held: &mut Option<OwnedSemaphorePermit>, from: &Arc<Semaphore>, bytes: u3
     Ok(())
 }
 
-/// Browsers send JSON to other sites only after asking them (CORS preflight), and this server never agrees; forms and plain text
-/// they send unasked. Without a content type there must be an Authorization header, which makes a browser ask, too.
+/// Browsers send JSON to another site only after a CORS preflight, which this server never grants; forms and plain text they send without
+/// one. A request without a content type needs an Authorization header, because that requires a preflight, too.
 fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {

@@ -1,5 +1,5 @@
-//! A request from its headers to its reply: its body is read, it is parsed, its sequences are taken, its texts are encoded, and
-//! every way out is counted.
+//! A request from its headers to its reply: reads the body, parses it, reserves its sequences, tokenises its texts, and counts how it
+//! ended.
 
 use super::{App, RequestId, app::Asked, body, context::elements_max};
 use crate::{
@@ -24,23 +24,23 @@ use tandem_node::trace::Span;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Bodies longer than this are parsed on a blocking thread: these take less than a millisecond.
+/// Bodies longer than this are parsed on a blocking thread; shorter ones take less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
-/// Texts longer than this are encoded on a blocking thread: these take about a millisecond.
+/// Texts longer than this are tokenised on a blocking thread; shorter ones take a millisecond at most.
 const ENCODE_INLINE_BYTES: usize = 4 << 10;
 
 /// A request that was taken in, with what its headers say.
 pub(super) struct Incoming {
     pub(super) app: Arc<App>,
-    /// Ours: unique, whatever the client calls its request.
+    /// The request id, which this server makes; unique whatever the client sends.
     pub(super) id: String,
     /// Taken by a streamed answer, which finishes it.
     pub(super) admitted: Option<Admitted>,
     pub(super) asked: Asked,
     traceparent: String,
-    /// The request's trace begins with it.
+    /// The first span of the request's trace.
     pub(super) span: Span,
-    /// For the bounds of each client.
+    /// The client that the limits count this request for.
     client: Option<Client>,
     /// The body's part of the budget, for as long as the request is parsed and encoded.
     body: body::Held,
@@ -61,10 +61,10 @@ where
     };
     let RequestId(id) = parts.extensions.get().cloned().expect("every request has been named");
     let trusted = app.trust.trusts(&parts);
-    // A stranger's trace is not joined, and whether the request is sampled is not the stranger's choice.
+    // `traceparent` of an untrusted peer neither continues its trace nor decides about sampling.
     let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
-    // The processes behind go on with this span, or with that of the proxy if this one is not sampled.
+    // Routers and workers continue this span, or the proxy's if this one is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     if let Some(admitted) = &mut admitted {
         admitted.trace(&span);

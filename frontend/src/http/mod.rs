@@ -37,7 +37,7 @@ use std::sync::Arc;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// This server's name of a request, whatever the client calls it. Every answer carries it as `x-request-id`.
+/// The request id that this server gives to a request, whatever the client sends. Every response has it as `x-request-id`.
 #[derive(Clone)]
 struct RequestId(String);
 
@@ -53,7 +53,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     finished(routes, app)
 }
 
-/// The operator's pages, and of the API what the Explain view of the dashboard asks: nothing is generated here.
+/// The operator's pages, and explanations of placements for the dashboard's Explain view. This port generates no text.
 pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
@@ -76,7 +76,7 @@ fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
     dashboard.route("/metrics", get(health::metrics))
 }
 
-/// Among the API, the dashboard is for those peers alone that may ask for details: it says them of every client's requests.
+/// On the API's listener the dashboard is only for peers that may ask for details, because it shows them for all clients' requests.
 async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let (parts, body) = request.into_parts();
     if !app.trust.exposes(app.trust.trusts(&parts)) {
@@ -85,7 +85,7 @@ async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next)
     next.run(Request::from_parts(parts, body)).await
 }
 
-/// With what every listener answers.
+/// Adds the routes and layers that every listener has.
 fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
     routes
         .route("/health", get(health::live))
@@ -97,7 +97,7 @@ fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Names the request, and tells the name with every answer: whole ones, refusals, the dashboard's and those of unknown paths.
+/// Gives the request an id, and returns it with every response, also with refusals, the dashboard and unknown paths.
 async fn with_id(mut request: Request, next: Next) -> Response {
     let id = uuid::Uuid::new_v4().simple().to_string();
     let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a header's value");

@@ -89,7 +89,7 @@ impl Parts {
         self.ends.recv().await.expect("this value holds a sender")
     }
 
-    /// The socket, as one of this cluster's.
+    /// Wraps the socket so that its calls are checked with the cluster key.
     fn listener(&self, socket: TcpListener) -> Listener {
         Listener::tcp(socket, self.key.clone())
     }
