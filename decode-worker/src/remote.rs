@@ -88,9 +88,12 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
+                    let wants_handle = chosen.wants_handle;
                     given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
-                    let ticket = v1::Ticket { ticket, address, missing_blocks, way, communicator, ..Default::default() };
+                    let address_signature = Vec::new();
+                    let ticket =
+                        v1::Ticket { ticket, address, missing_blocks, way, communicator, wants_handle, address_signature };
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
@@ -107,8 +110,9 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
             },
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
-                    let Some((ticket, _)) = given else { return Err(prefill.lost()) };
-                    worker.engine.confirm(ticket).await;
+                    let Some((ticket, chosen)) = &mut given else { return Err(prefill.lost()) };
+                    worker.engine.confirm(*ticket).await;
+                    worker.ways.landed(chosen, prefill.instance_id(), &said);
                     done = Some(said);
                 }
                 // It waited for our ticket, which waited for our blocks.
