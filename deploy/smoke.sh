@@ -2,11 +2,11 @@
 # Starts docker-compose.yml as it stands, asks for answers, replaces every container of Tandem and kills some while answers run, and says
 # what was lost.
 #   bash deploy/smoke.sh          images are built unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name some that are here
-# As root, or whoever may kill containers' processes. It uses a project of its own (tandem-smoke), ports 18000, 19090 and 13000, and takes everything away at the end.
+# As root, or whoever may kill containers' processes. It uses a project of its own (tandem-smoke), ports 18000, 18001, 19090 and 13000, and takes everything away at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-export COMPOSE_PROJECT_NAME=tandem-smoke TANDEM_PORT=127.0.0.1:18000 PROMETHEUS_PORT=127.0.0.1:19090 GRAFANA_PORT=127.0.0.1:13000
+export COMPOSE_PROJECT_NAME=tandem-smoke TANDEM_PORT=127.0.0.1:18000 TANDEM_OPERATOR_PORT=127.0.0.1:18001 PROMETHEUS_PORT=127.0.0.1:19090 GRAFANA_PORT=127.0.0.1:13000
 if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
 # Grafana has no part in serving: without its image (Debian has none) the rest is tried.
 services=(etcd etcd-auth nats model router prefill decode frontend proxy prometheus)

@@ -49,8 +49,11 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
     let deadline = Instant::now() + worker.settings.landing_wait;
+    // The ticket, and the way its blocks take. Dropped after the job: as long as the ticket is live, its blocks have a source.
+    let mut given: Option<(Ticket, Chosen)> = None;
     let mut job = worker.engine.generate(generate).await?;
-    let landed = land(worker, &mut job, &mut prefill, deadline).await?;
+    let landed = land(worker, &mut job, &mut prefill, &mut given, deadline).await?;
+    drop(given);
     drop(waiting);
     if landed.started.kv_transfer_bytes > 0 {
         let received = worker.metrics.transfer(ways::name(landed.way), Direction::Received);
@@ -73,10 +76,14 @@ struct Landed {
 
 /// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has said that all is here: what was
 /// written may be anybody's until then.
-async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: Instant) -> Result<Landed, Ended> {
+async fn land(
+    worker: &Worker,
+    job: &mut Job,
+    prefill: &mut Prefill,
+    given: &mut Option<(Ticket, Chosen)>,
+    deadline: Instant,
+) -> Result<Landed, Ended> {
     let not_landed = |prefill: &Prefill| Ended::NotLanded { prefill: prefill.instance_id().to_owned() };
-    // The ticket, and the way its blocks take.
-    let mut given: Option<(Ticket, Chosen)> = None;
     let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
@@ -89,7 +96,7 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
                     let wants_handle = chosen.wants_handle;
-                    given = Some((ticket, chosen));
+                    *given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
                     let address_signature = Vec::new();
                     let ticket =
@@ -110,7 +117,7 @@ async fn land(worker: &Worker, job: &mut Job, prefill: &mut Prefill, deadline: I
             },
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
-                    let Some((ticket, chosen)) = &mut given else { return Err(prefill.lost()) };
+                    let Some((ticket, chosen)) = given else { return Err(prefill.lost()) };
                     worker.engine.confirm(*ticket).await;
                     worker.ways.landed(chosen, prefill.instance_id(), &said);
                     done = Some(said);

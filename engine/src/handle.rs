@@ -379,6 +379,8 @@ impl Driver {
                 let _ = reply.send(begun.map(|blocks| Arrival::new(ticket, indices, blocks, ended, wake)));
             }
             Command::Refuse { ticket, why, reply } => {
+                // A client that has left no longer has a live ticket: blocks that come late for it are no attack.
+                self.look_after_listeners();
                 // A sender that has gone does not want to know.
                 let _ = reply.send(self.machine.refuse(ticket, why));
             }

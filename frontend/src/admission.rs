@@ -1,66 +1,103 @@
-//! Who may come in: a bounded number of prompts runs at a time, and what is taken for a request is given back with it.
+//! Admission: a bounded number of sequences runs at a time, and a bounded number for each client. What a request takes is
+//! given back when its guard is dropped.
 
 use crate::{
     error::ApiError,
+    listen::Peer,
     metrics::{Endpoint, FrontendMetrics},
 };
 use axum::http::StatusCode;
-use std::sync::Arc;
-use tandem_node::{Shutdown, trace::Span};
-use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
-    time::Instant,
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
+use tandem_node::{Shutdown, trace::Span};
+use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The door. Cheap to clone.
+/// The identity that [`Limits::per_client`] counts by: the account that the proxy in front vouches for, else the address.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Client {
+    Account(String),
+    /// Of the connection.
+    Address(Peer),
+}
+
+/// How many sequences (prompts × `n`) run at a time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) all: usize,
+    /// `None`: one client may take all.
+    pub(crate) per_client: Option<usize>,
+}
+
+/// Admits requests. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Admission {
-    permits: Arc<Semaphore>,
+    sequences: Arc<Sequences>,
     running: TaskTracker,
     shutdown: Shutdown,
     metrics: Arc<FrontendMetrics>,
 }
 
-/// A request that was let in. Dropping it gives back its permits and its place in `inflight`; if it was not finished before,
-/// the client has gone, and it counts as cancelled.
+/// The sequences that run.
+struct Sequences {
+    limits: Limits,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Default)]
+struct Taken {
+    all: usize,
+    /// Clients that hold any; never more entries than sequences.
+    by_client: HashMap<Client, usize>,
+}
+
+/// The sequences of one request. Dropping it gives them back.
+struct Permits {
+    sequences: Arc<Sequences>,
+    client: Option<Client>,
+    count: usize,
+    metrics: Arc<FrontendMetrics>,
+}
+
+/// A request from its headers to the end of its answer. Dropping it gives back its sequences and its place in the gauges; if it
+/// was not finished before, the client has gone, and it counts as cancelled.
 pub(crate) struct Admitted {
     endpoint: Endpoint,
     /// Whether the request names a model that is served.
     model_known: bool,
     since: Instant,
     finished: bool,
-    permits: OwnedSemaphorePermit,
-    semaphore: Arc<Semaphore>,
+    /// `None` while the request is read and parsed.
+    permits: Option<Permits>,
+    sequences: Arc<Sequences>,
     metrics: Arc<FrontendMetrics>,
     span: Span,
     _running: TaskTrackerToken,
 }
 
 impl Admission {
-    pub(crate) fn new(prompts_max: usize, shutdown: Shutdown, metrics: Arc<FrontendMetrics>) -> Self {
-        let permits = Arc::new(Semaphore::new(prompts_max.min(Semaphore::MAX_PERMITS)));
-        Self { permits, running: TaskTracker::new(), shutdown, metrics }
+    pub(crate) fn new(limits: Limits, shutdown: Shutdown, metrics: Arc<FrontendMetrics>) -> Self {
+        let sequences = Arc::new(Sequences { limits, taken: Mutex::default() });
+        Self { sequences, running: TaskTracker::new(), shutdown, metrics }
     }
 
-    /// Lets a request in, or refuses it at once: nothing waits here.
+    /// Takes a request in to be read, unless the process drains. Sequences are taken once they can be counted:
+    /// [`Admitted::take`].
     pub(crate) fn enter(&self, endpoint: Endpoint) -> Result<Admitted, ApiError> {
-        let refuse = |error: ApiError| {
-            self.metrics.refused(endpoint, error.status());
-            Err(error)
-        };
         if self.shutdown.is_draining() {
-            return refuse(ApiError::Draining);
+            self.metrics.refused(endpoint, ApiError::Draining.status());
+            return Err(ApiError::Draining);
         }
-        let Ok(permits) = Arc::clone(&self.permits).try_acquire_owned() else { return refuse(ApiError::Overloaded) };
-        self.metrics.inflight_requests.increment(1.0);
+        self.metrics.reading_requests.increment(1.0);
         Ok(Admitted {
             endpoint,
             model_known: false,
             since: Instant::now(),
             finished: false,
-            permits,
-            semaphore: Arc::clone(&self.permits),
+            permits: None,
+            sequences: Arc::clone(&self.sequences),
             metrics: Arc::clone(&self.metrics),
             span: Span::default(),
             _running: self.running.token(),
@@ -85,6 +122,53 @@ impl Admission {
     }
 }
 
+impl Sequences {
+    fn taken(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes all or nothing. Nothing waits here: a queue would only hide the overload.
+    fn take(&self, client: Option<&Client>, count: usize) -> Result<(), ApiError> {
+        let Limits { all, per_client } = self.limits;
+        let client = client.zip(per_client);
+        let max = client.map_or(all, |(_, per_client)| per_client.min(all));
+        if count > max {
+            return Err(ApiError::TooManySequences { sequences: count, max });
+        }
+        let mut taken = self.taken();
+        if let Some((client, per_client)) = client
+            && taken.by_client.get(client).copied().unwrap_or(0) + count > per_client
+        {
+            return Err(ApiError::ClientLimit { max: per_client });
+        }
+        if taken.all + count > all {
+            return Err(ApiError::Overloaded);
+        }
+        taken.all += count;
+        if let Some((client, _)) = client {
+            *taken.by_client.entry(client.clone()).or_default() += count;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Permits {
+    fn drop(&mut self) {
+        self.metrics.inflight_requests.decrement(1.0);
+        self.metrics.inflight_sequences.decrement(self.count as f64);
+        let mut taken = self.sequences.taken();
+        taken.all -= self.count;
+        if let Some(client) = self.client.take()
+            && let Some(left) = taken.by_client.get_mut(&client)
+        {
+            *left -= self.count;
+            if *left == 0 {
+                taken.by_client.remove(&client);
+            }
+        }
+    }
+}
+
 impl Admitted {
     /// When the request came.
     pub(crate) fn since(&self) -> Instant {
@@ -106,11 +190,18 @@ impl Admitted {
         self.model_known = true;
     }
 
-    /// The request turned out to hold this many prompts, and each counts.
-    pub(crate) fn widen(&mut self, prompts: usize) -> Result<(), ApiError> {
-        let more = u32::try_from(prompts.saturating_sub(1)).map_err(|_| ApiError::Overloaded)?;
-        let more = Arc::clone(&self.semaphore).try_acquire_many_owned(more).map_err(|_| ApiError::Overloaded)?;
-        self.permits.merge(more);
+    /// Takes the request's sequences, all or none: each of its prompts runs `n` times. Called once, when it has been parsed.
+    pub(crate) fn take(&mut self, client: Option<Client>, sequences: usize) -> Result<(), ApiError> {
+        self.sequences.take(client.as_ref(), sequences)?;
+        self.metrics.reading_requests.decrement(1.0);
+        self.metrics.inflight_requests.increment(1.0);
+        self.metrics.inflight_sequences.increment(sequences as f64);
+        self.permits = Some(Permits {
+            sequences: Arc::clone(&self.sequences),
+            client: client.filter(|_| self.sequences.limits.per_client.is_some()),
+            count: sequences,
+            metrics: Arc::clone(&self.metrics),
+        });
         Ok(())
     }
 
@@ -127,7 +218,9 @@ impl Admitted {
 
 impl Drop for Admitted {
     fn drop(&mut self) {
-        self.metrics.inflight_requests.decrement(1.0);
+        if self.permits.is_none() {
+            self.metrics.reading_requests.decrement(1.0);
+        }
         if !self.finished {
             self.span.fail("cancelled");
             self.metrics.cancelled(self.endpoint, self.model_known);
@@ -140,31 +233,50 @@ mod tests {
     use super::*;
     use tandem_node::Metrics;
 
-    fn admission(prompts_max: usize) -> (Admission, Metrics, Shutdown) {
+    fn admission(all: usize, per_client: Option<usize>) -> (Admission, Metrics, Shutdown) {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let frontend = Arc::new(FrontendMetrics::new(&metrics, "m"));
-        (Admission::new(prompts_max, shutdown.clone(), frontend), metrics, shutdown)
+        (Admission::new(Limits { all, per_client }, shutdown.clone(), frontend), metrics, shutdown)
+    }
+
+    fn take(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {
+        let mut admitted = admission.enter(Endpoint::Completions).expect("it does not drain");
+        admitted.take(Some(Client::Account(account.to_owned())), sequences)?;
+        Ok(admitted)
     }
 
     #[tokio::test]
-    async fn each_prompt_takes_a_place_and_gives_it_back() {
-        let (admission, metrics, _shutdown) = admission(3);
-        let mut batch = admission.enter(Endpoint::Completions).expect("there is room");
-        batch.widen(3).expect("there is room for three");
-        assert!(matches!(admission.enter(Endpoint::Chat), Err(ApiError::Overloaded)));
-        drop(batch);
-        let mut batch = admission.enter(Endpoint::Completions).expect("all places are back");
-        assert!(matches!(batch.widen(4), Err(ApiError::Overloaded)));
-        batch.finish(StatusCode::SERVICE_UNAVAILABLE);
-        drop(batch);
-        let text = metrics.render();
-        assert!(text.contains("tandem_frontend_inflight_requests 0"), "{text}");
-        assert!(text.contains("tandem_frontend_cancelled_total 1"), "{text}");
+    async fn sequences_are_taken_all_or_none_and_given_back() {
+        let (admission, metrics, _shutdown) = admission(3, None);
+        let three = take(&admission, "a", 3).expect("there is room for three");
+        assert!(metrics.render().contains("tandem_frontend_inflight_sequences 3"), "{}", metrics.render());
+        assert!(matches!(take(&admission, "b", 1), Err(ApiError::Overloaded)));
+        drop(three);
+        let one = take(&admission, "a", 1).expect("all are back");
+        assert!(matches!(take(&admission, "b", 3), Err(ApiError::Overloaded)));
+        let _two = take(&admission, "b", 2).expect("what was refused took none");
+        assert!(matches!(take(&admission, "a", 4), Err(ApiError::TooManySequences { sequences: 4, max: 3 })));
+        drop((one, _two));
+        for line in ["inflight_requests 0", "inflight_sequences 0", "reading_requests 0", "cancelled_total 6"] {
+            assert!(metrics.render().contains(&format!("tandem_frontend_{line}")), "{line} in {}", metrics.render());
+        }
+    }
+
+    #[tokio::test]
+    async fn one_client_cannot_take_the_sequences_of_others() {
+        let (admission, _metrics, _shutdown) = admission(4, Some(2));
+        let first = take(&admission, "a", 2).expect("within its bound");
+        assert!(matches!(take(&admission, "a", 1), Err(ApiError::ClientLimit { max: 2 })));
+        assert!(matches!(take(&admission, "a", 3), Err(ApiError::TooManySequences { sequences: 3, max: 2 })));
+        let _other = take(&admission, "b", 2).expect("another client has its own bound");
+        drop(first);
+        drop(take(&admission, "a", 1).expect("its sequences are back"));
+        assert_eq!(admission.sequences.taken().by_client.len(), 1, "a client that holds nothing is forgotten");
     }
 
     #[tokio::test(start_paused = true)]
     async fn draining_refuses_and_waits_for_what_runs() {
-        let (admission, _metrics, shutdown) = admission(3);
+        let (admission, _metrics, shutdown) = admission(3, None);
         let running = admission.enter(Endpoint::Chat).expect("there is room");
         shutdown.run(std::time::Duration::ZERO).await;
         assert!(matches!(admission.enter(Endpoint::Chat), Err(ApiError::Draining)));

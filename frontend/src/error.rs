@@ -22,8 +22,20 @@ pub(crate) enum ApiError {
     Nesting { max: usize },
     #[error("The body is larger than {max} bytes.")]
     BodyTooLarge { max: usize },
-    #[error("The body did not arrive whole in time; send the request again.")]
-    BodyIncomplete,
+    #[error("The body holds more than {max} values (its commas and brackets are counted); split it over several requests.")]
+    Elements { max: usize },
+    #[error("The body came more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection.")]
+    BodySlow { bytes_per_second: u32 },
+    #[error("The body ended early, or one of its chunks is malformed; check Content-Length or Transfer-Encoding.")]
+    BodyBroken,
+    #[error("The bodies of other requests fill the memory that is set aside for them; try again shortly.")]
+    BodyBudget,
+    #[error(
+        "The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json')."
+    )]
+    ContentType,
+    #[error("The body is sent with a Content-Encoding, which this server does not decode; send it without.")]
+    ContentEncoding,
     #[error("Invalid type or value for '{param}': {}.", in_json_words(.source))]
     Type { param: String, source: serde_json::Error },
     #[error("'{param}' {problem}.")]
@@ -64,12 +76,26 @@ pub(crate) enum ApiError {
     UnknownPath,
     #[error("This path does not take this method; see /openapi.json.")]
     Method,
+    #[error("This server is not called by this name in 'Host'; use its address, or have it started with --allowed-hosts.")]
+    Host,
+    #[error("Web pages of other sites may not send requests to this server.")]
+    Origin,
+    #[error("This is the operator's port: it explains placements (header 'x-tandem-explain: true') and generates nothing.")]
+    AdminExplains,
+    #[error("Too many connections are open; try again shortly, or over a connection that is open.")]
+    Connections,
     #[error("Too many requests are running; try again shortly.")]
     Overloaded,
+    #[error(
+        "The request asks for {sequences} sequences (prompts × n), but at most {max} may run at once; lower 'n' or send fewer prompts."
+    )]
+    TooManySequences { sequences: usize, max: usize },
+    #[error("This client's limit of {max} sequences (prompts × n) at once is reached; try again when some of them have ended.")]
+    ClientLimit { max: usize },
     #[error("This server is shutting down; send the request to another.")]
     Draining,
-    #[error("The server failed to encode the prompt.")]
-    Encode,
+    #[error("The server failed to process the request; its log says why.")]
+    Internal,
     #[error(transparent)]
     Dispatch(#[from] DispatchError),
 }
@@ -113,7 +139,13 @@ impl ApiError {
             Self::NoObject => bad(None, Some("invalid_type")),
             Self::Nesting { .. } => bad(None, Some("nesting_too_deep")),
             Self::BodyTooLarge { .. } => client(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
-            Self::BodyIncomplete => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_incomplete")),
+            Self::Elements { .. } => bad(None, Some("too_many_values")),
+            Self::BodySlow { .. } => client(StatusCode::REQUEST_TIMEOUT, None, Some("body_too_slow")),
+            Self::BodyBroken => bad(None, Some("body_incomplete")),
+            Self::BodyBudget => unavailable("body_budget"),
+            Self::ContentType | Self::ContentEncoding => {
+                client(StatusCode::UNSUPPORTED_MEDIA_TYPE, None, Some("unsupported_media_type"))
+            }
             Self::Type { param, .. } => bad(Some(param), Some("invalid_type")),
             Self::Invalid { param, problem } => bad(Some(param), Some(problem.code())),
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
@@ -126,9 +158,19 @@ impl ApiError {
             Self::Untrusted { .. } => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
+            Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),
+            Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
+            Self::Origin => client(StatusCode::FORBIDDEN, None, Some("foreign_origin")),
+            Self::Connections => unavailable("too_many_connections"),
             Self::Overloaded => unavailable("overloaded"),
+            Self::TooManySequences { .. } => bad(Some("n"), Some("too_many_sequences")),
+            Self::ClientLimit { .. } => Parts {
+                kind: "rate_limit_error",
+                retry_after: Some(1),
+                ..client(StatusCode::TOO_MANY_REQUESTS, None, Some("rate_limit_exceeded"))
+            },
             Self::Draining => unavailable("draining"),
-            Self::Encode => Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") },
+            Self::Internal => Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") },
             Self::Dispatch(error) => match error {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
                 DispatchError::NoWorker { .. } => unavailable("no_worker"),

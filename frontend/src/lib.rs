@@ -6,6 +6,7 @@
 
 mod admission;
 mod audit;
+mod cores;
 mod dispatch;
 mod error;
 mod http;
@@ -23,18 +24,21 @@ pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 
 pub use axum::http::HeaderName;
-use axum::serve::ListenerExt;
 pub use http::ExposeDetails;
 use http::Trust;
 pub use ipnet::IpNet;
-use listen::{Arriving, Impatient, PeerAddress};
+use listen::Places;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Workers},
     trace::Tracer,
 };
-use tandem_proto::link::{Arrivals, Listener};
+use tandem_proto::link::Listener;
+use tokio::net::TcpListener;
+
+/// Connections to [`FrontendSettings::admin`]: scrapers, health checks and a few viewers of the page.
+const ADMIN_CONNECTIONS_MAX: usize = 256;
 
 /// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
@@ -46,10 +50,26 @@ pub struct FrontendSettings {
     pub model: ServedModel,
     /// Tokens in a block: the cluster's constant.
     pub block_size: u32,
-    /// Prompts that run at a time; beyond, requests are refused with 503. Bounds memory and the load a cluster can be given.
-    pub concurrent_requests: usize,
-    /// The longest body that is read.
-    pub body_max_bytes: usize,
+    /// Sequences (prompts × `n`) that run at a time; beyond, requests are refused with 503. Bounds memory and the load a cluster
+    /// can be given.
+    pub concurrent_sequences: usize,
+    /// The sequences of one client, an account or else an address, that run at a time; beyond, its requests are refused with
+    /// 429. `None`: one client may take all.
+    pub sequences_per_client: Option<usize>,
+    /// The longest body that is read. `None`: it follows from the model's context, 4 to 32 MiB.
+    pub body_max_bytes: Option<usize>,
+    /// Bytes of all bodies that are read or parsed at a time; beyond, requests are refused with 503. The first 16 KiB of each
+    /// body do not count.
+    pub bodies_max_bytes: usize,
+    /// Connections that are open at a time; further ones are closed with 503.
+    pub connections_max: usize,
+    /// Of these, connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no bound of their own.
+    pub connections_per_address_max: usize,
+    /// Names in `Host` besides IP addresses and localhost. Checked where the listener is on a loopback address, and everywhere when
+    /// there are any: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
+    pub allowed_hosts: Vec<String>,
+    /// Where `/metrics` and `/dashboard` are served. `None`: beside the API.
+    pub admin: Option<TcpListener>,
     /// How long a request may wait for its first token, all attempts together.
     pub first_token_timeout: Duration,
     /// Placements tried before a request is given up.
@@ -102,8 +122,14 @@ impl FrontendSettings {
             cluster: "tandem".to_owned(),
             model,
             block_size: 16,
-            concurrent_requests: 1024,
-            body_max_bytes: 32 << 20,
+            concurrent_sequences: 1024,
+            sequences_per_client: None,
+            body_max_bytes: None,
+            bodies_max_bytes: 256 << 20,
+            connections_max: 8192,
+            connections_per_address_max: 4096,
+            allowed_hosts: Vec::new(),
+            admin: None,
             first_token_timeout: Duration::from_secs(60),
             attempts: 3,
             attempt_timeout: Duration::from_secs(30),
@@ -130,50 +156,46 @@ pub enum FrontendError {
     /// Blocks have at least one token.
     #[error("block_size must be at least 1")]
     BlockSize,
-    /// The socket failed.
+    /// The listener's address cannot be read.
     #[error("the HTTP server failed: {0}")]
     Serve(#[from] std::io::Error),
 }
 
 /// Serves HTTP until the process drains and every request has ended, or until it stops. While it drains, new requests are
 /// refused with 503; what still runs at the stop ends with an error event.
+///
+/// # Errors
+/// The settings cannot be used, or the routers' addresses cannot be followed.
 pub async fn run(
     listener: impl Into<Listener>,
-    settings: FrontendSettings,
+    mut settings: FrontendSettings,
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), FrontendError> {
     if settings.block_size == 0 {
         return Err(FrontendError::BlockSize);
     }
-    let listener = listener.into();
+    let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
-    let unread_max = settings.unread_max;
     let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
+    let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
+    let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
+    let proxies = settings.trusted_proxies.clone();
     let app = Arc::new(http::App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
-    let drained = app.admission().clone().drained();
-    let routes = http::routes(Arc::clone(&app));
-    let server = async move {
-        match listener.into_arrivals() {
-            Arrivals::Tcp(listener) => {
-                let listener = listener.tap_io(|socket| {
-                    // Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
-                    if let Err(error) = socket.set_nodelay(true) {
-                        tracing::debug!(%error, "TCP_NODELAY cannot be set");
-                    }
-                });
-                let routes = routes.into_make_service_with_connect_info::<PeerAddress>();
-                axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
-            }
-            Arrivals::Memory(arriving) => {
-                let listener = Arriving(arriving);
-                axum::serve(Impatient { listener, unread_max }, routes).with_graceful_shutdown(drained).await
-            }
-        }
+    let serve = |listener: Listener, routes: axum::Router, places: Places| {
+        let routes = http::guarded(routes, &listener, &allowed_hosts);
+        listen::serve(listener, routes, Arc::new(places), unread_max, app.admission().clone().drained())
     };
+    let places = Places::new(connections_max, per_address_max, proxies, app.metrics());
+    let api = serve(listener, http::api(Arc::clone(&app), admin.is_none()), places);
+    let admin = admin.map(|listener| {
+        let places = Places::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), app.metrics());
+        serve(listener, http::admin(Arc::clone(&app)), places)
+    });
+    let server = async { tokio::join!(api, futures::future::OptionFuture::from(admin)) };
     tokio::select! {
         biased;
-        result = server => Ok(result?),
+        _ = server => Ok(()),
         () = after_stop(&shutdown) => Ok(()),
         never = app.follow(routers) => match never {},
     }

@@ -35,6 +35,10 @@ pub(crate) struct FrontendMetrics {
     registry: Metrics,
     model: String,
     pub(crate) inflight_requests: Gauge,
+    pub(crate) inflight_sequences: Gauge,
+    pub(crate) reading_requests: Gauge,
+    pub(crate) connections: Gauge,
+    pub(crate) connections_refused: Counter,
     pub(crate) ready: Gauge,
     cancelled: Counter,
     pub(crate) migrations: Counter,
@@ -82,7 +86,26 @@ impl FrontendMetrics {
             unreported_prompts(registry, source).increment(0);
         }
         Self {
-            inflight_requests: registry.gauge("tandem_frontend_inflight_requests", "Requests let in and not yet answered.", &[]),
+            inflight_requests: registry.gauge(
+                "tandem_frontend_inflight_requests",
+                "Requests admitted and not yet answered.",
+                &[],
+            ),
+            inflight_sequences: registry.gauge(
+                "tandem_frontend_inflight_sequences",
+                "Sequences (prompts × n) of the admitted requests; --max-concurrent-requests bounds them.",
+                &[],
+            ),
+            reading_requests: registry.gauge(
+                "tandem_frontend_reading_requests",
+                "Requests that are read and parsed, before admission.",
+                &[],
+            ),
+            connections: registry.gauge("tandem_frontend_connections", "Open connections.", &[]),
+            connections_refused: counter(
+                "tandem_frontend_connections_refused_total",
+                "Connections beyond the bound on all or on those of one address.",
+            ),
             ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),
             migrations: counter(

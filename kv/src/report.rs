@@ -18,9 +18,11 @@ pub struct Load {
     pub cached_blocks: u32,
     /// Pinned.
     pub in_use_blocks: u32,
-    /// Measured; 0 before the first measurement.
+    /// Prompt tokens that the device computes in a second, without the fixed time of each step; 0 while there is no evidence.
     pub prefill_tokens_per_second: f64,
-    /// Measured; 0 before the first measurement.
+    /// Fixed time of a step that computes prompt tokens; 0 while it is not known.
+    pub prefill_fixed_ms: f64,
+    /// What a step takes to continue its sequences; 0 while there is no evidence.
     pub decode_step_ms: f64,
     /// Sequences pushed back since the start.
     pub preemptions: u64,

@@ -9,12 +9,6 @@ pub enum WireError {
         /// As in the .proto file.
         field: &'static str,
     },
-    /// A measurement is negative, infinite or not a number.
-    #[error("the field `{field}` is not a finite number of at least 0")]
-    NotAMeasurement {
-        /// As in the .proto file.
-        field: &'static str,
-    },
     /// A chain or a removal names no block.
     #[error("a change of the cache names no block")]
     NoBlocks,

@@ -1,7 +1,17 @@
 //! Loads: kv's numbers on the wire.
 
-use crate::{WireError, v1};
+use crate::v1;
+use std::ops::RangeInclusive;
 use tandem_kv::Load;
+
+/// Prompt tokens in a second: from a device that takes ten seconds for one to a thousand times the fastest.
+const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
+
+/// Milliseconds of a step: from a picosecond, as simulated devices have it, to ten minutes, which no engine is allowed to take.
+const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
+
+/// Bytes in a second: from a link that nothing could be served over to a thousand times the fastest.
+const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
 /// `taken_in`, `transfer_bytes_per_second`, `cache` and `steps` are not the cache's to know: they stay empty, for the sender to fill in.
 impl From<&Load> for v1::Load {
@@ -14,6 +24,7 @@ impl From<&Load> for v1::Load {
             cached_blocks: load.cached_blocks,
             in_use_blocks: load.in_use_blocks,
             prefill_tokens_per_second: load.prefill_tokens_per_second,
+            prefill_fixed_ms: load.prefill_fixed_ms,
             decode_step_ms: load.decode_step_ms,
             transfer_bytes_per_second: 0.0,
             taken_in: Vec::new(),
@@ -23,28 +34,32 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// Checks every number. `preemptions` is not on the wire: 0.
-impl TryFrom<&v1::Load> for Load {
-    type Error = WireError;
-
-    fn try_from(load: &v1::Load) -> Result<Self, WireError> {
-        measurement("transfer_bytes_per_second", load.transfer_bytes_per_second)?;
-        Ok(Self {
+/// A rate that no device has counts as not measured: 0. `preemptions` is not on the wire: 0.
+impl From<&v1::Load> for Load {
+    fn from(load: &v1::Load) -> Self {
+        Self {
             running_sequences: load.running_sequences,
             waiting_requests: load.waiting_requests,
             pending_prefill_tokens: load.pending_prefill_tokens,
             free_blocks: load.free_blocks,
             cached_blocks: load.cached_blocks,
             in_use_blocks: load.in_use_blocks,
-            prefill_tokens_per_second: measurement("prefill_tokens_per_second", load.prefill_tokens_per_second)?,
-            decode_step_ms: measurement("decode_step_ms", load.decode_step_ms)?,
+            prefill_tokens_per_second: measured(load.prefill_tokens_per_second, PREFILL_TOKENS_PER_SECOND),
+            prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
+            decode_step_ms: measured(load.decode_step_ms, STEP_MS),
             preemptions: 0,
-        })
+        }
     }
 }
 
-fn measurement(field: &'static str, value: f64) -> Result<f64, WireError> {
-    if value.is_finite() && value >= 0.0 { Ok(value) } else { Err(WireError::NotAMeasurement { field }) }
+/// The load's transfer rate; 0 if it is not measured, or no link's.
+pub fn transfer_bytes_per_second(load: &v1::Load) -> f64 {
+    measured(load.transfer_bytes_per_second, TRANSFER_BYTES_PER_SECOND)
+}
+
+/// A receiver divides by rates and compares what comes of it: NaN, infinite, negative, subnormal and absurd values are left out here.
+fn measured(value: f64, plausible: RangeInclusive<f64>) -> f64 {
+    if plausible.contains(&value) { value } else { 0.0 }
 }
 
 #[cfg(test)]
@@ -57,7 +72,7 @@ mod tests {
         fn a_load_comes_back_as_it_went(
             (running_sequences, waiting_requests, pending_prefill_tokens) in any::<(u32, u32, u64)>(),
             (free_blocks, cached_blocks, in_use_blocks) in any::<(u32, u32, u32)>(),
-            (prefill_tokens_per_second, decode_step_ms) in (0.0..1e12_f64, 0.0..1e6_f64),
+            (prefill_tokens_per_second, prefill_fixed_ms, decode_step_ms) in (0.1..1e9_f64, 1e-3..1e5_f64, 1e-3..6e5_f64),
         ) {
             let load = Load {
                 running_sequences,
@@ -67,23 +82,27 @@ mod tests {
                 cached_blocks,
                 in_use_blocks,
                 prefill_tokens_per_second,
+                prefill_fixed_ms,
                 decode_step_ms,
                 preemptions: 0,
             };
-            prop_assert_eq!(Load::try_from(&v1::Load::from(&load)), Ok(load));
+            prop_assert_eq!(Load::from(&v1::Load::from(&load)), load);
         }
     }
 
     #[test]
-    fn numbers_that_are_no_measurement_are_refused() {
-        for bad in [f64::NAN, f64::INFINITY, -1.0] {
-            for (field, load) in [
-                ("prefill_tokens_per_second", v1::Load { prefill_tokens_per_second: bad, ..Default::default() }),
-                ("decode_step_ms", v1::Load { decode_step_ms: bad, ..Default::default() }),
-                ("transfer_bytes_per_second", v1::Load { transfer_bytes_per_second: bad, ..Default::default() }),
-            ] {
-                assert_eq!(Load::try_from(&load), Err(WireError::NotAMeasurement { field }));
-            }
+    fn rates_that_no_device_has_count_as_not_measured() {
+        for bad in [f64::NAN, -f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1.0, 1e-320, f64::MIN_POSITIVE, 1e300, 0.0, -0.0] {
+            let load = v1::Load {
+                prefill_tokens_per_second: bad,
+                prefill_fixed_ms: bad,
+                decode_step_ms: bad,
+                transfer_bytes_per_second: bad,
+                running_sequences: 7,
+                ..Default::default()
+            };
+            assert_eq!(Load::from(&load), Load { running_sequences: 7, ..Default::default() }, "{bad}");
+            assert_eq!(transfer_bytes_per_second(&load).to_bits(), 0, "{bad}");
         }
     }
 }

@@ -14,6 +14,7 @@ impl Reason {
             Self::Engine => "engine",
             Self::Invalid => "invalid",
             Self::Draining => "draining",
+            Self::WriteRefused => "write_refused",
         }
     }
 }

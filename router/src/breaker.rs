@@ -38,7 +38,7 @@ struct Open {
 pub(crate) fn is_fault(reason: Reason) -> bool {
     match reason {
         Reason::Unspecified | Reason::PrefillLost | Reason::Timeout | Reason::Engine => true,
-        Reason::Full | Reason::WrongInstance | Reason::Invalid | Reason::Draining => false,
+        Reason::Full | Reason::WrongInstance | Reason::Invalid | Reason::Draining | Reason::WriteRefused => false,
     }
 }
 

@@ -7,7 +7,7 @@
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
 use tandem_proto::{
-    SnapshotAssembly, WireError,
+    SnapshotAssembly, WireError, transfer_bytes_per_second,
     v1::{CacheTotals, KvEventBatch, Load, SnapshotChunk, StepTotals, WatchReply, WorkerInfo, watch_reply::Message},
 };
 use tokio::time::Instant;
@@ -40,7 +40,17 @@ pub(crate) struct Beside {
 
 impl Beside {
     fn of(load: &Load) -> Self {
-        Self { transfer_bytes_per_second: load.transfer_bytes_per_second, cache: load.cache, steps: load.steps }
+        Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
+    }
+
+    /// Prompt tokens computed since the worker's start.
+    pub(crate) fn prefilled(&self) -> Option<u64> {
+        self.steps.map(|steps| steps.prefilled_tokens)
+    }
+
+    /// Tokens generated since the worker's start.
+    pub(crate) fn generated(&self) -> Option<u64> {
+        self.steps.map(|steps| steps.generated_tokens)
     }
 
     /// Puts it back.
@@ -57,8 +67,22 @@ pub(crate) enum Broken {
     Gap { applied: u64 },
     #[error("it speaks for another instance than the one asked for")]
     OtherInstance,
+    #[error("its KV events name more blocks than the {capacity_blocks} it says to have; restart it with the router's version")]
+    BeyondCapacity { capacity_blocks: u32 },
     #[error(transparent)]
     Wire(#[from] WireError),
+}
+
+impl Broken {
+    /// Whether a snapshot puts right what events that came this way have broken. Others may publish in a worker's name where
+    /// they can reach NATS, so what cannot be right there says nothing about the worker; on its own stream it does.
+    pub(crate) fn is_healed_by_a_snapshot(self, way: Way) -> bool {
+        match self {
+            Self::Gap { .. } => true,
+            Self::BeyondCapacity { .. } => way == Way::Published,
+            Self::OtherInstance | Self::Wire(_) => false,
+        }
+    }
 }
 
 /// How the events of a worker come.

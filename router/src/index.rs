@@ -4,11 +4,12 @@
 //! block is cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] gallops to the
 //! next block that some worker lacks and never looks at the blocks between.
 //!
-//! Invariants: every set in the table is non-empty; `blocks[w]` is the number of sets that `w` is in; a stored chain whose
-//! parent the worker does not hold is refused, so what is told wrong cannot break the prefixes of what was told right.
+//! Invariants: every set in the table is non-empty; `held[w]` has the hashes of the sets that `w` is in, so that a worker's blocks are
+//! forgotten without a look at the others'; a stored chain whose parent the worker does not hold is refused, so what is told wrong
+//! cannot break the prefixes of what was told right.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{HashMap, HashSet, hash_map::Entry},
     hash::{BuildHasher, Hasher},
 };
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
@@ -33,7 +34,7 @@ pub struct PrefixIndex {
     sets: Vec<u64>,
     free_sets: Vec<u32>,
     words: usize,
-    blocks: Vec<u64>,
+    held: Vec<HashSet<SequenceHash, Keyed>>,
 }
 
 /// Most blocks of most clusters are held once: these take no set.
@@ -46,7 +47,7 @@ enum Holders {
 impl PrefixIndex {
     /// An empty index. The key decides the table's layout only; a random one keeps crafted prompts from slowing it down.
     pub fn new(key: u64) -> Self {
-        Self { holders: HashMap::with_hasher(Keyed(key)), sets: Vec::new(), free_sets: Vec::new(), words: 1, blocks: Vec::new() }
+        Self { holders: HashMap::with_hasher(Keyed(key)), sets: Vec::new(), free_sets: Vec::new(), words: 1, held: Vec::new() }
     }
 
     /// A worker's cache changed.
@@ -72,21 +73,18 @@ impl PrefixIndex {
         skipped
     }
 
-    /// The worker holds nothing any more. Scans the whole table: workers leave rarely.
+    /// The worker holds nothing any more. Takes time for each block that it held, however many others hold.
     pub fn forget(&mut self, worker: WorkerSlot) {
-        if self.blocks(worker) == 0 {
-            return;
-        }
-        let held: Vec<SequenceHash> =
-            self.holders.iter().filter(|(_, holders)| self.contains(**holders, worker)).map(|(hash, _)| *hash).collect();
-        for hash in held {
-            self.remove(worker, hash);
+        let Some(held) = self.held.get_mut(worker.0 as usize) else { return };
+        let empty = HashSet::with_hasher(*self.holders.hasher());
+        for hash in std::mem::replace(held, empty) {
+            self.take_out(worker, hash);
         }
     }
 
     /// For each worker (by its slot) how many leading blocks of the prompt it holds. Slots never seen are not in it.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
-        let mut leading = vec![0; self.blocks.len()];
+        let mut leading = vec![0; self.held.len()];
         let Some(first) = hashes.first() else { return leading };
         // All `active` workers hold hashes[..common].
         let mut active: Vec<u64> = (0..self.words).map(|word| self.word(self.holders.get(first), word)).collect();
@@ -108,7 +106,7 @@ impl PrefixIndex {
 
     /// How many blocks the worker holds.
     pub fn blocks(&self, worker: WorkerSlot) -> u64 {
-        self.blocks.get(worker.0 as usize).copied().unwrap_or(0)
+        self.held.get(worker.0 as usize).map_or(0, |held| held.len() as u64)
     }
 
     /// The longest prefix that all `active` workers hold, given that they hold `from` blocks.
@@ -129,8 +127,8 @@ impl PrefixIndex {
 
     fn store(&mut self, worker: WorkerSlot, chain: &StoredChain, skipped: &mut Skipped) {
         self.make_room(worker);
-        let holds = |hash| self.holders.get(hash).is_some_and(|holders| self.contains(*holders, worker));
-        if !chain.parent.as_ref().is_none_or(holds) {
+        let held = &self.held[worker.0 as usize];
+        if !chain.parent.as_ref().is_none_or(|parent| held.contains(parent)) {
             skipped.orphaned_blocks += chain.sequence_hashes.len() as u64;
             return;
         }
@@ -140,13 +138,15 @@ impl PrefixIndex {
     }
 
     fn add(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
+        if !self.held[worker as usize].insert(hash) {
+            return;
+        }
         let (word, bit) = place(worker);
         match self.holders.entry(hash) {
             Entry::Vacant(entry) => {
                 entry.insert(Holders::One(worker));
             }
             Entry::Occupied(mut entry) => match *entry.get() {
-                Holders::One(other) if other == worker => return,
                 Holders::One(other) => {
                     let set = self.free_sets.pop().unwrap_or_else(|| {
                         self.sets.resize(self.sets.len() + self.words, 0);
@@ -157,35 +157,30 @@ impl PrefixIndex {
                     self.sets[base + word] |= bit;
                     entry.insert(Holders::Set(set));
                 }
-                Holders::Set(set) => {
-                    let bits = &mut self.sets[set as usize * self.words + word];
-                    if *bits & bit != 0 {
-                        return;
-                    }
-                    *bits |= bit;
-                }
+                Holders::Set(set) => self.sets[set as usize * self.words + word] |= bit,
             },
         }
-        self.blocks[worker as usize] += 1;
     }
 
     /// Whether the block was there.
-    fn remove(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) -> bool {
-        let Entry::Occupied(mut entry) = self.holders.entry(hash) else { return false };
+    fn remove(&mut self, worker: WorkerSlot, hash: SequenceHash) -> bool {
+        let held = self.held.get_mut(worker.0 as usize).is_some_and(|held| held.remove(&hash));
+        if held {
+            self.take_out(worker, hash);
+        }
+        held
+    }
+
+    /// Of the set of a block's holders, which has the worker.
+    fn take_out(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
+        let Entry::Occupied(mut entry) = self.holders.entry(hash) else { unreachable!("a held block has a set of holders") };
         match *entry.get() {
-            Holders::One(other) if other == worker => {
+            Holders::One(_) => {
                 entry.remove();
             }
-            Holders::One(_) => return false,
             Holders::Set(set) => {
                 let (word, bit) = place(worker);
-                if word >= self.words {
-                    return false;
-                }
                 let members = &mut self.sets[set as usize * self.words..][..self.words];
-                if members[word] & bit == 0 {
-                    return false;
-                }
                 members[word] &= !bit;
                 if members.iter().map(|word| word.count_ones()).sum::<u32>() == 1 {
                     let word = members.iter().position(|word| *word != 0).expect("one member is left");
@@ -195,13 +190,6 @@ impl PrefixIndex {
                 }
             }
         }
-        self.blocks[worker as usize] -= 1;
-        true
-    }
-
-    fn contains(&self, holders: Holders, WorkerSlot(worker): WorkerSlot) -> bool {
-        let (word, bit) = place(worker);
-        self.word(Some(&holders), word) & bit != 0
     }
 
     /// One word of the set of holders.
@@ -216,8 +204,8 @@ impl PrefixIndex {
     }
 
     fn make_room(&mut self, WorkerSlot(worker): WorkerSlot) {
-        if worker as usize >= self.blocks.len() {
-            self.blocks.resize(worker as usize + 1, 0);
+        if worker as usize >= self.held.len() {
+            self.held.resize(worker as usize + 1, HashSet::with_hasher(*self.holders.hasher()));
         }
         let (word, _) = place(worker);
         if word >= self.words {

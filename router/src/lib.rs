@@ -11,6 +11,7 @@ mod feed;
 mod index;
 mod metrics;
 mod peers;
+mod rates;
 mod route;
 mod service;
 mod settings;

@@ -60,6 +60,8 @@ pub(crate) struct WorkerSeries {
     pub(crate) absent: Counter,
     /// Blocks it stored under a parent it does not hold.
     pub(crate) orphaned: Counter,
+    /// KV events that named more blocks than it can hold.
+    pub(crate) beyond_capacity: Counter,
     /// Times it was left alone because it failed requests.
     pub(crate) breaker_opened: Counter,
     stored: Counter,
@@ -142,6 +144,10 @@ impl RouterMetrics {
             breaker_opened: counter(
                 "tandem_router_breaker_opened_total",
                 "Times the worker was left alone for a while, as requests failed there.",
+            ),
+            beyond_capacity: counter(
+                "tandem_router_kv_events_refused_total",
+                "KV events that name more blocks than the worker says to have. Over NATS each leads to a new snapshot; on the worker's own stream it ends its membership.",
             ),
             absent: skipped("absent"),
             orphaned: skipped("orphaned"),

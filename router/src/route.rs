@@ -3,7 +3,10 @@
 //! A [`Policy`] gives costs; [`place`] finds the cheapest pair. A remote placement's cost is the sum of one number for each
 //! side, so that the two sides are chosen apart and nobody looks at all pairs.
 
-use crate::settings::{Costs, PolicyKind, PrefillPlace};
+use crate::{
+    rates::{Measured, Usual},
+    settings::{Costs, PolicyKind, PrefillPlace},
+};
 
 /// What a worker is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,14 +56,22 @@ pub struct Candidate {
     pub queued_tokens: u64,
     /// Sequences it runs, and those it is about to.
     pub sequences: u32,
+    /// Those of them that have blocks now.
+    pub running: u32,
+    /// Blocks that the next prompt could take: empty ones, and cached ones that no sequence uses.
+    pub available_blocks: u32,
+    /// Blocks of running sequences: not available before these end.
+    pub in_use_blocks: u32,
     /// Bytes of KV of one block.
     pub block_bytes: u64,
     /// Measured, if it has been.
-    pub prefill_tokens_per_second: Option<f64>,
+    pub prefill_tokens_per_second: Option<Measured>,
+    /// Of each step that computes prompt tokens; measured, if it has been.
+    pub prefill_fixed_ms: Option<Measured>,
     /// Measured, if it has been.
-    pub decode_step_ms: Option<f64>,
-    /// Measured by who sends, if it has been: decode workers do not know it.
-    pub transfer_bytes_per_second: Option<f64>,
+    pub decode_step_ms: Option<Measured>,
+    /// Measured by the sender, if it has been: decode workers do not know it.
+    pub transfer_bytes_per_second: Option<Measured>,
 }
 
 /// Places of the chosen workers in the slice of candidates.
@@ -102,11 +113,10 @@ pub struct Turn {
 #[derive(Clone, Copy, Debug)]
 pub struct Rates {
     costs: Costs,
-    /// For workers that have not measured theirs: what the others measured on average, so that a new worker is neither flooded
-    /// nor starved.
-    prefill_tokens_per_second: f64,
-    decode_step_ms: f64,
-    /// For all: what senders measured on average. Who sends is not known when the receiver is chosen.
+    prefill_tokens_per_second: Usual,
+    prefill_fixed_ms: Usual,
+    decode_step_ms: Usual,
+    /// For all: what senders measured on average. The sender is not known when the receiver is chosen.
     transfer_bytes_per_second: f64,
 }
 
@@ -124,7 +134,7 @@ pub struct Standing {
 /// What using a worker costs: estimated milliseconds to the first token and what others pay, by part.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Until what waits there is computed.
+    /// Until what waits there is computed, and until running sequences have given back blocks that the prompt lacks.
     pub queue_ms: f64,
     /// To compute the new tokens.
     pub compute_ms: f64,
@@ -141,9 +151,11 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// What the choice is made by.
+    /// What the choice is made by. Numbers that cannot be added cost more than any other.
     pub fn total(&self) -> f64 {
-        self.queue_ms + self.compute_ms + self.others_ms + self.transfer_ms + self.handoff_ms + self.streams_ms + self.rank
+        let total =
+            self.queue_ms + self.compute_ms + self.others_ms + self.transfer_ms + self.handoff_ms + self.streams_ms + self.rank;
+        if total.is_nan() { f64::INFINITY } else { total }
     }
 
     fn rank(rank: f64) -> Self {
@@ -292,16 +304,28 @@ impl Turn {
 
 impl Rates {
     fn new(costs: &Costs, workers: &[Candidate]) -> Self {
-        let usual = |measured: fn(&Candidate) -> Option<f64>, otherwise: f64| {
-            let (sum, count) = workers.iter().filter_map(measured).fold((0.0, 0), |(sum, count), rate| (sum + rate, count + 1));
-            if count == 0 { otherwise } else { sum / f64::from(count) }
-        };
+        let usual =
+            |measured: fn(&Candidate) -> Option<Measured>, otherwise| Usual::of(workers.iter().filter_map(measured), otherwise);
         Self {
             costs: *costs,
             prefill_tokens_per_second: usual(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second),
+            prefill_fixed_ms: usual(|worker| worker.prefill_fixed_ms, costs.prefill_fixed_ms),
             decode_step_ms: usual(|worker| worker.decode_step_ms, costs.decode_step_ms),
-            transfer_bytes_per_second: usual(|worker| worker.transfer_bytes_per_second, costs.transfer_bytes_per_second),
+            transfer_bytes_per_second: usual(|worker| worker.transfer_bytes_per_second, costs.transfer_bytes_per_second).value(),
         }
+    }
+
+    /// What the worker's sequences cost the next one.
+    fn streams_ms(&self, worker: &Candidate) -> f64 {
+        f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
+    }
+
+    /// Until running sequences have given back what the worker lacks for these blocks, after what waits there has taken its own.
+    /// They end one after the other: in the time of an answer, all of their blocks come back.
+    fn blocks_ms(&self, question: &Question, worker: &Candidate, blocks: u64) -> f64 {
+        let queued = worker.queued_tokens / u64::from(question.block_size.max(1));
+        let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
+        if worker.in_use_blocks == 0 { 0.0 } else { lacking as f64 / f64::from(worker.in_use_blocks) * self.costs.answer_ms }
     }
 }
 
@@ -322,32 +346,43 @@ impl FirstToken {
 
 impl Policy for FirstToken {
     fn prefill(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> Cost {
-        let rate = worker.prefill_tokens_per_second.unwrap_or(rates.prefill_tokens_per_second);
+        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
         let new = worker.new_tokens(question, self.known_blocks(worker)) as f64;
+        let fixed_ms = if new > 0.0 { rates.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms) } else { 0.0 };
         let others = new * (rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight);
         let ms = |tokens: f64| tokens / rate * 1e3;
-        Cost { queue_ms: ms(worker.queued_tokens as f64), compute_ms: ms(new), others_ms: ms(others), ..Cost::default() }
+        Cost {
+            queue_ms: ms(worker.queued_tokens as f64),
+            compute_ms: fixed_ms + ms(new),
+            others_ms: ms(others),
+            ..Cost::default()
+        }
     }
 
     fn decode(&self, question: &Question, rates: &Rates, worker: &Candidate, _: Standing) -> Cost {
         let held = if self.caches_count { worker.overlap_blocks } else { 0 };
         let lacking = question.prompt_tokens.saturating_sub(1).div_ceil(question.block_size).saturating_sub(held);
         let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / rates.transfer_bytes_per_second * 1e3;
-        let streams_ms = decode_load_ms(rates, worker);
-        Cost { transfer_ms, handoff_ms: rates.costs.handoff_ms, streams_ms, ..Cost::default() }
+        Cost {
+            queue_ms: rates.blocks_ms(question, worker, u64::from(lacking)),
+            transfer_ms,
+            handoff_ms: rates.costs.handoff_ms,
+            streams_ms: rates.streams_ms(worker),
+            ..Cost::default()
+        }
     }
 
     fn local(&self, question: &Question, rates: &Rates, worker: &Candidate, standing: Standing) -> Cost {
-        let rate = worker.prefill_tokens_per_second.unwrap_or(rates.prefill_tokens_per_second);
-        let new = worker.new_tokens(question, self.known_blocks(worker)) as f64;
-        let held_up_ms = new / rate * 1e3 * f64::from(worker.sequences) * rates.costs.interference;
         let prefill = self.prefill(question, rates, worker, standing);
-        Cost { others_ms: prefill.others_ms + held_up_ms, streams_ms: decode_load_ms(rates, worker), ..prefill }
+        let new_blocks = worker.new_tokens(question, self.known_blocks(worker)).div_ceil(u64::from(question.block_size));
+        let held_up_ms = prefill.compute_ms * f64::from(worker.running) * rates.costs.interference;
+        Cost {
+            queue_ms: prefill.queue_ms + rates.blocks_ms(question, worker, new_blocks),
+            others_ms: prefill.others_ms + held_up_ms,
+            streams_ms: rates.streams_ms(worker),
+            ..prefill
+        }
     }
-}
-
-fn decode_load_ms(rates: &Rates, worker: &Candidate) -> f64 {
-    f64::from(worker.sequences) * worker.decode_step_ms.unwrap_or(rates.decode_step_ms)
 }
 
 /// One after the other. Decode workers prefill only when there is nobody else to.

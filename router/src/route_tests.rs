@@ -2,6 +2,11 @@
 
 use super::*;
 
+/// Just measured.
+fn new(value: f64) -> Option<Measured> {
+    Some(Measured { value, weight: 1.0 })
+}
+
 /// An idle worker with measured rates: 1 token/ms, a block of 16 tokens is 16 kB at 1 MB/s, thus 16 ms to compute or to send.
 fn worker(role: Role) -> Candidate {
     Candidate {
@@ -13,10 +18,14 @@ fn worker(role: Role) -> Candidate {
         cache_filled: 0.0,
         queued_tokens: 0,
         sequences: 0,
+        running: 0,
+        available_blocks: 6_250,
+        in_use_blocks: 0,
         block_bytes: 16_000,
-        prefill_tokens_per_second: Some(1_000.0),
-        decode_step_ms: Some(10.0),
-        transfer_bytes_per_second: Some(1e6),
+        prefill_tokens_per_second: new(1_000.0),
+        prefill_fixed_ms: None,
+        decode_step_ms: new(10.0),
+        transfer_bytes_per_second: new(1e6),
     }
 }
 
@@ -54,7 +63,7 @@ fn the_prefill_worker_with_the_shortest_wait_wins() {
     assert_eq!(chosen(&|w| w[2].overlap_blocks = 1), 2);
     assert_eq!(chosen(&|w| w[3].predicted_blocks = 1), 3);
     assert_eq!(chosen(&|w| (w[1].queued_tokens, w[2].queued_tokens) = (1, 1)), 3);
-    assert_eq!(chosen(&|w| w[2].prefill_tokens_per_second = Some(1_001.0)), 2);
+    assert_eq!(chosen(&|w| w[2].prefill_tokens_per_second = new(2_000.0)), 2);
     // 50 blocks are 800 tokens; they are worth a queue of their compute and a quarter, and no more.
     assert_eq!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 999)), 1);
     assert_ne!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 1_001)), 1);
@@ -77,7 +86,7 @@ fn the_decode_worker_with_the_least_to_receive_and_to_run_wins() {
     assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 4, ..decode() }, decode()), 1);
     // What senders have measured is the price of a block.
     let faster = |rate| {
-        let prefill = Candidate { transfer_bytes_per_second: Some(rate), ..prefill() };
+        let prefill = Candidate { transfer_bytes_per_second: new(rate), ..prefill() };
         let holder = Candidate { overlap_blocks: 2, sequences: 3, ..decode() };
         placed(&remote(1_601), &[holder, decode(), prefill]).expect("placed").0
     };
@@ -89,8 +98,8 @@ fn decode_prefills_when_that_is_faster() {
     let auto = |prompt_tokens, decode: Candidate, prefill: Candidate| {
         placed(&question(prompt_tokens), &[decode, prefill]).expect("it can be placed").1.is_none()
     };
-    let busy = || Candidate { sequences: 1, ..decode() };
-    let fast_wire = || Candidate { transfer_bytes_per_second: Some(1e9), ..prefill() };
+    let busy = || Candidate { sequences: 1, running: 1, ..decode() };
+    let fast_wire = || Candidate { transfer_bytes_per_second: new(1e9), ..prefill() };
     assert!(auto(1_000, decode(), prefill()), "nobody is held up, and nothing is to be sent");
     assert!(!auto(1_000, busy(), fast_wire()), "a running stream would be held up");
     assert!(auto(1_000, busy(), prefill()), "sending takes as long as holding a stream up");
@@ -201,13 +210,16 @@ fn absurd_reports_are_survived() {
     let odd = |worker: Candidate| Candidate {
         queued_tokens: u64::MAX,
         sequences: u32::MAX,
+        running: u32::MAX,
+        available_blocks: 0,
+        in_use_blocks: 1,
         block_bytes: u64::MAX,
         overlap_blocks: u32::MAX,
         predicted_blocks: u32::MAX,
         cache_filled: 1.0,
-        prefill_tokens_per_second: Some(f64::MIN_POSITIVE),
-        transfer_bytes_per_second: Some(f64::MIN_POSITIVE),
-        decode_step_ms: Some(f64::MAX),
+        prefill_tokens_per_second: new(f64::MIN_POSITIVE),
+        transfer_bytes_per_second: new(f64::MIN_POSITIVE),
+        decode_step_ms: new(f64::MAX),
         ..worker
     };
     for place in [PrefillPlace::Auto, PrefillPlace::Remote, PrefillPlace::Local] {
@@ -217,4 +229,61 @@ fn absurd_reports_are_survived() {
         assert_eq!(placed(&question, &idle), Ok(expected), "{place:?}");
         assert!(placed(&question, &[odd(decode()), odd(prefill())]).is_ok());
     }
+}
+
+#[test]
+fn a_cost_that_is_no_number_is_never_the_lowest() {
+    // No time at all for the streams that it holds up, of which there are none: infinity times zero.
+    let odd = |worker: Candidate| Candidate { prefill_tokens_per_second: new(1e-320), transfer_bytes_per_second: None, ..worker };
+    let busy = |worker: Candidate| Candidate { queued_tokens: 100_000, sequences: 50, running: 50, ..worker };
+    let local = Question { prefill: PrefillPlace::Local, ..question(1_000) };
+    assert_eq!(placed(&local, &[odd(decode()), busy(decode())]), Ok((1, None)));
+    assert_eq!(placed(&remote(1_000), &[decode(), odd(prefill()), busy(prefill())]), Ok((0, Some(2))));
+    assert!(placed(&local, &[odd(decode())]).is_ok());
+    for bad in [f64::NAN, -f64::NAN, f64::NEG_INFINITY + f64::INFINITY] {
+        assert_eq!(Cost { others_ms: bad, ..Cost::default() }.total(), f64::INFINITY);
+    }
+}
+
+#[test]
+fn a_short_prompt_costs_the_fixed_time_of_a_step() {
+    let slow_start = |ms| Candidate { prefill_fixed_ms: new(ms), ..prefill() };
+    let chosen = |prompt_tokens, queued_tokens| {
+        let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];
+        placed(&remote(prompt_tokens), &workers).expect("placed").1
+    };
+    // The mean is 10 ms, and what is within a quarter of it counts as the mean: 80 ms and 1.25 ms.
+    assert_eq!((chosen(10, 78), chosen(10, 80)), (Some(2), Some(1)));
+    // What is in the cache needs no step.
+    let cached = Candidate { overlap_blocks: 10, ..slow_start(100.0) };
+    assert_eq!(placed(&remote(161), &[decode(), cached, slow_start(1.0)]), Ok((0, Some(1))));
+}
+
+#[test]
+fn only_running_sequences_are_held_up_and_by_a_tenth() {
+    let local = Question { prefill: PrefillPlace::Local, ..question(1_000) };
+    let chosen = |one: Candidate, other: Candidate| placed(&local, &[one, other]).expect("placed").0;
+    // A step of 10 ms for each sequence, and 100 ms of the prompt's second for each that runs.
+    assert_eq!(chosen(Candidate { sequences: 10, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 0);
+    assert_eq!(chosen(Candidate { sequences: 12, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 1);
+}
+
+#[test]
+fn a_prompt_that_lacks_blocks_waits_for_running_answers() {
+    let local = Question { prefill: PrefillPlace::Local, ..question(1_600) };
+    // All 100 blocks of the prompt come back within an answer's 5 s, half of them in half of it.
+    let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };
+    let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
+    let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("placed").0 == 0;
+    assert!(waits(0, 5_001) && !waits(0, 4_999));
+    assert!(waits(50, 2_501) && !waits(50, 2_499));
+    assert!(waits(100, 1));
+    // What waits there takes its blocks first; nothing is in use, so nothing is waited for.
+    let both = Candidate { queued_tokens: 800, ..full(100) };
+    assert_eq!(placed(&local, &[both, queue(3_299)]).expect("placed").0, 1);
+    let nothing_runs = Candidate { available_blocks: 0, in_use_blocks: 0, ..decode() };
+    assert_eq!(placed(&local, &[nothing_runs, queue(1)]).expect("placed").0, 0);
+    // What is to be received needs blocks, too.
+    let receives = [full(0), decode(), prefill()];
+    assert_eq!(placed(&remote(1_601), &receives).expect("placed").0, 1);
 }

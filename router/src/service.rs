@@ -294,7 +294,7 @@ impl Held {
         if let Some(booking) = self.booking {
             self.cluster.lock().failed(booking, &failed.instance_id, failed.reason());
         }
-        if !matches!(failed.reason(), Reason::Full | Reason::Timeout) {
+        if !matches!(failed.reason(), Reason::Full | Reason::Timeout | Reason::WriteRefused) {
             self.excluded.lost.insert(failed.instance_id.clone());
         }
         self.excluded.failed.insert(failed.instance_id);

@@ -97,6 +97,8 @@ pub struct Costs {
     /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
     /// thousands; it matters until the first prompt is done.
     pub prefill_tokens_per_second: f64,
+    /// The fixed time of a prefill step while no worker has measured one. 0: the rate above stands for all.
+    pub prefill_fixed_ms: f64,
     /// A decode step while no worker has measured one. 10 ms, of the same middle.
     pub decode_step_ms: f64,
     /// What a transfer brings while no worker has measured it. 1 GB/s: a 10 Gbit link.
@@ -111,21 +113,31 @@ pub struct Costs {
     /// is asked for again once in four times, say; in an empty cache nothing is pushed out, so prompts nobody holds spread over
     /// the caches before any of them overflows.
     pub displaced_weight: f64,
-    /// How much a millisecond of prefill on a decode worker costs for each sequence it holds up there. 1: the wait of a stream
-    /// that runs is as bad as the wait of one that starts.
+    /// How much a millisecond of prefill on a decode worker costs for each sequence that runs there. 0.1: a running answer that
+    /// pauses is read on; at 1, workers with long answers got hardly any prompts, and the others' queues grew.
     pub interference: f64,
+    /// How long an answer takes that holds blocks another prompt waits for, while the router has seen none end. 5 s: some
+    /// hundred tokens of ten milliseconds each, and more.
+    pub answer_ms: f64,
+    /// The age at which a worker's measurement counts half, and the others' mean the other half. 30 s: a worker that seems a
+    /// hundred times slower than it is gets a prompt again after two to five minutes, and one that is ten times slower slows
+    /// one prompt down in two minutes.
+    pub rate_half_life: Duration,
 }
 
 impl Default for Costs {
     fn default() -> Self {
         Self {
             prefill_tokens_per_second: 2_000.0,
+            prefill_fixed_ms: 0.0,
             decode_step_ms: 10.0,
             transfer_bytes_per_second: 1e9,
             handoff_ms: 5.0,
             work_weight: 0.25,
             displaced_weight: 0.25,
-            interference: 1.0,
+            interference: 0.1,
+            answer_ms: 5_000.0,
+            rate_half_life: Duration::from_secs(30),
         }
     }
 }

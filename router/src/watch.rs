@@ -174,7 +174,7 @@ impl Watcher {
             let Some(reply) = on_stream(reply)? else { return Ok(Turn::Gap) };
             match feed.take(reply, Instant::now()) {
                 Err(Broken::Gap { .. }) => return Ok(Turn::Gap),
-                news => member.take(news?, Way::Stream, tries)?,
+                news => member.take(news?, Way::Stream, tries).await?,
             }
         }
     }
@@ -218,8 +218,18 @@ impl Watcher {
                     (feed.take_published(batch, Instant::now()), Way::Published)
                 }
             };
-            match news {
-                Err(Broken::Gap { .. }) => {
+            let taken = match news {
+                Ok(news) => {
+                    if matches!(news, News::Cache(_)) {
+                        snapshot = None;
+                    }
+                    member.take(news, way, tries).await
+                }
+                Err(broken) => Err(broken.into()),
+            };
+            match taken {
+                Ok(()) => {}
+                Err(Lost::Broken(broken)) if broken.is_healed_by_a_snapshot(way) => {
                     quiet_gaps += 1;
                     // Events on the stream do not wait while a snapshot comes: who sends them there is heard there.
                     if quiet_gaps == 2 || way == Way::Stream {
@@ -230,13 +240,7 @@ impl Watcher {
                     feed.restart();
                     snapshot = Some(self.snapshot(control, member).await?);
                 }
-                news => {
-                    let news = news?;
-                    if matches!(news, News::Cache(_)) {
-                        snapshot = None;
-                    }
-                    member.take(news, way, tries)?;
-                }
+                Err(lost) => return Err(lost),
             }
         }
     }
@@ -304,7 +308,7 @@ impl Member<'_> {
     }
 
     /// `way`: how events come, if these are some.
-    fn take(&mut self, news: News, way: Way, tries: &mut Tries) -> Result<(), Refused> {
+    async fn take(&mut self, news: News, way: Way, tries: &mut Tries) -> Result<(), Lost> {
         let brings_events = match &news {
             News::Nothing => false,
             News::Cache(_) => true,
@@ -314,12 +318,12 @@ impl Member<'_> {
             News::Nothing => {}
             News::Cache(snapshot) => self.replace(&snapshot)?,
             News::Batch { batch, beside, sent_unix_us } => {
-                let mut state = self.watcher.cluster.lock();
+                let cluster = &self.watcher.cluster;
                 if brings_events && sent_unix_us > 0 {
-                    state.count_lag(Duration::from_micros(unix_us().saturating_sub(sent_unix_us)));
+                    cluster.lock().count_lag(Duration::from_micros(unix_us().saturating_sub(sent_unix_us)));
                 }
                 if let Some(id) = self.id {
-                    state.apply(id, batch, beside);
+                    cluster.apply(id, batch, beside).await?;
                 }
                 tries.reset();
             }

@@ -56,7 +56,7 @@ pub fn run(args: ExplainArgs) -> Result<String> {
 
 /// What the frontend says, if it is one and does not refuse.
 fn call(frontend: &str, method: &str, path: &str, body: &str) -> Result<Value> {
-    let (status, body) = http::ask(frontend, method, path, "x-tandem-explain: true\r\n", body)
+    let (status, body) = http::ask(frontend, method, path, "content-type: application/json\r\nx-tandem-explain: true\r\n", body)
         .with_context(|| format!("no frontend answers at {frontend}; start one, or say where with --frontend"))?;
     let body: Value = serde_json::from_str(&body).context("what answers is no frontend; say where it is with --frontend")?;
     if let Some(message) = body["error"]["message"].as_str() {

@@ -23,12 +23,23 @@ pub fn run<S: Served>(
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
     tandem_node::telemetry::init(&telemetry.log, telemetry.log_format.into())?;
+    raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads to run on")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));
     // A download or a load that nobody waits for any more must not hold up the end.
     runtime.shutdown_background();
     done
+}
+
+/// Connections are files, and many systems let a process open 1,024 unless it asks for what it may have. Fewer files than
+/// `--max-connections` would let one client's connections keep the process from opening any.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::warn!(%error, "the limit on open files cannot be raised to its maximum; keep --max-connections below it");
+    }
 }
 
 async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S, StartError>>) -> anyhow::Result<()> {

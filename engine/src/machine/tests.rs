@@ -437,24 +437,3 @@ fn a_failed_engine_ends_every_job_and_forgets_the_cache() {
     assert!((1..4).all(|id| matches!(world.heard[&id].last(), Some(Event::Failed))));
     assert_eq!(world.machine.load().free_blocks, 16);
 }
-
-#[test]
-fn rates_are_ratios_of_sums_and_of_steps_of_one_kind() {
-    let mut rates = Rates::default();
-    assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
-    let mut step = |prefill_tokens, decode_tokens, ms| {
-        rates.measure(&StepStats { prefill_tokens, decode_tokens, duration: Duration::from_millis(ms) }, 500);
-        (rates.prefill_tokens_per_second(), rates.decode_step_ms())
-    };
-    assert_eq!(step(500, 0, 1_000).0, 500.0);
-    for _ in 0..50 {
-        assert!(step(4, 0, 30).0 > 450.0, "a step of few tokens is mostly overhead, however many come");
-    }
-    for _ in 0..50 {
-        step(500, 0, 500);
-    }
-    assert!((990.0..=1_000.0).contains(&step(500, 0, 500).0), "what a prompt takes now, not what it took once");
-    let before = step(0, 8, 20);
-    assert_eq!(before.1, 20.0);
-    assert_eq!(step(500, 8, 9_000), before, "a mixed step tells neither rate");
-}

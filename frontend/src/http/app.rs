@@ -1,10 +1,11 @@
 //! What all requests of a frontend share.
 
-use super::{Trust, unix_seconds};
+use super::{Trust, body::Bodies, context::body_bytes_max, trust, unix_seconds};
 use crate::{
     CacheIsolation, FrontendSettings,
-    admission::Admission,
+    admission::{self, Admission},
     audit::LastAudit,
+    cores::Cores,
     dispatch::{Dispatcher, Limits, Routers},
     error::{ApiError, Problem},
     metrics::FrontendMetrics,
@@ -17,8 +18,6 @@ use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
-/// Prompts in one request.
-const PROMPTS_MAX: usize = 128;
 /// Letters in the name of an account.
 const ACCOUNT_MAX: usize = 64;
 
@@ -45,8 +44,11 @@ pub(crate) struct App {
     pub(super) block_size: u32,
     /// Under which the cluster hashes prompts.
     pub(super) hash_key: HashKey,
-    pub(super) body_max_bytes: usize,
-    pub(super) prompts_max: usize,
+    pub(super) bodies: Bodies,
+    /// Of large bodies.
+    pub(super) parsing: Cores,
+    /// Of long texts.
+    pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
@@ -58,6 +60,11 @@ pub(crate) struct App {
     /// For the page at `/dashboard`; `None`: there is none.
     pub(super) recent: Option<Arc<Recent>>,
     pub(super) audit: Option<LastAudit>,
+}
+
+/// Whether the request is to be explained instead of answered.
+pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {
+    trust::wants(headers, &EXPLAIN)
 }
 
 impl App {
@@ -87,17 +94,19 @@ impl App {
         };
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
+        let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),
-            admission: Admission::new(settings.concurrent_requests, shutdown, Arc::clone(&metrics)),
+            admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
             audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
             metrics,
             block_size: settings.block_size,
             hash_key,
-            body_max_bytes: settings.body_max_bytes,
-            // A batch that could never be let in must not be told to try again.
-            prompts_max: PROMPTS_MAX.min(settings.concurrent_requests),
+            bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
+            parsing: Cores::default(),
+            encoding: Cores::default(),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             trust,
@@ -110,6 +119,10 @@ impl App {
 
     pub(crate) fn admission(&self) -> &Admission {
         &self.admission
+    }
+
+    pub(crate) fn metrics(&self) -> Arc<FrontendMetrics> {
+        Arc::clone(&self.metrics)
     }
 
     /// What the headers of a request ask for.

@@ -1,43 +1,122 @@
-//! Reading bodies within bounds.
+//! Reads request bodies within bounds of size, speed and memory.
+//!
+//! A body is read before the request takes sequences, so that a slow or huge body costs other clients nothing but the bytes that
+//! have arrived. A connection reads one body at a time: the number of readers is bounded by the number of connections.
 
 use crate::error::ApiError;
-use axum::body::{Body, HttpBody};
+use axum::{
+    body::{Body, HttpBody},
+    http::{HeaderMap, header},
+};
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::{Instant, timeout, timeout_at},
+};
 
-/// From the first byte to the last: a client that is slower holds a place others need.
-const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Below this a body is too slow. A modem of 1996 sends half of it; a client that sends a byte now and then holds a connection
+/// for no reason.
+const BYTES_PER_SECOND: u32 = 16 << 10;
+/// A body may pause for this long, and may be this far behind [`BYTES_PER_SECOND`]: a few lost packets, and no more.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// The first bytes of each body, which the budget does not count: the bodies of ordinary requests are read while others' large
+/// ones fill it. 8,192 connections hold 128 MiB of these at most.
+const UNCOUNTED_BYTES: usize = 16 << 10;
 /// What is read and thrown away of a body that is refused, so that its sender comes to read the reply.
 const DISCARD_BYTES: usize = 64 << 20;
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The whole body, if it is not longer than `max` and comes in time.
-pub(super) async fn read(mut body: Body, max: usize) -> Result<Bytes, ApiError> {
-    let read = tokio::time::timeout(BODY_TIMEOUT, collect(&mut body, max)).await;
-    let read = read.unwrap_or(Err(ApiError::BodyIncomplete));
-    if matches!(read, Err(ApiError::BodyTooLarge { .. })) {
-        discard(body).await;
-    }
-    read
+/// Reads the bodies of all requests of a process.
+pub(super) struct Bodies {
+    max: usize,
+    /// Of bytes.
+    budget: Arc<Semaphore>,
 }
 
-async fn collect(body: &mut Body, max: usize) -> Result<Bytes, ApiError> {
-    let announced = body.size_hint().lower();
-    if announced > max as u64 {
-        return Err(ApiError::BodyTooLarge { max });
+/// A body, and the part of the budget that it holds.
+pub(super) struct Read {
+    pub(super) bytes: Bytes,
+    pub(super) held: Held,
+}
+
+/// A part of the budget. Dropping it gives it back.
+#[derive(Default)]
+pub(super) struct Held(Option<OwnedSemaphorePermit>);
+
+impl Bodies {
+    /// `max`: bytes of one body. `budget`: bytes of all bodies that are read or parsed at a time.
+    pub(super) fn new(max: usize, budget: usize) -> Self {
+        Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))) }
     }
-    let mut bytes = BytesMut::new();
-    while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|_| ApiError::BodyIncomplete)?;
-        if let Some(data) = frame.data_ref() {
-            if bytes.len() + data.len() > max {
-                return Err(ApiError::BodyTooLarge { max });
-            }
-            bytes.extend_from_slice(data);
+
+    /// The whole body.
+    ///
+    /// # Errors
+    /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. It has been read on then, within
+    /// bounds, so that its sender comes to read the reply.
+    pub(super) async fn read(&self, headers: &HeaderMap, mut body: Body) -> Result<Read, ApiError> {
+        let read = match is_json(headers) {
+            Ok(()) => self.collect(&mut body).await,
+            Err(error) => Err(error),
+        };
+        if !matches!(read, Ok(_) | Err(ApiError::BodySlow { .. } | ApiError::BodyBroken)) {
+            discard(body).await;
         }
+        read
     }
-    Ok(bytes.freeze())
+
+    async fn collect(&self, body: &mut Body) -> Result<Read, ApiError> {
+        let too_large = ApiError::BodyTooLarge { max: self.max };
+        if body.size_hint().lower() > self.max as u64 {
+            return Err(too_large);
+        }
+        let (mut bytes, mut held) = (BytesMut::new(), Held::default());
+        let mut deadline = Instant::now() + PAUSE_MAX;
+        loop {
+            let frame = timeout_at(deadline, body.frame()).await;
+            let Some(frame) = frame.map_err(|_| ApiError::BodySlow { bytes_per_second: BYTES_PER_SECOND })? else { break };
+            let Ok(data) = frame.map_err(|_| ApiError::BodyBroken)?.into_data() else { continue };
+            if bytes.len() + data.len() > self.max {
+                return Err(too_large);
+            }
+            let counted = (bytes.len() + data.len()).saturating_sub(UNCOUNTED_BYTES).min(data.len());
+            held.grow(&self.budget, counted)?;
+            bytes.extend_from_slice(&data);
+            let worth = Duration::from_secs_f64(data.len() as f64 / f64::from(BYTES_PER_SECOND));
+            deadline = (deadline + worth).min(Instant::now() + PAUSE_MAX);
+        }
+        Ok(Read { bytes: bytes.freeze(), held })
+    }
+}
+
+impl Held {
+    fn grow(&mut self, budget: &Arc<Semaphore>, bytes: usize) -> Result<(), ApiError> {
+        let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
+        let more = Arc::clone(budget).try_acquire_many_owned(bytes).map_err(|_| ApiError::BodyBudget)?;
+        match &mut self.0 {
+            Some(held) => held.merge(more),
+            None => self.0 = Some(more),
+        }
+        Ok(())
+    }
+}
+
+/// Browsers send JSON to other sites only after asking them (CORS preflight), and this server never agrees; forms and plain text
+/// they send unasked. Without a content type there must be an Authorization header, which makes a browser ask, too.
+fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
+    if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
+        return Err(ApiError::ContentEncoding);
+    }
+    let Some(kind) = headers.get(header::CONTENT_TYPE) else {
+        return if headers.contains_key(header::AUTHORIZATION) { Ok(()) } else { Err(ApiError::ContentType) };
+    };
+    let kind = kind.to_str().unwrap_or_default().to_ascii_lowercase();
+    let kind = kind.split(';').next().unwrap_or_default().trim();
+    let is_json = kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"));
+    if is_json { Ok(()) } else { Err(ApiError::ContentType) }
 }
 
 /// Reads on without keeping anything, within bounds.
@@ -50,5 +129,81 @@ pub(super) async fn discard(mut body: Body) {
             discarded += frame.data_ref().map_or(0, Bytes::len);
         }
     };
-    tokio::time::timeout(DISCARD_TIMEOUT, read).await.ok();
+    timeout(DISCARD_TIMEOUT, read).await.ok();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::http::HeaderValue;
+    use futures::{StreamExt, stream};
+    use std::{convert::Infallible, io};
+
+    fn json() -> HeaderMap {
+        HeaderMap::from_iter([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))])
+    }
+
+    /// A body of `pieces` pieces, one every `pause`.
+    fn paced(pieces: usize, bytes: usize, pause: Duration) -> Body {
+        let pieces = stream::iter(0..pieces).then(move |_| async move {
+            tokio::time::sleep(pause).await;
+            Ok::<_, Infallible>(Bytes::from(vec![b' '; bytes]))
+        });
+        Body::from_stream(pieces)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_may_take_long_but_must_not_be_slow() {
+        let bodies = Bodies::new(1 << 20, 1 << 20);
+        let second = Duration::from_secs(1);
+        // Half a minute at the least rate.
+        let read = bodies.read(&json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
+        assert_eq!(read.ok().map(|read| read.bytes.len()), Some(30 * BYTES_PER_SECOND as usize));
+        for (bytes, pause, gives_up_s) in [(1, second, 5), (BYTES_PER_SECOND as usize / 2, second, 9), (1 << 19, second * 6, 5)] {
+            let since = Instant::now();
+            let read = bodies.read(&json(), paced(100, bytes, pause)).await;
+            assert!(matches!(read, Err(ApiError::BodySlow { .. })), "{bytes} bytes every {pause:?}");
+            assert_eq!(since.elapsed().as_secs(), gives_up_s, "{bytes} bytes every {pause:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn bodies_share_a_budget_and_small_ones_do_not_need_it() {
+        let bodies = Bodies::new(1 << 20, 100_000);
+        let read = async |bytes: usize| bodies.read(&json(), Body::from(vec![b' '; bytes])).await;
+        let large = read(UNCOUNTED_BYTES + 80_000).await.expect("it fits");
+        assert!(matches!(read(UNCOUNTED_BYTES + 20_001).await, Err(ApiError::BodyBudget)));
+        let _small = read(UNCOUNTED_BYTES).await.expect("it needs no budget");
+        drop(large);
+        assert!(read(UNCOUNTED_BYTES + 100_000).await.is_ok(), "what was held and what was refused is back");
+    }
+
+    #[tokio::test]
+    async fn a_body_that_breaks_off_gives_its_budget_back() {
+        let bodies = Bodies::new(1 << 20, 100_000);
+        let pieces = [Ok(Bytes::from(vec![b' '; 100_000])), Err(io::Error::from(io::ErrorKind::UnexpectedEof))];
+        let read = bodies.read(&json(), Body::from_stream(stream::iter(pieces))).await;
+        assert!(matches!(read, Err(ApiError::BodyBroken)));
+        assert_eq!(bodies.budget.available_permits(), 100_000);
+    }
+
+    #[test]
+    fn only_json_that_is_not_encoded_is_read() {
+        use header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE};
+        for (headers, accepted) in [
+            (&[(CONTENT_TYPE, "application/json")][..], true),
+            (&[(CONTENT_TYPE, "Application/JSON; charset=utf-8")], true),
+            (&[(CONTENT_TYPE, "application/vnd.api+json")], true),
+            (&[(CONTENT_TYPE, "application/json"), (CONTENT_ENCODING, "identity")], true),
+            (&[(AUTHORIZATION, "Bearer x")], true),
+            (&[], false),
+            (&[(CONTENT_TYPE, "text/plain")], false),
+            (&[(CONTENT_TYPE, "text/plain"), (AUTHORIZATION, "Bearer x")], false),
+            (&[(CONTENT_TYPE, "application/x-www-form-urlencoded")], false),
+            (&[(CONTENT_TYPE, "application/json"), (CONTENT_ENCODING, "gzip")], false),
+        ] {
+            let map = headers.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value))).collect();
+            assert_eq!(is_json(&map).is_ok(), accepted, "{headers:?}");
+        }
+    }
 }

@@ -3,15 +3,11 @@
 use super::{
     App,
     answer::{Job, respond},
-    context::{check_context, check_text, encode},
+    context::{check_context, check_texts},
     lifecycle::{Incoming, handle},
     shape::Shape,
 };
-use crate::{
-    error::ApiError,
-    metrics::Endpoint,
-    request::{self, chat::ChatRequest},
-};
+use crate::{error::ApiError, metrics::Endpoint, request::chat::ChatRequest};
 use axum::{
     extract::{Request, State},
     response::Response,
@@ -24,14 +20,16 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 }
 
 async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
-    let request: ChatRequest = request::parse(&body)?;
-    drop(body);
+    let request: ChatRequest = incoming.parse(body).await?;
     incoming.check_model(request.model.as_deref())?;
     let model = Arc::clone(&incoming.app.model);
     let chat = request.check(&model)?;
-    check_text(&model, chat.text_bytes(), "messages")?;
+    check_texts(&model, std::iter::once(chat.text_bytes()), "messages")?;
+    incoming.admit(1, &chat.options)?;
     let encoder = Arc::clone(&model);
-    let (chat, tokens) = encode(chat.encoding_bytes(), move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
+    let encoding_bytes = chat.encoding_bytes();
+    let (chat, tokens) = incoming.encode(encoding_bytes, move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
+    incoming.body_is_done();
     let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
         (Some(max_tokens), _) => (max_tokens, chat.limit_param),
         (None, 0) => (1, chat.limit_param),

@@ -3,14 +3,14 @@
 use super::{
     App,
     answer::{Job, respond},
-    context::{check_context, check_text, encode},
+    context::{check_context, check_texts},
     lifecycle::{Incoming, handle},
     shape::Shape,
 };
 use crate::{
     error::{ApiError, Problem},
     metrics::Endpoint,
-    request::{self, PromptInput, completions::CompletionRequest},
+    request::completions::{Completion, CompletionRequest, Input},
 };
 use axum::{
     extract::{Request, State},
@@ -24,35 +24,27 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 }
 
 async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
-    let request: CompletionRequest = request::parse(&body)?;
-    drop(body);
+    let request: CompletionRequest = incoming.parse(body).await?;
     incoming.check_model(request.model.as_deref())?;
     let model = Arc::clone(&incoming.app.model);
-    let completion = request.check(&model, incoming.app.prompts_max)?;
-    if let Some(admitted) = &mut incoming.admitted {
-        admitted.widen(completion.prompts_len())?;
-    }
-    if let PromptInput::Texts(texts) = &completion.prompts {
-        texts.iter().try_for_each(|text| check_text(&model, text.len(), "prompt"))?;
-    }
-    let text_bytes = completion.text_bytes();
-    let encode_all = move || {
-        let encode = |index| {
-            let (tokens, echo) = completion.encode(index, &model)?;
-            if tokens.is_empty() {
-                return Err(ApiError::invalid("prompt", Problem::Empty));
-            }
-            check_context(&model, tokens.len(), completion.max_tokens, "prompt", "max_tokens")?;
-            Ok((tokens, echo))
-        };
-        // The first that does not fit spares the rest.
-        let encoded = (0..completion.prompts_len()).map(encode).collect::<Result<Vec<_>, _>>()?;
-        Ok((completion, encoded))
-    };
-    let (completion, encoded) = encode(text_bytes, encode_all).await?;
+    let Completion { options, max_tokens, echo, prompts } = request.check(&model)?;
+    check_texts(&model, prompts.iter().map(Input::text_bytes), "prompt")?;
+    incoming.admit(prompts.len(), &options)?;
+    let all_bytes = prompts.iter().map(Input::text_bytes).sum();
     // Logits of the prompt's own tokens are only needed when both are asked for.
-    let prompt_logprobs = completion.options.sampling.logprobs.filter(|_| completion.echo);
-    let prompt = |(index, (tokens, echo))| (incoming.prompt(index, tokens, &completion.options, prompt_logprobs), echo);
-    let prompts = encoded.into_iter().enumerate().map(prompt).collect();
-    respond(incoming, Job { shape: Shape::Text, prompts, options: completion.options }).await
+    let prompt_logprobs = options.sampling.logprobs.filter(|_| echo);
+    let mut ready = Vec::with_capacity(prompts.len());
+    // One after the other, so that the prompts of other requests have their turns in between. The first that does not fit
+    // spares the rest.
+    for (index, input) in prompts.into_iter().enumerate() {
+        let encoder = Arc::clone(&model);
+        let (tokens, text) = incoming.encode(all_bytes, move || input.encode(echo, &encoder)).await?;
+        if tokens.is_empty() {
+            return Err(ApiError::invalid("prompt", Problem::Empty));
+        }
+        check_context(&model, tokens.len(), max_tokens, "prompt", "max_tokens")?;
+        ready.push((incoming.prompt(index, tokens, &options, prompt_logprobs), text));
+    }
+    incoming.body_is_done();
+    respond(incoming, Job { shape: Shape::Text, prompts: ready, options }).await
 }

@@ -1,17 +1,55 @@
-//! Whether prompts fit into the model's context, and where they are encoded.
+//! What follows from the model's context: how large bodies and prompts may be.
 
-use crate::{error::ApiError, model::ServedModel};
+use crate::{
+    error::{ApiError, Problem},
+    model::ServedModel,
+};
 
-/// Texts longer than this are encoded on a thread of their own, so that others' tokens need not wait: about a millisecond.
-const ENCODE_INLINE_BYTES: usize = 4 << 10;
+/// Bytes of text for each token of the context. Prose has 4 to 6 bytes a token, source code up to 12; runs of spaces have more.
+const BYTES_PER_TOKEN: usize = 32;
+/// For models with a short context: batches of short prompts have room in any case.
+const PROMPT_BYTES_MIN: usize = 1 << 20;
+/// JSON may write a character of text in up to 6 bytes (`\u001f`), mostly in 1 or 2.
+const BODY_BYTES_PER_PROMPT_BYTE: usize = 4;
+/// However long the context: 128k tokens have less than 1 MiB of prose.
+const BODY_BYTES_MAX: usize = 32 << 20;
+/// JSON values besides the tokens of prompts; conversations of the most messages that are taken have room.
+const ELEMENTS_BESIDES_TOKENS: usize = 64 << 10;
 
-/// Refuses a text that cannot fit before it is encoded, which takes minutes for the longest body that is read.
-pub(super) fn check_text(model: &ServedModel, text_bytes: usize, param: &'static str) -> Result<(), ApiError> {
-    let (context_length, tokens_min) = (model.context_length, model.tokenizer.tokens_min(text_bytes));
-    if tokens_min <= context_length as usize {
-        return Ok(());
+/// Bytes of all texts of a request together: it bounds the time that tokenising takes.
+pub(super) fn prompt_bytes_max(context_length: u32) -> usize {
+    (context_length as usize).saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_MIN)
+}
+
+/// Bytes of a body, unless a setting says otherwise.
+pub(super) fn body_bytes_max(context_length: u32) -> usize {
+    prompt_bytes_max(context_length).saturating_mul(BODY_BYTES_PER_PROMPT_BYTE).min(BODY_BYTES_MAX)
+}
+
+/// JSON values of a body: it bounds the memory and the time that parsing takes.
+pub(super) fn elements_max(context_length: u32) -> usize {
+    (context_length as usize).saturating_mul(2).saturating_add(ELEMENTS_BESIDES_TOKENS)
+}
+
+/// Refuses texts that cannot fit before they are encoded, which would take minutes for the longest body that is read.
+pub(super) fn check_texts(
+    model: &ServedModel,
+    texts_bytes: impl Iterator<Item = usize>,
+    param: &'static str,
+) -> Result<(), ApiError> {
+    let (context_length, mut all) = (model.context_length, 0_usize);
+    for bytes in texts_bytes {
+        let tokens_min = model.tokenizer.tokens_min(bytes);
+        if tokens_min > context_length as usize {
+            return Err(ApiError::PromptLength { context_length, tokens_min, param });
+        }
+        all = all.saturating_add(bytes);
     }
-    Err(ApiError::PromptLength { context_length, tokens_min, param })
+    let max = prompt_bytes_max(context_length);
+    if all > max {
+        return Err(ApiError::invalid(param, Problem::TooMany { max, unit: "bytes of text" }));
+    }
+    Ok(())
 }
 
 /// Whether prompt and new tokens (at least `new_tokens`) fit into the model's context.
@@ -32,13 +70,17 @@ pub(super) fn check_context(
     Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: culprit })
 }
 
-/// Runs `encode` here when there is little text, else where it holds up nobody.
-pub(super) async fn encode<T: Send + 'static>(
-    text_bytes: usize,
-    encode: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    if text_bytes <= ENCODE_INLINE_BYTES {
-        return encode();
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bounds_follow_the_context() {
+        for (context, prompt_mib, body_mib, elements) in
+            [(512, 1, 4, 66_560), (8_192, 1, 4, 81_920), (131_072, 4, 16, 327_680), (1 << 20, 32, 32, 2_162_688)]
+        {
+            let found = (prompt_bytes_max(context) >> 20, body_bytes_max(context) >> 20, elements_max(context));
+            assert_eq!(found, (prompt_mib, body_mib, elements), "a context of {context}");
+        }
     }
-    tokio::task::spawn_blocking(encode).await.unwrap_or(Err(ApiError::Encode))
 }

@@ -1,26 +1,35 @@
-//! A request from its headers to its reply: it is let in, its body is read, and every way out is counted.
+//! A request from its headers to its reply: its body is read, it is parsed, its sequences are taken, its texts are encoded, and
+//! every way out is counted.
 
-use super::{App, RequestId, app::Asked, body};
+use super::{App, RequestId, app::Asked, body, context::elements_max};
 use crate::{
-    admission::Admitted,
+    admission::{Admitted, Client},
     dispatch::Prompt,
     error::{ApiError, Problem},
+    listen::{Peer, PeerAddress},
     metrics::Endpoint,
     prompt::reusable_hashes,
-    request::Options,
+    request::{self, Options},
 };
 use axum::{
     extract::Request,
     http::{HeaderMap, HeaderName},
     response::{IntoResponse, Response},
 };
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_node::trace::Span;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// A request that was let in, with what its headers say.
+/// Bodies longer than this are parsed on a blocking thread: these take less than a millisecond.
+const PARSE_INLINE_BYTES: usize = 64 << 10;
+/// Texts longer than this are encoded on a blocking thread: these take about a millisecond.
+const ENCODE_INLINE_BYTES: usize = 4 << 10;
+
+/// A request that was taken in, with what its headers say.
 pub(super) struct Incoming {
     pub(super) app: Arc<App>,
     /// Ours: unique, whatever the client calls its request.
@@ -31,12 +40,16 @@ pub(super) struct Incoming {
     traceparent: String,
     /// The request's trace begins with it.
     pub(super) span: Span,
+    /// For the bounds of each client.
+    client: Option<Client>,
+    /// The body's part of the budget, for as long as the request is parsed and encoded.
+    body: body::Held,
 }
 
-/// Lets a request in, has `answer` answer it, and sees to it that every way out is counted.
+/// Takes a request in, has `answer` answer it, and sees to it that every way out is counted.
 pub(super) async fn handle<F>(app: Arc<App>, endpoint: Endpoint, request: Request, answer: F) -> Response
 where
-    F: AsyncFnOnce(&mut Incoming, bytes::Bytes) -> Result<Response, ApiError>,
+    F: AsyncFnOnce(&mut Incoming, Bytes) -> Result<Response, ApiError>,
 {
     let (parts, body) = request.into_parts();
     let mut admitted = match app.admission.enter(endpoint) {
@@ -56,13 +69,16 @@ where
     if let Some(admitted) = &mut admitted {
         admitted.trace(&span);
     }
-    let body_max_bytes = app.body_max_bytes;
-    let asked = app.asked(&parts.headers, trusted);
-    let mut incoming = Incoming { app, id, admitted, asked: Asked::default(), traceparent, span };
-    let result = match (body::read(body, body_max_bytes).await, asked) {
-        (Ok(body), Ok(asked)) => {
+    let (asked, peer) = (app.asked(&parts.headers, trusted), parts.extensions.get().copied());
+    let read = app.bodies.read(&parts.headers, body).await;
+    let mut incoming =
+        Incoming { app, id, admitted, asked: Asked::default(), traceparent, span, client: None, body: body::Held::default() };
+    let result = match (read, asked) {
+        (Ok(read), Ok(asked)) => {
+            incoming.client = client(&asked.account, peer);
             incoming.asked = asked;
-            answer(&mut incoming, body).await
+            incoming.body = read.held;
+            answer(&mut incoming, read.bytes).await
         }
         (Err(error), _) | (_, Err(error)) => Err(error),
     };
@@ -76,7 +92,46 @@ where
     response
 }
 
+/// A request without an account is counted by the address that it came from.
+fn client(account: &str, peer: Option<PeerAddress>) -> Option<Client> {
+    let address = |PeerAddress(address)| Client::Address(Peer::from(address));
+    if account.is_empty() { peer.map(address) } else { Some(Client::Account(account.to_owned())) }
+}
+
 impl Incoming {
+    /// Reads the body's JSON, without holding up others.
+    pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&self, body: Bytes) -> Result<T, ApiError> {
+        let elements_max = elements_max(self.app.model.context_length);
+        if body.len() <= PARSE_INLINE_BYTES {
+            return request::parse(&body, elements_max);
+        }
+        self.app.parsing.run(move || request::parse(&body, elements_max)).await
+    }
+
+    /// Runs `encode`, which makes tokens of this much text, without holding up others.
+    pub(super) async fn encode<T: Send + 'static>(
+        &self,
+        text_bytes: usize,
+        encode: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        if text_bytes <= ENCODE_INLINE_BYTES {
+            return encode();
+        }
+        self.app.encoding.run(encode).await
+    }
+
+    /// Takes the sequences of this many prompts, all or none.
+    pub(super) fn admit(&mut self, prompts: usize, options: &Options) -> Result<(), ApiError> {
+        let sequences = prompts.saturating_mul(options.samples as usize);
+        let client = self.client.take();
+        self.admitted.as_mut().map_or(Ok(()), |admitted| admitted.take(client, sequences))
+    }
+
+    /// The request's text is encoded: its body holds no memory any more.
+    pub(super) fn body_is_done(&mut self) {
+        self.body = body::Held::default();
+    }
+
     /// Only the served model may be asked for.
     pub(super) fn check_model(&mut self, model: Option<&str>) -> Result<(), ApiError> {
         match model {

@@ -9,6 +9,7 @@ mod context;
 mod dashboard;
 mod events;
 mod explain;
+mod guard;
 mod health;
 mod lifecycle;
 mod models;
@@ -18,6 +19,7 @@ mod shape;
 mod trust;
 
 pub(crate) use app::App;
+pub(crate) use guard::guarded;
 pub(crate) use progress::PromptDetails;
 pub use trust::ExposeDetails;
 pub(crate) use trust::Trust;
@@ -27,8 +29,8 @@ use axum::{
     Router,
     extract::Request,
     http::{HeaderName, HeaderValue},
-    middleware::{self, Next},
-    response::Response,
+    middleware::{Next, from_fn},
+    response::{IntoResponse, Response},
     routing::{get, post},
 };
 use std::sync::Arc;
@@ -39,22 +41,49 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 #[derive(Clone)]
 struct RequestId(String);
 
-/// Everything there is. Bodies are taken as JSON whatever their content type says.
-pub(crate) fn routes(app: Arc<App>) -> Router {
-    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
-    dashboard
+/// The OpenAI API, with the operator's pages unless these have a listener of their own.
+pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
+    let pages = if with_pages { pages(&app) } else { Router::new() };
+    let routes = pages
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/models", get(models::list))
-        .route("/v1/models/{*id}", get(models::one))
+        .route("/v1/models/{*id}", get(models::one));
+    finished(routes, app)
+}
+
+/// The operator's pages, and of the API what the Explain view of the dashboard asks: nothing is generated here.
+pub(crate) fn admin(app: Arc<App>) -> Router {
+    let explained = Router::new()
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create))
+        .route_layer(from_fn(only_explanations));
+    finished(pages(&app).merge(explained), app)
+}
+
+async fn only_explanations(mut request: Request, next: Next) -> Response {
+    if !app::wants_explanation(request.headers()) {
+        body::discard(request.into_body()).await;
+        return ApiError::AdminExplains.into_response();
+    }
+    request.extensions_mut().insert(trust::ToOperator);
+    next.run(request).await
+}
+
+fn pages(app: &App) -> Router<Arc<App>> {
+    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
+    dashboard.route("/metrics", get(health::metrics))
+}
+
+/// With what every listener answers.
+fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
+    routes
         .route("/health", get(health::live))
         .route("/live", get(health::live))
         .route("/ready", get(health::ready))
-        .route("/metrics", get(health::metrics))
         .route("/openapi.json", get(health::openapi))
         .fallback(async || ApiError::UnknownPath)
         .method_not_allowed_fallback(async || ApiError::Method)
-        .layer(middleware::from_fn(with_id))
         .with_state(app)
 }
 

@@ -2,10 +2,7 @@
 //! the answer is to tell about the cluster.
 
 use crate::{error::ApiError, listen::PeerAddress};
-use axum::{
-    extract::ConnectInfo,
-    http::{HeaderMap, HeaderName, header, request::Parts},
-};
+use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 
 /// What proxies add to requests that they pass on.
@@ -23,6 +20,10 @@ pub enum ExposeDetails {
     /// To every client.
     Always,
 }
+
+/// An extension of requests that came to the operator's port: those that reach it are trusted.
+#[derive(Clone, Copy)]
+pub(super) struct ToOperator;
 
 /// The peers that are trusted.
 pub(crate) struct Trust {
@@ -42,7 +43,10 @@ impl Trust {
     /// Whether the request comes from a trusted peer: one of the listed proxies. Without a list, a program on this machine, if the
     /// listener is for those alone; a request that was forwarded comes from somewhere else and does not count.
     pub(super) fn trusts(&self, request: &Parts) -> bool {
-        let address = request.extensions.get().map(|ConnectInfo(PeerAddress(address))| address.to_canonical());
+        if request.extensions.get::<ToOperator>().is_some() {
+            return true;
+        }
+        let address = request.extensions.get().map(|PeerAddress(address)| address.to_canonical());
         match address {
             _ if self.proxies.is_empty() => self.local && FORWARDED.iter().all(|name| !request.headers.contains_key(name)),
             Some(address) => self.proxies.iter().any(|network| network.contains(&address)),
@@ -67,12 +71,16 @@ impl Trust {
             ExposeDetails::Trusted => trusted,
             ExposeDetails::Always => true,
         };
-        let asks = |name: &HeaderName| headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"));
-        match names.iter().find(|name| asks(name) && !exposed) {
+        match names.iter().find(|name| wants(headers, name) && !exposed) {
             Some(name) => Err(ApiError::Untrusted { header: name.clone() }),
-            None => Ok(names.map(|name| asks(&name))),
+            None => Ok(names.map(|name| wants(headers, &name))),
         }
     }
+}
+
+/// Whether this header says `true`.
+pub(super) fn wants(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
 }
 
 #[cfg(test)]
@@ -87,7 +95,7 @@ mod tests {
             request = request.header(name, "1.2.3.4");
         }
         let (mut parts, ()) = request.body(()).expect("well-formed").into_parts();
-        parts.extensions.insert(ConnectInfo(PeerAddress(peer.parse().expect("an address"))));
+        parts.extensions.insert(PeerAddress(peer.parse().expect("an address")));
         trust.trusts(&parts)
     }
 

@@ -1,6 +1,6 @@
 //! `/v1/chat/completions`: the request.
 
-use super::{Content, Options, Whole, request, unbuilt};
+use super::{Bounded, Content, Options, Whole, request, unbuilt};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
@@ -15,7 +15,7 @@ const MESSAGES_MAX: usize = 16_384;
 request! {
     /// As parsed.
     ChatRequest {
-        messages: Vec<Message>,
+        messages: Bounded<Message, MESSAGES_MAX>,
         /// Wins over `max_tokens`, its older name, when both are there.
         max_completion_tokens: Whole,
         logprobs: bool,
@@ -67,8 +67,8 @@ impl ChatRequest {
     }
 }
 
-fn turns(messages: Option<Vec<Message>>) -> Result<Vec<(&'static str, String)>, ApiError> {
-    let messages = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'static str, String)>, ApiError> {
+    let Bounded(messages) = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", Problem::Empty));
     }
@@ -136,6 +136,6 @@ impl Chat {
                 ApiError::PromptLength { context_length: model.context_length, tokens_min, param: "messages" }
             }
         })?;
-        model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Encode)
+        model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)
     }
 }

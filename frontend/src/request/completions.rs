@@ -12,6 +12,8 @@ use tandem_kv::TokenId;
 const MAX_TOKENS_DEFAULT: u32 = 16;
 /// Continuations of all prompts together.
 const CHOICES_MAX: usize = 1024;
+/// Prompts in one request.
+pub(super) const PROMPTS_MAX: usize = 128;
 
 request! {
     /// As parsed.
@@ -30,15 +32,20 @@ pub(crate) struct Completion {
     pub(crate) options: Options,
     pub(crate) max_tokens: u32,
     pub(crate) echo: bool,
-    pub(crate) prompts: PromptInput,
+    pub(crate) prompts: Vec<Input>,
+}
+
+/// A prompt.
+pub(crate) enum Input {
+    Text(String),
+    Tokens(Vec<TokenId>),
 }
 
 /// A prompt's tokens and, when it is to be echoed, its text.
 pub(crate) type Encoded = (Vec<TokenId>, Option<String>);
 
 impl CompletionRequest {
-    /// `prompts_max`: how many prompts one request may hold.
-    pub(crate) fn check(mut self, model: &ServedModel, prompts_max: usize) -> Result<Completion, ApiError> {
+    pub(crate) fn check(mut self, model: &ServedModel) -> Result<Completion, ApiError> {
         let prompts = self.prompt.take().ok_or_else(|| ApiError::invalid("prompt", Problem::Missing))?;
         let (prompts_len, any_empty) = match &prompts {
             PromptInput::Texts(texts) => (texts.len(), texts.iter().any(|text| text.is_empty() && model.bos.is_none())),
@@ -47,8 +54,8 @@ impl CompletionRequest {
         if prompts_len == 0 || any_empty {
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }
-        if prompts_len > prompts_max {
-            return Err(ApiError::invalid("prompt", Problem::TooMany { max: prompts_max, unit: "prompts" }));
+        if prompts_len > PROMPTS_MAX {
+            return Err(ApiError::invalid("prompt", Problem::TooMany { max: PROMPTS_MAX, unit: "prompts" }));
         }
         let vocab_size = model.tokenizer.vocab_size();
         if let PromptInput::Tokens(lists) = &prompts
@@ -73,39 +80,33 @@ impl CompletionRequest {
         };
         super::options::check_min_tokens(&options, Some(max_tokens))?;
         options.sampling.max_tokens = Some(max_tokens);
+        let prompts = match prompts {
+            PromptInput::Texts(texts) => texts.into_iter().map(Input::Text).collect(),
+            PromptInput::Tokens(lists) => lists.into_iter().map(Input::Tokens).collect(),
+        };
         Ok(Completion { options, max_tokens, echo, prompts })
     }
 }
 
-impl Completion {
-    /// How many prompts there are.
-    pub(crate) fn prompts_len(&self) -> usize {
-        match &self.prompts {
-            PromptInput::Texts(texts) => texts.len(),
-            PromptInput::Tokens(lists) => lists.len(),
-        }
-    }
-
-    /// Bytes of text: whether encoding is worth another thread.
+impl Input {
+    /// Bytes of text that are to be encoded.
     pub(crate) fn text_bytes(&self) -> usize {
-        match &self.prompts {
-            PromptInput::Texts(texts) => texts.iter().map(String::len).sum(),
-            PromptInput::Tokens(_) => 0,
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Tokens(_) => 0,
         }
     }
 
-    /// A prompt.
-    pub(crate) fn encode(&self, index: usize, model: &ServedModel) -> Result<Encoded, ApiError> {
-        match &self.prompts {
-            PromptInput::Texts(texts) => {
-                let text = &texts[index];
-                let encoded = model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| ApiError::Encode)?;
-                let tokens = model.bos.into_iter().chain(encoded).collect();
-                Ok((tokens, self.echo.then(|| text.clone())))
+    /// Its tokens, and its text when it is to be echoed.
+    pub(crate) fn encode(self, echo: bool, model: &ServedModel) -> Result<Encoded, ApiError> {
+        match self {
+            Self::Text(text) => {
+                let encoded = model.tokenizer.encode(&text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal)?;
+                Ok((model.bos.into_iter().chain(encoded).collect(), echo.then_some(text)))
             }
-            PromptInput::Tokens(lists) => {
-                let tokens = &lists[index];
-                Ok((tokens.clone(), self.echo.then(|| model.tokenizer.decode(tokens))))
+            Self::Tokens(tokens) => {
+                let text = echo.then(|| model.tokenizer.decode(&tokens));
+                Ok((tokens, text))
             }
         }
     }

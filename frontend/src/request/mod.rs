@@ -8,7 +8,7 @@ mod shapes;
 mod unbuilt;
 
 pub(crate) use options::{Common, Options, StreamOptions, StreamUsage};
-pub(crate) use shapes::{Content, PromptInput, Stop, Whole};
+pub(crate) use shapes::{Bounded, BoundedMap, Content, PromptInput, Stop, Whole};
 
 use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
@@ -16,11 +16,16 @@ use serde::de::DeserializeOwned;
 /// Objects and lists within each other; requests need five.
 const NESTING_MAX: usize = 32;
 
-/// Reads a body. What it is called in its content type does not matter: clients that forget to say JSON are many.
-pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+/// Reads a body. Objects and lists within each other, and values, are counted before anything is built: `elements_max` of them
+/// bound the memory and the time that building takes.
+pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<T, ApiError> {
     let text = std::str::from_utf8(body).map_err(|error| ApiError::Utf8 { at: error.valid_up_to() })?;
-    if nesting(body) > NESTING_MAX {
+    let Extent { deepest, elements } = extent(body);
+    if deepest > NESTING_MAX {
         return Err(ApiError::Nesting { max: NESTING_MAX });
+    }
+    if elements > elements_max {
+        return Err(ApiError::Elements { max: elements_max });
     }
     if text.trim_start().starts_with('[') {
         // serde would take a list for an object's values in order.
@@ -52,23 +57,35 @@ fn unreadable(path: String, source: serde_json::Error) -> ApiError {
     ApiError::Type { param, source }
 }
 
-/// The deepest level. serde_json limits only what it keeps, not what it skips.
-fn nesting(json: &[u8]) -> usize {
-    let (mut depth, mut deepest, mut in_text, mut escaped) = (0_usize, 0, false, false);
+/// What a JSON text would build.
+#[derive(Debug, PartialEq)]
+struct Extent {
+    /// Levels of objects and lists within each other.
+    deepest: usize,
+    /// Commas and opening brackets: no fewer than the members of all lists and objects.
+    elements: usize,
+}
+
+/// Measures without building. serde_json limits only the depth of what it keeps, not of what it skips.
+fn extent(json: &[u8]) -> Extent {
+    let (mut depth, mut deepest, mut elements, mut in_text, mut escaped) = (0_usize, 0, 0, false, false);
     for byte in json {
         match byte {
             _ if escaped => escaped = false,
             b'\\' if in_text => escaped = true,
             b'"' => in_text = !in_text,
-            b'{' | b'[' if !in_text => {
+            _ if in_text => {}
+            b'{' | b'[' => {
+                elements += 1;
                 depth += 1;
                 deepest = deepest.max(depth);
             }
-            b'}' | b']' if !in_text => depth = depth.saturating_sub(1),
+            b'}' | b']' => depth = depth.saturating_sub(1),
+            b',' => elements += 1,
             _ => {}
         }
     }
-    deepest
+    Extent { deepest, elements }
 }
 
 /// A request type: its own fields, those that both endpoints have, and those that are known but not built, each with the values
@@ -115,10 +132,10 @@ macro_rules! request {
             frequency_penalty: Option<f64>,
             presence_penalty: Option<f64>,
             repetition_penalty: Option<f64>,
-            logit_bias: Option<std::collections::BTreeMap<String, f64>>,
+            logit_bias: Option<crate::request::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>>,
             seed: Option<crate::request::Whole>,
             stop: Option<crate::request::Stop>,
-            stop_token_ids: Option<Vec<i64>>,
+            stop_token_ids: Option<crate::request::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>>,
             ignore_eos: Option<bool>,
             cache_salt: Option<String>,
             $(#[serde(default)] $unbuilt: crate::request::unbuilt::Setting,)*
@@ -158,9 +175,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nesting_is_counted_outside_of_texts() {
-        for (json, depth) in [("1", 0), ("[]", 1), (r#"{"a":[1,{}]}"#, 3), (r#"["[[[[", "\"[[", "\\"]"#, 1), ("]]][", 1)] {
-            assert_eq!(nesting(json.as_bytes()), depth, "{json}");
+    fn levels_and_members_are_counted_outside_of_texts() {
+        for (json, deepest, elements) in
+            [("1", 0, 0), ("[]", 1, 1), (r#"{"a":[1,{}]}"#, 3, 4), (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3), ("]]][", 1, 1)]
+        {
+            assert_eq!(extent(json.as_bytes()), Extent { deepest, elements }, "{json}");
+        }
+    }
+
+    #[test]
+    fn a_body_of_too_many_values_is_refused_before_any_is_built() {
+        #[derive(Debug)]
+        struct Built;
+        impl<'de> serde::Deserialize<'de> for Built {
+            fn deserialize<D: serde::Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
+                panic!("it must not be built")
+            }
+        }
+        for body in ["{\"messages\":[{},{},{},{}]}", "{\"tools\":[0,0,0,0,0]}", "{\"a\":1,\"b\":2,\"c\":3,\"d\":4,\"e\":5}"] {
+            assert!(matches!(parse::<Built>(body.as_bytes(), 4), Err(ApiError::Elements { max: 4 })), "{body}");
         }
     }
 }

@@ -1,25 +1,25 @@
 //! The parameters both endpoints share, checked.
 
-use super::{Stop, Whole};
+use super::{Bounded, BoundedMap, Stop, Whole};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
 };
 use serde::Deserialize;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use tandem_proto::v1::Sampling;
 
 /// Continuations of one prompt.
 const SAMPLES_MAX: i64 = 128;
 /// More stop strings than anybody needs, few enough to search for all at every token.
-const STOPS_MAX: usize = 16;
+pub(super) const STOPS_MAX: usize = 16;
 /// Text held back while it may become a stop string.
 const STOP_BYTES_MAX: usize = 1024;
 /// Part of the cache's namespace, sent with every request.
 const CACHE_SALT_BYTES_MAX: usize = 256;
 /// As OpenAI's.
-const LOGIT_BIASES_MAX: usize = 1024;
-const STOP_TOKENS_MAX: usize = 256;
+pub(super) const LOGIT_BIASES_MAX: usize = 1024;
+pub(super) const STOP_TOKENS_MAX: usize = 256;
 
 /// `stream_options`.
 #[derive(Clone, Copy, Default, Deserialize)]
@@ -41,10 +41,10 @@ pub(crate) struct Common {
     pub(super) frequency_penalty: Option<f64>,
     pub(super) presence_penalty: Option<f64>,
     pub(super) repetition_penalty: Option<f64>,
-    pub(super) logit_bias: Option<BTreeMap<String, f64>>,
+    pub(super) logit_bias: Option<BoundedMap<LOGIT_BIASES_MAX>>,
     pub(super) seed: Option<Whole>,
     pub(super) stop: Option<Stop>,
-    pub(super) stop_token_ids: Option<Vec<i64>>,
+    pub(super) stop_token_ids: Option<Bounded<i64, STOP_TOKENS_MAX>>,
     pub(super) ignore_eos: Option<bool>,
     pub(super) cache_salt: Option<String>,
 }
@@ -158,7 +158,7 @@ impl Common {
     }
 }
 
-fn logit_bias(given: BTreeMap<String, f64>, model: &ServedModel) -> Result<HashMap<u32, f32>, ApiError> {
+fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedModel) -> Result<HashMap<u32, f32>, ApiError> {
     const BIAS: Range = Range { low: -100.0, high: 100.0, allowed: "between -100 and 100" };
     if given.len() > LOGIT_BIASES_MAX {
         return Err(ApiError::invalid("logit_bias", Problem::TooMany { max: LOGIT_BIASES_MAX, unit: "entries" }));
@@ -173,7 +173,11 @@ fn logit_bias(given: BTreeMap<String, f64>, model: &ServedModel) -> Result<HashM
     given.into_iter().map(entry).collect()
 }
 
-fn stop_tokens(given: Vec<i64>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+fn stop_tokens(
+    Bounded(given): Bounded<i64, STOP_TOKENS_MAX>,
+    ignore_eos: bool,
+    model: &ServedModel,
+) -> Result<Vec<u32>, ApiError> {
     if given.len() > STOP_TOKENS_MAX {
         return Err(ApiError::invalid("stop_token_ids", Problem::TooMany { max: STOP_TOKENS_MAX, unit: "entries" }));
     }

@@ -1,12 +1,20 @@
 //! Fields that come in more than one JSON shape. Each is read by a visitor that says what it expected, because an untagged
 //! enum would only say that nothing matched.
 
+use super::{completions::PROMPTS_MAX, options::STOPS_MAX};
 use serde::{
     Deserialize, Deserializer,
-    de::{self, SeqAccess, Visitor},
+    de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 use std::{fmt, marker::PhantomData};
 use tandem_kv::TokenId;
+
+/// A list of which at most one element more than `MAX` is built: enough for a check of its length to refuse it.
+pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
+
+/// An object of numbers, bounded in the same way; its members as they came.
+#[derive(Default)]
+pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
 
 /// A message's content as one text: parts are joined by line ends, null is empty.
 #[derive(Default)]
@@ -54,6 +62,55 @@ enum PartError {
     Kind,
     #[error("a content part of type 'text' needs the field 'text'")]
     NoText,
+}
+
+impl<T, const MAX: usize> Default for Bounded<T, MAX> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T, MAX> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ListVisitor<T, const MAX: usize>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for ListVisitor<T, MAX> {
+            type Value = Bounded<T, MAX>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a sequence")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Self::Value, A::Error> {
+                rest(Vec::new(), list, MAX).map(Bounded)
+            }
+        }
+        deserializer.deserialize_seq(ListVisitor(PhantomData))
+    }
+}
+
+impl<'de, const MAX: usize> Deserialize<'de> for BoundedMap<MAX> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct MapVisitor<const MAX: usize>;
+        impl<'de, const MAX: usize> Visitor<'de> for MapVisitor<MAX> {
+            type Value = BoundedMap<MAX>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Self::Value, A::Error> {
+                let mut members = Vec::new();
+                while members.len() <= MAX
+                    && let Some(member) = object.next_entry()?
+                {
+                    members.push(member);
+                }
+                while object.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                Ok(BoundedMap(members))
+            }
+        }
+        deserializer.deserialize_map(MapVisitor)
+    }
 }
 
 impl<'de> Deserialize<'de> for Content {
@@ -109,7 +166,7 @@ impl<'de> Deserialize<'de> for Stop {
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Stop, A::Error> {
-                rest(Vec::new(), list).map(Stop)
+                rest(Vec::new(), list, STOPS_MAX).map(Stop)
             }
         }
         deserializer.deserialize_any(StopVisitor)
@@ -175,7 +232,7 @@ impl<'de> Deserialize<'de> for First {
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<First, A::Error> {
-                rest(Vec::new(), list).map(First::Tokens)
+                rest(Vec::new(), list, usize::MAX).map(First::Tokens)
             }
         }
         deserializer.deserialize_any(FirstVisitor)
@@ -199,9 +256,9 @@ impl<'de> Deserialize<'de> for PromptInput {
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<PromptInput, A::Error> {
                 Ok(match list.next_element()? {
                     None => PromptInput::Texts(Vec::new()),
-                    Some(First::Text(text)) => PromptInput::Texts(rest(vec![text], list)?),
-                    Some(First::Token(token)) => PromptInput::Tokens(vec![rest(vec![token], list)?]),
-                    Some(First::Tokens(tokens)) => PromptInput::Tokens(rest(vec![tokens], list)?),
+                    Some(First::Text(text)) => PromptInput::Texts(rest(vec![text], list, PROMPTS_MAX)?),
+                    Some(First::Token(token)) => PromptInput::Tokens(vec![rest(vec![token], list, usize::MAX)?]),
+                    Some(First::Tokens(tokens)) => PromptInput::Tokens(rest(vec![tokens], list, PROMPTS_MAX)?),
                 })
             }
         }
@@ -209,10 +266,13 @@ impl<'de> Deserialize<'de> for PromptInput {
     }
 }
 
-fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A) -> Result<Vec<T>, A::Error> {
-    while let Some(element) = list.next_element_seed(PhantomData)? {
+/// Builds the elements of a list, up to one more than `max`; the others are skipped.
+fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
+    while elements.len() <= max {
+        let Some(element) = list.next_element()? else { return Ok(elements) };
         elements.push(element);
     }
+    while list.next_element::<IgnoredAny>()?.is_some() {}
     Ok(elements)
 }
 
@@ -263,5 +323,35 @@ mod tests {
         for json in ["1", "{}", r#"["a"]"#, r#"[{"type":"image_url"}]"#, r#"[{"type":"text"}]"#, r#"[{"text":"a"}]"#] {
             assert!(serde_json::from_str::<Content>(json).is_err(), "{json}");
         }
+    }
+
+    #[test]
+    fn of_a_long_list_only_what_refuses_it_is_built() {
+        thread_local!(static BUILT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) });
+        struct Counted;
+        impl<'de> Deserialize<'de> for Counted {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                BUILT.set(BUILT.get() + 1);
+                IgnoredAny::deserialize(deserializer).map(|_| Self)
+            }
+        }
+        let list = format!("[{}]", vec!["{}"; 100_000].join(","));
+        let Bounded(built) = serde_json::from_str::<Bounded<Counted, 10>>(&list).expect("it is JSON");
+        assert_eq!((built.len(), BUILT.get()), (11, 11));
+        let object = format!("{{{}}}", vec![r#""1":2"#; 100_000].join(","));
+        let BoundedMap(built) = serde_json::from_str::<BoundedMap<10>>(&object).expect("it is JSON");
+        assert_eq!(built.len(), 11);
+        let Stop(built) = serde_json::from_str(&format!("[{}]", vec![r#""a""#; 100_000].join(","))).expect("it is JSON");
+        assert_eq!(built.len(), STOPS_MAX + 1);
+        for element in [r#""a""#, "[1]"] {
+            let list = format!("[{}]", vec![element; 100_000].join(","));
+            let built = match serde_json::from_str(&list).expect("it is JSON") {
+                PromptInput::Texts(texts) => texts.len(),
+                PromptInput::Tokens(lists) => lists.len(),
+            };
+            assert_eq!(built, PROMPTS_MAX + 1, "of {element}");
+        }
+        // What is skipped is JSON, too.
+        assert!(serde_json::from_str::<Bounded<Counted, 1>>("[1,2,3,x]").is_err());
     }
 }

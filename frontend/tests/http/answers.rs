@@ -333,7 +333,7 @@ async fn a_conversation_in_the_real_models_template() {
 
 #[tokio::test]
 async fn every_answer_names_its_request() {
-    let cluster = Cluster::with(|settings| settings.concurrent_requests = 1).await;
+    let cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut ids = std::collections::BTreeSet::new();
     let mut named = |case: &str, reply: &Reply, status: u16| {
         let id = reply.header("x-request-id").unwrap_or_else(|| panic!("{case} has no id")).to_owned();
@@ -370,7 +370,7 @@ async fn every_answer_names_its_request() {
 
 #[tokio::test]
 async fn refusal_at_the_door_names_its_request() {
-    let mut cluster = Cluster::with(|settings| settings.concurrent_requests = 1).await;
+    let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let running = cluster.ask(CHAT, chat(json!({})));
     let call = cluster.call().await;
     let refused = cluster.post(CHAT, &chat(json!({}))).await;

@@ -258,7 +258,7 @@ async fn one_prompt_of_a_batch_that_fails_ends_all() {
 /// In every phase: placed and queued, prefilling, streaming; whole and in chunks.
 #[tokio::test]
 async fn a_client_that_goes_away_closes_both_streams_and_gives_all_back() {
-    let mut cluster = Cluster::with(|settings| settings.concurrent_requests = 1).await;
+    let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut gone = 0;
     for stream in [false, true] {
         for phase in 0..3 {
@@ -293,7 +293,7 @@ async fn a_client_that_goes_away_closes_both_streams_and_gives_all_back() {
 
 #[tokio::test]
 async fn more_than_may_run_is_refused_at_once() {
-    let mut cluster = Cluster::with(|settings| settings.concurrent_requests = 2).await;
+    let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 2).await;
     let reply = cluster.ask(COMPLETIONS, completion("a".into(), json!({})));
     let call = cluster.call().await;
     let (status, retry_after, code) = refused(cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({})))).await;

@@ -275,7 +275,10 @@ pub async fn send(frontend: SocketAddr, method: Method, path: &str, headers: &[(
     let connection = Connection(tokio::spawn(async move {
         connection.await.ok();
     }));
-    let mut request = Request::builder().method(method).uri(path).header("host", "frontend");
+    let mut request = Request::builder().method(method).uri(path).header("host", "localhost");
+    if !headers.iter().any(|(name, _)| *name == "content-type") {
+        request = request.header("content-type", "application/json");
+    }
     for (name, value) in headers {
         request = request.header(*name, *value);
     }

@@ -9,11 +9,12 @@ use crate::{
     booked::{BookingId, BookingKey, Share},
     breaker::is_fault,
     route::{self, Candidate, Question, Turn, Unplaced},
-    settings::PrefillPlace,
+    settings::{Costs, PrefillPlace},
 };
 use std::{
     collections::{BTreeSet, HashMap},
     sync::Arc,
+    time::Duration,
 };
 use tandem_kv::SequenceHash;
 use tandem_proto::v1;
@@ -30,6 +31,8 @@ pub(super) struct Booking {
     pub(super) prefill: Option<Arc<str>>,
     /// Not after the prompt's prefill was released.
     pub(super) computing: bool,
+    /// Since its prompt's prefill was released here.
+    pub(super) answering: Option<Instant>,
     /// Those that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
     pub(super) overlap_tokens: Option<u64>,
@@ -78,6 +81,7 @@ impl State {
             prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
             decode: decode.into(),
             computing,
+            answering: None,
             hashes,
             overlap_tokens: None,
         };
@@ -90,6 +94,7 @@ impl State {
     pub(crate) fn release_prefill(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.get_mut(&id) else { return };
         let Some(()) = self.members.prefilled(booking) else { return };
+        booking.answering = Some(Instant::now());
         self.journal.note(id);
         let computed_on = self.members.of_mut(booking.prefill.as_ref().unwrap_or(&booking.decode));
         let known = (booking.overlap_tokens, cached_tokens.map(u64::from));
@@ -133,6 +138,9 @@ impl State {
     pub(crate) fn release(&mut self, id: BookingId) {
         self.each_breaker(id, |member| member.breaker.ended(id));
         let Some(booking) = self.bookings.remove(&id) else { return };
+        if let Some(since) = booking.answering {
+            self.measure_answer(since.elapsed());
+        }
         self.members.release(booking);
         self.journal.note(id);
         self.metrics.bookings.set(self.bookings.len() as f64);
@@ -155,21 +163,35 @@ impl State {
         Ok((Question { prompt_tokens: asked.prompt_tokens, block_size, prefill, prompt_logits: asked.prompt_logits }, hashes))
     }
 
-    /// What is known of each member, in their order. At a time, those whose breakers are open then are excluded too.
-    pub(super) fn candidates(
+    /// What is known of each member now, in their order. At a time, those whose breakers are open then are excluded too.
+    pub(crate) fn candidates(
         &self,
         hashes: &[SequenceHash],
         excluded: &BTreeSet<String>,
         breakers_at: Option<Instant>,
     ) -> Vec<Candidate> {
-        let leading = self.index.overlap(hashes);
+        let (leading, now) = (self.index.overlap(hashes), Instant::now());
         let candidate = |member: &Member| {
             let overlap_blocks = leading.get(member.slot.0 as usize).copied().unwrap_or(0);
-            let mut candidate = member.candidate(hashes, overlap_blocks, excluded);
-            candidate.excluded |= breakers_at.is_some_and(|now| !member.breaker.admits(now));
+            let mut candidate = member.candidate(hashes, overlap_blocks, now, &self.settings.costs);
+            candidate.excluded =
+                excluded.contains(&member.info.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
             candidate
         };
         self.members.values().map(candidate).collect()
+    }
+
+    /// With what has been measured instead of what stands for it.
+    pub(super) fn costs(&self) -> Costs {
+        let costs = self.settings.costs;
+        Costs { answer_ms: self.answer_ms.unwrap_or(costs.answer_ms), ..costs }
+    }
+
+    /// An answer has ended that took so long. The latest ones count most.
+    fn measure_answer(&mut self, took: Duration) {
+        const NEW: f64 = 0.02;
+        let (took, before) = (took.as_secs_f64() * 1e3, self.answer_ms);
+        self.answer_ms = Some(before.map_or(took, |before| before + (took - before) * NEW));
     }
 
     fn choose_and_book(
@@ -188,9 +210,9 @@ impl State {
         let block_size = question.block_size;
         let turn = Turn { seed: self.settings.seed, number: self.turns };
         self.turns += 1;
-        let now = Instant::now();
+        let (now, costs) = (Instant::now(), self.costs());
         let candidates = |excluded: &BTreeSet<String>, breakers: Option<Instant>| self.candidates(hashes, excluded, breakers);
-        let place = |candidates: &[Candidate]| route::place(&*self.policy, &self.settings.costs, &question, candidates, turn);
+        let place = |candidates: &[Candidate]| route::place(&*self.policy, &costs, &question, candidates, turn);
         let mut candidates_now = candidates(&excluded.failed, Some(now));
         let mut choice = place(&candidates_now);
         if choice == Err(Unplaced::AllFailed) {
@@ -218,6 +240,7 @@ impl State {
             decode,
             prefill,
             computing: true,
+            answering: None,
             hashes: hashes.into(),
             overlap_tokens: Some(u64::from(overlap_blocks) * u64::from(block_size)),
         };

@@ -15,8 +15,9 @@ impl State {
         };
         let candidates = self.candidates(hashes, &BTreeSet::new(), Some(Instant::now()));
         let turn = Turn { seed: self.settings.seed, number: self.turns };
-        let uses = route::uses(&*self.policy, &self.settings.costs, &question, &candidates, turn);
-        let choice = route::place(&*self.policy, &self.settings.costs, &question, &candidates, turn);
+        let costs = self.costs();
+        let uses = route::uses(&*self.policy, &costs, &question, &candidates, turn);
+        let choice = route::place(&*self.policy, &costs, &question, &candidates, turn);
         let members: Vec<&Member> = self.members.values().collect();
         reply(&members, &candidates, &uses, choice, question.block_size)
     }

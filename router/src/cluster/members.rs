@@ -10,15 +10,18 @@ use crate::{
     feed::Beside,
     index::WorkerSlot,
     metrics::WorkerSeries,
+    rates::Measured,
     route::{Candidate, Role},
+    settings::Costs,
 };
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     ops::Index,
     sync::Arc,
 };
 use tandem_kv::{Load, SequenceHash};
 use tandem_proto::v1::{self, WorkerInfo};
+use tokio::time::Instant;
 
 /// One instance's time in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -33,6 +36,10 @@ pub(super) struct Member {
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) beside: Beside,
+    /// When a report last said that it had computed prompt tokens.
+    pub(super) prefilled_at: Instant,
+    /// When a report last said that it had continued sequences.
+    pub(super) decoded_at: Instant,
     pub(super) booked: Booked,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
@@ -163,27 +170,32 @@ impl Member {
         v1::Candidate { worker: Some(self.reference()), overlap_blocks, predicted_blocks }
     }
 
-    pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, excluded: &BTreeSet<String>) -> Candidate {
-        let measured = |value: f64| (value > 0.0).then_some(value);
-        let capacity = u64::from(self.info.capacity_blocks) * u64::from(self.info.block_size);
-        let context = if self.info.context_length == 0 { u64::MAX } else { u64::from(self.info.context_length) };
-        let filled = f64::from(self.load.cached_blocks)
-            + f64::from(self.load.in_use_blocks)
-            + self.booked.tokens() as f64 / f64::from(self.info.block_size);
-        let sequences = u64::from(self.load.running_sequences) + u64::from(self.load.waiting_requests) + self.booked.sequences();
+    /// What is known of it now. Measurements count less with their age.
+    pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
+        let Self { load, booked, info, .. } = self;
+        let measured = |value, at: Instant| Measured::new(value, now.duration_since(at), costs);
+        let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
+        let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
+        let filled =
+            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + booked.tokens() as f64 / f64::from(info.block_size);
+        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + booked.sequences();
         Candidate {
             role: self.role,
-            excluded: excluded.contains(&self.info.instance_id),
+            excluded: false,
             tokens_max: capacity.min(context),
             overlap_blocks,
-            predicted_blocks: self.booked.predicted_blocks(hashes, overlap_blocks),
-            cache_filled: (filled / f64::from(self.info.capacity_blocks)).min(1.0),
-            queued_tokens: self.load.pending_prefill_tokens.saturating_add(self.booked.tokens()),
+            predicted_blocks: booked.predicted_blocks(hashes, overlap_blocks),
+            cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
+            queued_tokens: load.pending_prefill_tokens.saturating_add(booked.tokens()),
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
-            block_bytes: self.info.block_bytes,
-            prefill_tokens_per_second: measured(self.load.prefill_tokens_per_second),
-            decode_step_ms: measured(self.load.decode_step_ms),
-            transfer_bytes_per_second: measured(self.beside.transfer_bytes_per_second),
+            running: load.running_sequences,
+            available_blocks: load.free_blocks.saturating_add(load.cached_blocks),
+            in_use_blocks: load.in_use_blocks,
+            block_bytes: info.block_bytes,
+            prefill_tokens_per_second: measured(load.prefill_tokens_per_second, self.prefilled_at),
+            prefill_fixed_ms: measured(load.prefill_fixed_ms, self.prefilled_at),
+            decode_step_ms: measured(load.decode_step_ms, self.decoded_at),
+            transfer_bytes_per_second: measured(self.beside.transfer_bytes_per_second, now),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::{
     booked::Booked,
     breaker::Breaker,
     exchange::Journal,
-    feed::{Beside, Way},
+    feed::{Beside, Broken, Way},
     index::{PrefixIndex, WorkerSlot},
     metrics::{RouterMetrics, WorkerSeries},
     route::{self, Policy, Role, Unplaced},
@@ -30,7 +30,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
-use tandem_kv::{KvBatch, Load, SequenceHash, Snapshot};
+use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::{
     Difference,
@@ -109,6 +109,8 @@ pub(crate) struct State {
     /// There are none of them any more, and will be none.
     settled: bool,
     bookings: Bookings,
+    /// From a prompt's prefill to the end of its answer, on average; `None` before the first.
+    answer_ms: Option<f64>,
     /// Those of other routers.
     peers: BTreeMap<PeerId, Peer>,
     journal: Journal,
@@ -131,6 +133,7 @@ impl Cluster {
             awaited: BTreeSet::new(),
             settled: false,
             bookings: Bookings::new(),
+            answer_ms: None,
             peers: BTreeMap::new(),
             journal: Journal::default(),
             free_slots: Vec::new(),
@@ -147,6 +150,28 @@ impl Cluster {
     /// route by.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The worker's news. A long list of events is applied in slices, between which others have the state: what a worker sends
+    /// does not keep requests from being placed. Dropped between two slices, it leaves a part applied.
+    ///
+    /// # Errors
+    /// As [`State::apply_events`].
+    pub(crate) async fn apply(&self, id: MemberId, batch: KvBatch, beside: Beside) -> Result<(), Broken> {
+        let mut events = batch.events.as_slice();
+        loop {
+            let (now, later) = events.split_at(slice_len(events));
+            {
+                let mut state = self.lock();
+                state.apply_events(id, now)?;
+                if later.is_empty() {
+                    state.report(id, batch.load, beside, &batch.taken_in);
+                    return Ok(());
+                }
+            }
+            events = later;
+            tokio::task::yield_now().await;
+        }
     }
 
     /// The worker is gone, and with it all it held and its series.
@@ -171,6 +196,24 @@ impl Cluster {
         self.peer_left.notified().await;
     }
 }
+
+/// How many of these events, at least the first, are applied in one go: so many that they name [`SLICE_BLOCKS`], or up to a `Cleared`,
+/// whose cost is not known from its message.
+fn slice_len(events: &[KvEvent]) -> usize {
+    let mut blocks = 0;
+    let last = events.iter().position(|event| {
+        blocks += match &event.change {
+            Change::Stored(chain) => chain.sequence_hashes.len(),
+            Change::Removed(hashes) => hashes.len(),
+            Change::Cleared => SLICE_BLOCKS,
+        };
+        blocks >= SLICE_BLOCKS
+    });
+    last.map_or(events.len(), |last| last + 1)
+}
+
+/// Blocks after which others have the state: about a millisecond's work.
+const SLICE_BLOCKS: usize = 4_096;
 
 impl State {
     /// Whether a worker that describes itself so may join now.
@@ -309,7 +352,22 @@ impl State {
         let (beside, placed) = (Beside::default(), v1::PlacementTotals::default());
         let instance_id = info.instance_id.as_str().into();
         let address_of = address.clone();
-        let member = Member { info, instance_id, role, address, slot, load, beside, booked, breaker, series, placed };
+        let (prefilled_at, decoded_at) = (Instant::now(), Instant::now());
+        let member = Member {
+            info,
+            instance_id,
+            role,
+            address,
+            slot,
+            load,
+            beside,
+            prefilled_at,
+            decoded_at,
+            booked,
+            breaker,
+            series,
+            placed,
+        };
         self.members.insert(id, member);
         self.book_joined(id);
         self.replace(id, snapshot);
@@ -336,19 +394,48 @@ impl State {
         member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
     }
 
-    /// The worker's news: events in their order, none twice, and its load after them.
-    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, beside: Beside) {
-        let Some(member) = self.members.get_mut(id) else { return };
-        for event in &batch.events {
+    /// The worker's cache changed so, in this order.
+    ///
+    /// # Errors
+    /// [`Broken::BeyondCapacity`] at an event that names more blocks than the worker can hold; the rest is not applied, and the
+    /// worker's part of the index is not to be relied on.
+    pub(crate) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), Broken> {
+        let Some(member) = self.members.get_mut(id) else { return Ok(()) };
+        let capacity_blocks = member.info.capacity_blocks;
+        let applied = events.iter().try_for_each(|event| {
+            let blocks = match &event.change {
+                Change::Stored(chain) => self.index.blocks(member.slot) + chain.sequence_hashes.len() as u64,
+                Change::Removed(hashes) => hashes.len() as u64,
+                Change::Cleared => 0,
+            };
+            if blocks > u64::from(capacity_blocks) {
+                member.series.beyond_capacity.increment(1);
+                return Err(Broken::BeyondCapacity { capacity_blocks });
+            }
             let skipped = self.index.apply(member.slot, &event.change);
             member.series.event(&event.change);
             member.series.absent.increment(skipped.absent_blocks);
             member.series.orphaned.increment(skipped.orphaned_blocks);
-        }
+            Ok(())
+        });
         member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
-        member.load = batch.load;
-        member.beside = beside;
-        for request_id in &batch.taken_in {
+        applied
+    }
+
+    /// The worker's load, after all events that came with it, and the requests that the load has come to include.
+    pub(crate) fn report(&mut self, id: MemberId, load: Load, beside: Beside, taken_in: &[String]) {
+        let Some(member) = self.members.get_mut(id) else { return };
+        let now = Instant::now();
+        if load.prefill_tokens_per_second != member.load.prefill_tokens_per_second
+            || beside.prefilled() != member.beside.prefilled()
+        {
+            member.prefilled_at = now;
+        }
+        if load.decode_step_ms != member.load.decode_step_ms || beside.generated() != member.beside.generated() {
+            member.decoded_at = now;
+        }
+        (member.load, member.beside) = (load, beside);
+        for request_id in taken_in {
             member.booked.taken_in(request_id);
         }
     }

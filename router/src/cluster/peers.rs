@@ -136,7 +136,7 @@ impl State {
         let shares = Shares { decode: unreported(&decode), prefill: prefill.as_ref().map(unreported).unwrap_or_default() };
         let key = self.new_key(request_id);
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
-        (Booking { key, decode, prefill, computing, hashes, overlap_tokens: None }, shares)
+        (Booking { key, decode, prefill, computing, answering: None, hashes, overlap_tokens: None }, shares)
     }
 
     /// Bookings of all other routers.

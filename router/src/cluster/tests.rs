@@ -6,6 +6,14 @@ use tandem_kv::{Change, KvEvent, StoredChain};
 
 const BLOCK: u32 = 16;
 
+impl State {
+    /// All news at once.
+    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, beside: Beside) {
+        self.apply_events(id, &batch.events).expect("the worker can hold what it stores");
+        self.report(id, batch.load, beside, &batch.taken_in);
+    }
+}
+
 struct Story {
     state: State,
     recorder: Metrics,
@@ -451,6 +459,70 @@ fn an_explanation_is_what_would_be_placed_and_books_nothing() {
     let asked = story.ask(10, hashes(1, 0, 0));
     let explained = story.state.explain(&asked);
     assert!(explained.placement.is_none() && explained.verdict.contains("no decode worker"), "{}", explained.verdict);
+}
+
+#[tokio::test]
+async fn while_a_flood_of_events_is_applied_requests_are_placed() {
+    let mut story = Story::with(settings(PrefillPlace::Local), 0, 1);
+    let (id, asked) = (story.member("d0"), story.ask(100, hashes(1, 0, 6)));
+    let cluster = Cluster { state: Mutex::new(story.state), left: Notify::new(), peer_left: Notify::new() };
+    let long = |from: u64| (from..from + 2_000).map(SequenceHash).collect::<Vec<_>>();
+    let chain = |sequence_hashes: Vec<SequenceHash>| Change::Stored(StoredChain { parent: None, sequence_hashes });
+    let pairs: Vec<Change> = (0..1_000).flat_map(|_| [chain(long(0)[..1].to_vec()), Change::Cleared]).collect();
+    let chains: Vec<Change> = (0..10).map(|at| chain(long(at * 2_000))).collect();
+    for (changes, slices) in [(pairs, 1_000), (chains, 4), (vec![], 1)] {
+        let events: Vec<KvEvent> = (1..).zip(changes).map(|(event_id, change)| KvEvent { event_id, change }).collect();
+        let batch = KvBatch { events, load: Load { running_sequences: slices, ..Default::default() }, ..Default::default() };
+        let placed = std::cell::Cell::new(0);
+        let place = async {
+            loop {
+                let (booking, _) = cluster.lock().place(&asked, &Excluded::default(), 1).expect("it can be placed");
+                cluster.lock().release(booking);
+                placed.set(placed.get() + 1);
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            applied = cluster.apply(id, batch, Beside::default()) => applied.expect("the worker can hold it"),
+            () = place => {}
+        }
+        assert_eq!(placed.get() + 1, slices, "one between two slices");
+        assert_eq!(cluster.lock().members[&id].load.running_sequences, slices, "the load counts after all events");
+    }
+    assert_eq!(cluster.lock().view().workers[0].indexed_blocks, 20_000);
+}
+
+#[test]
+fn a_worker_that_is_avoided_for_an_old_rate_is_tried_again() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let _entered = runtime.enter();
+    let mut story = Story::with(settings(PrefillPlace::Remote), 2, 1);
+    let says = |story: &mut Story, name: &str, rate: f64, prefilled_tokens: u64| {
+        let id = story.member(name);
+        let load = Load { prefill_tokens_per_second: rate, ..Default::default() };
+        let steps = Some(v1::StepTotals { prefilled_tokens, generated_tokens: 0 });
+        story.state.apply(id, KvBatch { load, ..Default::default() }, Beside { steps, ..Default::default() });
+    };
+    let placed = |story: &mut Story, tokens: &mut u64| {
+        let (booking, placement) = story.place_hashes(1_000, [].into());
+        story.state.release(booking);
+        *tokens += 1_000;
+        name(&placement.prefill)
+    };
+    says(&mut story, "p0", 100.0, 2);
+    let (mut tokens, mut first) = (0, None);
+    for second in 0..300 {
+        says(&mut story, "p1", 20_000.0, tokens);
+        if placed(&mut story, &mut tokens) == "p0" {
+            first.get_or_insert(second);
+        }
+        // Heartbeats say nothing new.
+        says(&mut story, "p0", 100.0, 2);
+        runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
+    }
+    let first = first.expect("it gets a prompt again");
+    assert!((30..200).contains(&first), "after {first} s");
 }
 
 mod peers;

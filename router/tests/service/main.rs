@@ -121,6 +121,31 @@ async fn a_stream_that_speaks_for_another_instance_ends_the_membership() {
 }
 
 #[tokio::test]
+async fn more_blocks_than_a_worker_has_end_its_membership_and_are_not_indexed() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    decode.describe_as(|info| info.capacity_blocks = 10);
+    let router = TestRouter::start(&[&decode], local()).await;
+    let hashes: Vec<u64> = (1..=11).collect();
+    for change in [stored(Some(3), &hashes[3..]), stored(None, &hashes), Change::Removed(fake::hashes(&hashes))] {
+        let watch = decode.watched().await;
+        watch.snapshot(0, &[1, 2, 3]);
+        router.until_indexed("d", 3).await;
+        // Full is not too full.
+        watch.events(1, vec![stored(Some(3), &hashes[3..10]), Change::Removed(fake::hashes(&hashes[3..10]))]);
+        watch.events(3, vec![stored(Some(3), &[30]), change]);
+        watch.abandoned().await;
+        router.until_gone("d").await;
+    }
+    router.until(|view| view.absent.iter().any(|worker| worker.reason.contains("more blocks than the 10"))).await;
+    // A snapshot is no way around it.
+    let watch = decode.watched().await;
+    watch.snapshot(0, &hashes);
+    watch.abandoned().await;
+    let _watch = decode.join().await;
+    router.until_indexed("d", 0).await;
+}
+
+#[tokio::test]
 async fn a_worker_whose_stream_ends_or_falls_silent_is_gone_and_may_return() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { silence_max: Duration::from_secs(1), ..local() };

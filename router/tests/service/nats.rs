@@ -38,14 +38,15 @@ struct Story {
 
 impl Story {
     async fn start() -> Self {
-        Self::start_with(ClusterKey::default()).await
+        Self::start_with(ClusterKey::default(), 100_000).await
     }
 
-    async fn start_with(key: ClusterKey) -> Self {
+    async fn start_with(key: ClusterKey, blocks: u32) -> Self {
         let (server, heard) = (Server::nats(&[]), Metrics::default());
         let (own, routers) = (broker(&server, &key, &Metrics::default()).await, broker(&server, &key, &heard).await);
         soon(async { tokio::join!(own.until(true), routers.until(true)) }).await;
         let worker = FakeWorker::start(Role::Decode, "d").await;
+        worker.describe_as(|info| info.capacity_blocks = blocks);
         let settings = RouterSettings { prefill: PrefillPlace::Local, broker: Some(routers), ..Default::default() };
         let router = TestRouter::start(&[&worker], settings).await;
         Self { server, broker: own, heard, worker, router }
@@ -132,9 +133,24 @@ async fn events_come_over_nats_and_what_is_missing_from_a_snapshot() {
     story.router.until_gone("d").await;
 }
 
+/// Others may publish in its name.
+#[tokio::test]
+async fn more_blocks_than_a_worker_has_are_put_right_by_a_snapshot_if_they_come_over_nats() {
+    let mut story = Story::start_with(ClusterKey::default(), 10).await;
+    let _watch = story.joins(3).await;
+    story.publish_heard(4..=4).await;
+    let change = stored(Some(4), &(100..110).collect::<Vec<_>>());
+    let batch = KvBatch { last_event_id: 5, events: vec![KvEvent { event_id: 5, change }], ..Default::default() };
+    story.broker.publish(event_batch("d-1", &batch, 0)).await;
+    story.worker.asked().await.answer(4, &[1, 2, 3, 4]);
+    story.publish_heard(5..=5).await;
+    assert_eq!(story.gaps(), Some(1.0));
+    assert_eq!(story.router.metric(r#"tandem_router_kv_events_refused_total{worker="d"}"#), Some(1.0));
+}
+
 #[tokio::test]
 async fn forged_batches_are_ignored_and_the_real_ones_are_applied() {
-    let mut story = Story::start_with(ClusterKey::random()).await;
+    let mut story = Story::start_with(ClusterKey::random(), 100_000).await;
     let _watch = story.joins(3).await;
     story.publish_heard(4..=4).await;
     let forger = broker(&story.server, &ClusterKey::default(), &Metrics::default()).await;

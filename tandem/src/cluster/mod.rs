@@ -179,7 +179,7 @@ impl Cluster {
         // A prompt that no worker can hold is told so at the door.
         let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();
         let served = loaded.served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
-        parts.frontend(frontend, [router.to_string()].into_iter().collect(), &settings, served, &metrics, &front);
+        parts.frontend((frontend, None), [router.to_string()].into_iter().collect(), &settings, served, &metrics, &front);
         let kind = settings.engine;
         Ok(Self { model_id, kind, frontend: address, router, workers, metrics, front, back, parts })
     }
@@ -239,7 +239,7 @@ impl Drop for Cluster {
 /// What no part could make sense of.
 fn check(settings: &UpSettings) -> Result<(), StartError> {
     check_device(settings)?;
-    settings.tenants.check(settings.listen)?;
+    settings.tenants.check()?;
     if settings.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
         return Err(StartError::NoPrefillWorker);
     }
@@ -299,7 +299,7 @@ fn engine_settings(settings: &UpSettings, key: &ClusterKey) -> EngineSettings {
         chunk_budget: settings.chunk_budget(),
         batch_max: settings.batch_max,
         // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
-        queue_max: settings.max_concurrent_requests,
+        queue_max: settings.limits.max_concurrent_requests,
         prefix_caching: !settings.no_prefix_caching,
         hash_key: key.hash_key(),
         unheard_max: UNHEARD_MAX,

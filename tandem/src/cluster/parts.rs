@@ -137,7 +137,7 @@ impl Parts {
                     advertise: worker.advertise.clone(),
                     report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
-                    remote_waiting_max: settings.max_concurrent_requests as usize,
+                    remote_waiting_max: settings.limits.max_concurrent_requests as usize,
                     landing_wait: FIRST_TOKEN_WAIT,
                     device_transfers,
                 };
@@ -184,17 +184,24 @@ impl Parts {
 
     pub(super) fn frontend(
         &self,
-        listener: TcpListener,
+        (listener, admin): (TcpListener, Option<TcpListener>),
         routers: Workers,
         settings: &UpSettings,
         model: ServedModel,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
+        let limits = &settings.limits;
         let settings = FrontendSettings {
             block_size: settings.block_size,
-            concurrent_requests: settings.max_concurrent_requests as usize,
-            body_max_bytes: settings.max_body_bytes,
+            concurrent_sequences: limits.max_concurrent_requests as usize,
+            sequences_per_client: limits.sequences_per_client(settings.tenants.account_header.is_some()),
+            body_max_bytes: limits.max_body_bytes,
+            bodies_max_bytes: limits.max_bodies_bytes,
+            connections_max: limits.max_connections as usize,
+            connections_per_address_max: limits.max_connections_per_address as usize,
+            allowed_hosts: limits.allowed_hosts.clone(),
+            admin,
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
             resumes: settings.resumes,

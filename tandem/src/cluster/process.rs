@@ -50,9 +50,13 @@ impl Process {
     /// A frontend. Its router need not be there yet.
     pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
         let Serve { settings, own, .. } = command;
-        settings.tenants.check(settings.listen)?;
+        settings.tenants.check()?;
         let mut process = Self::new("tandem-frontend", &own.cluster, &settings)?;
         let listener = listen(settings.listen, "--listen").await?;
+        let admin = match own.admin_listen {
+            Some(address) => Some(listen(address, "--admin-listen").await?),
+            None => None,
+        };
         let served = load_served(&settings).await?;
         process.name = format!("frontend for {}", served.id());
         let address = local_address(&listener)?;
@@ -60,11 +64,14 @@ impl Process {
         let of_etcd = || format!("as etcd at {} says", own.discovery.etcd.join(", "));
         let listed = if own.discovery.etcd.is_empty() { own.router.join(", ") } else { of_etcd() };
         process.places = vec![("OpenAI API", url), ("routers", listed)];
+        if let Some(admin) = &admin {
+            process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
+        }
         if let Some((etcd, address)) = own.discovery.registration(&own.cluster, address)? {
             let card = card(discovery::Role::Frontend, address, served.id(), &settings);
             process.register(etcd, std::future::ready(card));
         }
-        process.parts.frontend(listener, routers, &settings, served, &process.metrics, &process.service);
+        process.parts.frontend((listener, admin), routers, &settings, served, &process.metrics, &process.service);
         Ok(process)
     }
 

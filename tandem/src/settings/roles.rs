@@ -50,7 +50,12 @@ const TAKEN: &[(&str, &[&str])] = &[
     ("policy", &[ROUTER]),
     ("grace-period", ALL),
     ("max-concurrent-requests", WITH_MODEL),
+    ("max-sequences-per-account", &[FRONTEND]),
     ("max-body-bytes", &[FRONTEND]),
+    ("max-bodies-bytes", &[FRONTEND]),
+    ("max-connections", &[FRONTEND]),
+    ("max-connections-per-address", &[FRONTEND]),
+    ("allowed-hosts", &[FRONTEND]),
     ("resumes", &[FRONTEND]),
     ("dashboard-requests", &[FRONTEND]),
     ("audit-result", &[FRONTEND]),
@@ -106,6 +111,12 @@ pub struct FrontendFlags {
     )]
     #[serde(serialize_with = "with_commas")]
     pub router: Vec<String>,
+
+    /// Where /metrics and /dashboard are, over HTTP, with /live, /ready and /openapi.json; this machine only, unless others are to see
+    /// addresses of the cluster and sizes and times of everyone's requests [default: all of them are beside the API, at --listen]
+    #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub admin_listen: Option<SocketAddr>,
 
     /// Who finds it, and how it finds routers.
     #[command(flatten)]

@@ -24,7 +24,8 @@ fn guess_at_the_prompt_of_another_account_finds_nothing() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);
-    let (_router, frontend) = (plan.router(&[]), plan.frontend(&["--account-header", "X-Account"]));
+    let (_router, frontend) =
+        (plan.router(&[]), plan.frontend(&["--account-header", "X-Account", "--trusted-proxies", "127.0.0.1"]));
     let _processes = [plan.worker("prefill", "p", workers[0], &[]), plan.worker("decode", "d", workers[1], &[])];
     ready(&frontend);
     let acme = "x-account: acme\r\n";
@@ -51,7 +52,10 @@ fn the_report_adds_up_to_what_each_account_was_told() {
     let workers = [address(), address()];
     plan.list(&workers);
     let ledgers = ["p", "d"].map(|name| plan.file(&format!("{name}.ledger")).to_str().expect("text").to_owned());
-    let (router, frontend) = (plan.router(&["--prefill", "auto"]), plan.frontend(&["--account-header", "X-Account"]));
+    let (router, frontend) = (
+        plan.router(&["--prefill", "auto"]),
+        plan.frontend(&["--account-header", "X-Account", "--trusted-proxies", "127.0.0.1"]),
+    );
     let processes = [
         plan.worker("prefill", "p", workers[0], &["--ledger", &ledgers[0]]),
         plan.worker("decode", "d", workers[1], &["--ledger", &ledgers[1]]),

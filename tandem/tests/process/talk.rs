@@ -17,7 +17,7 @@ impl Up {
     pub fn ask(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
         let mut stream = TcpStream::connect(self.address())?;
         let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address());
-        write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len())?;
+        write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())?;
         Ok(BufReader::new(stream))
     }
 
@@ -64,7 +64,7 @@ pub fn stream(frontend: &Up, text: &str, max_tokens: u32) {
 pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
     let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("it listens"), body.to_string());
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
-    write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
+    write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("text");
     let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has its id").to_owned();

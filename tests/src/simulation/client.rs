@@ -69,7 +69,8 @@ async fn exchange(wires: &Wires, frontend: &Name, wanted: &Wanted, seen: &mut Se
     let io = dial(&format!("{frontend}:80")).await?;
     let (mut sender, connection) = handshake(TokioIo::new(io)).await?;
     let talk = async move {
-        let request = Request::post("/v1/completions").header("host", &**frontend).header("x-tandem-details", "true");
+        let request = Request::post("/v1/completions").header("host", &**frontend).header("content-type", "application/json");
+        let request = request.header("x-tandem-details", "true");
         let response = sender.send_request(request.body(Full::new(Bytes::from(wanted.body().to_string())))?).await?;
         let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
         seen.status = Some(response.status().as_u16());

@@ -33,7 +33,7 @@ impl Cluster {
         self.decode.metric(&format!(r#"tandem_worker_refused_writes_total{{worker="decode-0",reason="{reason}"}}"#))
     }
 
-    fn refused_live_writes(&self) -> f64 {
+    pub fn refused_live_writes(&self) -> f64 {
         ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
     }
 }
@@ -124,7 +124,7 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
         drop(seen);
         // The true blocks come, and the forged ones are where they belong.
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("nobody confirms what was forged") };
-        assert_eq!((failure.reason(), &failure.instance_id), (Reason::PrefillLost, &cluster.prefill.info.instance_id));
+        assert_eq!((failure.reason(), &failure.instance_id), (Reason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
         cluster.idle().await;
         let again = cluster.answer(GenerateRequest { attempt: 2, prefill: None, ..request.clone() }).await;
@@ -167,15 +167,22 @@ async fn write_of_another_block_or_size_ends_reservation() {
         let seen = between.ticket().await;
         assert!(seen.write(index, payload).await.is_err());
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("its ticket is in other hands") };
-        assert_eq!((failure.reason(), cluster.refused_writes(reason)), (Reason::PrefillLost, 1.0));
+        assert_eq!((failure.reason(), cluster.refused_writes(reason)), (Reason::WriteRefused, 1.0));
         drop(seen);
         cluster.idle().await;
     }
 }
 
-/// A whole cluster with two prefill workers, of which the stranger sees both: the client never notices.
+/// The stranger sees all prefill workers: the client never notices, also where there is one to repeat the attempt on.
 #[tokio::test]
 async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
+    for prefill_workers in [1, 2] {
+        attempt_with_forged_blocks(prefill_workers).await;
+    }
+}
+
+/// A whole cluster whose prompts are prefilled remotely only.
+async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let second = Worker::prefill(&Setup { number: 1, ..Setup::default() }).await;
     let mut one = Between::start(channel(&cluster.prefill.address).await).await;
@@ -184,7 +191,8 @@ async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
     let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let (router, frontend) = (bind().await, bind().await);
     let [router_at, frontend_at] = [&router, &frontend].map(|listener| listener.local_addr().expect("it is bound"));
-    let workers = [&one.address, &other.address, &cluster.decode.address].into_iter().cloned().collect();
+    let prefill = [&one.address, &other.address].into_iter().take(prefill_workers);
+    let workers = prefill.chain([&cluster.decode.address]).cloned().collect();
     let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, ..Default::default() };
     let routing = tandem_router::run(router, settings, metrics.clone(), shutdown.clone());
     shutdown.track(async move { routing.await.expect("it runs until it is stopped") });
@@ -193,7 +201,7 @@ async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
     shutdown.track(async move { serving.await.expect("it runs until it is stopped") });
     let joined = || metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
     let all_joined = async {
-        while joined() < 3 {
+        while joined() < prefill_workers + 1 {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };

@@ -1,6 +1,6 @@
-//! The router's choices on a modelled cluster: real index, bookings and costs; workers that are a queue, a prefix cache and a
-//! rate. One token stands for a block, so that a trace of thousands of long prompts takes a second.
+//! Prefill workers that are a queue, a prefix cache and a rate, before one decode worker that costs nothing.
 
+use super::{Micros, Prompt, documents, namespace, skipped, trace};
 use crate::{
     booked::BookingId,
     cluster::{Asked, Cluster, Excluded, MemberId},
@@ -10,24 +10,12 @@ use crate::{
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BinaryHeap, HashSet, VecDeque},
-    sync::Arc,
 };
 use tandem_kv::{
-    BlockId, CacheSettings, Change, HashKey, KvBatch, Load, Namespace, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted,
-    sequence_hashes,
+    BlockId, CacheSettings, Change, HashKey, KvBatch, Load, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted, sequence_hashes,
 };
 use tandem_node::Metrics;
 use tandem_proto::v1::{WorkerInfo, worker_info::Role};
-
-/// Times are in microseconds.
-type Micros = u64;
-
-/// One request: a number for each block of its prompt; a last one stands for the rest, which is never shared.
-#[derive(Clone)]
-struct Prompt {
-    at: Micros,
-    blocks: Arc<[TokenId]>,
-}
 
 /// The cluster that is modelled.
 #[derive(Clone, Copy)]
@@ -99,10 +87,6 @@ struct Simulation<'a> {
     came: Vec<Micros>,
     first_token: Vec<Micros>,
     found: u64,
-}
-
-fn namespace() -> Namespace {
-    Namespace::new("m", "", "", "")
 }
 
 fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
@@ -326,50 +310,6 @@ impl Simulation<'_> {
     }
 }
 
-/// A generator that a seed decides.
-struct Draw(u64);
-
-impl Draw {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) as usize) % bound
-    }
-
-    fn shuffle<T>(&mut self, items: &mut [T]) {
-        for last in (1..items.len()).rev() {
-            items.swap(last, self.below(last + 1));
-        }
-    }
-}
-
-/// Documents of `blocks` blocks, each asked about `questions` times, in any order.
-fn documents(count: u32, blocks: u32, questions: u32, seed: u64) -> Vec<Prompt> {
-    let mut prompts = Vec::new();
-    for (document, question) in (0..count).flat_map(|document| (0..questions).map(move |question| (document, question))) {
-        let text = (0..blocks).map(|block| document << 16 | block);
-        prompts.push(Prompt { at: 0, blocks: text.chain([u32::MAX - document * questions - question]).collect() });
-    }
-    Draw(seed).shuffle(&mut prompts);
-    prompts
-}
-
-/// The first requests of the recorded hour, `faster` times as fast. It lies beside the repository, not in it.
-fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/mooncake_conversation_trace.jsonl");
-    let text = std::fs::read_to_string(path).ok()?;
-    let number = |line: &str, key: &str| -> f64 {
-        let (_, rest) = line.split_once(key).expect("the key is there");
-        rest.split([',', '}']).next().and_then(|digits| digits.trim().parse().ok()).expect("a number")
-    };
-    let prompts = text.lines().take(count).map(|line| {
-        let (_, ids) = line.split_once("\"hash_ids\": [").expect("the key is there");
-        let ids = ids.split(']').next().expect("a list").split(", ").map(|id| id.parse().expect("an id"));
-        let at = (number(line, "\"timestamp\":") * 1e3 / faster) as Micros;
-        Prompt { at, blocks: ids.collect() }
-    });
-    Some(prompts.collect())
-}
-
 /// 20,000 tokens a second, blocks of 64, workers that hold 15 documents: the documents' cluster.
 fn small_workers() -> Setup {
     Setup {
@@ -412,8 +352,7 @@ fn documents_that_fit_nowhere_are_still_found_more_often_than_by_chance() {
 #[test]
 fn a_recorded_hour_of_conversations_waits_less_and_loads_evenly() {
     let Some(prompts) = trace(1_500, 1.5) else {
-        let mut stderr = std::io::stderr();
-        return std::io::Write::write_all(&mut stderr, b"SKIPPED: no recorded trace\n").expect("stderr");
+        return skipped();
     };
     // Blocks of 512 tokens.
     let setup =

@@ -1,0 +1,123 @@
+//! What browsers would do for a web page that the user never meant to let in: a page elsewhere that sends requests to this server
+//! (cross-site request forgery), and one that gives its own name this server's address (DNS rebinding). Browsers tell where a
+//! request comes from, and pages cannot change that; other clients send none of these headers.
+
+use crate::error::ApiError;
+use axum::{
+    Router,
+    extract::{Request, State},
+    http::{HeaderMap, Method, header, uri::Authority},
+    middleware::{Next, from_fn, from_fn_with_state},
+    response::{IntoResponse, Response},
+};
+use std::{net::IpAddr, sync::Arc};
+use tandem_proto::link::Listener;
+
+/// Names that `Host` may have besides IP addresses; `None`: any.
+type Hosts = Option<Arc<[String]>>;
+
+/// Puts the checks before `routes`. Names are checked where the listener is on a loopback address, or names are given: elsewhere
+/// a server does not know what it is called.
+pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
+    let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
+    let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
+    // The last layer is the outermost: refusals have a name, too.
+    routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(super::with_id))
+}
+
+async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Response {
+    let (headers, method) = (request.headers(), request.method());
+    if hosts.is_some_and(|hosts| !is_ours(headers, &hosts)) {
+        return refused(request, ApiError::Host).await;
+    }
+    if is_foreign(headers, method) {
+        return refused(request, ApiError::Origin).await;
+    }
+    next.run(request).await
+}
+
+/// Reads the body first, so that the client comes to read the reply.
+async fn refused(request: Request, error: ApiError) -> Response {
+    super::body::discard(request.into_body()).await;
+    error.into_response()
+}
+
+/// Whether the request names this server. HTTP/1.0 clients may name none; browsers always do.
+fn is_ours(headers: &HeaderMap, hosts: &[String]) -> bool {
+    let Some(host) = headers.get(header::HOST) else { return true };
+    let Ok(authority) = Authority::try_from(host.as_bytes()) else { return false };
+    let name = authority.host().trim_end_matches('.');
+    let is_ip = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().is_ok();
+    is_ip || name.eq_ignore_ascii_case("localhost") || hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
+}
+
+/// Whether a page of another origin sends the request. Following a link to a page of ours is harmless: the other page does not see
+/// what comes.
+fn is_foreign(headers: &HeaderMap, method: &Method) -> bool {
+    let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
+    if text("sec-fetch-mode") == Some("navigate") && matches!(*method, Method::GET | Method::HEAD) {
+        return false;
+    }
+    match (text("sec-fetch-site"), text("origin")) {
+        (Some("same-origin" | "none"), _) | (None, None) => false,
+        (Some(_), _) => true,
+        // Browsers before 2023 send the origin only.
+        (None, Some(origin)) => origin.split_once("://").map(|(_, authority)| authority) != text("host"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::http::{HeaderName, HeaderValue};
+
+    fn headers(list: &[(&'static str, &'static str)]) -> HeaderMap {
+        let header =
+            |(name, value): &(&'static str, &'static str)| (HeaderName::from_static(name), HeaderValue::from_static(value));
+        list.iter().map(header).collect()
+    }
+
+    #[test]
+    fn only_names_of_this_server_are_answered() {
+        let hosts = ["llm.example".to_owned()];
+        for (host, ours) in [
+            ("localhost", true),
+            ("LocalHost.:8000", true),
+            ("127.0.0.1:8000", true),
+            ("[::1]:8000", true),
+            ("192.168.0.7", true),
+            ("llm.example:80", true),
+            ("LLM.example", true),
+            ("evil.example", false),
+            ("localhost.evil.example", false),
+            ("127.0.0.1.evil.example", false),
+            ("llm.example@evil.example", false),
+            ("", false),
+            ("a b", false),
+        ] {
+            assert_eq!(is_ours(&headers(&[("host", host)]), &hosts), ours, "{host}");
+        }
+        assert!(is_ours(&headers(&[]), &hosts));
+    }
+
+    #[test]
+    fn only_pages_of_this_server_may_send_requests() {
+        const HOST: (&str, &str) = ("host", "127.0.0.1:8000");
+        for (method, sent, foreign) in [
+            (Method::POST, &[HOST][..], false),
+            (Method::POST, &[HOST, ("origin", "http://127.0.0.1:8000")], false),
+            (Method::POST, &[HOST, ("origin", "http://127.0.0.1:9000")], true),
+            (Method::POST, &[HOST, ("origin", "https://evil.example")], true),
+            (Method::POST, &[HOST, ("origin", "null")], true),
+            (Method::POST, &[HOST, ("origin", "https://llm.example"), ("sec-fetch-site", "same-origin")], false),
+            (Method::POST, &[HOST, ("sec-fetch-site", "none")], false),
+            (Method::POST, &[HOST, ("sec-fetch-site", "cross-site")], true),
+            (Method::POST, &[HOST, ("sec-fetch-site", "same-site")], true),
+            (Method::GET, &[HOST, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "no-cors")], true),
+            (Method::GET, &[HOST, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")], false),
+            (Method::POST, &[HOST, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")], true),
+        ] {
+            assert_eq!(is_foreign(&headers(sent), &method), foreign, "{method} {sent:?}");
+        }
+    }
+}

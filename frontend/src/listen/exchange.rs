@@ -1,0 +1,116 @@
+//! How far a connection is with its request and the answer to it: shared by what serves requests and what owns the socket.
+
+use axum::body::Body;
+use bytes::Bytes;
+use hyper::body::{Body as HttpBody, Frame, SizeHint};
+use std::{
+    pin::Pin,
+    sync::{Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, ready},
+};
+
+/// HTTP/1.1 has one exchange at a time on a connection.
+#[derive(Default)]
+pub(super) struct Exchange(Mutex<State>);
+
+#[derive(Clone, Copy, Default)]
+pub(super) struct State {
+    pub(super) phase: Phase,
+    /// The client understands interim responses (HTTP/1.1).
+    pub(super) interim: bool,
+}
+
+/// What happens on a connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Nothing, or the head of a request is on its way.
+    #[default]
+    Waiting,
+    /// The body of a request is on its way.
+    Reading,
+    /// The request is there, and nothing of its answer was sent.
+    Answering,
+    /// The answer is being sent.
+    Sending,
+}
+
+impl Exchange {
+    pub(super) fn state(&self) -> State {
+        *self.lock()
+    }
+
+    /// The head of a request is there.
+    pub(super) fn begin(&self, phase: Phase, interim: bool) {
+        *self.lock() = State { phase, interim };
+    }
+
+    /// The body of the request is there, or not wanted.
+    pub(super) fn request_is_read(&self) {
+        self.step(Phase::Reading, Phase::Answering);
+    }
+
+    /// Bytes are sent.
+    pub(super) fn sends(&self) {
+        self.step(Phase::Answering, Phase::Sending);
+    }
+
+    /// The answer's last bytes are on the way.
+    pub(super) fn end(&self) {
+        self.lock().phase = Phase::Waiting;
+    }
+
+    fn step(&self, from: Phase, to: Phase) {
+        let mut state = self.lock();
+        if state.phase == from {
+            state.phase = to;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A body that says when it has ended, or was dropped before.
+pub(super) struct Watched<F: FnMut()> {
+    body: Body,
+    ended: F,
+}
+
+impl<F: FnMut()> Watched<F> {
+    pub(super) fn new<B>(body: B, ended: F) -> Self
+    where
+        B: HttpBody<Data = Bytes> + Send + 'static,
+        B::Error: Into<axum::BoxError>,
+    {
+        Self { body: Body::new(body), ended }
+    }
+}
+
+impl<F: FnMut() + Unpin> HttpBody for Watched<F> {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let this = self.get_mut();
+        let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
+        if frame.is_none() {
+            (this.ended)();
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl<F: FnMut()> Drop for Watched<F> {
+    fn drop(&mut self) {
+        (self.ended)();
+    }
+}

@@ -1,0 +1,178 @@
+//! A connection's socket with the clocks that HTTP needs, and the answer to whether a client that sends no more still reads.
+//!
+//! The time for a request's head and the time between requests are told apart here, because hyper's `header_read_timeout` runs
+//! through both: it would close idle connections after seconds.
+//!
+//! The end of a client's bytes (FIN) before its answer begins may mean two things: the client has gone, or it has closed its
+//! sending half only and reads on. A socket cannot tell them apart but by being written to: a client that has gone answers with
+//! a reset, and the next write fails. So interim responses (`102 Processing`) are written, which HTTP/1.1 clients skip. Once the
+//! answer is on its way the end means that the client has gone, unless the client had shown before that it reads on: then
+//! the writes of the answer tell.
+
+use super::exchange::{Exchange, Phase, State};
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::{Instant, Sleep, sleep},
+};
+use tokio_io_timeout::TimeoutWriter;
+
+/// From a connection's opening or the first byte of a later request to the end of its headers.
+const HEAD_MAX: Duration = Duration::from_secs(10);
+/// Between requests. Longer than the 60 s that load balancers keep a connection, so that it is they that close it: a request that
+/// crosses our close would fail.
+const IDLE_MAX: Duration = Duration::from_secs(75);
+/// From an interim response to the next: doubled each time, from the first to the second.
+const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
+
+/// A socket that reports its end when the client is too slow or has gone.
+pub(super) struct Timed<S> {
+    /// Fails when the client takes nothing of what is there for it for long.
+    io: Pin<Box<TimeoutWriter<S>>>,
+    exchange: Arc<Exchange>,
+    clock: Pin<Box<Sleep>>,
+    /// What `clock` is set for.
+    armed: Option<Wait>,
+    /// Bytes of the next request are there.
+    head_began: bool,
+    /// Everything that was written is on the way.
+    flushed: bool,
+    /// The client sends no more.
+    ended: bool,
+    /// It ended before its answer began, and reads on.
+    half_closed: bool,
+    probe_pause: Duration,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    Head,
+    Idle,
+    Probe,
+}
+
+impl<S: AsyncRead + AsyncWrite> Timed<S> {
+    pub(super) fn new(io: S, exchange: Arc<Exchange>, unread_max: Duration) -> Self {
+        let mut io = TimeoutWriter::new(io);
+        io.set_timeout(Some(unread_max));
+        Self {
+            io: Box::pin(io),
+            exchange,
+            clock: Box::pin(sleep(HEAD_MAX)),
+            armed: Some(Wait::Head),
+            head_began: true,
+            flushed: true,
+            ended: false,
+            half_closed: false,
+            probe_pause: PROBE_PAUSES.0,
+        }
+    }
+
+    /// Resolves when the wait is over. The clock starts with the first call for this wait.
+    fn poll_wait(&mut self, wait: Wait, time: Duration, cx: &mut Context<'_>) -> Poll<()> {
+        if self.armed != Some(wait) {
+            self.armed = Some(wait);
+            self.clock.as_mut().reset(Instant::now() + time);
+        }
+        self.clock.as_mut().poll(cx)
+    }
+
+    /// Resolves when the client, which sends no more, has gone altogether.
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            if self.armed == Some(Wait::Probe) {
+                ready!(self.clock.as_mut().poll(cx));
+            }
+            match self.io.as_mut().poll_write(cx, INTERIM) {
+                Poll::Ready(Ok(written)) if written == INTERIM.len() => {}
+                // Its buffers are full: this client reads nothing.
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
+            }
+            self.half_closed = true;
+            self.armed = Some(Wait::Probe);
+            self.clock.as_mut().reset(Instant::now() + self.probe_pause);
+            self.probe_pause = (self.probe_pause * 2).min(PROBE_PAUSES.1);
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
+    /// No new bytes: the connection is to be closed.
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.ended {
+            let before = buffer.filled().len();
+            match this.io.as_mut().poll_read(cx, buffer) {
+                Poll::Ready(Ok(())) if buffer.filled().len() == before => this.ended = true,
+                Poll::Ready(Ok(())) => {
+                    this.head_began = true;
+                    return Poll::Ready(Ok(()));
+                }
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Pending => {}
+            }
+        }
+        let State { phase, interim } = this.exchange.state();
+        match (phase, this.ended) {
+            // The end of the answer before is still to be read, or not even sent.
+            (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
+            (Phase::Waiting | Phase::Reading, true) => {}
+            (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
+            (Phase::Waiting, false) => ready!(this.poll_wait(Wait::Idle, IDLE_MAX, cx)),
+            (Phase::Answering, true) if !interim => {}
+            (Phase::Sending, true) if !this.half_closed => {}
+            (Phase::Answering, true) if this.flushed => ready!(this.poll_gone(cx)),
+            (Phase::Reading, false) | (Phase::Answering | Phase::Sending, _) => return Poll::Pending,
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.note_write();
+        this.io.as_mut().poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.note_write();
+        this.io.as_mut().poll_write_vectored(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        ready!(this.io.as_mut().poll_flush(cx))?;
+        if !std::mem::replace(&mut this.flushed, true) && matches!(this.exchange.state().phase, Phase::Waiting | Phase::Answering)
+        {
+            // The next wait begins now, and its clock is set by a read.
+            cx.waker().wake_by_ref();
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.get_mut().io.as_mut().poll_shutdown(cx)
+    }
+}
+
+impl<S> Timed<S> {
+    /// hyper writes: a request was read, and what follows is the next one's.
+    fn note_write(&mut self) {
+        self.exchange.sends();
+        (self.flushed, self.head_began, self.armed) = (false, false, None);
+    }
+}

@@ -1,0 +1,160 @@
+//! Bodies that are too large, too slow, broken, or built to cost more than they are worth.
+
+use crate::support::*;
+use hyper::{Method, StatusCode};
+use serde_json::{Value, json};
+use tandem_frontend::ServedModel;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+const JSON: &str = "host: localhost\r\ncontent-type: application/json";
+
+/// A request as bytes: this much of its body, and how long it claims to be.
+async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
+    let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
+    let head = format!("POST {CHAT} HTTP/1.1\r\n{JSON}\r\ncontent-length: {claimed}\r\nconnection: close\r\n\r\n");
+    stream.write_all(&[head.as_bytes(), body].concat()).await.expect("the frontend reads");
+    stream
+}
+
+/// The status and the error's code of what is answered.
+async fn answered(mut stream: TcpStream) -> (u16, Value) {
+    let mut text = String::new();
+    soon(stream.read_to_string(&mut text)).await.expect("the frontend answers and closes");
+    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or_else(|| panic!("no status: {text:?}"));
+    let body: Value = text.split_once("\r\n\r\n").map_or(Value::Null, |(_, body)| serde_json::from_str(body).unwrap_or_default());
+    (status, body["error"]["code"].clone())
+}
+
+fn repeated(open: &str, element: &str, bytes: usize) -> Vec<u8> {
+    format!("{{\"model\":\"m\",{open}{}{element}]}}", format!("{element},").repeat(bytes / (element.len() + 1))).into_bytes()
+}
+
+/// Parsed whole, these took 13 to 40 times their size in memory.
+#[tokio::test]
+async fn bodies_of_many_values_are_refused_for_their_number() {
+    let mut cluster = Cluster::start().await;
+    for path in [CHAT, COMPLETIONS] {
+        for (open, element) in [
+            ("\"messages\":[", "{}"),
+            ("\"prompt\":[", "[0]"),
+            ("\"prompt\":[", "0"),
+            ("\"stop\":[", "\"\""),
+            ("\"stop_token_ids\":[", "0"),
+            ("\"tools\":[", "0"),
+            ("\"nobody_knows_this\":[", "0"),
+        ] {
+            let body = repeated(open, element, 1 << 20);
+            let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
+            assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many_values")), "{path} {open}{element}");
+            // Within the bound on values, the parameter's own bound is named.
+            let body = repeated(open, element, 1 << 17);
+            let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
+            assert_eq!(status.as_u16(), 400, "{path} {open}{element}: {answer}");
+        }
+        let members: String = (0..100_000).map(|id| format!("\"{id}\":1,")).collect();
+        let body = format!("{{\"model\":\"m\",\"logit_bias\":{{{members}\"0\":1}}}}");
+        let (_, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
+        assert_eq!(answer["error"]["code"], "too_many_values");
+    }
+    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+}
+
+#[tokio::test]
+async fn a_large_body_of_text_is_parsed_and_answered() {
+    let mut cluster = Cluster::start().await;
+    // Above what is parsed and encoded on the request's own thread.
+    let reply = cluster.ask(CHAT, chat(json!({ "nobody_knows_this": "x".repeat(1 << 20) })));
+    cluster.call().await.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn many_texts_are_bounded_together() {
+    let mut cluster = Cluster::with(|settings| settings.model = ServedModel::sim("m")).await;
+    // Tokens of this vocabulary stand for up to 12 bytes, so each text could fit into the context of 131,072 tokens.
+    let texts = completion(json!(vec![" ".repeat(1_000_000); 5]), json!({}));
+    let (status, answer) = cluster.post(COMPLETIONS, &texts).await.json().await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many")), "{answer}");
+    assert!(answer["error"]["message"].as_str().is_some_and(|text| text.contains("4194304 bytes of text")), "{answer}");
+    assert!(cluster.no_call());
+}
+
+#[tokio::test]
+async fn a_broken_body_is_the_clients_mistake() {
+    let cluster = Cluster::start().await;
+    let mut cut_short = begin(&cluster, b"{\"model\":", 100).await;
+    cut_short.shutdown().await.expect("it is open");
+    assert_eq!(answered(cut_short).await, (400, json!("body_incomplete")));
+    for chunks in ["zz\r\n{}\r\n0\r\n\r\n", "2\r\n{}XX0\r\n\r\n"] {
+        let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
+        let head = format!("POST {CHAT} HTTP/1.1\r\n{JSON}\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n");
+        stream.write_all((head + chunks).as_bytes()).await.expect("the frontend reads");
+        assert_eq!(answered(stream).await, (400, json!("body_incomplete")), "{chunks:?}");
+    }
+    cluster.counted("tandem_frontend_reading_requests 0").await;
+}
+
+#[tokio::test]
+async fn bodies_that_are_not_plain_json_are_refused() {
+    let cluster = Cluster::start().await;
+    for headers in [
+        &[("content-type", "text/plain")][..],
+        &[("content-type", "application/x-www-form-urlencoded")],
+        &[("content-type", "application/json"), ("content-encoding", "gzip")],
+    ] {
+        let (status, answer) = cluster.send(Method::POST, CHAT, headers, chat(json!({})).to_string()).await.json().await;
+        assert_eq!((status.as_u16(), &answer["error"]["code"]), (415, &json!("unsupported_media_type")), "{headers:?}");
+        let message = answer["error"]["message"].as_str().expect("a text");
+        assert!(message.contains("application/json") || message.contains("Content-Encoding"), "{message}");
+    }
+}
+
+/// With permits taken before the body, one client's unfinished requests refused everyone else's for a minute.
+#[tokio::test]
+async fn unfinished_bodies_take_nothing_from_others() {
+    let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
+    let mut unfinished = Vec::new();
+    for _ in 0..40 {
+        unfinished.push(begin(&cluster, b"{", 1000).await);
+    }
+    cluster.counted("tandem_frontend_reading_requests 40").await;
+    let reply = cluster.ask(CHAT, chat(json!({})));
+    cluster.call().await.answer(Some(0), "x").await;
+    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert!(cluster.metric("tandem_frontend_inflight_requests 0").await, "they are not in flight");
+    drop(unfinished);
+    cluster.counted("tandem_frontend_reading_requests 0").await;
+}
+
+#[tokio::test]
+async fn bodies_beyond_the_budget_are_refused_until_it_is_free() {
+    let mut cluster = Cluster::with(|settings| settings.bodies_max_bytes = 300_000).await;
+    let large = |filler: usize| chat(json!({ "nobody_knows_this": "x".repeat(filler) }));
+    let unfinished = begin(&cluster, &vec![b' '; 200_000], 400_000).await;
+    let refusal = soon(async {
+        loop {
+            // Until the bytes above are read, there is room.
+            let mut reply = cluster.ask(CHAT, large(200_000));
+            tokio::select! {
+                reply = &mut reply => break reply.expect("the client lives"),
+                call = cluster.call() => call.answer(Some(0), "x").await,
+            }
+        }
+    })
+    .await;
+    assert_eq!((refusal.status(), refusal.header("retry-after")), (StatusCode::SERVICE_UNAVAILABLE, Some("1")));
+    assert_eq!(refusal.json().await.1["error"]["code"], "body_budget");
+    for (filler, gone) in [(0, None), (200_000, Some(unfinished))] {
+        let waits_for_budget = gone.is_some();
+        drop(gone);
+        if waits_for_budget {
+            cluster.counted("tandem_frontend_reading_requests 0").await;
+        }
+        let reply = cluster.ask(CHAT, large(filler));
+        cluster.call().await.answer(Some(0), "x").await;
+        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK, "{filler} bytes");
+    }
+}

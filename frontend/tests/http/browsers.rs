@@ -1,0 +1,85 @@
+//! Requests that browsers send for pages of other sites, and the operator's pages on a port of their own.
+
+use crate::support::*;
+use hyper::{Method, StatusCode};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use tokio::net::TcpListener;
+
+async fn status_and_code(reply: Reply) -> (u16, Value) {
+    let (status, text) = reply.text().await;
+    (status.as_u16(), serde_json::from_str::<Value>(&text).map_or(Value::Null, |body| body["error"]["code"].clone()))
+}
+
+#[tokio::test]
+async fn a_page_of_another_site_can_neither_ask_nor_look() {
+    let mut cluster = Cluster::start().await;
+    let foreign = [
+        &[("origin", "https://evil.example")][..],
+        &[("origin", "null")],
+        &[("sec-fetch-site", "cross-site")],
+        &[("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")],
+    ];
+    for headers in foreign {
+        let reply = cluster.send(Method::POST, CHAT, headers, chat(json!({})).to_string()).await;
+        assert_eq!(status_and_code(reply).await, (403, json!("foreign_origin")), "{headers:?}");
+    }
+    for path in ["/dashboard", "/dashboard/cluster", "/metrics", "/v1/models"] {
+        let reply = cluster.send(Method::GET, path, &[("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "cors")], "").await;
+        assert_eq!(status_and_code(reply).await.0, 403, "{path}");
+        // The page's own requests, and a link to it.
+        for headers in [&[("sec-fetch-site", "same-origin")], &[("sec-fetch-mode", "navigate")]] {
+            assert_eq!(cluster.send(Method::GET, path, headers, "").await.status(), StatusCode::OK, "{path} {headers:?}");
+        }
+    }
+    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+}
+
+async fn get_as(address: SocketAddr, host: &str) -> (u16, Value) {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(address).await.expect("it listens");
+    let request = format!("GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("it reads");
+    let mut text = String::new();
+    soon(stream.read_to_string(&mut text)).await.expect("it answers");
+    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
+    let body: Value = serde_json::from_str(text.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+    (status, body["error"]["code"].clone())
+}
+
+#[tokio::test]
+async fn a_name_that_is_not_ours_is_refused_on_a_loopback_listener() {
+    let cluster = Cluster::with(|settings| settings.allowed_hosts = vec!["llm.example".to_owned()]).await;
+    for host in ["localhost", "127.0.0.1:8000", "[::1]", "llm.example:8000"] {
+        assert_eq!(get_as(cluster.frontend, host).await, (200, Value::Null), "{host}");
+    }
+    for host in ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"] {
+        assert_eq!(get_as(cluster.frontend, host).await, (421, json!("unknown_host")), "{host}");
+    }
+}
+
+#[tokio::test]
+async fn the_operators_pages_leave_the_api_for_a_port_of_their_own() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let admin = listener.local_addr().expect("it is bound");
+    let mut cluster = Cluster::with(|settings| settings.admin = Some(listener)).await;
+    let get = async |address, path| send(address, Method::GET, path, &[], "".into()).await.status().as_u16();
+    for path in ["/metrics", "/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
+        assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 404), "{path}");
+    }
+    for path in ["/live", "/ready", "/openapi.json"] {
+        assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 200), "{path}");
+    }
+    assert_eq!(get(admin, "/v1/models").await, 404);
+    // The page explains placements there, but nothing is generated.
+    let body = chat(json!({})).to_string();
+    let explained = send(admin, Method::POST, CHAT, &[("x-tandem-explain", "true")], body.clone().into()).await;
+    assert_eq!(explained.json().await.1["object"], "tandem.explanation");
+    let refused = send(admin, Method::POST, CHAT, &[], body.into()).await;
+    assert_eq!(status_and_code(refused).await, (404, json!("admin_port")));
+    assert!(cluster.no_call());
+    // It ends with the API.
+    cluster.shutdown.stop();
+    soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
+    assert!(tokio::net::TcpStream::connect(admin).await.is_err());
+}

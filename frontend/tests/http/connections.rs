@@ -1,0 +1,180 @@
+//! Connections: slow ones, idle ones, too many, and clients that close their sending half.
+
+use crate::support::*;
+use hyper::StatusCode;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::link::{Arrivals, Listener, Network};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+    net::TcpStream,
+    sync::mpsc,
+    time::{Instant, sleep},
+};
+
+const LIVE: &str = "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n";
+
+/// A frontend in memory, without a cluster, on whose clock no test waits.
+struct Alone {
+    dial: mpsc::Sender<DuplexStream>,
+    metrics: Metrics,
+}
+
+impl Alone {
+    fn start() -> Self {
+        let (dial, arriving) = mpsc::channel(8);
+        let metrics = Metrics::default();
+        let settings = FrontendSettings::new("127.0.0.1:1", ServedModel::sim("m"));
+        let listener = Listener::new(Arrivals::Memory(arriving), Network::default());
+        tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), Shutdown::default()));
+        Self { dial, metrics }
+    }
+
+    async fn connect(&self) -> DuplexStream {
+        let (ours, theirs) = duplex(1 << 20);
+        self.dial.send(theirs).await.expect("the frontend accepts");
+        ours
+    }
+}
+
+/// What comes until the frontend closes the connection, and the seconds until then.
+async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
+    let (since, mut text) = (Instant::now(), String::new());
+    stream.read_to_string(&mut text).await.ok();
+    (text, since.elapsed().as_secs())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_head_has_ten_seconds() {
+    let frontend = Alone::start();
+    assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "nothing came");
+    let mut half = frontend.connect().await;
+    half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("it reads");
+    assert_eq!(until_closed(half).await.1, 10);
+    // A byte now and then gains nothing.
+    let (mut read, mut write) = tokio::io::split(frontend.connect().await);
+    let dripping = tokio::spawn(async move {
+        for byte in LIVE.bytes().cycle() {
+            sleep(Duration::from_millis(900)).await;
+            if write.write_all(if byte == b'\r' || byte == b'\n' { b"x" } else { std::slice::from_ref(&byte) }).await.is_err() {
+                return;
+            }
+        }
+    });
+    let (since, mut text) = (Instant::now(), String::new());
+    read.read_to_string(&mut text).await.ok();
+    assert_eq!(since.elapsed().as_secs(), 10, "{text}");
+    drop(read);
+    dripping.await.expect("it ends with the connection");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_connection_is_kept_for_75_seconds() {
+    let frontend = Alone::start();
+    let mut stream = frontend.connect().await;
+    for _ in 0..3 {
+        stream.write_all(LIVE.as_bytes()).await.expect("it is open");
+        let mut answer = [0; 512];
+        let bytes = stream.read(&mut answer).await.expect("it answers");
+        assert!(answer[..bytes].starts_with(b"HTTP/1.1 200"));
+        sleep(Duration::from_secs(70)).await;
+    }
+    assert_eq!(until_closed(stream).await, (String::new(), 5));
+    let mut stream = frontend.connect().await;
+    stream.write_all(LIVE.as_bytes()).await.expect("it is open");
+    let mut answer = [0; 512];
+    let bytes = stream.read(&mut answer).await.expect("it answers");
+    assert!(answer[..bytes].starts_with(b"HTTP/1.1 200"));
+    sleep(Duration::from_secs(30)).await;
+    stream.write_all(b"GET /li").await.expect("it is open");
+    assert_eq!(until_closed(stream).await.1, 10, "the next head has ten seconds, too");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_body_gets_408_and_frees_what_it_held() {
+    let frontend = Alone::start();
+    let mut stream = frontend.connect().await;
+    let head =
+        format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{{");
+    stream.write_all(head.as_bytes()).await.expect("it reads");
+    let (text, seconds) = until_closed(stream).await;
+    assert!(text.starts_with("HTTP/1.1 408") && text.contains("body_too_slow"), "{text}");
+    assert!((5..=20).contains(&seconds), "{seconds}");
+    let counted = frontend.metrics.render();
+    assert!(counted.contains("tandem_frontend_reading_requests 0"), "{counted}");
+    assert!(counted.contains("tandem_frontend_connections 0"), "{counted}");
+}
+
+#[tokio::test]
+async fn connections_beyond_the_bound_are_told_so() {
+    for (all, per_address) in [(3, 0), (100, 3)] {
+        let cluster = Cluster::with(|settings| {
+            settings.connections_max = all;
+            settings.connections_per_address_max = per_address;
+        })
+        .await;
+        let mut open = Vec::new();
+        for _ in 0..3 {
+            open.push(TcpStream::connect(cluster.frontend).await.expect("it listens"));
+        }
+        cluster.counted("tandem_frontend_connections 3").await;
+        let mut text = String::new();
+        let mut refused = TcpStream::connect(cluster.frontend).await.expect("it listens");
+        soon(refused.read_to_string(&mut text)).await.expect("it is told");
+        assert!(text.starts_with("HTTP/1.1 503") && text.contains("retry-after: 1"), "{text}");
+        let body: Value = serde_json::from_str(text.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+        assert_eq!(body["error"]["code"], "too_many_connections");
+        assert!(cluster.metric("tandem_frontend_connections_refused_total 1").await);
+        drop(open);
+        cluster.counted("tandem_frontend_connections 0").await;
+        assert_eq!(cluster.get("/live").await.0, StatusCode::OK, "places are given back");
+    }
+}
+
+async fn ask_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
+    let mut stream = TcpStream::connect(cluster.frontend).await.expect("it listens");
+    let body = body.to_string();
+    let head = format!(
+        "POST {CHAT} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all((head + &body).as_bytes()).await.expect("it reads");
+    stream
+}
+
+/// The client has sent all it has to send, and says so (`printf … | nc -N`).
+#[tokio::test]
+async fn a_client_that_closes_its_sending_half_gets_its_answer() {
+    let mut cluster = Cluster::start().await;
+    for stream in [false, true] {
+        let mut client = ask_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
+        client.shutdown().await.expect("it is open");
+        let call = cluster.call().await;
+        // The frontend has seen the end, and has asked more than once whether the client is there.
+        let mut interim = [0; 54];
+        soon(client.read_exact(&mut interim)).await.expect("interim responses come");
+        assert_eq!(interim, *b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
+        call.answer(Some(0), "hello").await;
+        let mut text = String::new();
+        soon(client.read_to_string(&mut text)).await.expect("the frontend answers and closes");
+        let answer = text.trim_start_matches("HTTP/1.1 102 Processing\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("hello"), "{text}");
+        if stream {
+            assert!(answer.contains("data: [DONE]"), "{text}");
+        }
+    }
+    cluster.counted("tandem_frontend_cancelled_total 0").await;
+}
+
+/// HTTP/1.0 has no interim responses: the end of the client's bytes is the end of the client, as it is for most servers.
+#[tokio::test]
+async fn an_old_client_that_closes_counts_as_gone() {
+    let mut cluster = Cluster::start().await;
+    let mut client = ask_raw(&cluster, "1.0", &chat(json!({}))).await;
+    let call = cluster.call().await;
+    client.shutdown().await.expect("it is open");
+    call.closed().await;
+    cluster.counted("tandem_frontend_cancelled_total 1").await;
+}
