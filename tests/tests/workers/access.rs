@@ -6,18 +6,24 @@ use crate::{
     harness::{Cluster, SOON, Setup, Worker, channel, prompt},
     reach::Reach,
 };
-use futures::{StreamExt, future::BoxFuture, stream};
+use futures::future::BoxFuture;
 use std::time::Duration;
 use tandem_kv::Ticket;
-use tandem_proto::v1::{
-    self, LinkReply, LinkRequest, PrefillDone, Reason, Ways, prefill_reply::Message, prefill_request,
-    transfer_client::TransferClient,
+use tandem_node::{Metrics, Shutdown};
+use tandem_proto::{
+    ClusterKey,
+    link::{Channel, Listener, Network, endpoint},
+    v1::{
+        self, DescribeRequest, LinkReply, LinkRequest, PrefillDone, Reason, Ways, control_client::ControlClient,
+        prefill_client::PrefillClient, prefill_reply::Message, prefill_request, transfer_client::TransferClient,
+    },
 };
 use tandem_transfer::{Links, Receiver, Sink, TransferService};
-use tokio::{net::TcpListener, task::JoinSet};
+use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-/// More than one prefill worker makes at a time.
+/// Links that a prefill worker makes at a time.
 const JOINS_MAX: u64 = 4;
 /// As many `Link` streams as a worker serves.
 const LINK_STREAMS_MAX: usize = 256;
@@ -78,6 +84,57 @@ async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
 }
 
 #[tokio::test]
+async fn ticket_with_unvouched_address_yields_no_handle_and_no_join() {
+    let (reach, key) = (everything(), ClusterKey::random());
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let address = listener.local_addr().expect("it is bound").to_string();
+    let (engine, _gate) = setup(&reach).start();
+    let running = tandem_prefill_worker::run(
+        Listener::tcp(listener, key.clone()),
+        engine,
+        setup(&reach).prefill_settings(),
+        Metrics::default(),
+        Shutdown::default(),
+    );
+    let mut serving = JoinSet::new();
+    serving.spawn(async move { running.await.expect("it serves until it is dropped") });
+    let channel = Network::tcp(key.clone()).connect_lazy(&endpoint(&address).expect("host:port"));
+    let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("it serves").into_inner();
+    let taking = Taking::start().await;
+    let asking = asking_for_all(&taking.address, 1);
+    let vouched = asking.clone().vouched(&info.instance_id, &key);
+    // No signature, one for another prefill worker, and one that was made for another address.
+    let elsewhere = v1::Ticket { address: "127.0.0.1:1".to_owned(), ..asking.clone() }.vouched(&info.instance_id, &key);
+    let elsewhere = v1::Ticket { address: asking.address.clone(), ..elsewhere };
+    for ticket in [asking.clone(), asking.vouched("another", &key), elsewhere] {
+        let last = prefilled(&channel, &info.instance_id, ticket).await;
+        assert_eq!(last.expect_err("it is refused").code(), Code::InvalidArgument);
+    }
+    assert_eq!(*reach.joined.borrow(), 0);
+    let Ok(Some(Message::Done(done))) = prefilled(&channel, &info.instance_id, vouched).await else {
+        panic!("it is vouched for")
+    };
+    assert!(!done.cuda_ipc.is_empty());
+    joined(&reach, 1).await;
+}
+
+/// The last thing that a prefill worker of a cluster with a key says of a prompt with this ticket.
+async fn prefilled(channel: &Channel, instance_id: &str, ticket: v1::Ticket) -> Result<Option<Message>, Status> {
+    let start = v1::PrefillStart { instance_id: instance_id.to_owned(), prompt: prompt(1, 50), ..Default::default() };
+    let messages = [prefill_request::Message::Start(start), prefill_request::Message::Ticket(ticket)];
+    let (requests, receiver) = mpsc::channel(2);
+    for message in messages {
+        requests.try_send(v1::PrefillRequest { message: Some(message) }).expect("there is room");
+    }
+    let mut replies = PrefillClient::new(channel.clone()).prefill(ReceiverStream::new(receiver)).await?.into_inner();
+    let mut last = None;
+    while let Some(reply) = replies.message().await? {
+        last = reply.message;
+    }
+    Ok(last)
+}
+
+#[tokio::test]
 async fn peer_has_one_join_at_a_time() {
     let reach = everything();
     let cluster = Cluster::start(setup(&reach), setup(&reach)).await;
@@ -116,11 +173,18 @@ async fn joins_of_many_peers_are_bounded() {
     cluster.idle().await;
 }
 
-async fn link(address: &str, communicator: &[u8]) -> Result<Streaming<LinkReply>, Status> {
+/// A `Link` stream, open as long as it is held.
+struct Linking {
+    _requests: mpsc::Sender<LinkRequest>,
+    _replies: Streaming<LinkReply>,
+}
+
+async fn link(address: &str, communicator: &[u8]) -> Result<Linking, Status> {
+    let (requests, receiver) = mpsc::channel(1);
     let first = LinkRequest { communicator: communicator.to_vec(), ..LinkRequest::default() };
-    let requests = stream::iter([first]).chain(stream::pending());
-    let replies = TransferClient::new(channel(address).await).link(requests).await;
-    replies.map(|replies| replies.into_inner())
+    requests.try_send(first).expect("there is room");
+    let replies = TransferClient::new(channel(address).await).link(ReceiverStream::new(receiver)).await?;
+    Ok(Linking { _requests: requests, _replies: replies.into_inner() })
 }
 
 #[tokio::test]
