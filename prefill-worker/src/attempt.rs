@@ -47,7 +47,7 @@ pub(crate) async fn attempt(
     span.event("scheduled", &[]);
     span.set("tandem.cached_tokens", cached_tokens);
     if let Some(ways) = worker.ways.offered() {
-        replies.send(PrefillReply { message: Some(prefill_reply::Message::Ways(ways.clone())) }).await?;
+        replies.send(PrefillReply { message: Some(prefill_reply::Message::Ways(*ways)) }).await?;
     }
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
