@@ -95,9 +95,12 @@ async fn land(
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
+                    let wants_handle = chosen.wants_handle;
                     *given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
-                    let ticket = v1::Ticket { ticket, address, missing_blocks, way, communicator, ..v1::Ticket::default() };
+                    let address_signature = Vec::new();
+                    let ticket =
+                        v1::Ticket { ticket, address, missing_blocks, way, communicator, wants_handle, address_signature };
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
@@ -114,8 +117,9 @@ async fn land(
             },
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
-                    let Some((ticket, _)) = given else { return Err(prefill.lost()) };
+                    let Some((ticket, chosen)) = given else { return Err(prefill.lost()) };
                     worker.engine.confirm(*ticket).await;
+                    worker.ways.landed(chosen, prefill.instance_id(), &said);
                     done = Some(said);
                 }
                 // It waited for our ticket, which waited for our blocks.

@@ -33,7 +33,7 @@ impl Cluster {
         self.decode.metric(&format!(r#"tandem_worker_refused_writes_total{{worker="decode-0",reason="{reason}"}}"#))
     }
 
-    fn refused_live_writes(&self) -> f64 {
+    pub fn refused_live_writes(&self) -> f64 {
         ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
     }
 }
