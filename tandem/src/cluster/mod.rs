@@ -25,7 +25,7 @@ use tandem_proto::{
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
     time::Instant,
 };
 use weights::Loaded;
@@ -311,8 +311,20 @@ async fn loopback() -> Result<TcpListener, StartError> {
     listen(([127, 0, 0, 1], 0).into(), "--listen").await
 }
 
+/// Connections that may wait to be accepted. As many as Linux allows by default (`net.core.somaxconn`): when the queue is full, the
+/// kernel drops new connections, and clients see resets.
+const BACKLOG: u32 = 4_096;
+
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
-    TcpListener::bind(address).await.map_err(|cause| StartError::Listen { address, flag, cause })
+    let bound = || {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        // A restarted process may listen again while connections of the last one are still closing.
+        #[cfg(unix)]
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    bound().map_err(|cause| StartError::Listen { address, flag, cause })
 }
 
 fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {

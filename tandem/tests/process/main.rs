@@ -5,6 +5,7 @@ mod canary;
 mod cluster;
 mod command_line;
 mod etcd;
+mod hostile;
 mod key;
 mod metrics;
 mod overhead;
