@@ -38,7 +38,7 @@ pub struct LimitFlags {
     pub max_connections: u32,
 
     /// Connections from one address (IPv6: from one /64) among those of --max-connections. The default is half of that limit's default, so that
-    /// one client leaves room for others and a proxy has enough; 0 means no limit: set it where one proxy is the only client
+    /// one client leaves room for others and a proxy has enough; addresses in --trusted-proxies are exempt. 0 means no limit
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N", default_value_t = 4096)]
     pub max_connections_per_address: u32,
 
