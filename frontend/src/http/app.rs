@@ -95,6 +95,8 @@ impl App {
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
+        // A body beyond one client's half of the budget never fits: 413 says so, where 503 would ask the client to try again.
+        let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             model: Arc::new(settings.model),

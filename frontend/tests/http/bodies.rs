@@ -131,9 +131,10 @@ async fn unfinished_bodies_take_nothing_from_others() {
 
 #[tokio::test]
 async fn bodies_beyond_the_budget_are_refused_until_it_is_free() {
-    let mut cluster = Cluster::with(|settings| settings.bodies_max_bytes = 300_000).await;
+    let mut cluster = Cluster::with(|settings| settings.bodies_max_bytes = 600_000).await;
     let large = |filler: usize| chat(json!({ "nobody_knows_this": "x".repeat(filler) }));
-    let unfinished = begin(&cluster, &vec![b' '; 200_000], 400_000).await;
+    // This client may fill half of the budget.
+    let unfinished = begin(&cluster, &vec![b' '; 200_000], 250_000).await;
     let refusal = soon(async {
         loop {
             // Until the bytes above are read, there is room.
@@ -147,6 +148,8 @@ async fn bodies_beyond_the_budget_are_refused_until_it_is_free() {
     .await;
     assert_eq!((refusal.status(), refusal.header("retry-after")), (StatusCode::SERVICE_UNAVAILABLE, Some("1")));
     assert_eq!(refusal.json().await.1["error"]["code"], "body_budget");
+    let never_fits = cluster.post(CHAT, &large(300_000)).await;
+    assert_eq!(never_fits.status(), StatusCode::PAYLOAD_TOO_LARGE, "trying again would not help");
     for (filler, gone) in [(0, None), (200_000, Some(unfinished))] {
         let waits_for_budget = gone.is_some();
         drop(gone);
