@@ -16,9 +16,7 @@ pub(crate) enum Ended {
     Draining,
     #[error(transparent)]
     Invalid(#[from] Invalid),
-    #[error(
-        "no router of this cluster vouches for the prefill worker's address; requests are to name workers as a placement does"
-    )]
+    #[error("no router of this cluster vouches for the prefill worker's address; send requests through a frontend")]
     Unvouched,
     #[error("too many requests wait for a prefill; try again later or elsewhere")]
     RemoteWaitingFull,
@@ -33,7 +31,7 @@ pub(crate) enum Ended {
     #[error("the prompt's KV did not come in time; try another prefill worker")]
     NotLanded { prefill: String },
     #[error(
-        "a write that the prompt's ticket does not allow came for its blocks, which were dropped; try another prefill worker"
+        "the worker refused a write that the prompt's ticket does not allow, and dropped the prompt's blocks; try another prefill worker"
     )]
     WriteRefused { prefill: String },
     #[error("the prefill worker is gone; try another")]

@@ -61,7 +61,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
     client.send(Message::Started(convert::started(&landed.started))).await?;
-    // If all was here before, it computes for nothing: closing the stream tells it.
+    // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
     client.prefilled(landed.chunks).await?;
     forward(&mut job, output, client).await
@@ -74,8 +74,8 @@ struct Landed {
     chunks: Vec<PrefillChunk>,
 }
 
-/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has said that all is here: what was
-/// written may be anybody's until then.
+/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has confirmed that all of them
+/// are here. Until then the written blocks may be forged.
 async fn land(
     worker: &Worker,
     job: &mut Job,
@@ -95,9 +95,12 @@ async fn land(
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
                     let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
+                    let wants_handle = chosen.wants_handle;
                     *given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
-                    let ticket = v1::Ticket { ticket, address, missing_blocks, way, communicator, ..v1::Ticket::default() };
+                    let address_signature = Vec::new();
+                    let ticket =
+                        v1::Ticket { ticket, address, missing_blocks, way, communicator, wants_handle, address_signature };
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
@@ -107,15 +110,16 @@ async fn land(
                 Some(Event::Revoked) => return Err(Ended::Revoked),
                 Some(Event::WriteRefused(why)) => {
                     let prefill = prefill.instance_id().to_owned();
-                    tracing::warn!(%why, prefill, "a write that a prompt's ticket does not allow; its prefill is repeated");
+                    tracing::warn!(%why, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
                     return Err(Ended::WriteRefused { prefill });
                 }
                 _ => return Err(Ended::Engine),
             },
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
-                    let Some((ticket, _)) = given else { return Err(prefill.lost()) };
+                    let Some((ticket, chosen)) = given else { return Err(prefill.lost()) };
                     worker.engine.confirm(*ticket).await;
+                    worker.ways.landed(chosen, prefill.instance_id(), &said);
                     done = Some(said);
                 }
                 // It waited for our ticket, which waited for our blocks.

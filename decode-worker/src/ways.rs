@@ -15,10 +15,10 @@ use tandem_node::{
     Shutdown,
     worker::{Requests, WorkerMetrics},
 };
-use tandem_proto::v1::{self, Ready, Way};
+use tandem_proto::v1::{self, PrefillDone, Ready, Way};
 use tandem_transfer::{Links, Piece, Receiver, Refused, Sink};
 use tokio::{
-    sync::{Notify, oneshot},
+    sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot},
     task::spawn_blocking,
     time::Instant,
 };
@@ -32,6 +32,9 @@ const OPEN_WAIT: Duration = Duration::from_secs(30);
 /// Prefill workers that are remembered. Those of which nothing good is known are forgotten beyond it.
 const KNOWN_MAX: usize = 256;
 
+/// Links that are made at a time, from the ticket that names the communicator until this end has joined: joining takes a thread.
+const JOINS_MAX: usize = 4;
+
 /// Of one worker. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Ways(Arc<Inner>);
@@ -43,6 +46,8 @@ struct Inner {
     state: Mutex<State>,
     /// A line has come further.
     changed: Notify,
+    /// [`JOINS_MAX`] permits.
+    joins: Arc<Semaphore>,
     metrics: Arc<WorkerMetrics>,
     requests: Requests,
     shutdown: Shutdown,
@@ -51,6 +56,8 @@ struct Inner {
 /// By the prefill worker's instance, but for the sources.
 #[derive(Default)]
 struct State {
+    /// Handles of memories, from a `PrefillDone` each.
+    handles: HashMap<String, Vec<u8>>,
     /// Memories that are open: no longer than a prompt needs them, so that a worker that has gone leaves nothing behind.
     open: HashMap<String, Weak<dyn PeerMemory>>,
     /// Memories that could not be opened, and when.
@@ -70,7 +77,10 @@ struct Line {
 }
 
 enum Stage {
-    Begun,
+    /// A ticket has named it. Both ends join when the ticket's blocks have landed. `awaited`: a stream waits for that already.
+    Begun {
+        awaited: bool,
+    },
     /// The prefill worker has still to open the stream that goes with it.
     Made(Arc<dyn Link>),
     Open,
@@ -97,7 +107,89 @@ fn again_after(failures: u32) -> Duration {
 pub(crate) struct Chosen {
     pub(crate) way: Way,
     pub(crate) communicator: Vec<u8>,
+    pub(crate) wants_handle: bool,
     _source: Option<Source>,
+    joining: Option<Joining>,
+}
+
+/// A link that a ticket names, until it is open. Dropped before it is made, it has failed.
+struct Joining {
+    ways: Ways,
+    prefill: String,
+    /// Empty until it is named.
+    name: Vec<u8>,
+    /// One of [`JOINS_MAX`].
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Joining {
+    /// Of the line, if it still has this name.
+    fn line(&self, then: impl FnOnce(&mut Line)) {
+        let lines = &mut self.ways.state().lines;
+        if let Some(line) = lines.get_mut(&self.prefill).filter(|line| line.communicator == self.name) {
+            then(line);
+        }
+    }
+
+    /// Joins the prefill worker's end, while prompts' blocks come over TCP.
+    async fn link(mut self, memory: Arc<dyn KvMemory>) {
+        let (inner, name, permit) = (Arc::clone(&self.ways.0), self.name.clone(), self.permit.take());
+        let linking = spawn_blocking(move || {
+            // The thread may go on after the task that waits for it.
+            let _permit = permit;
+            memory.link(&name, LinkEnd::Receives)
+        });
+        let linked = tokio::select! {
+            linked = linking => linked.expect("making a link does not panic"),
+            () = inner.shutdown.draining() => return,
+        };
+        let mut linked = match linked {
+            Ok(link) => Some(link),
+            Err(error) => return no_link(&self.prefill, &error),
+        };
+        self.line(|line| {
+            if let Some(link) = linked.take() {
+                line.stage = Stage::Made(link);
+            }
+        });
+        inner.shutdown.drop_elsewhere(linked);
+        inner.changed.notify_waiters();
+        // The stream never comes if the other end has failed.
+        tokio::select! {
+            () = tokio::time::sleep(OPEN_WAIT) => {}
+            () = inner.shutdown.draining() => {}
+        }
+        let mut unopened = None;
+        self.line(|line| {
+            if matches!(line.stage, Stage::Made(_)) {
+                unopened = Some(line.fail());
+            }
+        });
+        inner.shutdown.drop_elsewhere(unopened);
+    }
+}
+
+impl Drop for Joining {
+    fn drop(&mut self) {
+        self.line(|line| {
+            if matches!(line.stage, Stage::Begun { .. }) {
+                line.fail();
+            }
+        });
+        self.ways.0.changed.notify_waiters();
+    }
+}
+
+fn no_link(prefill: &str, error: &MoveError) {
+    tracing::warn!(%error, prefill, "no link; its prompts' KV comes over TCP");
+}
+
+/// What [`Ways::begin`] has found.
+enum Next {
+    /// Blocks can go over this communicator.
+    Linked(Vec<u8>),
+    Join(Joining),
+    Nothing,
 }
 
 /// A ticket's place in [`State::sources`].
@@ -134,8 +226,8 @@ impl Ways {
         WriteRefused::REASONS.iter().for_each(|(_, reason)| drop(metrics.refused_writes(reason)));
         let memory = engine.kv_memory().filter(|_| used).cloned();
         let link_devices = memory.as_ref().map_or(0, |memory| memory.link_devices());
-        let (state, changed) = (Mutex::default(), Notify::new());
-        Self(Arc::new(Inner { engine, memory, link_devices, state, changed, metrics, requests, shutdown }))
+        let (state, changed, joins) = (Mutex::default(), Notify::new(), Arc::new(Semaphore::new(JOINS_MAX)));
+        Self(Arc::new(Inner { engine, memory, link_devices, state, changed, joins, metrics, requests, shutdown }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -144,38 +236,72 @@ impl Ways {
 
     /// The best way from a prefill worker that is ready now.
     pub(crate) async fn choose(&self, prefill: &str, offered: Option<&v1::Ways>, ticket: Ticket) -> Chosen {
-        let tcp = Chosen { way: Way::Tcp, communicator: Vec::new(), _source: None };
+        let tcp = Chosen { way: Way::Tcp, communicator: Vec::new(), wants_handle: false, _source: None, joining: None };
         let (Some(memory), Some(offered)) = (&self.0.memory, offered) else { return tcp };
-        if !offered.cuda_ipc.is_empty()
-            && let Some(source) = self.open(memory, prefill, &offered.cuda_ipc).await
-        {
-            self.state().sources.insert(ticket, source);
-            return Chosen { way: Way::CudaIpc, _source: Some(Source { ticket, ways: self.clone() }), ..tcp };
+        if offered.cuda_ipc {
+            let handle = self.state().handles.get(prefill).cloned();
+            let Some(handle) = handle else { return Chosen { wants_handle: true, ..tcp } };
+            if let Some(source) = self.open(memory, prefill, &handle).await {
+                self.state().sources.insert(ticket, source);
+                return Chosen { way: Way::CudaIpc, _source: Some(Source { ticket, ways: self.clone() }), ..tcp };
+            }
         }
         if offered.nccl == 0 || offered.nccl != self.0.link_devices {
             return tcp;
         }
-        let failures = {
-            let lines = &mut self.state().lines;
-            let failures = match lines.get(prefill) {
-                Some(Line { communicator, stage: Stage::Open, .. }) => {
-                    return Chosen { way: Way::Nccl, communicator: communicator.clone(), ..tcp };
+        match self.begin(prefill) {
+            Next::Linked(communicator) => Chosen { way: Way::Nccl, communicator, ..tcp },
+            Next::Nothing => tcp,
+            Next::Join(mut joining) => {
+                let names = Arc::clone(memory);
+                match spawn_blocking(move || names.name_link()).await.expect("naming does not panic") {
+                    Ok(name) => {
+                        joining.line(|line| line.communicator = name.clone());
+                        joining.name = name.clone();
+                        Chosen { communicator: name, joining: Some(joining), ..tcp }
+                    }
+                    Err(error) => {
+                        no_link(prefill, &error);
+                        tcp
+                    }
                 }
-                Some(line) if line.may_be_tried_again() => line.failures,
-                Some(_) => return tcp,
-                None => 0,
-            };
-            if lines.len() >= KNOWN_MAX {
-                lines.retain(|_, line| !matches!(line.stage, Stage::Failed(_)));
             }
-            if lines.len() < KNOWN_MAX {
-                lines.insert(prefill.to_owned(), Line { communicator: Vec::new(), stage: Stage::Begun, failures });
-            }
-            failures
+        }
+    }
+
+    /// What is to be done about a prefill worker's link.
+    fn begin(&self, prefill: &str) -> Next {
+        let lines = &mut self.state().lines;
+        let failures = match lines.get(prefill) {
+            Some(Line { communicator, stage: Stage::Open, .. }) => return Next::Linked(communicator.clone()),
+            Some(line) if line.may_be_tried_again() => line.failures,
+            Some(_) => return Next::Nothing,
+            None => 0,
         };
-        let (name, named) = oneshot::channel();
-        self.0.shutdown.spawn(self.clone().join(Arc::clone(memory), prefill.to_owned(), failures, name));
-        Chosen { communicator: named.await.unwrap_or_default(), ..tcp }
+        if lines.len() >= KNOWN_MAX {
+            lines.retain(|_, line| !matches!(line.stage, Stage::Failed(_)));
+        }
+        let permit = Arc::clone(&self.0.joins).try_acquire_owned().ok();
+        if lines.len() >= KNOWN_MAX || permit.is_none() {
+            return Next::Nothing;
+        }
+        let stage = Stage::Begun { awaited: false };
+        lines.insert(prefill.to_owned(), Line { communicator: Vec::new(), stage, failures });
+        Next::Join(Joining { ways: self.clone(), prefill: prefill.to_owned(), name: Vec::new(), permit })
+    }
+
+    /// Takes what the `PrefillDone` of a ticket brings for later prompts, and joins the communicator that the ticket named.
+    pub(crate) fn landed(&self, chosen: &mut Chosen, prefill: &str, done: &PrefillDone) {
+        if chosen.wants_handle && !done.cuda_ipc.is_empty() {
+            let handles = &mut self.state().handles;
+            if handles.len() >= KNOWN_MAX {
+                handles.clear();
+            }
+            handles.insert(prefill.to_owned(), done.cuda_ipc.clone());
+        }
+        if let (Some(joining), Some(memory)) = (chosen.joining.take(), &self.0.memory) {
+            self.0.shutdown.spawn(joining.link(Arc::clone(memory)));
+        }
     }
 
     async fn open(&self, memory: &Arc<dyn KvMemory>, prefill: &str, handle: &[u8]) -> Option<Arc<dyn PeerMemory>> {
@@ -203,62 +329,6 @@ impl Ways {
                 None
             }
         }
-    }
-
-    /// Makes a link while prompts' blocks come over TCP, and tells its name to the one that is to bring it to the other end.
-    async fn join(self, memory: Arc<dyn KvMemory>, prefill: String, failures: u32, tell: oneshot::Sender<Vec<u8>>) {
-        let inner = &self.0;
-        let failed = |error: MoveError| tracing::warn!(%error, prefill, "no link; its prompts' KV comes over TCP");
-        let names = Arc::clone(&memory);
-        let named = spawn_blocking(move || names.name_link()).await.expect("naming does not panic");
-        let name = named.map_err(failed).unwrap_or_default();
-        // The line is ours as long as it has this name.
-        let ours = |state: &mut State, then: &mut dyn FnMut(&mut Line)| {
-            state.lines.get_mut(&prefill).filter(|line| line.communicator == name).map(then).is_some()
-        };
-        {
-            let mut state = self.state();
-            let Some(line) = state.lines.get_mut(&prefill).filter(|line| line.communicator.is_empty()) else { return };
-            (line.communicator, line.failures) = (name.clone(), failures);
-            if name.is_empty() {
-                line.fail();
-                return;
-            }
-            if tell.send(name.clone()).is_err() {
-                // Nobody brings it there.
-                state.lines.remove(&prefill);
-                return;
-            }
-        }
-        let called = name.clone();
-        let linking = spawn_blocking(move || memory.link(&called, LinkEnd::Receives));
-        let linked = tokio::select! {
-            linked = linking => linked.expect("making a link does not panic"),
-            () = inner.shutdown.draining() => return,
-        };
-        let mut linked = linked.map_err(failed).ok();
-        let made = linked.is_some();
-        ours(&mut self.state(), &mut |line| match linked.take() {
-            Some(link) => line.stage = Stage::Made(link),
-            None => drop(line.fail()),
-        });
-        inner.shutdown.drop_elsewhere(linked);
-        inner.changed.notify_waiters();
-        if !made {
-            return;
-        }
-        // One whose other end failed is never opened.
-        tokio::select! {
-            () = tokio::time::sleep(OPEN_WAIT) => {}
-            () = inner.shutdown.draining() => {}
-        }
-        let mut unopened = None;
-        ours(&mut self.state(), &mut |line| {
-            if matches!(line.stage, Stage::Made(_)) {
-                unopened = Some(line.fail());
-            }
-        });
-        inner.shutdown.drop_elsewhere(unopened);
     }
 
     /// The engine's thread decides about every block.
@@ -318,6 +388,7 @@ impl Links for Ways {
     fn open(&self, name: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>> {
         let ways = self.clone();
         async move {
+            let mut waits = false;
             loop {
                 let changed = ways.0.changed.notified();
                 {
@@ -332,7 +403,12 @@ impl Links for Ways {
                                 Box::new(Open { ways: ways.clone(), prefill, communicator: name, link: Some(link) });
                             return Some(open);
                         }
-                        Stage::Begun => line.stage = Stage::Begun,
+                        // Another stream waits for it.
+                        Stage::Begun { awaited: true } if !waits => {
+                            line.stage = Stage::Begun { awaited: true };
+                            return None;
+                        }
+                        Stage::Begun { .. } => line.stage = Stage::Begun { awaited: true },
                         Stage::Open => return None,
                         failed @ Stage::Failed(_) => {
                             line.stage = failed;
@@ -340,6 +416,7 @@ impl Links for Ways {
                         }
                     }
                 }
+                waits = true;
                 tokio::select! {
                     () = changed => {}
                     () = ways.0.shutdown.draining() => return None,
@@ -413,7 +490,7 @@ mod tests {
     fn what_fails_again_and_again_is_tried_ever_more_seldom() {
         let seconds = [1, 2, 3, 8, 9, 10, u32::MAX].map(|failures| again_after(failures).as_secs());
         assert_eq!(seconds, [1, 2, 4, 128, 256, 300, 300]);
-        let mut line = Line { communicator: Vec::new(), stage: Stage::Begun, failures: 1 };
+        let mut line = Line { communicator: Vec::new(), stage: Stage::Begun { awaited: false }, failures: 1 };
         assert!(!line.may_be_tried_again(), "it is being made");
         line.fail();
         assert!(line.failures == 2 && !line.may_be_tried_again(), "it has only just failed");

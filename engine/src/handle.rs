@@ -30,7 +30,7 @@ pub struct EngineSettings {
     pub queue_max: u32,
     /// Off: nothing is reused and 0 is reported.
     pub prefix_caching: bool,
-    /// Under which the hashes of blocks are made; the whole cluster's.
+    /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
     /// Events that a generation's listener may be behind; beyond it the generation pauses until half of them have been heard.
     pub unheard_max: u32,
@@ -162,7 +162,7 @@ impl EngineHandle {
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineGone))
     }
 
-    /// Says that somebody tried something else under this ticket than to write a block: its reservation ends. Gives the reason to tell.
+    /// Ends the ticket's reservation, because the ticket was used for something else than writing a block. Returns the reason to report.
     pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineGone)
     }

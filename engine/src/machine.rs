@@ -69,7 +69,7 @@ pub(crate) struct Machine {
     forking: Vec<Sequence>,
     /// In steps, the oldest first. Of more than a step takes, the first in the fair order go on.
     running: Vec<Sequence>,
-    /// Whose prompts are computed next.
+    /// The accounts' turns to have prompt tokens computed.
     turns: Turns,
     /// Prompt tokens that were computed here or have come from elsewhere.
     prefilled: u64,

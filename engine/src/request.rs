@@ -8,7 +8,7 @@ use tandem_kv::{Namespace, TokenId};
 pub struct Prefill {
     /// Told to the router when the work shows in the load.
     pub request_id: String,
-    /// On whose behalf: accounts with work get equal shares of the engine. Empty is an account, too.
+    /// The account that the request belongs to. Accounts with work get equal shares of the engine; the empty name is one account.
     pub account: String,
     /// Whose KV may be reused.
     pub namespace: Namespace,
@@ -21,7 +21,7 @@ pub struct Prefill {
 pub struct Generate {
     /// Told to the router when the work shows in the load.
     pub request_id: String,
-    /// On whose behalf: accounts with work get equal shares of the engine. Empty is an account, too.
+    /// The account that the request belongs to. Accounts with work get equal shares of the engine; the empty name is one account.
     pub account: String,
     /// Whose KV may be reused.
     pub namespace: Namespace,

@@ -6,7 +6,7 @@ use tandem_kv::Ticket;
 /// Draws the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
-/// From the operating system's randomness, each anew: tickets say nothing about each other.
+/// Draws each ticket from the operating system's randomness, so that no ticket can be computed from others.
 pub(crate) fn from_system() -> Draw {
     Box::new(|| {
         let mut bytes = [0; Ticket::BYTES];
@@ -15,7 +15,7 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// The same tickets for the same seed, so that a simulation can be repeated. Whoever sees one of them can foresee the next.
+/// Draws the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -27,10 +27,10 @@ pub(crate) fn from_seed(seed: u64) -> Draw {
 }
 
 /// Why blocks were not written. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
-/// drops what has landed for it: either the sender does not keep to the ticket, or somebody else has got hold of it.
+/// drops the blocks that have landed for it: either the sender is faulty, or an attacker has the ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
-    /// It is not one that this worker remembers: a guess, or that of an instance before this one.
+    /// This worker does not remember the ticket: it was guessed, or was given out before the worker restarted.
     #[error("no reservation has this ticket")]
     UnknownTicket,
     /// All blocks are there, or the reservation was given up: its request was cancelled while blocks were on their way, for example.

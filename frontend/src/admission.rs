@@ -1,5 +1,5 @@
-//! Admission: a bounded number of sequences runs at a time, and a bounded number for each client. What a request takes is
-//! given back when its guard is dropped.
+//! Admission: limits the sequences that run at a time, in total and for each client. A request's sequences are released when its
+//! guard is dropped.
 
 use crate::{
     error::ApiError,
@@ -19,7 +19,7 @@ use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
-    /// Of the connection.
+    /// The address of the connection.
     Address(Peer),
 }
 
@@ -27,7 +27,7 @@ pub(crate) enum Client {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
-    /// `None`: one client may take all.
+    /// The limit for one client; `None` if one client may use all.
     pub(crate) per_client: Option<usize>,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct Admission {
     metrics: Arc<FrontendMetrics>,
 }
 
-/// The sequences that run.
+/// The sequences that run now.
 struct Sequences {
     limits: Limits,
     taken: Mutex<Taken>,
@@ -62,7 +62,7 @@ struct Permits {
 }
 
 /// A request from its headers to the end of its answer. Dropping it gives back its sequences and its place in the gauges; if it
-/// was not finished before, the client has gone, and it counts as cancelled.
+/// was not finished before, the client has disconnected, and the request counts as cancelled.
 pub(crate) struct Admitted {
     endpoint: Endpoint,
     /// Whether the request names a model that is served.

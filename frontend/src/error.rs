@@ -22,13 +22,13 @@ pub(crate) enum ApiError {
     Nesting { max: usize },
     #[error("The body is larger than {max} bytes.")]
     BodyTooLarge { max: usize },
-    #[error("The body holds more than {max} values (its commas and brackets are counted); split it over several requests.")]
+    #[error("The body has more than {max} JSON values (counted by commas and brackets); split it into several requests.")]
     Elements { max: usize },
     #[error("The body came more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection.")]
     BodySlow { bytes_per_second: u32 },
     #[error("The body ended early, or one of its chunks is malformed; check Content-Length or Transfer-Encoding.")]
     BodyBroken,
-    #[error("The bodies of other requests fill the memory that is set aside for them; try again shortly.")]
+    #[error("The memory reserved for request bodies is in use by other requests; try again shortly.")]
     BodyBudget,
     #[error(
         "The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json')."
@@ -48,7 +48,7 @@ pub(crate) enum ApiError {
     Template(#[source] minijinja::Error),
     #[error("The model's chat template takes too many steps for these messages. Send fewer or shorter messages.")]
     TemplateSteps,
-    /// In OpenAI's words, which clients look for.
+    /// The text is OpenAI's, because some clients search for it.
     #[error(
         "This model's maximum context length is {context_length} tokens. However, you requested {} tokens ({prompt_tokens} in the \
          {}, {new_tokens} in the completion). Please reduce the length of the {} or completion.",
@@ -68,19 +68,26 @@ pub(crate) enum ApiError {
     )]
     PromptLength { context_length: u32, tokens_min: usize, param: &'static str },
     #[error(
-        "The header '{header}' is not taken from this client; leave it out. If this client may send it: it is a matter of \
-         --trusted-proxies and --expose-details of the frontend."
+        "The header '{header}' is not accepted from this client; leave it out. The operator can allow it with the frontend's \
+         --trusted-proxies and --expose-details."
     )]
     Untrusted { header: HeaderName },
+    #[error(
+        "The dashboard is not shown to this client. Open it on the frontend's --admin-listen, or from an address that --trusted-proxies and \
+         --expose-details of the frontend allow."
+    )]
+    UntrustedPage,
     #[error("There is nothing at this path; see /openapi.json for what there is.")]
     UnknownPath,
     #[error("This path does not take this method; see /openapi.json.")]
     Method,
-    #[error("This server is not called by this name in 'Host'; use its address, or have it started with --allowed-hosts.")]
+    #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
     Host,
     #[error("Web pages of other sites may not send requests to this server.")]
     Origin,
-    #[error("This is the operator's port: it explains placements (header 'x-tandem-explain: true') and generates nothing.")]
+    #[error(
+        "This is the operator's port, which only explains placements (header 'x-tandem-explain: true'); send the request to the API's port."
+    )]
     AdminExplains,
     #[error("Too many connections are open; try again shortly, or over a connection that is open.")]
     Connections,
@@ -155,7 +162,7 @@ impl ApiError {
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }
-            Self::Untrusted { .. } => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
+            Self::Untrusted { .. } | Self::UntrustedPage => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),

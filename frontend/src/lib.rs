@@ -16,6 +16,7 @@ mod model;
 mod prompt;
 mod recent;
 mod request;
+mod shares;
 mod stream;
 mod usage;
 
@@ -82,9 +83,9 @@ pub struct FrontendSettings {
     /// A client that reads nothing of what is there for it is gone after this: its request would hold its permit
     /// for ever. 5 minutes: nobody pauses an answer for longer and still wants the rest of it.
     pub unread_max: Duration,
-    /// A stream that has had nothing to say for this long gets a comment, so that proxies do not take it for dead. Until the first comment,
-    /// status and headers wait for the first token: an error before has its own status, one after is an event of a 200. 10 seconds: proxies
-    /// give up after 15 at the earliest.
+    /// The time without an event after which a stream sends a comment, so that proxies keep the connection. Status and headers are sent with
+    /// the first token or comment: an earlier error has its own status, a later one is an event in a response with status 200. The default
+    /// is 10 seconds, because proxies time out after 15 at the earliest.
     pub keep_alive: Duration,
     /// Prompts that the page at `/dashboard` remembers. 0: there is no such page.
     pub dashboard_requests: usize,
@@ -92,22 +93,22 @@ pub struct FrontendSettings {
     pub audit_result: Option<PathBuf>,
     /// Begins the traces of requests.
     pub tracer: Tracer,
-    /// A header that says whom a request is for: for the ledger, and for the cache if accounts are isolated. A proxy that checks the
-    /// clients' keys sets it; from peers that are not trusted it is refused.
+    /// The header that holds a request's account, for the ledger and, if accounts are isolated, for the cache. A proxy that authenticates
+    /// clients sets it; requests of untrusted peers that have it are refused.
     pub account_header: Option<HeaderName>,
-    /// Whose prompts share cached KV.
+    /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
     /// Peers that are trusted with the account header, `traceparent`, and details of the cluster. Empty: all, if the listener is one of
     /// loopback (or in memory), for requests that were not forwarded; else none.
     pub trusted_proxies: Vec<IpNet>,
-    /// To whom `x-tandem-details` and `x-tandem-explain` are answered.
+    /// Which clients may use `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
 }
 
-/// Whose prompts share cached KV, besides those of another model or `cache_salt`, which never do.
+/// Which requests share cached KV. Requests for another model, or with another `cache_salt`, never do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheIsolation {
-    /// All clients'.
+    /// Those of all clients.
     #[default]
     Shared,
     /// Those of one account. Requests without an account share with each other alone.

@@ -98,13 +98,13 @@ impl FrontendMetrics {
             ),
             reading_requests: registry.gauge(
                 "tandem_frontend_reading_requests",
-                "Requests that are read and parsed, before admission.",
+                "Requests that are being read and parsed, before admission.",
                 &[],
             ),
             connections: registry.gauge("tandem_frontend_connections", "Open connections.", &[]),
             connections_refused: counter(
                 "tandem_frontend_connections_refused_total",
-                "Connections beyond the bound on all or on those of one address.",
+                "Connections that were refused because of the limit on all connections or on those of one address.",
             ),
             ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),

@@ -27,7 +27,7 @@ pub struct CacheSettings {
     pub block_size: u32,
     /// Off: nothing is ever shared or found, and no events are made.
     pub prefix_caching: bool,
-    /// Under which hashes are made; the whole cluster's.
+    /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
 }
 
@@ -198,7 +198,7 @@ impl PrefixCache {
         if !self.settings.prefix_caching || self.block(block).outdated {
             return block;
         }
-        assert!(parent.is_none_or(|parent| self.block(parent).pins > 0), "who holds a block holds those before it");
+        assert!(parent.is_none_or(|parent| self.block(parent).pins > 0), "an owner of a block also holds the blocks before it");
         let (before, hash_before) = match parent {
             None => (Before::Nothing(namespace.clone()), namespace.root(&self.settings.hash_key)),
             Some(parent) => match &self.block(parent).content {

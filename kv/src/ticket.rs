@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Whoever presents it may write the blocks of one reservation. So each is drawn from the system's randomness, is known only to the
-/// worker that drew it and the one that it was given to, and is never logged: `Debug` hides it.
+/// A process that presents a ticket may write the blocks of one reservation. So each ticket is drawn from the system's randomness, is
+/// known only to the worker that drew it and the one that received it, and is never logged: `Debug` hides it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket([u8; Ticket::BYTES]);
 
@@ -13,7 +13,7 @@ pub struct Ticket([u8; Ticket::BYTES]);
 pub struct InvalidTicket;
 
 impl Ticket {
-    /// On the wire: 128 bits cannot be guessed.
+    /// The length on the wire: 128 bits cannot be guessed.
     pub const BYTES: usize = 16;
 
     /// These bytes must be random, except in tests.
@@ -21,7 +21,7 @@ impl Ticket {
         Self(bytes)
     }
 
-    /// What is sent.
+    /// The bytes that are sent.
     pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }

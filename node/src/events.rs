@@ -4,8 +4,8 @@
 //! the events' numbers do not check: whoever misses one asks the worker for a snapshot. While NATS is away, workers tell routers
 //! directly.
 //!
-//! In a cluster with a key each message is a batch and its signature. What no process with the key has signed is dropped before
-//! anything is made of it, so that whoever may publish there can neither invent events nor make routers ask for snapshots.
+//! In a cluster with a key each message is a batch and its signature. A message without a valid signature is dropped before it
+//! is parsed, so that other programs with access to NATS can neither forge events nor make routers ask for snapshots.
 
 use crate::{Metrics, Secret, retry::complaint};
 use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subscriber, connection::State};
@@ -127,7 +127,7 @@ impl Broker {
         });
         let forged = metrics.counter(
             "tandem_events_nats_forged_total",
-            "Messages of NATS that were dropped because no process with the cluster's key has signed them.",
+            "NATS messages that were dropped because they were not signed with the cluster's key.",
             &[],
         );
         let client = client.connect(addresses).await?;

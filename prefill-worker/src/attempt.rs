@@ -16,7 +16,7 @@ use tandem_node::{
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{
-        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, prefill_reply,
+        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, Way, prefill_reply,
         prefill_request,
     },
 };
@@ -47,7 +47,7 @@ pub(crate) async fn attempt(
     span.event("scheduled", &[]);
     span.set("tandem.cached_tokens", cached_tokens);
     if let Some(ways) = worker.ways.offered() {
-        replies.send(PrefillReply { message: Some(prefill_reply::Message::Ways(ways.clone())) }).await?;
+        replies.send(PrefillReply { message: Some(prefill_reply::Message::Ways(*ways)) }).await?;
     }
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
@@ -114,9 +114,9 @@ fn check(ticket: &v1::Ticket, blocks: u32) -> Result<(), Ended> {
 /// Sends each missing block as soon as it is computed; returns when all is computed and all have landed.
 async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) -> Result<PrefillDone, Ended> {
     let way = ticket.way();
-    let v1::Ticket { ticket, address, missing_blocks, communicator, .. } = ticket;
+    let v1::Ticket { ticket, address, missing_blocks, communicator, wants_handle, .. } = ticket;
     let ticket = Ticket::try_from(&ticket[..]).map_err(|_| Ended::Protocol(Protocol::InvalidTicket))?;
-    let chosen = worker.ways.choose(way, &address, communicator)?;
+    let chosen = worker.ways.choose(way, &communicator)?;
     let transport = match chosen {
         Chosen::Content => worker.transport.name(),
         Chosen::Places => "cuda_ipc",
@@ -190,7 +190,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
         busy += began.elapsed();
     };
     let chunks = chunks.into_iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
-    let done = PrefillDone { chunks: chunks.collect() };
+    let mut done = PrefillDone { chunks: chunks.collect(), cuda_ipc: Vec::new() };
     if nothing_missing {
         return Ok(done);
     }
@@ -212,6 +212,13 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
         }
     }
     drop(job);
+    // The decode worker at the vouched address has taken blocks under the ticket, so the ticket is that of a live reservation.
+    if wants_handle {
+        done.cuda_ipc = worker.ways.handle().to_vec();
+    }
+    if way == Way::Tcp && !communicator.is_empty() {
+        worker.ways.join(&address, communicator);
+    }
     if matches!(chosen, Chosen::Places) {
         // Which of them were copied is known only now.
         sent.bytes.increment(bytes);

@@ -2,7 +2,7 @@
 
 use crate::failure::{Ended, Protocol};
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 use tandem_engine::{KvMemory, Link, LinkEnd};
@@ -13,11 +13,16 @@ use tandem_proto::{
     v1::{self, LinkReply, LinkRequest, Way, transfer_client::TransferClient},
 };
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{Semaphore, mpsc, oneshot},
     task::spawn_blocking,
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
+
+/// Links that are made at a time: each takes a thread until the other end joins, 30 seconds per GPU at most.
+const JOINS_MAX: usize = 4;
+/// Decode workers with a link. Each link takes GPU memory; a cluster has fewer workers.
+const PEERS_MAX: usize = 256;
 
 /// Of one worker. Cheap to clone.
 #[derive(Clone)]
@@ -25,12 +30,35 @@ pub(crate) struct Ways(Arc<Inner>);
 
 struct Inner {
     memory: Option<Arc<dyn KvMemory>>,
+    /// With which a process of this host opens all of the memory; empty if none can.
+    handle: Vec<u8>,
     offered: Option<v1::Ways>,
     channels: Channels,
-    /// By communicator, as long as its task runs.
-    lines: Mutex<HashMap<Vec<u8>, Line>>,
+    lines: Mutex<Lines>,
+    /// [`JOINS_MAX`] permits.
+    joins: Arc<Semaphore>,
     requests: Requests,
     shutdown: Shutdown,
+}
+
+#[derive(Default)]
+struct Lines {
+    /// By communicator, as long as its task runs.
+    open: HashMap<Vec<u8>, Line>,
+    /// Addresses of the decode workers with which a link is open or being made.
+    peers: HashSet<String>,
+}
+
+/// A decode worker's place in [`Lines::peers`].
+struct Peer {
+    address: String,
+    ways: Ways,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.ways.lines().peers.remove(&self.address);
+    }
 }
 
 /// The sending end of a link: its task takes one transfer after the other.
@@ -60,9 +88,11 @@ impl Ways {
                 Vec::new()
             })
         };
-        let offered = memory.as_deref().map(|memory| v1::Ways { cuda_ipc: handle(memory), nccl: memory.link_devices() });
-        let offered = offered.filter(|ways| ways.nccl > 0 || !ways.cuda_ipc.is_empty());
-        Self(Arc::new(Inner { memory, offered, channels: Channels::on(network), lines: Mutex::default(), requests, shutdown }))
+        let handle = memory.as_deref().map(handle).unwrap_or_default();
+        let offered = memory.as_deref().map(|memory| v1::Ways { cuda_ipc: !handle.is_empty(), nccl: memory.link_devices() });
+        let offered = offered.filter(|ways| ways.nccl > 0 || ways.cuda_ipc);
+        let (channels, lines, joins) = (Channels::on(network), Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
+        Self(Arc::new(Inner { memory, handle, offered, channels, lines, joins, requests, shutdown }))
     }
 
     /// What decode workers are told, if there is anything.
@@ -70,34 +100,53 @@ impl Ways {
         self.0.offered.as_ref()
     }
 
-    fn lines(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Line>> {
+    /// Opens all of the KV memory, so it is only for a decode worker under whose ticket blocks have landed.
+    pub(crate) fn handle(&self) -> &[u8] {
+        &self.0.handle
+    }
+
+    fn lines(&self) -> MutexGuard<'_, Lines> {
         self.0.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a ticket asks for. A communicator that is only to be joined is being joined when this returns.
-    pub(crate) fn choose(&self, way: Way, address: &str, communicator: Vec<u8>) -> Result<Chosen, Ended> {
-        let Some(memory) = self.0.memory.as_ref().filter(|_| self.0.offered.is_some()) else {
-            return if way == Way::Tcp { Ok(Chosen::Content) } else { Err(Ended::Protocol(Protocol::NotOffered)) };
-        };
-        match way {
-            Way::Tcp => {
-                if !communicator.is_empty() {
-                    self.join(memory, address, communicator);
-                }
-                Ok(Chosen::Content)
-            }
-            Way::CudaIpc => Ok(Chosen::Places),
+    /// How the blocks of a ticket go.
+    pub(crate) fn choose(&self, way: Way, communicator: &[u8]) -> Result<Chosen, Ended> {
+        match (way, &self.0.offered) {
+            (Way::Tcp, _) => Ok(Chosen::Content),
+            (Way::CudaIpc, Some(offered)) if offered.cuda_ipc => Ok(Chosen::Places),
             // It may have broken since the decode worker last looked.
-            Way::Nccl => self.lines().get(&communicator).cloned().map(Chosen::Line).ok_or(Ended::LinkGone),
+            (Way::Nccl, Some(offered)) if offered.nccl > 0 => {
+                self.lines().open.get(communicator).cloned().map(Chosen::Line).ok_or(Ended::LinkGone)
+            }
+            (Way::CudaIpc | Way::Nccl, _) => Err(Ended::Protocol(Protocol::NotOffered)),
         }
     }
 
-    /// Makes our end of a link, in a task that then belongs to it.
-    fn join(&self, memory: &Arc<dyn KvMemory>, address: &str, communicator: Vec<u8>) {
-        let (ways, memory, address, name) = (self.clone(), Arc::clone(memory), address.to_owned(), communicator.clone());
+    /// `None` if the decode worker has a place already, or too many others have one.
+    fn peer(&self, address: &str) -> Option<Peer> {
+        let peers = &mut self.lines().peers;
+        let placed = peers.len() < PEERS_MAX && peers.insert(address.to_owned());
+        placed.then(|| Peer { address: address.to_owned(), ways: self.clone() })
+    }
+
+    /// Makes this worker's end of a link, in a task that then belongs to it. Only for a communicator that was named by a ticket under which
+    /// blocks have landed at `address`: joining connects to where the communicator's name says, and takes a thread until the other end has
+    /// joined too. So a decode worker has at most one link or join.
+    pub(crate) fn join(&self, address: &str, communicator: Vec<u8>) {
+        let Some(memory) = self.0.memory.clone().filter(|memory| memory.link_devices() > 0) else { return };
+        let (Ok(joining), Some(peer)) = (Arc::clone(&self.0.joins).try_acquire_owned(), self.peer(address)) else {
+            tracing::debug!(decode = address, "no link is made now; its prompts' KV goes over TCP");
+            return;
+        };
+        let (ways, address, name) = (self.clone(), address.to_owned(), communicator.clone());
         let shutdown = self.0.shutdown.clone();
         self.0.shutdown.spawn(async move {
-            let linking = spawn_blocking(move || memory.link(&name, LinkEnd::Sends));
+            let _peer = peer;
+            let linking = spawn_blocking(move || {
+                // The thread may go on after the task that waits for it.
+                let _joining = joining;
+                memory.link(&name, LinkEnd::Sends)
+            });
             let linked = tokio::select! {
                 linked = linking => linked.expect("making a link does not panic"),
                 () = shutdown.draining() => return,
@@ -118,7 +167,7 @@ impl Ways {
         let Ok(channel) = self.0.channels.to(address) else { return format!("{address} is no address") };
         // A ticket may name it as soon as the other end knows of the stream.
         let (line, mut transfers) = mpsc::channel(1);
-        self.lines().insert(communicator.clone(), Line(line));
+        self.lines().open.insert(communicator.clone(), Line(line));
         let (requests, receiver) = mpsc::channel(1);
         let first = LinkRequest { communicator, ..LinkRequest::default() };
         // There is room for it.
@@ -174,7 +223,7 @@ struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.ways.lines().remove(&self.communicator);
+        self.ways.lines().open.remove(&self.communicator);
         self.ways.0.shutdown.drop_elsewhere(self.link.take());
     }
 }

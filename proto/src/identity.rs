@@ -24,8 +24,8 @@ impl Difference {
 }
 
 impl Identity {
-    /// Whether a process of this identity belongs to a cluster of that one. What either does not know is not compared, except the cluster
-    /// key: having none differs from having one.
+    /// Checks whether a process of this identity belongs to a cluster of the other one. Fields that are empty on either side are not
+    /// compared, except the cluster key: a process with a key and one without do not fit.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -81,7 +81,7 @@ impl From<&WorkerInfo> for Identity {
     }
 }
 
-/// A revision is compared whole, and shown by its first digits, which are enough to find it.
+/// Revisions are compared completely, but messages show only the first digits.
 fn shown(text: &str) -> String {
     /// Hex digits of a SHA-256, and those that are shown.
     const HASH_DIGITS: usize = 64;

@@ -1,7 +1,7 @@
 //! The cluster key: one secret that all processes of a cluster are given, and the subkeys that are derived from it.
 //!
-//! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so nothing that one use shows helps against
-//! another. A cluster without a key works, too: hashes are made under [`HashKey::NONE`], calls bring no bearer, nothing is signed and
+//! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so a value that one use reveals is of no help
+//! against another. A cluster without a key works, too: hashes are made under [`HashKey::NONE`], calls bring no bearer, nothing is signed and
 //! every signature is accepted.
 
 use ring::{
@@ -20,13 +20,13 @@ pub const SIGNATURE_BYTES: usize = 32;
 
 /// The secret has fewer than [`SECRET_BYTES_MIN`] bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the cluster key has {bytes} bytes, and {SECRET_BYTES_MIN} are the fewest; make one with: openssl rand -hex 32")]
+#[error("the cluster key has {bytes} bytes, but needs at least {SECRET_BYTES_MIN}; make one with: openssl rand -hex 32")]
 pub struct TooShort {
-    /// That it has.
+    /// The length of the secret.
     pub bytes: usize,
 }
 
-/// What a signature is for. A signature of one purpose is none of another.
+/// What a signature is for. A signature made for one purpose is not valid for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A batch of KV events that travels through a message broker.
@@ -84,7 +84,7 @@ impl ClusterKey {
         }))))
     }
 
-    /// From the system's randomness, for a cluster whose processes need not be told.
+    /// Makes a key from the system's randomness, for a cluster that runs in one process.
     pub fn random() -> Self {
         let mut secret = [0; SECRET_BYTES_MIN];
         SystemRandom::new().fill(&mut secret).expect("the system has randomness");
@@ -96,7 +96,7 @@ impl ClusterKey {
         self.0.is_some()
     }
 
-    /// Under which sequence hashes are made.
+    /// The key of sequence hashes.
     pub fn hash_key(&self) -> HashKey {
         self.0.as_ref().map_or(HashKey::NONE, |keys| keys.hash)
     }
@@ -106,12 +106,12 @@ impl ClusterKey {
         self.0.as_ref().map_or("", |keys| &keys.fingerprint)
     }
 
-    /// What a call brings as `authorization`.
+    /// The value of a call's `authorization` metadata.
     pub(crate) fn bearer(&self) -> Option<&MetadataValue<Ascii>> {
         self.0.as_ref().map(|keys| &keys.bearer)
     }
 
-    /// Whether a call that brings this as `authorization` comes from a process with the key.
+    /// Whether this value of `authorization` comes from a process with the key.
     pub(crate) fn admits(&self, presented: Option<&MetadataValue<Ascii>>) -> bool {
         let Some(keys) = &self.0 else { return true };
         let presented = presented.map_or(&b""[..], MetadataValue::as_bytes);

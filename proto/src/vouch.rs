@@ -1,9 +1,9 @@
-//! Addresses that a cluster vouches for: workers connect to no other.
+//! Signed addresses: workers and frontends connect to no others.
 //!
-//! A request names workers by address, and who may send requests could make a worker connect anywhere with that. So the router signs each
-//! address that it names, as that of the instance it has found there, and a decode worker signs its own for the prefill worker that it
-//! sends it to. A signature names an instance, which is new at every start of a process, and has no time in it: clocks need not agree, and it
-//! ends with the instance.
+//! A request names workers by address, so without signatures its sender could make a worker connect to any address. The router signs each
+//! address in a placement, together with the instance that it found there. A decode worker signs its own address for the prefill worker
+//! that receives it. A signature covers an instance id, which is new at every start of a process, and no time: clocks need not agree, and
+//! the signature is of no use once the instance has ended.
 
 use crate::{
     ClusterKey, Purpose,

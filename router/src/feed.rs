@@ -62,7 +62,9 @@ pub(crate) enum Broken {
     Gap { applied: u64 },
     #[error("it speaks for another instance than the one asked for")]
     OtherInstance,
-    #[error("its KV events name more blocks than the {capacity_blocks} it says to have; restart it with the router's version")]
+    #[error(
+        "its KV events name more blocks than its reported capacity of {capacity_blocks}; restart it with the router's version"
+    )]
     BeyondCapacity { capacity_blocks: u32 },
     #[error(transparent)]
     Wire(#[from] WireError),

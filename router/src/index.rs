@@ -4,9 +4,9 @@
 //! block is cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] gallops to the
 //! next block that some worker lacks and never looks at the blocks between.
 //!
-//! Invariants: every set in the table is non-empty; `held[w]` has the hashes of the sets that `w` is in, so that a worker's blocks are
-//! forgotten without a look at the others'; a stored chain whose parent the worker does not hold is refused, so what is told wrong
-//! cannot break the prefixes of what was told right.
+//! Invariants: every set in the table is non-empty; `held[w]` has the hashes of the sets that `w` is in, so that a worker is
+//! removed without scanning other workers' blocks; a stored chain whose parent the worker does not hold is refused, so a wrong event
+//! cannot break prefixes that are already in the index.
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},

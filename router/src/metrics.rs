@@ -147,7 +147,7 @@ impl RouterMetrics {
             ),
             beyond_capacity: counter(
                 "tandem_router_kv_events_refused_total",
-                "KV events that name more blocks than the worker says to have. Over NATS each leads to a new snapshot; on the worker's own stream it ends its membership.",
+                "KV events that name more blocks than the worker's reported capacity. Over NATS each leads to a new snapshot; on the worker's own stream it ends the worker's membership.",
             ),
             absent: skipped("absent"),
             orphaned: skipped("orphaned"),

@@ -1,8 +1,9 @@
-//! What workers' measurements say of each worker: reckoned with together, so that one that is old or odd excludes no worker for ever.
+//! The rate to assume for each worker, from the measurements of all, so that no old or odd measurement excludes a worker for ever.
 //!
 //! A worker that gets no prompts measures nothing, so a rate that keeps prompts away would never be corrected. Three rules prevent
 //! that. A measurement counts less the older it is, and the mean takes its place, until the worker is tried again. Small
-//! differences count as none: equal workers differ by what they happened to be asked. Without a measurement the mean counts.
+//! differences are ignored: equal workers measure different rates, depending on the prompts that they received.
+//! Without a measurement the mean counts.
 //! Means are geometric: half as fast and twice as fast are equally far off, and one absurd value moves the mean little.
 
 use crate::settings::Costs;
@@ -25,7 +26,7 @@ const WEIGHT_MIN: f64 = 1e-6;
 const TOLERANCE: f64 = 1.25;
 
 impl Measured {
-    /// A value that has been measured so long ago; `None`: 0, not measured.
+    /// A value with the time since it was measured; `None` if the value is 0, which means that nothing was measured.
     pub fn new(value: f64, age: Duration, costs: &Costs) -> Option<Self> {
         let half_lives = age.as_secs_f64() / costs.rate_half_life.as_secs_f64();
         (value > 0.0).then(|| Self { value, weight: (-half_lives).exp2().max(WEIGHT_MIN) })

@@ -269,7 +269,7 @@ impl Watcher {
     }
 }
 
-/// Why a worker does not say who it is.
+/// Why a worker does not report its identity.
 fn not_described(status: Status) -> Lost {
     match status.code() {
         Code::Unauthenticated => Refused::OtherKey.into(),

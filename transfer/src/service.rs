@@ -11,10 +11,13 @@ use tandem_proto::{
         transfer_server::{Transfer, TransferServer},
     },
 };
+use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
 /// For a link's first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
+/// `Link` streams at a time, each with a communicator or about to name one: more than a cluster has prefill workers.
+const LINK_STREAMS_MAX: usize = 256;
 
 /// The links over which blocks come to a worker beside its service.
 pub trait Links: Send + Sync + 'static {
@@ -45,6 +48,8 @@ impl Links for NoLinks {
 pub struct TransferService {
     sink: Sink,
     links: Arc<dyn Links>,
+    /// [`LINK_STREAMS_MAX`] permits.
+    streams: Arc<Semaphore>,
 }
 
 impl fmt::Debug for TransferService {
@@ -56,7 +61,8 @@ impl fmt::Debug for TransferService {
 impl TransferService {
     /// For a gRPC server.
     pub fn server(sink: Sink, links: impl Links) -> TransferServer<Self> {
-        TransferServer::new(Self { sink, links: Arc::new(links) }).max_decoding_message_size(MESSAGE_BYTES_MAX)
+        let streams = Arc::new(Semaphore::new(LINK_STREAMS_MAX));
+        TransferServer::new(Self { sink, links: Arc::new(links), streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 }
 
@@ -74,19 +80,23 @@ impl Transfer for TransferService {
     }
 
     async fn link(&self, request: Request<Streaming<LinkRequest>>) -> Result<Response<Self::LinkStream>, Status> {
+        let permit = Arc::clone(&self.streams).try_acquire_owned();
+        let permit = permit.map_err(|_| Status::resource_exhausted("too many links are open; send the blocks with Push"))?;
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
         let Some(LinkRequest { communicator, .. }) = first else {
             return Err(Status::invalid_argument("the first message must name the communicator, and come at once"));
         };
-        let receiver = self.links.open(communicator).await.ok_or_else(|| Status::not_found("there is no such communicator"))?;
-        let replies = stream::unfold((requests, receiver), |(mut requests, mut receiver)| async move {
+        let receiver = self.links.open(communicator).await.ok_or_else(|| {
+            Status::not_found("no ticket of a live reservation names this communicator, or it has a stream already")
+        })?;
+        let replies = stream::unfold((requests, receiver, permit), |(mut requests, mut receiver, permit)| async move {
             let request = tokio::select! {
                 request = requests.message() => request.ok()??,
                 () = receiver.ended() => return None,
             };
             let landed = receiver.receive(read(&request.ticket).ok()?, request.block_indices).await?;
-            Some((Ok(LinkReply { landed }), (requests, receiver)))
+            Some((Ok(LinkReply { landed }), (requests, receiver, permit)))
         });
         Ok(Response::new(replies.boxed()))
     }

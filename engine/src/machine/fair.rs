@@ -92,7 +92,7 @@ pub(super) fn fair_order(sequences: &[(&str, JobId)]) -> Vec<usize> {
     rounds.into_iter().map(|(_, _, place)| place).collect()
 }
 
-/// Whose turn it is to have prompt tokens computed: a ring of the accounts that want some now.
+/// The accounts' turns to have prompt tokens computed: a ring of the accounts that want some now.
 #[derive(Debug, Default)]
 pub(super) struct Turns(VecDeque<Turn>);
 

@@ -1,8 +1,8 @@
-//! KV that comes from elsewhere: written between steps, or by another thread or device while steps run.
+//! KV that comes from another worker: written between steps, or by another thread or device while steps run.
 //!
-//! Nothing of it is used or cached before the worker that computed it has said, on the stream that this worker opened to it, that all of it
-//! was written ([`Machine::confirm`]). Until then the blocks could be anyone's who got hold of the ticket: each block is written
-//! once, so that a forged one makes the refusal of the true one, and a refused write ends the reservation.
+//! None of it is used or cached before the worker that computed it has said, on the stream that this worker opened to it, that all of it
+//! was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker who has the ticket. Each block is written
+//! only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
 //!
 //! A write beside the steps cannot be taken back once it has begun. Its blocks stay in use until it has ended, even if the reservation
 //! is gone by then.

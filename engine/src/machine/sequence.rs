@@ -15,7 +15,7 @@ pub(super) struct Sequence {
     pub job: JobId,
     /// Lower goes first: order of submission, samples of a job by their number.
     pub order: Order,
-    /// On whose behalf the job was submitted; empty where accounts are not told apart.
+    /// The job's account; empty if the request has none.
     pub account: Arc<str>,
     /// When the job's prompt is due among those of its account.
     pub due: u64,

@@ -285,7 +285,7 @@ impl Dispatcher {
         };
         let instance_id = decode.instance_id.clone();
         if !decode.is_vouched(Role::Decode, self.decoders.network().key()) {
-            tracing::warn!(instance = %instance_id, "a placement without the cluster's signature is not followed");
+            tracing::warn!(instance = %instance_id, "a placement's address lacks the cluster's signature; it is ignored");
             return Err(Failed { instance_id, reason: Reason::Unspecified, message: String::new() });
         }
         let unreachable = || Failed { instance_id: instance_id.clone(), reason: Reason::Unspecified, message: String::new() };

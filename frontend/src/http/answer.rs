@@ -59,7 +59,7 @@ struct Echo {
     with_logprobs: bool,
 }
 
-/// Answers when the first token or an error is there: status and headers wait for it. A stream waits no longer than its interval for
+/// Sends status and headers when the first token or an error has come. A stream waits no longer than its interval for
 /// comments; an error that comes later is an event.
 pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
     if incoming.asked.explain {
@@ -107,12 +107,12 @@ impl Run {
         }
     }
 
-    /// Between two comments of a stream that has nothing else to say.
+    /// The interval between comments while a stream has no tokens to send.
     pub(super) fn keep_alive(&self) -> Duration {
         self.app.keep_alive
     }
 
-    /// The next piece and the prompt it is of; `None` when all prompts have ended. Cancel-safe: pieces stay in their streams until they
+    /// The next piece and the number of its prompt; `None` when all prompts have ended. Cancel-safe: pieces stay in their streams until they
     /// are returned.
     pub(super) async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
         let next = self.next_piece().await;

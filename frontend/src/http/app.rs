@@ -1,4 +1,4 @@
-//! What all requests of a frontend share.
+//! State that all requests of a frontend share.
 
 use super::{Trust, body::Bodies, context::body_bytes_max, trust, unix_seconds};
 use crate::{
@@ -18,36 +18,36 @@ use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{link::Network, v1::Identity};
 
-/// Letters in the name of an account.
+/// The longest name of an account, in bytes.
 const ACCOUNT_MAX: usize = 64;
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
-/// What a request's headers ask for, as far as they may.
+/// What a request's headers ask for, after the checks of what this peer may send.
 #[derive(Default)]
 pub(super) struct Asked {
-    /// The object `tandem` in the answer.
+    /// The answer is to have the object `tandem` (`x-tandem-details`).
     pub(super) details: bool,
-    /// Instead of an answer, why it would be placed where.
+    /// Reply with an explanation of the placement instead of an answer (`x-tandem-explain`).
     pub(super) explain: bool,
-    /// Whom the request is for; empty: not known.
+    /// The request's account; empty if none is known.
     pub(super) account: String,
 }
 
-/// What all requests share.
+/// State that all requests share.
 pub(crate) struct App {
     pub(super) model: Arc<ServedModel>,
     pub(super) dispatcher: Arc<Dispatcher>,
     pub(super) metrics: Arc<FrontendMetrics>,
     pub(super) admission: Admission,
     pub(super) block_size: u32,
-    /// Under which the cluster hashes prompts.
+    /// The key with which the cluster hashes prompts.
     pub(super) hash_key: HashKey,
     pub(super) bodies: Bodies,
-    /// Of large bodies.
+    /// For parsing large bodies.
     pub(super) parsing: Cores,
-    /// Of long texts.
+    /// For tokenising long texts.
     pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
@@ -128,13 +128,13 @@ impl App {
     /// What the headers of a request ask for.
     ///
     /// # Errors
-    /// A header is not for this peer to send, or the account's name is not one.
+    /// This peer may not send one of the headers, or the account's name is malformed.
     pub(super) fn asked(&self, headers: &HeaderMap, trusted: bool) -> Result<Asked, ApiError> {
         let [details, explain] = self.trust.asks(headers, [DETAILS, EXPLAIN], trusted)?;
         Ok(Asked { details, explain, account: self.account(headers, trusted)? })
     }
 
-    /// Whose KV a request may share: that of the same model and `cache_salt`, and of the same account if accounts are isolated.
+    /// The cache namespace of a request: model and `cache_salt`, and the account if accounts are isolated. Requests share KV only within one.
     pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
         let namespace = self.model.namespace(cache_salt);
         match self.cache_isolation {
@@ -143,7 +143,7 @@ impl App {
         }
     }
 
-    /// Whom a request is for, if a trusted peer says so. A name that no ledger can hold is refused, since no bill would show it.
+    /// The request's account, which only a trusted peer may set. A name that the ledger cannot hold is refused, because it could not be billed.
     fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
         let mut values = headers.get_all(name).iter();
@@ -157,7 +157,7 @@ impl App {
         };
         let rule = "must be there once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
-        // Of two, one may be the client's own.
+        // If there are two such headers, the client may have sent one of them.
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
     }

@@ -3,7 +3,7 @@
 //! A body is read before the request takes sequences, so that a slow or huge body costs other clients nothing but the bytes that
 //! have arrived. A connection reads one body at a time: the number of readers is bounded by the number of connections.
 
-use crate::error::ApiError;
+use crate::{admission::Client, error::ApiError, shares::Shares};
 use axum::{
     body::{Body, HttpBody},
     http::{HeaderMap, header},
@@ -16,8 +16,8 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-/// Below this a body is too slow. A modem of 1996 sends half of it; a client that sends a byte now and then holds a connection
-/// for no reason.
+/// The minimum speed of a body. It is low for any network connection, and ends requests that send a byte now and then only to hold a
+/// connection.
 const BYTES_PER_SECOND: u32 = 16 << 10;
 /// A body may pause for this long, and may be this far behind [`BYTES_PER_SECOND`]: a few lost packets, and no more.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -31,8 +31,10 @@ const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
 /// Reads the bodies of all requests of a process.
 pub(super) struct Bodies {
     max: usize,
-    /// Of bytes.
+    /// One permit for each byte.
     budget: Arc<Semaphore>,
+    /// Of the budget, half for each client: one that sends fast at first and slowly then leaves room for others.
+    shares: Shares,
 }
 
 /// A body, and the part of the budget that it holds.
@@ -43,22 +45,26 @@ pub(super) struct Read {
 
 /// A part of the budget. Dropping it gives it back.
 #[derive(Default)]
-pub(super) struct Held(Option<OwnedSemaphorePermit>);
+pub(super) struct Held {
+    of_all: Option<OwnedSemaphorePermit>,
+    of_client: Option<OwnedSemaphorePermit>,
+}
 
 impl Bodies {
     /// `max`: bytes of one body. `budget`: bytes of all bodies that are read or parsed at a time.
     pub(super) fn new(max: usize, budget: usize) -> Self {
-        Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))) }
+        let shares = Shares::new(budget.div_ceil(2));
+        Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))), shares }
     }
 
-    /// The whole body.
+    /// The whole body, which this client sends.
     ///
     /// # Errors
-    /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. It has been read on then, within
-    /// bounds, so that its sender comes to read the reply.
-    pub(super) async fn read(&self, headers: &HeaderMap, mut body: Body) -> Result<Read, ApiError> {
+    /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. After an error the rest of the body is read,
+    /// within bounds, so that the client gets to read the reply.
+    pub(super) async fn read(&self, client: Option<&Client>, headers: &HeaderMap, mut body: Body) -> Result<Read, ApiError> {
         let read = match is_json(headers) {
-            Ok(()) => self.collect(&mut body).await,
+            Ok(()) => self.collect(client, &mut body).await,
             Err(error) => Err(error),
         };
         if !matches!(read, Ok(_) | Err(ApiError::BodySlow { .. } | ApiError::BodyBroken)) {
@@ -67,11 +73,12 @@ impl Bodies {
         read
     }
 
-    async fn collect(&self, body: &mut Body) -> Result<Read, ApiError> {
+    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<Read, ApiError> {
         let too_large = ApiError::BodyTooLarge { max: self.max };
         if body.size_hint().lower() > self.max as u64 {
             return Err(too_large);
         }
+        let share = client.map(|client| self.shares.of(client));
         let (mut bytes, mut held) = (BytesMut::new(), Held::default());
         let mut deadline = Instant::now() + PAUSE_MAX;
         loop {
@@ -82,7 +89,7 @@ impl Bodies {
                 return Err(too_large);
             }
             let counted = (bytes.len() + data.len()).saturating_sub(UNCOUNTED_BYTES).min(data.len());
-            held.grow(&self.budget, counted)?;
+            held.grow(&self.budget, share.as_ref(), counted)?;
             bytes.extend_from_slice(&data);
             let worth = Duration::from_secs_f64(data.len() as f64 / f64::from(BYTES_PER_SECOND));
             deadline = (deadline + worth).min(Instant::now() + PAUSE_MAX);
@@ -92,19 +99,26 @@ impl Bodies {
 }
 
 impl Held {
-    fn grow(&mut self, budget: &Arc<Semaphore>, bytes: usize) -> Result<(), ApiError> {
+    fn grow(&mut self, budget: &Arc<Semaphore>, share: Option<&Arc<Semaphore>>, bytes: usize) -> Result<(), ApiError> {
         let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
-        let more = Arc::clone(budget).try_acquire_many_owned(bytes).map_err(|_| ApiError::BodyBudget)?;
-        match &mut self.0 {
-            Some(held) => held.merge(more),
-            None => self.0 = Some(more),
+        if let Some(share) = share {
+            add(&mut self.of_client, share, bytes)?;
         }
-        Ok(())
+        add(&mut self.of_all, budget, bytes)
     }
 }
 
-/// Browsers send JSON to other sites only after asking them (CORS preflight), and this server never agrees; forms and plain text
-/// they send unasked. Without a content type there must be an Authorization header, which makes a browser ask, too.
+fn add(held: &mut Option<OwnedSemaphorePermit>, from: &Arc<Semaphore>, bytes: u32) -> Result<(), ApiError> {
+    let more = Arc::clone(from).try_acquire_many_owned(bytes).map_err(|_| ApiError::BodyBudget)?;
+    match held {
+        Some(held) => held.merge(more),
+        None => *held = Some(more),
+    }
+    Ok(())
+}
+
+/// Browsers send JSON to another site only after a CORS preflight, which this server never grants; forms and plain text they send without
+/// one. A request without a content type needs an Authorization header, because that requires a preflight, too.
 fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
@@ -157,11 +171,11 @@ mod tests {
         let bodies = Bodies::new(1 << 20, 1 << 20);
         let second = Duration::from_secs(1);
         // Half a minute at the least rate.
-        let read = bodies.read(&json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
+        let read = bodies.read(None, &json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
         assert_eq!(read.ok().map(|read| read.bytes.len()), Some(30 * BYTES_PER_SECOND as usize));
         for (bytes, pause, gives_up_s) in [(1, second, 5), (BYTES_PER_SECOND as usize / 2, second, 9), (1 << 19, second * 6, 5)] {
             let since = Instant::now();
-            let read = bodies.read(&json(), paced(100, bytes, pause)).await;
+            let read = bodies.read(None, &json(), paced(100, bytes, pause)).await;
             assert!(matches!(read, Err(ApiError::BodySlow { .. })), "{bytes} bytes every {pause:?}");
             assert_eq!(since.elapsed().as_secs(), gives_up_s, "{bytes} bytes every {pause:?}");
         }
@@ -170,7 +184,7 @@ mod tests {
     #[tokio::test]
     async fn bodies_share_a_budget_and_small_ones_do_not_need_it() {
         let bodies = Bodies::new(1 << 20, 100_000);
-        let read = async |bytes: usize| bodies.read(&json(), Body::from(vec![b' '; bytes])).await;
+        let read = async |bytes: usize| bodies.read(None, &json(), Body::from(vec![b' '; bytes])).await;
         let large = read(UNCOUNTED_BYTES + 80_000).await.expect("it fits");
         assert!(matches!(read(UNCOUNTED_BYTES + 20_001).await, Err(ApiError::BodyBudget)));
         let _small = read(UNCOUNTED_BYTES).await.expect("it needs no budget");
@@ -182,7 +196,7 @@ mod tests {
     async fn a_body_that_breaks_off_gives_its_budget_back() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let pieces = [Ok(Bytes::from(vec![b' '; 100_000])), Err(io::Error::from(io::ErrorKind::UnexpectedEof))];
-        let read = bodies.read(&json(), Body::from_stream(stream::iter(pieces))).await;
+        let read = bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await;
         assert!(matches!(read, Err(ApiError::BodyBroken)));
         assert_eq!(bodies.budget.available_permits(), 100_000);
     }

@@ -1,4 +1,4 @@
-//! What follows from the model's context: how large bodies and prompts may be.
+//! Limits on bodies and prompts that follow from the length of the model's context.
 
 use crate::{
     error::{ApiError, Problem},
@@ -7,13 +7,13 @@ use crate::{
 
 /// Bytes of text for each token of the context. Prose has 4 to 6 bytes a token, source code up to 12; runs of spaces have more.
 const BYTES_PER_TOKEN: usize = 32;
-/// For models with a short context: batches of short prompts have room in any case.
+/// The lower limit, for models with a short context: a batch of short prompts fits in any case.
 const PROMPT_BYTES_MIN: usize = 1 << 20;
 /// JSON may write a character of text in up to 6 bytes (`\u001f`), mostly in 1 or 2.
 const BODY_BYTES_PER_PROMPT_BYTE: usize = 4;
-/// However long the context: 128k tokens have less than 1 MiB of prose.
+/// The upper limit for any context: 128k tokens of prose have less than 1 MiB.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// JSON values besides the tokens of prompts; conversations of the most messages that are taken have room.
+/// JSON values besides the tokens of prompts: enough for a conversation with the maximum number of messages.
 const ELEMENTS_BESIDES_TOKENS: usize = 64 << 10;
 
 /// Bytes of all texts of a request together: it bounds the time that tokenising takes.
@@ -65,7 +65,7 @@ pub(super) fn check_context(
     if u64::from(prompt_tokens) + u64::from(new_tokens) <= u64::from(context_length) {
         return Ok(());
     }
-    // The culprit: a prompt that leaves no room for a token, else the wish for too many.
+    // The error names the prompt if it leaves no room for a single token, and otherwise the requested number of new tokens.
     let culprit = if prompt_tokens >= context_length { param } else { limit_param };
     Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: culprit })
 }

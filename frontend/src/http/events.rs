@@ -1,6 +1,6 @@
 //! An answer as server-sent events, in OpenAI's order: a role (chat), text, an end with its reason for each choice, usage if
-//! it was asked for, `[DONE]`. After an error event nothing more comes, `[DONE]` neither. While nothing comes for a while, comments keep
-//! the connection open: clients skip them, and proxies see that the stream lives.
+//! it was asked for, `[DONE]`. Nothing follows an error event, not even `[DONE]`. While there are no events for a while, comments
+//! keep the connection open: clients skip them, and proxies see that the stream is active.
 
 use super::{
     answer::Run,
@@ -24,14 +24,14 @@ use serde::Serialize;
 use std::convert::Infallible;
 use tokio::time::timeout;
 
-/// A comment, as the specification of server-sent events proposes it against proxies' timeouts.
+/// A comment line, which the specification of server-sent events recommends against proxies' timeouts.
 const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 
-/// What was there when the headers were sent.
+/// The state of the stream when the headers are sent.
 pub(super) enum First {
-    /// The first piece; `None`: there is none.
+    /// The first piece came in time; `None` if the answer has none.
     Piece(Option<(usize, Piece)>),
-    /// Nothing in time.
+    /// No piece came before the first comment was due.
     Late,
 }
 

@@ -1,6 +1,6 @@
-//! What browsers would do for a web page that the user never meant to let in: a page elsewhere that sends requests to this server
-//! (cross-site request forgery), and one that gives its own name this server's address (DNS rebinding). Browsers tell where a
-//! request comes from, and pages cannot change that; other clients send none of these headers.
+//! Refuses requests that a browser sends on behalf of a foreign web page: from a page of another site (cross-site request forgery), or
+//! from a page whose name resolves to this server's address (DNS rebinding). Browsers state a request's origin in headers that pages
+//! cannot change; other clients do not send them.
 
 use crate::error::ApiError;
 use axum::{
@@ -21,7 +21,7 @@ type Hosts = Option<Arc<[String]>>;
 pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
     let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
-    // The last layer is the outermost: refusals have a name, too.
+    // The last layer is the outermost, so refusals have a request id, too.
     routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(super::with_id))
 }
 
@@ -36,7 +36,7 @@ async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Resp
     next.run(request).await
 }
 
-/// Reads the body first, so that the client comes to read the reply.
+/// Reads the body before the refusal is sent, so that the client gets to read it.
 async fn refused(request: Request, error: ApiError) -> Response {
     super::body::discard(request.into_body()).await;
     error.into_response()
@@ -51,8 +51,8 @@ fn is_ours(headers: &HeaderMap, hosts: &[String]) -> bool {
     is_ip || name.eq_ignore_ascii_case("localhost") || hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
 }
 
-/// Whether a page of another origin sends the request. Following a link to a page of ours is harmless: the other page does not see
-/// what comes.
+/// Whether a page of another origin sends the request. Following a link to one of our pages is harmless: the other page cannot
+/// read the response.
 fn is_foreign(headers: &HeaderMap, method: &Method) -> bool {
     let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
     if text("sec-fetch-mode") == Some("navigate") && matches!(*method, Method::GET | Method::HEAD) {

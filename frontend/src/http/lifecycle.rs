@@ -1,5 +1,5 @@
-//! A request from its headers to its reply: its body is read, it is parsed, its sequences are taken, its texts are encoded, and
-//! every way out is counted.
+//! A request from its headers to its reply: reads the body, parses it, reserves its sequences, tokenises its texts, and counts how it
+//! ended.
 
 use super::{App, RequestId, app::Asked, body, context::elements_max};
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
 };
 use axum::{
     extract::Request,
-    http::{HeaderMap, HeaderName},
+    http::{HeaderMap, HeaderName, request::Parts},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -24,23 +24,23 @@ use tandem_node::trace::Span;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Bodies longer than this are parsed on a blocking thread: these take less than a millisecond.
+/// Bodies longer than this are parsed on a blocking thread; shorter ones take less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
-/// Texts longer than this are encoded on a blocking thread: these take about a millisecond.
+/// Texts longer than this are tokenised on a blocking thread; shorter ones take a millisecond at most.
 const ENCODE_INLINE_BYTES: usize = 4 << 10;
 
 /// A request that was taken in, with what its headers say.
 pub(super) struct Incoming {
     pub(super) app: Arc<App>,
-    /// Ours: unique, whatever the client calls its request.
+    /// The request id, which this server makes; unique whatever the client sends.
     pub(super) id: String,
     /// Taken by a streamed answer, which finishes it.
     pub(super) admitted: Option<Admitted>,
     pub(super) asked: Asked,
     traceparent: String,
-    /// The request's trace begins with it.
+    /// The first span of the request's trace.
     pub(super) span: Span,
-    /// For the bounds of each client.
+    /// The client that the limits count this request for.
     client: Option<Client>,
     /// The body's part of the budget, for as long as the request is parsed and encoded.
     body: body::Held,
@@ -61,21 +61,21 @@ where
     };
     let RequestId(id) = parts.extensions.get().cloned().expect("every request has been named");
     let trusted = app.trust.trusts(&parts);
-    // A stranger's trace is not joined, and whether the request is sampled is not the stranger's choice.
+    // `traceparent` of an untrusted peer neither continues its trace nor decides about sampling.
     let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
-    // The processes behind go on with this span, or with that of the proxy if this one is not sampled.
+    // Routers and workers continue this span, or the proxy's if this one is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     if let Some(admitted) = &mut admitted {
         admitted.trace(&span);
     }
-    let (asked, peer) = (app.asked(&parts.headers, trusted), parts.extensions.get().copied());
-    let read = app.bodies.read(&parts.headers, body).await;
+    let asked = app.asked(&parts.headers, trusted);
+    let client = client(asked.as_ref().map_or("", |asked| &asked.account), &app, &parts);
+    let read = app.bodies.read(client.as_ref(), &parts.headers, body).await;
     let mut incoming =
-        Incoming { app, id, admitted, asked: Asked::default(), traceparent, span, client: None, body: body::Held::default() };
+        Incoming { app, id, admitted, asked: Asked::default(), traceparent, span, client, body: body::Held::default() };
     let result = match (read, asked) {
         (Ok(read), Ok(asked)) => {
-            incoming.client = client(&asked.account, peer);
             incoming.asked = asked;
             incoming.body = read.held;
             answer(&mut incoming, read.bytes).await
@@ -92,10 +92,13 @@ where
     response
 }
 
-/// A request without an account is counted by the address that it came from.
-fn client(account: &str, peer: Option<PeerAddress>) -> Option<Client> {
-    let address = |PeerAddress(address)| Client::Address(Peer::from(address));
-    if account.is_empty() { peer.map(address) } else { Some(Client::Account(account.to_owned())) }
+/// A request without an account is counted by the address that it came from, unless that is a listed proxy's: all its clients have it.
+fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
+    if !account.is_empty() {
+        return Some(Client::Account(account.to_owned()));
+    }
+    let PeerAddress(address) = parts.extensions.get().copied()?;
+    (!app.trust.lists(address)).then(|| Client::Address(Peer::from(address)))
 }
 
 impl Incoming {
@@ -105,7 +108,7 @@ impl Incoming {
         if body.len() <= PARSE_INLINE_BYTES {
             return request::parse(&body, elements_max);
         }
-        self.app.parsing.run(move || request::parse(&body, elements_max)).await
+        self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
     }
 
     /// Runs `encode`, which makes tokens of this much text, without holding up others.
@@ -117,13 +120,13 @@ impl Incoming {
         if text_bytes <= ENCODE_INLINE_BYTES {
             return encode();
         }
-        self.app.encoding.run(encode).await
+        self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
     /// Takes the sequences of this many prompts, all or none.
     pub(super) fn admit(&mut self, prompts: usize, options: &Options) -> Result<(), ApiError> {
         let sequences = prompts.saturating_mul(options.samples as usize);
-        let client = self.client.take();
+        let client = self.client.clone();
         self.admitted.as_mut().map_or(Ok(()), |admitted| admitted.take(client, sequences))
     }
 

@@ -27,9 +27,9 @@ pub(crate) use trust::Trust;
 use crate::error::ApiError;
 use axum::{
     Router,
-    extract::Request,
+    extract::{Request, State},
     http::{HeaderName, HeaderValue},
-    middleware::{Next, from_fn},
+    middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -37,13 +37,14 @@ use std::sync::Arc;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// This server's name of a request, whatever the client calls it. Every answer carries it as `x-request-id`.
+/// The request id that this server gives to a request, whatever the client sends. Every response has it as `x-request-id`.
 #[derive(Clone)]
 struct RequestId(String);
 
 /// The OpenAI API, with the operator's pages unless these have a listener of their own.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
-    let pages = if with_pages { pages(&app) } else { Router::new() };
+    let exposed = dashboard::routes().route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
+    let pages = if with_pages { pages(&app, exposed) } else { Router::new() };
     let routes = pages
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
@@ -52,13 +53,13 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     finished(routes, app)
 }
 
-/// The operator's pages, and of the API what the Explain view of the dashboard asks: nothing is generated here.
+/// The operator's pages, and explanations of placements for the dashboard's Explain view. This port generates no text.
 pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route_layer(from_fn(only_explanations));
-    finished(pages(&app).merge(explained), app)
+    finished(pages(&app, dashboard::routes()).merge(explained), app)
 }
 
 async fn only_explanations(mut request: Request, next: Next) -> Response {
@@ -70,12 +71,21 @@ async fn only_explanations(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-fn pages(app: &App) -> Router<Arc<App>> {
-    let dashboard = if app.recent.is_some() { dashboard::routes() } else { Router::new() };
+fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
+    let dashboard = if app.recent.is_some() { dashboard } else { Router::new() };
     dashboard.route("/metrics", get(health::metrics))
 }
 
-/// With what every listener answers.
+/// On the API's listener the dashboard is only for peers that may ask for details, because it shows them for all clients' requests.
+async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let (parts, body) = request.into_parts();
+    if !app.trust.exposes(app.trust.trusts(&parts)) {
+        return ApiError::UntrustedPage.into_response();
+    }
+    next.run(Request::from_parts(parts, body)).await
+}
+
+/// Adds the routes and layers that every listener has.
 fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
     routes
         .route("/health", get(health::live))
@@ -87,7 +97,7 @@ fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Names the request, and tells the name with every answer: whole ones, refusals, the dashboard's and those of unknown paths.
+/// Gives the request an id, and returns it with every response, also with refusals, the dashboard and unknown paths.
 async fn with_id(mut request: Request, next: Next) -> Response {
     let id = uuid::Uuid::new_v4().simple().to_string();
     let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a header's value");

@@ -1,23 +1,24 @@
-//! Which peers are believed when their headers say more than a client may: whom a request is for, which trace it belongs to, and that
-//! the answer is to tell about the cluster.
+//! Decides which peers may send the headers that need trust: those that set a request's account, continue a trace, or ask for details of
+//! the cluster.
 
 use crate::{error::ApiError, listen::PeerAddress};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
+use std::net::IpAddr;
 
-/// What proxies add to requests that they pass on.
+/// The headers that proxies add to requests that they forward.
 const FORWARDED: [HeaderName; 4] =
     [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for"), HeaderName::from_static("x-real-ip")];
 
-/// To whom `x-tandem-details` and `x-tandem-explain` are answered. Both tell which prompts are cached where.
+/// Which clients may use `x-tandem-details` and `x-tandem-explain`. Both show which prompts are cached and where.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExposeDetails {
-    /// To no peer.
+    /// No peer.
     Never,
-    /// To trusted peers.
+    /// Trusted peers.
     #[default]
     Trusted,
-    /// To every client.
+    /// Every client.
     Always,
 }
 
@@ -55,23 +56,33 @@ impl Trust {
         }
     }
 
+    /// Whether this is a listed proxy's address.
+    pub(super) fn lists(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.proxies.iter().any(|network| network.contains(&address))
+    }
+
+    /// Whether a peer is told where prompts are cached.
+    pub(super) fn exposes(&self, trusted: bool) -> bool {
+        match self.expose {
+            ExposeDetails::Never => false,
+            ExposeDetails::Trusted => trusted,
+            ExposeDetails::Always => true,
+        }
+    }
+
     /// Whether the request asks for one of these with `true`.
     ///
     /// # Errors
-    /// It does, and must not. It is refused and not ignored: without its header an explanation would become a generation that costs,
-    /// and a client would take an answer without details for one of a cluster that has none.
+    /// The header is `true` and this peer may not send it. The request is refused, not answered as if the header were missing: an
+    /// explanation would become a generation that is billed, and a client would take missing details for a cluster that has none.
     pub(super) fn asks<const N: usize>(
         &self,
         headers: &HeaderMap,
         names: [HeaderName; N],
         trusted: bool,
     ) -> Result<[bool; N], ApiError> {
-        let exposed = match self.expose {
-            ExposeDetails::Never => false,
-            ExposeDetails::Trusted => trusted,
-            ExposeDetails::Always => true,
-        };
-        match names.iter().find(|name| wants(headers, name) && !exposed) {
+        match names.iter().find(|name| wants(headers, name) && !self.exposes(trusted)) {
             Some(name) => Err(ApiError::Untrusted { header: name.clone() }),
             None => Ok(names.map(|name| wants(headers, &name))),
         }

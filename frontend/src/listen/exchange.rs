@@ -1,4 +1,4 @@
-//! How far a connection is with its request and the answer to it: shared by what serves requests and what owns the socket.
+//! The progress of the current request on a connection, shared between the code that serves requests and the owner of the socket.
 
 use axum::body::Body;
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Connections: how many there may be, how long each may take over what, and when a client counts as gone.
+//! Accepts connections: limits their number and their times, and detects clients that have disconnected.
 
 mod exchange;
 mod places;
@@ -78,7 +78,7 @@ fn without_delay(stream: TcpStream) -> TcpStream {
     stream
 }
 
-/// Says why the connection is closed, if its socket takes that at once; nothing waits for a client that is one too many.
+/// Sends the reason for closing a connection beyond the limit, if the socket accepts it at once; the server does not wait for this client.
 fn refuse(stream: &TcpStream) {
     let error = ApiError::Connections;
     let body = serde_json::to_string(&error.body()).expect("an error is plain data with texts as keys");

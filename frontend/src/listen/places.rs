@@ -1,4 +1,4 @@
-//! How many connections there may be: in all, and from one address.
+//! Limits the number of open connections, in total and from one address.
 
 use crate::metrics::FrontendMetrics;
 use ipnet::IpNet;

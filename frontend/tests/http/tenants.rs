@@ -93,6 +93,22 @@ async fn details_and_explanations_are_refused_to_strangers() {
 }
 
 #[tokio::test]
+async fn dashboard_is_not_shown_to_strangers() {
+    let paths = ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/metrics"];
+    for (set, status) in [
+        (strangers as fn(&mut FrontendSettings), StatusCode::FORBIDDEN),
+        (|settings| settings.expose_details = ExposeDetails::Never, StatusCode::FORBIDDEN),
+        (|_| (), StatusCode::OK),
+    ] {
+        let cluster = Cluster::with(set).await;
+        for path in paths {
+            let reply = cluster.send(Method::GET, path, &[], String::new()).await;
+            assert_eq!(reply.status(), status, "{path}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn details_are_answered_to_a_listed_proxy_to_all_or_to_none_as_set() {
     let ask = async |change: fn(&mut FrontendSettings), headers: &[(&str, &str)]| {
         let cluster = Cluster::with(change).await;

@@ -64,7 +64,7 @@ pub struct Card {
     /// The longest sequence, in tokens.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub context_length: u32,
-    /// The process's own, over cluster, role, instance and address, under the cluster key. Empty: the cluster has no key.
+    /// The process's signature over cluster, role, instance and address, made with the cluster key. Empty: the cluster has no key.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub signature: Vec<u8>,
 }
@@ -81,7 +81,7 @@ pub(super) enum BadCard {
     Json(#[from] serde_json::Error),
     #[error("its address is not host:port")]
     Address(#[from] link::InvalidAddress),
-    #[error("no process with this cluster's key has signed it; give all processes the same --cluster-key-file")]
+    #[error("it is not signed with this cluster's key; give all processes the same --cluster-key-file")]
     Unsigned,
 }
 

@@ -32,8 +32,8 @@ pub struct EtcdSettings {
     pub tls: Option<EtcdTls>,
     /// The cluster's name: part of every key.
     pub cluster: String,
-    /// With which registrations are signed. Those of others are ignored: whoever may write to etcd cannot make processes of this
-    /// cluster connect anywhere and show its bearer there.
+    /// The key with which registrations are signed. Registrations without its signature are ignored, so that a program that may write to
+    /// etcd cannot make this cluster's processes connect to it and send it their bearer token.
     pub key: ClusterKey,
     /// A process that is not heard of for so long is taken off the list.
     pub lease_ttl: Duration,

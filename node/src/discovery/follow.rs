@@ -161,12 +161,15 @@ impl Follower {
         let now = bounded(now, &self.told.borrow());
         let news = self.told.send_if_modified(|told| std::mem::replace(told, now.clone()) != now);
         if news && found > ADDRESSES_MAX {
-            tracing::warn!(found, "more processes are registered than can be followed; {ADDRESSES_MAX} are");
+            tracing::warn!(
+                found,
+                "more processes are registered than can be followed; only {ADDRESSES_MAX} are, so remove registrations that are not in use"
+            );
         }
     }
 }
 
-/// At most [`ADDRESSES_MAX`] of them. Those that are followed already stay, so that however many register, none of these is put out.
+/// At most [`ADDRESSES_MAX`] of them. Those that are followed already stay, so that a flood of registrations removes none of them.
 fn bounded(now: BTreeSet<String>, followed: &BTreeSet<String>) -> BTreeSet<String> {
     if now.len() <= ADDRESSES_MAX {
         return now;

@@ -61,7 +61,7 @@ pub enum DiscoveryError {
 }
 
 impl Workers {
-    /// The same among processes with this key: only what they have signed is believed of etcd. Lists are the operator's own.
+    /// The same among processes with this key: registrations in etcd count only if they are signed with it. Listed addresses need no signature.
     pub fn with_key(self, key: ClusterKey) -> Self {
         match self {
             Self::Etcd(settings, roles) => Self::Etcd(EtcdSettings { key, ..settings }, roles),

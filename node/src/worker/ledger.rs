@@ -121,7 +121,7 @@ impl Ledger {
             tracing::warn!(
                 file = %path.display(),
                 mode = %format_args!("{mode:03o}"),
-                "other users may use the ledger, which holds accounts, sizes and times; chmod 600 it"
+                "other users may read or write the ledger, which holds accounts, sizes and times; run chmod 600 on it"
             );
         }
         // Where files cannot be locked, nothing is known of others.

@@ -147,7 +147,7 @@ impl WorkerMetrics {
             ),
             unvouched: registry.counter(
                 "tandem_worker_unvouched_addresses_total",
-                "Addresses that the worker was to connect to and did not, because the cluster does not vouch for them.",
+                "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.",
                 &[worker],
             ),
             preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),

@@ -1,5 +1,5 @@
-//! What makes both ends of a call show that they have the cluster's key: the bearer that every outgoing call carries, and the check
-//! of it on every server. It keeps out processes without the key; it does not hide anything from a process that listens on the network.
+//! Authenticates calls with the cluster's key: every outgoing call carries a bearer token, and every server checks it. This keeps out
+//! processes without the key; it does not encrypt, so it hides nothing from a process that reads the network's traffic.
 
 use crate::ClusterKey;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl Interceptor for Bearer {
     }
 }
 
-/// Told of every call that is refused.
+/// Called for every call that is refused.
 pub type OnRefused = Arc<dyn Fn() + Send + Sync>;
 
 /// Refuses calls without the bearer before any service sees them.

@@ -28,7 +28,7 @@ pub enum StartError {
     /// Requests with an account would be refused.
     #[error(transparent)]
     Tenants(#[from] TenantFlagsError),
-    /// The cluster would not let it in.
+    /// The router refuses this process as a member of its cluster.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Key(#[from] KeyFileError),
     /// What is set for NATS.

@@ -152,7 +152,7 @@ impl Cluster {
 
     async fn run(settings: UpSettings, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        // Its sockets are open to every user of this machine.
+        // Every user of this machine can connect to its sockets, so it makes a key.
         let key = if settings.key == KeyFlags::default() { ClusterKey::random() } else { settings.key.read()? };
         let parts = Parts::new("tandem", CLUSTER, key, &settings, &metrics)?;
         let mut workers = Vec::new();
@@ -275,7 +275,7 @@ async fn load_served(settings: &UpSettings) -> Result<ServedModel, StartError> {
     .await
 }
 
-/// Reads files and perhaps the network, for long: off the async threads. `load` gets the model and its revision; there is none when the
+/// Runs on a blocking thread, because loading reads large files and may download them. `load` gets the model and its revision; there is none when the
 /// simulator needs none.
 async fn with_model<T: Send + 'static>(
     settings: &UpSettings,

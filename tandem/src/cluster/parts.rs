@@ -89,7 +89,7 @@ impl Parts {
         self.ends.recv().await.expect("this value holds a sender")
     }
 
-    /// The socket, as one of this cluster's.
+    /// Wraps the socket so that its calls are checked with the cluster key.
     fn listener(&self, socket: TcpListener) -> Listener {
         Listener::tcp(socket, self.key.clone())
     }
@@ -195,7 +195,7 @@ impl Parts {
         let settings = FrontendSettings {
             block_size: settings.block_size,
             concurrent_sequences: limits.max_concurrent_requests as usize,
-            sequences_per_client: limits.sequences_per_client(settings.tenants.account_header.is_some()),
+            sequences_per_client: limits.sequences_per_client(),
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
             connections_max: limits.max_connections as usize,

@@ -141,7 +141,7 @@ impl Process {
         if !key.is_set() && !settings.listen.ip().is_loopback() {
             tracing::warn!(
                 listen = %settings.listen,
-                "this cluster has no key: whoever reaches its processes can use and mislead them; give all of them the same --cluster-key-file"
+                "this cluster has no key: every host that reaches its processes can call them and send them false data; give all of them the same --cluster-key-file"
             );
         }
         Ok(Self {

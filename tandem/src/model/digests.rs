@@ -1,6 +1,6 @@
-//! The SHA-256 of model files, remembered beside the store so that a start does not read gigabytes only to name a model.
+//! Caches the SHA-256 of model files on disk, so that a process does not read gigabytes at each start to compute a model's revision.
 //!
-//! What is remembered of a file holds while its size, inode and times (of content and of inode) stay the same. The time of the inode
+//! A cached hash is valid while the file's size, inode and times (of content and of inode) stay the same. The time of the inode
 //! cannot be set back by a program, so a file that was written in place is read again.
 
 use super::{ModelError, progress::Progress};
@@ -13,10 +13,10 @@ use std::{
 };
 use tandem_model::revision::sha256;
 
-/// From this size on, in bytes, reading a file takes long enough (about a second) to say so.
+/// Reading a file of at least this size, in bytes, takes about a second or more, so it is logged.
 const TELL_FROM: u64 = 1 << 30;
 
-/// What is remembered, one small file for each model file that this store has ever been asked for.
+/// The cached hashes: one small file for each model file that was ever hashed for this store.
 pub(super) struct Digests {
     dir: PathBuf,
 }
@@ -57,7 +57,7 @@ impl Digests {
         let sha256 = sha256_of(&path).map_err(failed())?;
         if stamp()? == before {
             let known = Remembered { stamp: before, sha256: sha256.clone() };
-            // A store that this process may only read is no reason not to serve.
+            // A read-only store must not keep this process from serving.
             if let Err(error) = self.remember(&entry, &known) {
                 tracing::debug!(%error, dir = %self.dir.display(), "the model's hash cannot be kept; the next start computes it again");
             }
@@ -69,7 +69,7 @@ impl Digests {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::NamedTempFile::new_in(&self.dir)?;
         file.write_all(&serde_json::to_vec(known)?)?;
-        // Whole or not at all; of two processes that compute the same, either may be the last.
+        // The file is replaced atomically; two processes that hash the same file write the same content.
         file.persist(entry)?;
         Ok(())
     }

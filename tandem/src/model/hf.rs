@@ -1,7 +1,7 @@
 //! GGUF files, and whole models in safetensors, in repositories on the Hugging Face hub, or on a mirror of it.
 //!
-//! The hub is asked once which commit a revision is and which files with which hashes that commit has. All files are then taken from that
-//! commit, and compared with those hashes: what the servers that deliver the bytes send is not believed.
+//! One request to the hub resolves a revision to a commit and lists the commit's files with their hashes. All files are then downloaded
+//! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
 use super::{
     ModelError, Source, StoreSettings,
@@ -24,7 +24,7 @@ use tandem_model::{revision::git_blob_sha1, shards_of_index};
 /// A broken connection is tried again this often, from where it broke.
 const RETRIES: usize = 3;
 
-/// What is taken when no revision is named.
+/// The revision to download when the source names none.
 const MAIN: &str = "main";
 
 /// Beside the weights: what a model must have, and what it may have.
@@ -33,7 +33,7 @@ const WELCOME: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// What is asked of the hub.
+/// The model that is requested from the hub.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
     /// As the user wrote it.
@@ -46,7 +46,7 @@ pub(super) struct Wanted<'a> {
     pub(super) file: Option<&'a str>,
 }
 
-/// Downloads a GGUF file, or a whole model in safetensors, into `partial`. Its place is below a folder that the commit names.
+/// Downloads a GGUF file, or a whole model in safetensors, into `partial`. The files end up below a folder named after the commit.
 pub(super) fn download(settings: &StoreSettings, wanted: Wanted<'_>, partial: &Path) -> Result<Download, ModelError> {
     let Wanted { source, repository, revision, file } = wanted;
     let api = api(settings, partial, source)?;
@@ -85,10 +85,10 @@ struct Listing {
 struct Listed {
     rfilename: String,
     size: Option<u64>,
-    /// What git calls it.
+    /// Git's SHA-1 of the file.
     #[serde(rename = "blobId")]
     blob: Option<String>,
-    /// Of files in the large-file storage, all weights among them.
+    /// Present for files in the large-file storage, which holds all weights.
     lfs: Option<Lfs>,
 }
 
@@ -97,7 +97,7 @@ struct Lfs {
     sha256: String,
 }
 
-/// The commit that `revision` is now, and its files.
+/// Resolves the revision to a commit, with the list of its files.
 fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Listing, ModelError> {
     let answer = repo.info_request().query("blobs", "true").call();
     let listing = answer.and_then(|mut answer| answer.body_mut().read_json::<Listing>());
@@ -119,7 +119,7 @@ struct Commit<'a> {
 enum Contents {
     /// The only such file.
     Gguf(String),
-    /// Weights beside their configuration.
+    /// The safetensors files and the configuration of a model.
     Safetensors,
 }
 
@@ -129,7 +129,7 @@ impl Commit<'_> {
     }
 
     fn contents(&self) -> Result<Contents, ModelError> {
-        // Names that lead elsewhere are no names of models.
+        // Names that lead out of the folder (`../`) are skipped.
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
@@ -142,13 +142,13 @@ impl Commit<'_> {
         }
     }
 
-    /// One file, whole, as the commit has it, and on the disk, under a name of the client's.
+    /// Downloads one file completely, checks its size and hash, and returns the path that the client library gave it.
     fn fetch(&self, name: &str) -> Result<PathBuf, ModelError> {
         let missing = || ModelError::NoSuchFile { source_name: self.source.clone(), name: name.to_owned() };
         let listed = self.files.iter().find(|file| file.rfilename == name).ok_or_else(missing)?;
         let progress = Progress::start(&format!("fetching {name} of {}", self.source), listed.size);
         let pointer = self.repo.download_with_progress(name, &progress).map_err(|cause| hub(self.source, cause))?;
-        // The client keeps a link to a file, and compares neither sizes nor hashes.
+        // The client library stores a link to the file, and checks neither its size nor its hash.
         let blob = pointer.canonicalize().map_err(ModelError::io(&pointer))?;
         self.verify(listed, &blob)?;
         File::open(&blob).and_then(|blob| blob.sync_all()).map_err(ModelError::io(&blob))?;
@@ -199,7 +199,7 @@ impl Commit<'_> {
     }
 }
 
-/// The client, unless it would send a token that anyone on the way can read.
+/// The client for the hub; refuses to send a token over an unencrypted connection.
 fn api(settings: &StoreSettings, partial: &Path, source: &Source) -> Result<Api, ModelError> {
     let endpoint = settings.hf_endpoint.trim_end_matches('/');
     let token = settings.token().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty());

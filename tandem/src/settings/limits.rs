@@ -1,4 +1,4 @@
-//! What a frontend takes from its clients at most.
+//! Limits on what clients can use of a frontend.
 
 use super::roles::with_commas;
 use clap::Args;
@@ -9,52 +9,51 @@ use serde::Serialize;
 #[command(next_help_heading = "Limits of the frontend")]
 #[serde(rename_all = "kebab-case")]
 pub struct LimitFlags {
-    /// Sequences (prompts × n) served at once, over all requests; more are refused with 503, because a queue without an end only hides the
-    /// overload
+    /// Sequences (prompts × n) served at once, over all requests; more are refused with 503, because an unbounded queue only hides
+    /// the overload
     #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub max_concurrent_requests: u32,
 
-    /// Of these, sequences of one account (--account-header; a request without one counts by its address): more are refused with 429.
-    /// 0: one may take all [default: half of --max-concurrent-requests with --account-header, so that one account leaves room for
-    /// others; 0 without, since all clients behind a proxy have one address]
+    /// Sequences of one account (--account-header) among those of --max-concurrent-requests; requests without an account count by client
+    /// address, unless that is in --trusted-proxies. More are refused with 429. 0 means no limit: set it where all clients come through a
+    /// proxy that is not listed [default: half of --max-concurrent-requests, so that one client leaves room for others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_sequences_per_account: Option<u32>,
 
-    /// The longest request body [default: 128 bytes for each token of the model's context, at least 4 MiB, at most 32 MiB: room for the
-    /// longest prompt, none for accidents]
+    /// Size limit of a request body [default: 128 bytes for each token of the model's context, at least 4 MiB, at most 32 MiB: the longest
+    /// prompt fits, and a body sent by mistake is refused]
     #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_body_bytes: Option<usize>,
 
-    /// Bytes of all bodies that are read or parsed at once, besides the first 16 KiB of each; more are refused with 503. Enough for eight of
-    /// the longest, little beside a model
+    /// Memory for all request bodies that are read or parsed at once, not counting the first 16 KiB of each; more are refused with 503. The
+    /// default holds eight of the longest bodies, and is little compared with a model
     #[arg(long, env = "TANDEM_MAX_BODIES_BYTES", value_name = "BYTES", default_value_t = 256 << 20)]
     pub max_bodies_bytes: usize,
 
-    /// Connections open at once; further ones are closed with 503. Eight for each sequence of the default, since most idle; a connection
-    /// takes 32 KiB at most before its request has sequences
+    /// Connections open at once; further ones are closed with 503. The default is eight for each sequence of the default limit, because most
+    /// connections are idle; one takes 32 KiB at most until its request is admitted
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS", value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub max_connections: u32,
 
-    /// Of these, connections from one address (of IPv6, from one /64). Half of the default for all, so that one client leaves room for others
-    /// while a proxy has enough; 0, no bound, where one proxy is the only client
+    /// Connections from one address (IPv6: from one /64) among those of --max-connections. The default is half of that limit's default, so that
+    /// one client leaves room for others and a proxy has enough; addresses in --trusted-proxies are exempt. 0 means no limit
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N", default_value_t = 4096)]
     pub max_connections_per_address: u32,
 
-    /// Names that clients may call this server in `Host`, with commas between, besides IP addresses and localhost. A listener on a loopback
-    /// address refuses all others, because a web page could reach it under a name of its own; one on another address refuses them when
-    /// names are given here
+    /// Names that the `Host` header may have besides IP addresses and localhost, separated by commas. A listener on a loopback address refuses
+    /// all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address checks
+    /// `Host` only if names are set here
     #[arg(long, env = "TANDEM_ALLOWED_HOSTS", value_name = "NAMES", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
     pub allowed_hosts: Vec<String>,
 }
 
 impl LimitFlags {
-    /// The bound on the sequences of one client; `None`: there is none.
-    pub fn sequences_per_client(&self, with_accounts: bool) -> Option<usize> {
-        let default = if with_accounts { self.max_concurrent_requests.div_ceil(2) } else { 0 };
-        match self.max_sequences_per_account.unwrap_or(default) {
+    /// The limit on one client's sequences; `None` if there is no limit.
+    pub fn sequences_per_client(&self) -> Option<usize> {
+        match self.max_sequences_per_account.unwrap_or(self.max_concurrent_requests.div_ceil(2)) {
             0 => None,
             bound => Some(bound as usize),
         }

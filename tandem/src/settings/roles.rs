@@ -20,7 +20,7 @@ const DECODE: &str = "decode-worker";
 const ALL: &[&str] = &[FRONTEND, ROUTER, PREFILL, DECODE];
 const WITH_MODEL: &[&str] = &[FRONTEND, PREFILL, DECODE];
 const WORKERS: &[&str] = &[PREFILL, DECODE];
-/// Whatever takes part in a cluster or asks its processes.
+/// Subcommands that are part of a cluster or send requests to its processes.
 const KEYED: &[&str] = &[FRONTEND, ROUTER, PREFILL, DECODE, "top"];
 
 /// Which roles take a flag of `tandem up`.
@@ -112,8 +112,8 @@ pub struct FrontendFlags {
     #[serde(serialize_with = "with_commas")]
     pub router: Vec<String>,
 
-    /// Where /metrics and /dashboard are, over HTTP, with /live, /ready and /openapi.json; this machine only, unless others are to see
-    /// addresses of the cluster and sizes and times of everyone's requests [default: all of them are beside the API, at --listen]
+    /// Address of the operator's HTTP port, with /metrics, /dashboard, /live, /ready and /openapi.json. Use a loopback address unless other
+    /// hosts may see the cluster's addresses and the sizes and times of all requests [default: none; --listen serves all of these]
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub admin_listen: Option<SocketAddr>,

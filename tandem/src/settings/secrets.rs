@@ -1,4 +1,4 @@
-//! Secrets in files: a flag's value shows in the list of processes, a variable in `docker inspect` and in what a process starts.
+//! Reads secrets from files: flags are visible in the list of processes; variables in `docker inspect` and to child processes.
 
 use std::fs;
 use tandem_node::Secret;
@@ -6,11 +6,11 @@ use tandem_node::Secret;
 /// The longest secret, in bytes: a token of any service is shorter, and a wrong path must not fill the memory.
 const LEN_MAX: u64 = 64 << 10;
 
-/// What the file at `path` holds, without the line's end.
+/// Reads the secret in the file at `path`, without its line ending.
 pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
     let len = fs::metadata(path).map_err(|error| format!("it cannot be read: {error}"))?.len();
     if len > LEN_MAX {
-        return Err(format!("it has {len} bytes; a file with nothing but the secret is needed"));
+        return Err(format!("it has {len} bytes; the file must hold the secret and nothing else"));
     }
     let text = fs::read_to_string(path).map_err(|error| format!("it cannot be read: {error}"))?;
     match text.trim_end_matches(['\r', '\n']) {

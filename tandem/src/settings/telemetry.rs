@@ -23,7 +23,7 @@ pub struct TelemetryFlags {
     pub otlp_endpoint: Option<String>,
 
     /// The part of requests that is traced, from 0 to 1: enough to see what is common, too little to cost anything. Requests of
-    /// trusted proxies with a sampled `traceparent` are traced besides
+    /// trusted proxies with a sampled `traceparent` are always traced
     #[arg(long, env = "TANDEM_TRACE_SAMPLE_RATIO", value_name = "RATIO", default_value_t = 0.01, value_parser = ratio)]
     pub trace_sample_ratio: f64,
 }

@@ -1,68 +1,69 @@
-//! Clients that share a cluster: whose they are, what they share, and what they are told.
+//! Settings for several tenants on one frontend: accounts, isolation of the prefix cache, and which peers are trusted.
 
 use clap::{Args, ValueEnum};
 use serde::{Serialize, Serializer};
 use std::net::IpAddr;
 use tandem_frontend::{HeaderName, IpNet};
 
-/// Tenants, for frontends.
+/// The frontend's settings for tenants.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "Options for several tenants")]
 #[serde(rename_all = "kebab-case")]
 pub struct TenantFlags {
-    /// The header with which whatever checks your clients' keys tells whom a request is for, such as x-account. It is only taken from
-    /// --trusted-proxies, which it needs. Ledgers keep it, and `tandem audit report` sums by it [default: none]
+    /// Name of the header that holds a request's account, such as x-account. The proxy that authenticates your clients sets it; it is
+    /// accepted from --trusted-proxies only, and needs that flag. Ledgers record it, and `tandem audit report` sums by it [default: none]
     #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub account_header: Option<String>,
 
-    /// Whose prompts share cached KV. Clients that share can find out by timing, and by cached_tokens, how a prompt of another begins
-    /// [default: account with --account-header, because different accounts are strangers; else shared]
+    /// Which requests share cached KV. Clients that share a cache can find out, by timing and cached_tokens, how another client's prompt
+    /// begins [default: account with --account-header, because accounts need not trust each other; else shared]
     #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum, requires_if("account", "account_header"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_isolation: Option<CacheIsolation>,
 
-    /// Addresses or networks (10.0.0.0/8) of the proxies before the frontend, with commas between: they are trusted with the account header,
-    /// with `traceparent`, and to ask for details [default: programs on this machine while --listen is a loopback address, for requests
-    /// that were not forwarded; else none]
+    /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account header
+    /// and `traceparent`, and ask for details [default: programs on this machine while --listen is a loopback address, for requests without
+    /// a forwarding header such as X-Forwarded-For; else none]
     #[arg(long, env = "TANDEM_TRUSTED_PROXIES", value_name = "NETWORKS", value_delimiter = ',', value_parser = network)]
     #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
     pub trusted_proxies: Vec<IpNet>,
 
-    /// To whom x-tandem-details and x-tandem-explain are answered: they tell where prompts are cached, which clients need not know
+    /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted, because
+    /// the answers show which prompts are cached and where
     #[arg(long, env = "TANDEM_EXPOSE_DETAILS", value_enum, default_value_t)]
     pub expose_details: ExposeDetails,
 }
 
-/// Whose prompts share cached KV.
+/// Which requests share cached KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheIsolation {
-    /// Those of one account; needs --account-header
+    /// Requests of the same account; needs --account-header
     Account,
-    /// All, but for those of another cache_salt
+    /// All requests with the same cache_salt, or with none
     Shared,
 }
 
-/// To whom details of the cluster are told.
+/// Which clients may see details of the cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExposeDetails {
-    /// To no client
+    /// No client
     Never,
-    /// To trusted proxies
+    /// Trusted proxies
     #[default]
     Trusted,
-    /// To every client
+    /// Every client
     Always,
 }
 
-/// What is set for tenants cannot work.
+/// The settings for tenants cannot work together.
 #[derive(Debug, thiserror::Error)]
 pub enum TenantFlagsError {
     /// A request with an account would be refused, or believed from any program that reaches a loopback listener.
     #[error(
-        "--account-header {header} is only taken from trusted proxies, and there are none; list the addresses of the proxy that sets it \
+        "--account-header {header} is accepted from trusted proxies only, and none is listed; list the addresses of the proxy that sets it \
          in --trusted-proxies (127.0.0.1 for one on this machine)"
     )]
     UntrustedAccounts {
@@ -84,7 +85,7 @@ impl TenantFlags {
         }
     }
 
-    /// Whose prompts share cached KV, by default as well.
+    /// Which requests share cached KV; applies the default if the flag is not set.
     pub fn isolation(&self) -> tandem_frontend::CacheIsolation {
         let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
         match self.cache_isolation.unwrap_or(by_default) {
@@ -93,7 +94,7 @@ impl TenantFlags {
         }
     }
 
-    /// To whom details are told.
+    /// Which clients may see details.
     pub fn expose(&self) -> tandem_frontend::ExposeDetails {
         match self.expose_details {
             ExposeDetails::Never => tandem_frontend::ExposeDetails::Never,

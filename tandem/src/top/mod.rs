@@ -29,10 +29,10 @@ const ANSWER_WAIT: Duration = Duration::from_secs(5);
 /// What is shown, and of whom.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
-    /// A router's gRPC, host:port; `tandem up` prints its own, and is to be given the same --cluster-key-file then
+    /// The router's gRPC address, host:port. `tandem up` prints its own; to connect to it, give both commands the same --cluster-key-file
     #[arg(default_value = "127.0.0.1:7000", value_parser = crate::settings::address)]
     router: String,
-    /// The cluster's secret.
+    /// The cluster key.
     #[command(flatten)]
     key: KeyFlags,
     /// Seconds from one look to the next: rates are taken over this time

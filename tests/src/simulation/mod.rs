@@ -46,6 +46,9 @@ const REQUEST_MAX: Duration = Duration::from_secs(180);
 const SETTLE_MAX: Duration = Duration::from_secs(90);
 /// How often that is looked at.
 const GLANCE: Duration = Duration::from_millis(100);
+/// A frontend closes a connection whose request has no whole head after this time, counted from its acceptance: a client that a fault
+/// holds up for longer finds its connection closed.
+const HEAD_MAX: Duration = Duration::from_secs(10);
 /// Breakers let requests in again.
 const RECOVERY: Duration = Duration::from_secs(31);
 
@@ -160,9 +163,11 @@ async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2]
     let (mut wrong, mut seen) = (Vec::new(), Vec::new());
     let (frontend, client) = (world.named(Role::Frontend), world.client());
     let any = |of: &dyn Fn(&Fault) -> bool| plan.faults.iter().any(|planned| of(&planned.fault));
+    let held_up = plan.faults.iter().filter(|planned| planned.fault.holds_up_clients(frontend, client));
     let allowed = Allowed {
         errors: !plan.is_calm(),
-        broken: any(&|fault| fault.breaks_clients_connections(frontend, client)),
+        broken: any(&|fault| fault.breaks_clients_connections(frontend, client))
+            || held_up.map(|planned| planned.lasts).sum::<Duration>() >= HEAD_MAX,
         draining: any(&|fault| *fault == Fault::Restart { host: frontend }),
     };
     check(clients, &plan.requests, expected, allowed, &mut seen, &mut wrong).await;

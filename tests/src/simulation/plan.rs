@@ -260,4 +260,19 @@ impl Fault {
             }
         }
     }
+
+    /// Whether nothing passes between clients and the frontend, in one direction at least.
+    pub(super) fn holds_up_clients(&self, frontend: usize, client: usize) -> bool {
+        match *self {
+            Self::Partition { from, to, .. } => (from, to) == (frontend, client) || (to, from) == (frontend, client),
+            Self::Isolation { host } => host == frontend || host == client,
+            Self::Slow { .. }
+            | Self::Narrow { .. }
+            | Self::Cut { .. }
+            | Self::Crash { .. }
+            | Self::PowerLoss { .. }
+            | Self::Restart { .. }
+            | Self::Busy { .. } => false,
+        }
+    }
 }

@@ -32,28 +32,39 @@ fn moved(worker: &Worker, transport: &str) -> f64 {
     worker.metric(&format!("tandem_worker_kv_transfer_bytes_total{labels}"))
 }
 
-/// Prompts that have nothing in common with those of the tests (numbers repeat after 250), until one more goes over a link: how many did not.
-async fn until_linked(cluster: &Cluster, first: u32) -> u32 {
-    let before = moved(&cluster.decode, "nccl");
+/// The way that blocks take between such workers once the decode worker has opened it.
+fn way(reach: &Reach) -> &'static str {
+    match reach {
+        Reach { shares: true, .. } => "cuda_ipc",
+        Reach { links: true, .. } => "nccl",
+        _ => "tcp",
+    }
+}
+
+/// Sends prompts that have nothing in common with those of the tests (numbers repeat after 250), until the blocks of one go from device to
+/// device. Returns how many did not.
+async fn until_reached(cluster: &Cluster, reach: &Reach, first: u32) -> u32 {
+    let way = way(reach);
+    let before = moved(&cluster.decode, way);
     let trying = async {
         for number in first.. {
             assert_eq!(cluster.answer(cluster.remote(prompt(number, 33), 2)).await.failure, None);
-            if moved(&cluster.decode, "nccl") > before {
+            if moved(&cluster.decode, way) > before {
                 return number - first;
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         unreachable!("numbers do not end")
     };
-    tokio::time::timeout(SOON, trying).await.expect("a link is made")
+    tokio::time::timeout(SOON, trying).await.expect("the first prompt's ticket opens the way")
 }
 
 #[tokio::test]
 async fn the_text_is_that_of_a_local_prefill_whatever_way_the_blocks_go() {
     for (reach, way) in [(shared(), "cuda_ipc"), (linked(), "nccl"), (Reach::default(), "tcp")] {
         let (cluster, alone) = (cluster(&reach).await, Cluster::start(Setup::default(), Setup::default()).await);
-        if way == "nccl" {
-            assert!(until_linked(&cluster, 100).await > 0, "the first prompt does not wait for the link");
+        if way != "tcp" {
+            assert!(until_reached(&cluster, &reach, 100).await > 0, "the first prompt's blocks go over TCP");
         }
         let before = moved(&cluster.decode, way);
         for (number, len) in [(1, 1), (2, 2), (3, 16), (4, 17), (5, 33), (6, 100), (7, 1_000)] {
@@ -97,9 +108,7 @@ async fn a_worker_that_shall_not_and_one_that_cannot_use_tcp() {
 async fn blocks_that_are_being_written_are_kept_until_that_has_ended() {
     for reach in [shared(), linked()] {
         let cluster = cluster(&reach).await;
-        if reach.links {
-            until_linked(&cluster, 100).await;
-        }
+        until_reached(&cluster, &reach, 100).await;
         cluster.idle().await;
         reach.gate.close();
         // In one chunk, so that all of it is on its way.
@@ -125,6 +134,7 @@ async fn blocks_that_are_being_written_are_kept_until_that_has_ended() {
 async fn a_prefill_worker_that_dies_while_its_blocks_are_copied_is_lost() {
     let reach = shared();
     let mut cluster = cluster(&reach).await;
+    until_reached(&cluster, &reach, 100).await;
     reach.gate.close();
     let mut replies = cluster.open(cluster.remote(prompt(1, 100), 4)).await;
     replies.scheduled().await;
@@ -141,13 +151,13 @@ async fn a_prefill_worker_that_dies_while_its_blocks_are_copied_is_lost() {
 async fn a_link_that_breaks_fails_one_attempt_and_another_is_made() {
     let reach = linked();
     let cluster = cluster(&reach).await;
-    until_linked(&cluster, 100).await;
+    until_reached(&cluster, &reach, 100).await;
     reach.breaks.store(1, Ordering::Relaxed);
     let lost = (Reason::PrefillLost, cluster.prefill.info.instance_id.clone());
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 100), 4)).await, lost);
     cluster.idle().await;
     // Both ends have let go of it: the next prompts go over TCP until there is a new one.
-    assert!(until_linked(&cluster, 150).await > 0);
+    assert!(until_reached(&cluster, &reach, 150).await > 0);
     cluster.idle().await;
 }
 
@@ -156,7 +166,7 @@ async fn prompts_whose_ticket_is_spent_are_received_and_others_on_their_link_do_
     let reach = linked();
     let cluster = cluster(&reach).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
-    until_linked(&cluster, 100).await;
+    until_reached(&cluster, &reach, 100).await;
     for round in 0..5 {
         reach.gate.close();
         // Several chunks each, so that there is more to tell when the client has left.
@@ -182,7 +192,7 @@ async fn a_worker_that_drains_closes_its_links() {
     let reach = linked();
     for prefill_first in [false, true] {
         let mut cluster = cluster(&reach).await;
-        until_linked(&cluster, 100).await;
+        until_reached(&cluster, &reach, 100).await;
         let leaves = if prefill_first { &mut cluster.prefill } else { &mut cluster.decode };
         let (shutdown, ended) = (leaves.shutdown.clone(), &mut leaves.ended);
         shutdown.run(SOON).await;
@@ -194,6 +204,7 @@ async fn a_worker_that_drains_closes_its_links() {
 async fn an_engine_that_fails_while_its_blocks_are_copied_confirms_nothing() {
     let reach = shared();
     let cluster = cluster(&reach).await;
+    until_reached(&cluster, &reach, 100).await;
     reach.gate.close();
     let mut replies = cluster.open(cluster.remote(prompt(1, 60), 4)).await;
     replies.scheduled().await;
@@ -214,9 +225,7 @@ async fn clients_that_leave_at_any_moment_leave_nothing_behind_and_break_no_link
         let sim = SimSettings { speedup: 20.0, ..Default::default() };
         let quick = Setup { sim, ..setup(&reach) };
         let cluster = Cluster::start(quick.clone(), quick).await;
-        if reach.links {
-            until_linked(&cluster, 100).await;
-        }
+        until_reached(&cluster, &reach, 100).await;
         let over_tcp = moved(&cluster.decode, "tcp");
         let requests = (0..60_u32).map(|number| {
             let cluster = &cluster;
@@ -235,6 +244,7 @@ async fn clients_that_leave_at_any_moment_leave_nothing_behind_and_break_no_link
         futures::future::join_all(requests).await;
         cluster.idle().await;
         assert_eq!(moved(&cluster.decode, "tcp"), over_tcp, "everything went the better way");
+        assert_eq!(cluster.refused_live_writes(), 0.0, "late blocks of clients that left are not taken for an attack");
         reach.closed().await;
     }
 }

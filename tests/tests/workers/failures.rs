@@ -13,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
 /// A decode worker that the test plays.
-struct Played {
+pub struct Played {
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
@@ -26,17 +26,17 @@ impl Played {
         Ok(Self { requests, replies })
     }
 
-    async fn start(cluster: &Cluster, prompt: Vec<u32>) -> Self {
+    pub async fn start(cluster: &Cluster, prompt: Vec<u32>) -> Self {
         let first = prefill_request::Message::Start(start(cluster, prompt));
         Self::open(cluster, first).await.expect("a start comes first")
     }
 
-    async fn next(&mut self) -> Result<Option<prefill_reply::Message>, Status> {
+    pub async fn next(&mut self) -> Result<Option<prefill_reply::Message>, Status> {
         let reply = tokio::time::timeout(SOON, self.replies.message()).await.expect("an answer comes")?;
         Ok(reply.and_then(|reply| reply.message))
     }
 
-    async fn scheduled(&mut self) {
+    pub async fn scheduled(&mut self) {
         assert!(matches!(self.next().await, Ok(Some(prefill_reply::Message::Scheduled(_)))));
     }
 
@@ -50,7 +50,7 @@ impl Played {
         }
     }
 
-    async fn say(&self, message: prefill_request::Message) {
+    pub async fn say(&self, message: prefill_request::Message) {
         self.requests.send(PrefillRequest { message: Some(message) }).await.expect("the stream is open");
     }
 }

@@ -1,5 +1,5 @@
-//! A stranger on the cluster's network who writes KV of their own into the decode worker's memory. Neither a guessed nor a stolen ticket
-//! changes an answer, and nothing that the stranger wrote is ever found in the cache.
+//! An attacker on the cluster's network writes forged KV into the decode worker's memory. Neither a guessed nor a stolen ticket changes an
+//! answer, and the forged blocks are never found in the cache.
 
 use crate::{
     between::{Between, write},
@@ -33,7 +33,7 @@ impl Cluster {
         self.decode.metric(&format!(r#"tandem_worker_refused_writes_total{{worker="decode-0",reason="{reason}"}}"#))
     }
 
-    fn refused_live_writes(&self) -> f64 {
+    pub fn refused_live_writes(&self) -> f64 {
         ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
     }
 }
@@ -65,7 +65,7 @@ fn successor(ticket: u64) -> u64 {
     mix(mix(unmix(unmix(ticket) ^ WORD).wrapping_add(1)) ^ WORD)
 }
 
-/// What somebody who has seen some tickets would try next.
+/// The tickets that an attacker would try after seeing some.
 fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
     let last = *seen.last().expect("one was seen");
     let number = u128::from_le_bytes(last);
@@ -86,7 +86,7 @@ fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
 async fn guessed_ticket_writes_nothing() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut stranger = Between::start(channel(&cluster.prefill.address).await).await;
-    // Whoever may generate may name a prefill worker of their own, and is given tickets.
+    // A client of the decode worker's gRPC may name its own prefill worker, and so receives tickets.
     let mut seen = Vec::new();
     for number in 0..3 {
         let own = cluster.open(cluster.through(&stranger, prompt(100 + number, 40))).await;

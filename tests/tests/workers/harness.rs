@@ -81,7 +81,22 @@ impl Setup {
         Self { sim, ..Self::default() }
     }
 
-    fn start(&self) -> (EngineHandle, Gate) {
+    pub fn prefill_settings(&self) -> PrefillWorkerSettings {
+        PrefillWorkerSettings {
+            cluster: "tandem".to_owned(),
+            worker_id: format!("prefill-{}", self.number),
+            model: "sim".to_owned(),
+            revision: "sim".to_owned(),
+            ledger: Ledger::default(),
+            broker: None,
+            tracer: Default::default(),
+            report_cached_tokens: self.report_cached_tokens,
+            ticket_wait: self.ticket_wait,
+            device_transfers: self.device_transfers,
+        }
+    }
+
+    pub fn start(&self) -> (EngineHandle, Gate) {
         let gate = Gate::default();
         let beside = self.reach.clone().map(Beside::new);
         let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone(), beside };
@@ -188,18 +203,7 @@ pub struct Worker {
 
 impl Worker {
     pub async fn prefill(setup: &Setup) -> Self {
-        let settings = PrefillWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("prefill-{}", setup.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: setup.report_cached_tokens,
-            ticket_wait: setup.ticket_wait,
-            device_transfers: setup.device_transfers,
-        };
+        let settings = setup.prefill_settings();
         Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
             tandem_prefill_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()
         })

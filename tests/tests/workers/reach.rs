@@ -26,6 +26,10 @@ pub struct Reach {
     pub open: watch::Sender<usize>,
     /// The next blocks that are sent are lost, and their link with them.
     pub breaks: Arc<AtomicU64>,
+    /// Sending ends of links that were begun.
+    pub joined: watch::Sender<u64>,
+    /// Closed, no sending end of a link is made.
+    pub join_gate: Gate,
 }
 
 impl Reach {
@@ -139,6 +143,10 @@ impl KvMemory for Beside {
     }
 
     fn link(&self, name: &[u8], end: LinkEnd) -> Result<Arc<dyn Link>, MoveError> {
+        if end == LinkEnd::Sends {
+            self.reach.joined.send_modify(|joined| *joined += 1);
+            self.reach.join_gate.pass();
+        }
         type Ends = (Option<mpsc::Sender<Vec<Vec<u8>>>>, Option<mpsc::Receiver<Vec<Vec<u8>>>>);
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("not poisoned");
