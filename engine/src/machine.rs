@@ -369,6 +369,7 @@ impl Machine {
             cached_blocks: counts.cached,
             in_use_blocks: counts.in_use,
             prefill_tokens_per_second: self.rates.prefill_tokens_per_second(),
+            prefill_measurements: self.rates.prefill_measurements(),
             prefill_fixed_ms: self.rates.prefill_fixed_ms(),
             decode_step_ms: self.rates.decode_step_ms(),
             preemptions: self.preemptions,

@@ -20,6 +20,8 @@ pub struct Load {
     pub in_use_blocks: u32,
     /// Prompt tokens that the device computes in a second, without the fixed time of each step; 0 while there is no evidence.
     pub prefill_tokens_per_second: f64,
+    /// Long prefill steps that the rate was fitted to since the start. Short ones are fitted, too, but do not replace what long ones said.
+    pub prefill_measurements: u64,
     /// Fixed time of a step that computes prompt tokens; 0 while it is not known.
     pub prefill_fixed_ms: f64,
     /// What a step takes to continue its sequences; 0 while there is no evidence.

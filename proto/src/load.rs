@@ -24,6 +24,7 @@ impl From<&Load> for v1::Load {
             cached_blocks: load.cached_blocks,
             in_use_blocks: load.in_use_blocks,
             prefill_tokens_per_second: load.prefill_tokens_per_second,
+            prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: load.prefill_fixed_ms,
             decode_step_ms: load.decode_step_ms,
             transfer_bytes_per_second: 0.0,
@@ -45,6 +46,7 @@ impl From<&v1::Load> for Load {
             cached_blocks: load.cached_blocks,
             in_use_blocks: load.in_use_blocks,
             prefill_tokens_per_second: measured(load.prefill_tokens_per_second, PREFILL_TOKENS_PER_SECOND),
+            prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
             decode_step_ms: measured(load.decode_step_ms, STEP_MS),
             preemptions: 0,
@@ -72,6 +74,7 @@ mod tests {
         fn a_load_comes_back_as_it_went(
             (running_sequences, waiting_requests, pending_prefill_tokens) in any::<(u32, u32, u64)>(),
             (free_blocks, cached_blocks, in_use_blocks) in any::<(u32, u32, u32)>(),
+            prefill_measurements in any::<u64>(),
             (prefill_tokens_per_second, prefill_fixed_ms, decode_step_ms) in (0.1..1e9_f64, 1e-3..1e5_f64, 1e-3..6e5_f64),
         ) {
             let load = Load {
@@ -82,6 +85,7 @@ mod tests {
                 cached_blocks,
                 in_use_blocks,
                 prefill_tokens_per_second,
+                prefill_measurements,
                 prefill_fixed_ms,
                 decode_step_ms,
                 preemptions: 0,

@@ -43,11 +43,6 @@ impl Beside {
         Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
     }
 
-    /// Prompt tokens computed since the worker's start.
-    pub(crate) fn prefilled(&self) -> Option<u64> {
-        self.steps.map(|steps| steps.prefilled_tokens)
-    }
-
     /// Tokens generated since the worker's start.
     pub(crate) fn generated(&self) -> Option<u64> {
         self.steps.map(|steps| steps.generated_tokens)

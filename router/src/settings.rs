@@ -95,7 +95,8 @@ pub enum PrefillPlace {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
     /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
-    /// thousands; it matters until the first prompt is done.
+    /// thousands. A worker measures one from three steps of 64 tokens or more, or from shorter ones of clearly different lengths: where
+    /// all prompts are short and of one size, this value stays in use.
     pub prefill_tokens_per_second: f64,
     /// The fixed time of a prefill step while no worker has measured one. 0: the rate above stands for all.
     pub prefill_fixed_ms: f64,

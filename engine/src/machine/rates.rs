@@ -11,6 +11,7 @@ use tandem_kv::StepStats;
 pub(super) struct Rates {
     prefill: Line,
     decode: Line,
+    prefill_measurements: u64,
 }
 
 /// What is left of the evidence after a full chunk of prompt tokens, or after a step that continues sequences.
@@ -44,7 +45,9 @@ impl Rates {
         let decode_seconds = if tokens > 0.0 { of_tokens().map(|part| seconds - part) } else { Some(seconds) };
         if let Some(prefill_seconds) = prefill_seconds.filter(|seconds| tokens > 0.0 && *seconds > 0.0) {
             // By tokens and not by steps: many steps of a few tokens do not push out what a long one has told.
-            self.prefill.take(tokens, prefill_seconds, FADE.powf(tokens / f64::from(chunk_budget)));
+            let is_added = self.prefill.take(tokens, prefill_seconds, FADE.powf(tokens / f64::from(chunk_budget)));
+            let is_long = tokens >= REACH.min(f64::from(chunk_budget));
+            self.prefill_measurements += u64::from(is_added && is_long);
         }
         // What is left beside a long chunk is little and may be negative by chance. It counts all the same: without the negative
         // ones the mean would be too high.
@@ -56,6 +59,12 @@ impl Rates {
     /// Without the fixed time of a step; 0 while there is no evidence.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         self.prefill.fit().map_or(0.0, |fit| fit.each.recip())
+    }
+
+    /// Steps that the rate was fitted to and that had at least 64 tokens, or a full chunk if that is less. Shorter ones hardly replace
+    /// what these have said: while only such come, the rate is as old as the last long step.
+    pub fn prefill_measurements(&self) -> u64 {
+        self.prefill_measurements
     }
 
     /// Of a step that computes prompt tokens; 0 while there is no evidence.
@@ -95,16 +104,16 @@ struct Fit {
 
 impl Line {
     /// Adds the middle one, by its time for a token, of the latest three steps of similar length. A step that stalled, the first
-    /// one of a device among them, is never the middle one; two in a row are no accident.
-    fn take(&mut self, x: f64, y: f64, fade: f64) {
+    /// one of a device among them, is never the middle one; two in a row are no accident. Whether there were three.
+    fn take(&mut self, x: f64, y: f64, fade: f64) -> bool {
         let latest = &mut self.latest[(x.log2() as usize).min(CLASSES - 1)];
         latest.push((x, y));
-        if let [first, second, third] = latest[..] {
-            let mut sorted = [first, second, third];
-            sorted.sort_by(|(x, y), (other_x, other_y)| (y / x).total_cmp(&(other_y / other_x)));
-            latest.remove(0);
-            self.add(sorted[1], fade);
-        }
+        let [first, second, third] = latest[..] else { return false };
+        let mut sorted = [first, second, third];
+        sorted.sort_by(|(x, y), (other_x, other_y)| (y / x).total_cmp(&(other_y / other_x)));
+        latest.remove(0);
+        self.add(sorted[1], fade);
+        true
     }
 
     fn add(&mut self, (x, y): Sample, fade: f64) {
@@ -195,6 +204,21 @@ mod tests {
         // Evidence that is not renewed ends.
         (0..100_000).for_each(|_| step(&mut rates, 2, 0, 1.0));
         assert_eq!(rates.prefill_tokens_per_second(), 0.0, "{rates:?}");
+    }
+
+    #[test]
+    fn short_steps_do_not_renew_the_rate() {
+        let mut rates = after(&[(512, 0); 3]);
+        assert_eq!(rates.prefill_measurements(), 1);
+        (0..3_000).for_each(|at| step(&mut rates, 1 + at % 63, 0, 1.0));
+        assert_eq!(rates.prefill_measurements(), 1);
+        step(&mut rates, 512, 0, 1.0);
+        assert_eq!(rates.prefill_measurements(), 2);
+        // Where no chunk is longer, a full one is long.
+        let mut rates = Rates::default();
+        let stats = StepStats { prefill_tokens: 16, decode_tokens: 0, duration: Duration::from_millis(5) };
+        (0..3).for_each(|_| rates.measure(&stats, 16));
+        assert_eq!(rates.prefill_measurements(), 1);
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub(super) struct Member {
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) beside: Beside,
-    /// When a report last said that it had computed prompt tokens.
+    /// When a report last said that a long step had renewed the prefill rate.
     pub(super) prefilled_at: Instant,
     /// When a report last said that it had continued sequences.
     pub(super) decoded_at: Instant,

@@ -426,9 +426,7 @@ impl State {
     pub(crate) fn report(&mut self, id: MemberId, load: Load, beside: Beside, taken_in: &[String]) {
         let Some(member) = self.members.get_mut(id) else { return };
         let now = Instant::now();
-        if load.prefill_tokens_per_second != member.load.prefill_tokens_per_second
-            || beside.prefilled() != member.beside.prefilled()
-        {
+        if load.prefill_measurements != member.load.prefill_measurements {
             member.prefilled_at = now;
         }
         if load.decode_step_ms != member.load.decode_step_ms || beside.generated() != member.beside.generated() {

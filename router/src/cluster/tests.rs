@@ -1,6 +1,7 @@
 //! Stories of placements: who gets what, what it counts, and that nothing is left of it.
 
 use super::*;
+use crate::Costs;
 use crate::booked::BookingId;
 use tandem_kv::{Change, KvEvent, StoredChain};
 
@@ -498,11 +499,10 @@ fn a_worker_that_is_avoided_for_an_old_rate_is_tried_again() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
     let _entered = runtime.enter();
     let mut story = Story::with(settings(PrefillPlace::Remote), 2, 1);
-    let says = |story: &mut Story, name: &str, rate: f64, prefilled_tokens: u64| {
+    let says = |story: &mut Story, name: &str, rate: f64, prefill_measurements: u64| {
         let id = story.member(name);
-        let load = Load { prefill_tokens_per_second: rate, ..Default::default() };
-        let steps = Some(v1::StepTotals { prefilled_tokens, generated_tokens: 0 });
-        story.state.apply(id, KvBatch { load, ..Default::default() }, Beside { steps, ..Default::default() });
+        let load = Load { prefill_tokens_per_second: rate, prefill_measurements, ..Default::default() };
+        story.state.apply(id, KvBatch { load, ..Default::default() }, Beside::default());
     };
     let placed = |story: &mut Story, tokens: &mut u64| {
         let (booking, placement) = story.place_hashes(1_000, [].into());
@@ -523,6 +523,33 @@ fn a_worker_that_is_avoided_for_an_old_rate_is_tried_again() {
     }
     let first = first.expect("it gets a prompt again");
     assert!((30..200).contains(&first), "after {first} s");
+}
+
+#[test]
+fn short_prefills_do_not_renew_an_old_rate() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let _entered = runtime.enter();
+    let mut story = Story::with(settings(PrefillPlace::Remote), 1, 1);
+    let id = story.member("p0");
+    let weight = |story: &Story| {
+        let candidate = story.state.members[&id].candidate(&[], 0, Instant::now(), &Costs::default());
+        candidate.prefill_tokens_per_second.expect("it is measured").weight
+    };
+    let mut says = |story: &mut Story, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
+        let load = Load { prefill_tokens_per_second: rate, prefill_measurements, ..Default::default() };
+        let steps = Some(v1::StepTotals { prefilled_tokens, generated_tokens: 0 });
+        story.state.apply(id, KvBatch { load, ..Default::default() }, Beside { steps, ..Default::default() });
+    };
+    says(&mut story, 200.0, 1_536, 1);
+    assert_eq!(weight(&story), 1.0);
+    // 16 tokens every second: each step bends the fit a little.
+    for second in 1..=300_u32 {
+        runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
+        says(&mut story, 200.0 + f64::from(second) / 1e3, 1_536 + 16 * u64::from(second), 1);
+    }
+    assert!(weight(&story) < 0.01, "{}", weight(&story));
+    says(&mut story, 20_000.0, 7_000, 2);
+    assert_eq!(weight(&story), 1.0, "a long step renews it");
 }
 
 mod peers;

@@ -91,6 +91,8 @@ struct Worker {
     step: Option<Vec<u64>>,
     step_ms: f64,
     totals: StepTotals,
+    /// Steps that tell a rate.
+    long_steps: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -168,6 +170,7 @@ pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
             step: None,
             step_ms: 0.0,
             totals: StepTotals::default(),
+            long_steps: 0,
         }
     });
     let mut simulation = Simulation {
@@ -300,6 +303,7 @@ impl Worker {
             time += decode / self.slower;
         }
         self.totals.prefilled_tokens += prefilled;
+        self.long_steps += u64::from(prefilled >= 64);
         self.totals.generated_tokens += u64::from(decodes as u32);
         (time > 0.0).then_some((tokens, time * self.slower))
     }
@@ -329,6 +333,7 @@ impl Worker {
             cached_blocks: counts.cached,
             in_use_blocks: counts.in_use,
             prefill_tokens_per_second: if self.totals.prefilled_tokens > 0 { 1e6 / TOKEN / self.slower } else { 0.0 },
+            prefill_measurements: self.long_steps,
             prefill_fixed_ms: PREFILL_STEP / 1e3 * self.slower,
             decode_step_ms: self.step_ms,
             ..Default::default()
