@@ -535,7 +535,7 @@ fn short_prefills_do_not_renew_an_old_rate() {
         let candidate = story.state.members[&id].candidate(&[], 0, Instant::now(), &Costs::default());
         candidate.prefill_tokens_per_second.expect("it is measured").weight
     };
-    let mut says = |story: &mut Story, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
+    let says = |story: &mut Story, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
         let load = Load { prefill_tokens_per_second: rate, prefill_measurements, ..Default::default() };
         let steps = Some(v1::StepTotals { prefilled_tokens, generated_tokens: 0 });
         story.state.apply(id, KvBatch { load, ..Default::default() }, Beside { steps, ..Default::default() });
