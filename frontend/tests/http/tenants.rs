@@ -117,7 +117,7 @@ async fn details_are_answered_to_a_listed_proxy_to_all_or_to_none_as_set() {
     const EXPLAIN: (&str, &str) = ("x-tandem-explain", "true");
     const FORWARDED: (&str, &str) = ("x-forwarded-for", "1.2.3.4");
     assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine");
-    assert_eq!(ask(|_| {}, &[EXPLAIN, FORWARDED]).await, StatusCode::FORBIDDEN, "somebody behind a proxy on this machine");
+    assert_eq!(ask(|_| {}, &[EXPLAIN, FORWARDED]).await, StatusCode::FORBIDDEN, "a client behind a proxy on this machine");
     let listed = |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("a network")];
     assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "the proxy was listed");
     let always = |settings: &mut FrontendSettings| {

@@ -25,7 +25,7 @@ impl Cluster {
     /// Prefilled on the prefill worker, as far as the decode worker knows.
     fn through(&self, between: &Between, prompt: Vec<u32>) -> GenerateRequest {
         let prefill = WorkerRef { address: between.address.clone(), ..self.prefill.reference() };
-        let cache_namespace = b"a salt that nobody else knows".to_vec();
+        let cache_namespace = b"a secret salt of its own".to_vec();
         GenerateRequest { prefill: Some(prefill), cache_namespace, ..self.local(prompt, 24) }
     }
 
@@ -38,7 +38,7 @@ impl Cluster {
     }
 }
 
-/// What the request's answer is where nobody interferes.
+/// What the request's answer is without an attack.
 async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     let local = GenerateRequest { prefill: None, instance_id: alone.decode.info.instance_id.clone(), ..request.clone() };
@@ -123,7 +123,7 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
         write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket is the victim's own");
         drop(seen);
         // The true blocks come, and the forged ones are where they belong.
-        let Some(Message::Failure(failure)) = victim.next().await else { panic!("nobody confirms what was forged") };
+        let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks are not confirmed") };
         assert_eq!((failure.reason(), &failure.instance_id), (Reason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
         cluster.idle().await;

@@ -84,7 +84,7 @@ fn nothing_that_was_not_confirmed_is_used_or_cached() {
     let (job, ticket) = reserved(&mut world);
     let garbage = vec![0xAA; world.engine.describe().block_bytes];
     for index in 0..7 {
-        world.write(ticket, index, &garbage).expect("whoever has the ticket may write");
+        world.write(ticket, index, &garbage).expect("a valid ticket allows the write");
     }
     world.run();
     assert!(!world.started(0));
