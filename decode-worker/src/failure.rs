@@ -59,7 +59,9 @@ impl Ended {
             Self::NotLanded { prefill } => (FailureReason::Timeout, prefill),
             Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
             Self::NoBlocks => (FailureReason::Timeout, instance_id.to_owned()),
-            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, instance_id.to_owned()),
+            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => {
+                (FailureReason::AtCapacity, instance_id.to_owned())
+            }
             Self::Invalid(_)
             | Self::Unvouched
             | Self::Refused(

@@ -15,7 +15,8 @@ use tandem_engine::{Event, Job, Started};
 use tandem_kv::Ticket;
 use tandem_node::worker::Direction;
 use tandem_proto::v1::{
-    self, PrefillChunk, PrefillDone, PrefillStart, FailureReason, TransferPath, WorkerRef, generate_reply::Message, worker_info::Role,
+    self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, TransferPath, WorkerRef, generate_reply::Message,
+    worker_info::Role,
 };
 use tokio::time::Instant;
 

@@ -12,7 +12,9 @@ use tandem_node::{
 };
 use tandem_proto::{
     channel::Channels,
-    v1::{GenerateReply, GenerateRequest, PrefillChunk, PrefillTimeline, Scheduled, decode_server::Decode, generate_reply::Message},
+    v1::{
+        GenerateReply, GenerateRequest, PrefillChunk, PrefillTimeline, Scheduled, decode_server::Decode, generate_reply::Message,
+    },
 };
 use tokio::sync::Semaphore;
 use tonic::{Response, Status};

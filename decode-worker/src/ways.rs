@@ -236,7 +236,8 @@ impl Ways {
 
     /// The best way from a prefill worker that is ready now.
     pub(crate) async fn choose(&self, prefill: &str, offered: Option<&v1::TransferCapabilities>, ticket: Ticket) -> Chosen {
-        let tcp = Chosen { way: TransferPath::Tcp, communicator: Vec::new(), wants_ipc_handle: false, _source: None, joining: None };
+        let tcp =
+            Chosen { way: TransferPath::Tcp, communicator: Vec::new(), wants_ipc_handle: false, _source: None, joining: None };
         let (Some(memory), Some(offered)) = (&self.0.memory, offered) else { return tcp };
         if offered.cuda_ipc {
             let handle = self.state().handles.get(prefill).cloned();
@@ -358,7 +359,7 @@ impl Ways {
         let ReadyBlocks { block_indices, source_blocks } = ready;
         let source = self.state().sources.get(&ticket).cloned();
         let Some(source) = source.filter(|_| source_blocks.len() == block_indices.len()) else {
-            return Err(self.count(self.0.engine.refuse(ticket, WriteRefused::WrongWay).await));
+            return Err(self.count(self.0.engine.refuse(ticket, WriteRefused::WrongPath).await));
         };
         let arrival = self.0.engine.begin_arrival(ticket, block_indices).await.map_err(|why| self.count(why))?;
         self.to_its_end(move || {

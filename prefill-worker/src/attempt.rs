@@ -16,8 +16,8 @@ use tandem_node::{
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{
-        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, ReadyBlocks, Scheduled, TransferPath, prefill_reply,
-        prefill_request,
+        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, ReadyBlocks, Scheduled, TransferPath,
+        prefill_reply, prefill_request,
     },
 };
 use tandem_transfer::TransferError;

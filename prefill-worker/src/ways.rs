@@ -89,7 +89,9 @@ impl Ways {
             })
         };
         let handle = memory.as_deref().map(handle).unwrap_or_default();
-        let offered = memory.as_deref().map(|memory| v1::TransferCapabilities { cuda_ipc: !handle.is_empty(), nccl_ranks: memory.link_devices() });
+        let offered = memory
+            .as_deref()
+            .map(|memory| v1::TransferCapabilities { cuda_ipc: !handle.is_empty(), nccl_ranks: memory.link_devices() });
         let offered = offered.filter(|ways| ways.nccl_ranks > 0 || ways.cuda_ipc);
         let (channels, lines, joins) = (Channels::on(network), Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
         Self(Arc::new(Inner { memory, handle, offered, channels, lines, joins, requests, shutdown }))

@@ -116,7 +116,13 @@ impl TryFrom<v1::KvEventBatch> for KvBatch {
         {
             return Err(WireError::EventIds { after: last.event_id, found: batch.last_event_id });
         }
-        Ok(Self { last_event_id: batch.last_event_id, events, load: Load::from(&load), included_request_ids: load.included_request_ids, step: None })
+        Ok(Self {
+            last_event_id: batch.last_event_id,
+            events,
+            load: Load::from(&load),
+            included_request_ids: load.included_request_ids,
+            step: None,
+        })
     }
 }
 

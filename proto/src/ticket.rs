@@ -5,7 +5,8 @@ use std::fmt::{Debug, Formatter, Result};
 
 impl Debug for Ticket {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
-        let Self { ticket: _, address, missing_blocks, path: _, communicator: _, address_signature: _, wants_ipc_handle: _ } = self;
+        let Self { ticket: _, address, missing_blocks, path: _, communicator: _, address_signature: _, wants_ipc_handle: _ } =
+            self;
         let mut told = formatter.debug_struct("Ticket");
         told.field("address", address).field("missing_blocks", &missing_blocks.len()).field("path", &self.path());
         told.finish_non_exhaustive()

@@ -38,7 +38,11 @@ struct Open {
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
     match reason {
         FailureReason::Unspecified | FailureReason::PrefillLost | FailureReason::Timeout | FailureReason::EngineFailed => true,
-        FailureReason::AtCapacity | FailureReason::WrongInstance | FailureReason::InvalidRequest | FailureReason::Draining | FailureReason::WriteRefused => false,
+        FailureReason::AtCapacity
+        | FailureReason::WrongInstance
+        | FailureReason::InvalidRequest
+        | FailureReason::Draining
+        | FailureReason::WriteRefused => false,
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 use tandem_kv::SequenceHash;
 use tandem_proto::{
     WireError,
-    v1::{BookingChange, BookingChanges, BookingState, BookingsReply, BookedRequest, BookedLoad, bookings_reply::Message},
+    v1::{BookedLoad, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply::Message},
 };
 use tokio::sync::watch;
 

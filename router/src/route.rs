@@ -153,8 +153,13 @@ pub struct Cost {
 impl Cost {
     /// What the choice is made by. Numbers that cannot be added cost more than any other.
     pub fn total(&self) -> f64 {
-        let total =
-            self.queue_ms + self.compute_ms + self.interference_ms + self.transfer_ms + self.handoff_ms + self.decode_load_ms + self.rank;
+        let total = self.queue_ms
+            + self.compute_ms
+            + self.interference_ms
+            + self.transfer_ms
+            + self.handoff_ms
+            + self.decode_load_ms
+            + self.rank;
         if total.is_nan() { f64::INFINITY } else { total }
     }
 

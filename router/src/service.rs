@@ -17,8 +17,8 @@ use tandem_node::{
 use tandem_proto::{
     ClusterKey, TEXT_BYTES_MAX,
     v1::{
-        AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Draining, Placement,
-        FailureReason, RoutePrompt, RouteReply, RouteRequest, ExistingPlacement, WorkersReply, WorkersRequest, route_reply,
+        AttemptFailed, BookingsReply, BookingsRequest, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure,
+        FailureReason, Identity, Placement, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, route_reply,
         route_request::Message, router_server::Router,
     },
 };

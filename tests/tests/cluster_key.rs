@@ -9,9 +9,9 @@ use tandem_proto::{
     ClusterKey,
     channel::{Channel, Network, endpoint},
     v1::{
-        BookingsRequest, Candidate, DescribeRequest, ExplainRequest, GenerateRequest, NcclControlRequest, Placement, PrefillRequest,
-        PrefillStart, PushRequest, FailureReason, RoutePrompt, RouteRequest, Sampling, SnapshotRequest, Ticket, WatchRequest, WorkerRef,
-        WorkersRequest, control_client::ControlClient, decode_client::DecodeClient, generate_reply,
+        BookingsRequest, Candidate, DescribeRequest, ExplainRequest, FailureReason, GenerateRequest, NcclControlRequest,
+        Placement, PrefillRequest, PrefillStart, PushRequest, RoutePrompt, RouteRequest, Sampling, SnapshotRequest, Ticket,
+        WatchRequest, WorkerRef, WorkersRequest, control_client::ControlClient, decode_client::DecodeClient, generate_reply,
         prefill_client::PrefillClient, prefill_reply, prefill_request, route_reply, route_request, router_client::RouterClient,
         transfer_client::TransferClient,
     },

@@ -79,7 +79,10 @@ impl Transfer for TransferService {
         Ok(Response::new(PushReply { written_blocks }))
     }
 
-    async fn nccl_control(&self, request: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
+    async fn nccl_control(
+        &self,
+        request: Request<Streaming<NcclControlRequest>>,
+    ) -> Result<Response<Self::NcclControlStream>, Status> {
         let permit = Arc::clone(&self.streams).try_acquire_owned();
         let permit = permit.map_err(|_| Status::resource_exhausted("too many links are open; send the blocks with Push"))?;
         let mut requests = request.into_inner();

@@ -14,8 +14,9 @@ use tandem_node::trace::Span;
 use tandem_proto::{
     channel::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
     v1::{
-        AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Placement, ResumedSample,
-        PrefillChunk, FailureReason, Sampling, Scheduled, DecodeStarted, decode_client::DecodeClient, generate_reply, worker_info::Role,
+        AttemptFailed, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, GenerateReply,
+        GenerateRequest, Placement, PrefillChunk, ResumedSample, Sampling, Scheduled, decode_client::DecodeClient,
+        generate_reply, worker_info::Role,
     },
 };
 use tokio::time::Instant;
@@ -288,7 +289,8 @@ impl Dispatcher {
             tracing::warn!(instance = %instance_id, "a placement's address lacks the cluster's signature; it is ignored");
             return Err(Failed { instance_id, reason: FailureReason::Unspecified, message: String::new() });
         }
-        let unreachable = || Failed { instance_id: instance_id.clone(), reason: FailureReason::Unspecified, message: String::new() };
+        let unreachable =
+            || Failed { instance_id: instance_id.clone(), reason: FailureReason::Unspecified, message: String::new() };
         let request = GenerateRequest {
             request_id: prompt.request_id.clone(),
             traceparent: prompt.traceparent.clone(),

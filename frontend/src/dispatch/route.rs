@@ -7,8 +7,8 @@ use super::{DispatchError, Prompt, Routers, routers::Router};
 use futures::{FutureExt, future::BoxFuture};
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_proto::v1::{
-    AttemptFailed, Placement, PrefillFinished, FailureReason, RoutePrompt, RouteReply, RouteRequest, ExistingPlacement, route_reply,
-    route_request::Message,
+    AttemptFailed, ExistingPlacement, FailureReason, Placement, PrefillFinished, RoutePrompt, RouteReply, RouteRequest,
+    route_reply, route_request::Message,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;

@@ -14,7 +14,7 @@ use std::{
 use tandem_proto::{
     channel::{Channel, Network, endpoint},
     v1::{
-        ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, ExistingPlacement, WorkersReply, WorkersRequest,
+        ExistingPlacement, ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, WorkersReply, WorkersRequest,
         router_client::RouterClient,
     },
 };
@@ -95,7 +95,8 @@ impl Routers {
         let ask = |Router { address, mut client }: Router| async move {
             let view = answer(client.workers(WorkersRequest {})).await;
             let can_place = |view: &WorkersReply| {
-                view.unavailable_reason.is_none() && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
+                view.unavailable_reason.is_none()
+                    && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
             };
             self.found(&address, view.as_ref().is_ok_and(can_place));
             (address, view)

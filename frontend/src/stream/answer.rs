@@ -12,7 +12,7 @@ use crate::{
 use futures::{Stream, StreamExt, stream};
 use std::{collections::VecDeque, sync::Arc};
 use tandem_kv::TokenId;
-use tandem_proto::v1::{Finished, ResumedSample, FailureReason, Token, Tokens, finished, generate_reply};
+use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Token, Tokens, finished, generate_reply};
 
 /// Places the prompt, waits for its first token, and gives what comes, also from those who go on after a loss. The stream owns the prompt's attempt: dropping it ends
 /// the request everywhere, and it is let go when the last sample has ended, whatever decode computes ahead.

@@ -3,7 +3,7 @@
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_proto::v1::{PrefillChunk, PrefillTimeline, FailureReason, finished::FinishReason, generate_reply};
+use tandem_proto::v1::{FailureReason, PrefillChunk, PrefillTimeline, finished::FinishReason, generate_reply};
 
 /// The remembered prompts, once there are so many.
 async fn remembered(cluster: &Cluster, count: usize) -> Vec<Value> {
@@ -61,7 +61,8 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
     call.begin(Some(32)).await;
     call.say(tokens(0, b"lil")).await;
     // What a prefill worker says of its chunks may come when the answer has begun.
-    let chunks = [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(start_ms, duration_ms, tokens)| PrefillChunk { start_ms, duration_ms, tokens });
+    let chunks =
+        [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(start_ms, duration_ms, tokens)| PrefillChunk { start_ms, duration_ms, tokens });
     call.say(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
     call.say(tokens(0, b"ac")).await;
     call.say(finished(0, FinishReason::Length, None)).await;

@@ -5,7 +5,7 @@ use hyper::StatusCode;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tandem_proto::v1::{
-    AttemptFailed, ResumedSample, PrefillFinished, FailureReason, Tokens, finished::FinishReason, generate_reply, route_reply,
+    AttemptFailed, FailureReason, PrefillFinished, ResumedSample, Tokens, finished::FinishReason, generate_reply, route_reply,
     route_request::Message as RouteMessage,
 };
 use tonic::Status;

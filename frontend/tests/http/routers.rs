@@ -8,8 +8,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Failure, Draining, Placement, PrefillFinished,
-    FailureReason, RoutePrompt, RouteReply, RouteRequest, ExistingPlacement, WorkerRef, WorkersReply, WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure, FailureReason,
+    Placement, PrefillFinished, RoutePrompt, RouteReply, RouteRequest, WorkerRef, WorkersReply, WorkersRequest,
     finished::FinishReason,
     route_reply,
     route_request::Message,

@@ -15,9 +15,9 @@ use std::{
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Failure, Finished, GenerateReply, GenerateRequest,
-    Placement, PromptLogprobs, FailureReason, RouteReply, RouteRequest, Scheduled, DecodeStarted, Token, Tokens, WorkerInfo, WorkerRef,
-    WorkerView, WorkersReply, WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, Finished,
+    GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled, Token, Tokens, WorkerInfo,
+    WorkerRef, WorkerView, WorkersReply, WorkersRequest,
     decode_server::{Decode, DecodeServer},
     finished::FinishReason,
     generate_reply, route_reply, route_request,

@@ -320,7 +320,8 @@ impl State {
     /// A listed worker is not there, or must not join as it is.
     pub(crate) fn absent(&mut self, address: &str, reason: String, refused: bool) {
         self.answered(address);
-        self.absent.insert(address.to_owned(), v1::UnavailableWorker { address: address.to_owned(), reason, incompatible: refused });
+        self.absent
+            .insert(address.to_owned(), v1::UnavailableWorker { address: address.to_owned(), reason, incompatible: refused });
         self.count_workers();
     }
 

@@ -401,7 +401,12 @@ fn a_worker_that_fails_requests_is_left_alone_but_never_when_it_is_the_last() {
         story.state.failed(booking, instance, reason);
         story.state.release(booking);
     };
-    for reason in [v1::FailureReason::AtCapacity, v1::FailureReason::InvalidRequest, v1::FailureReason::Draining, v1::FailureReason::WrongInstance] {
+    for reason in [
+        v1::FailureReason::AtCapacity,
+        v1::FailureReason::InvalidRequest,
+        v1::FailureReason::Draining,
+        v1::FailureReason::WrongInstance,
+    ] {
         (0..10).for_each(|_| fail(&mut story, reason, "d0-1"));
     }
     (0..10).for_each(|_| fail(&mut story, v1::FailureReason::EngineFailed, "nobody"));
@@ -444,8 +449,12 @@ fn an_explanation_is_what_would_be_placed_and_books_nothing() {
             for ((cost, expected), allowed) in costs.into_iter().zip(expected).zip(allowed) {
                 assert_eq!(cost.is_some(), expected && allowed, "{place:?} {worker:?}");
                 let Some(cost) = cost else { continue };
-                let parts =
-                    cost.queue_ms + cost.compute_ms + cost.interference_ms + cost.transfer_ms + cost.handoff_ms + cost.decode_load_ms;
+                let parts = cost.queue_ms
+                    + cost.compute_ms
+                    + cost.interference_ms
+                    + cost.transfer_ms
+                    + cost.handoff_ms
+                    + cost.decode_load_ms;
                 assert!((cost.total_ms - parts).abs() < 1e-9 && cost.total_ms > 0.0, "{cost:?}");
             }
         }

@@ -11,7 +11,7 @@ use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     channel, event_batch, snapshot_chunks,
     v1::{
-        AttemptFailed, Candidate, DescribeRequest, Failure, Placement, PrefillFinished, FailureReason, RoutePrompt, RouteReply,
+        AttemptFailed, Candidate, DescribeRequest, Failure, FailureReason, Placement, PrefillFinished, RoutePrompt, RouteReply,
         RouteRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView, WorkersReply,
         WorkersRequest,
         control_server::{Control, ControlServer},

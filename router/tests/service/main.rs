@@ -137,7 +137,9 @@ async fn more_blocks_than_a_worker_has_end_its_membership_and_are_not_indexed() 
         router.until_gone("d").await;
     }
     router
-        .until(|view| view.unavailable.iter().any(|worker| worker.reason.contains("more blocks than its reported capacity of 10")))
+        .until(|view| {
+            view.unavailable.iter().any(|worker| worker.reason.contains("more blocks than its reported capacity of 10"))
+        })
         .await;
     // A snapshot is no way around it.
     let watch = decode.watched().await;

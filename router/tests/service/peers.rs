@@ -6,7 +6,7 @@ use crate::{
 };
 use std::time::Duration;
 use tandem_node::discovery::Workers;
-use tandem_proto::v1::{BookingsRequest, Identity, RoutePrompt, ExistingPlacement, WorkersReply, worker_info::Role};
+use tandem_proto::v1::{BookingsRequest, ExistingPlacement, Identity, RoutePrompt, WorkersReply, worker_info::Role};
 use tandem_router::RouterSettings;
 use tokio::net::TcpListener;
 use tonic::Code;
@@ -147,7 +147,8 @@ async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_other
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
         // What runs is booked all the same.
-        let existing = ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
+        let existing =
+            ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
         let held = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;
         router.until(|view| view.bookings == 1).await;
         slow.snapshot(0, &[]);

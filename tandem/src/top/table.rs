@@ -149,7 +149,8 @@ impl Table {
             let mut row = vec![Cell::Nothing; Column::ALL.len()];
             row[Column::Worker as usize] = Cell::Text(absent.address.clone());
             row[Column::Role as usize] = Cell::Text("?".to_owned());
-            row[Column::Health as usize] = Cell::Text(if absent.incompatible { "incompatible" } else { "unreachable" }.to_owned());
+            row[Column::Health as usize] =
+                Cell::Text(if absent.incompatible { "incompatible" } else { "unreachable" }.to_owned());
             row
         });
         let identity = now.identity.clone().unwrap_or_default();
@@ -236,7 +237,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use tandem_proto::v1::{UnavailableWorker, CacheTotals, Identity, Load, PlacementTotals, WorkerInfo};
+    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo};
 
     /// A prefill worker that finds much, a decode worker that fails, and somebody who is not let in; `later` by so many seconds.
     pub(crate) fn cluster(later: u64) -> WorkersReply {
@@ -272,7 +273,11 @@ pub(super) mod tests {
             ],
             bookings: 6,
             identity: Some(Identity { cluster: "blue".to_owned(), model: "m".to_owned(), ..Default::default() }),
-            unavailable: vec![UnavailableWorker { address: "h:7100".to_owned(), reason: "another model".to_owned(), incompatible: true }],
+            unavailable: vec![UnavailableWorker {
+                address: "h:7100".to_owned(),
+                reason: "another model".to_owned(),
+                incompatible: true,
+            }],
             known_workers: 3,
             ..Default::default()
         }

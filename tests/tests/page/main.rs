@@ -293,7 +293,8 @@ async fn a_real_browser_shows_the_cluster_as_it_is() -> Result<()> {
     let client = Client::new(address);
     within("the cluster is ready", async || {
         let seen: Value = serde_json::from_str(&client.get("/dashboard/cluster").await?.1)?;
-        Ok(seen["workers"].as_array().is_some_and(|workers| workers.len() == WORKERS.len()) && seen["unavailable_reason"].is_null())
+        Ok(seen["workers"].as_array().is_some_and(|workers| workers.len() == WORKERS.len())
+            && seen["unavailable_reason"].is_null())
     })
     .await?;
     let mut browser = Browser::start().await?;

@@ -14,8 +14,9 @@ use tandem_proto::{
     ClusterKey,
     channel::{Channel, Listener, Network, endpoint},
     v1::{
-        self, DescribeRequest, NcclControlReply, NcclControlRequest, PrefillDone, FailureReason, TransferCapabilities, control_client::ControlClient,
-        prefill_client::PrefillClient, prefill_reply::Message, prefill_request, transfer_client::TransferClient,
+        self, DescribeRequest, FailureReason, NcclControlReply, NcclControlRequest, PrefillDone, TransferCapabilities,
+        control_client::ControlClient, prefill_client::PrefillClient, prefill_reply::Message, prefill_request,
+        transfer_client::TransferClient,
     },
 };
 use tandem_transfer::{Links, Receiver, Sink, TransferService};

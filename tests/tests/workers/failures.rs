@@ -4,8 +4,8 @@ use crate::harness::{Cluster, SOON, Setup, prompt};
 use std::time::Duration;
 use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{
-    Failure, PrefillReply, PrefillRequest, PrefillStart, FailureReason, Ticket, TransferPath, WorkerRef, generate_reply::Message, prefill_reply,
-    prefill_request, prefill_server,
+    Failure, FailureReason, PrefillReply, PrefillRequest, PrefillStart, Ticket, TransferPath, WorkerRef, generate_reply::Message,
+    prefill_reply, prefill_request, prefill_server,
 };
 use tandem_transfer::{Tcp, TransferError, Transport};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
@@ -213,7 +213,11 @@ async fn full_queues_refuse() {
     cluster.prefill.until(|load| load.running_sequences == 1).await;
     let waiting = cluster.open(cluster.remote(prompt(2, 10_000), 1)).await;
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
-    assert_eq!(cluster.failure(cluster.remote(prompt(3, 100), 1)).await, (FailureReason::AtCapacity, prefill), "the prefill worker's queue");
+    assert_eq!(
+        cluster.failure(cluster.remote(prompt(3, 100), 1)).await,
+        (FailureReason::AtCapacity, prefill),
+        "the prefill worker's queue"
+    );
     drop(running);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
     let another = cluster.open(cluster.remote(prompt(4, 10_000), 1)).await;
@@ -238,7 +242,8 @@ async fn what_breaks_the_protocol_is_an_error() {
     let no_start = Played::open(&cluster, ticket("a:1", vec![])).await.err().expect("a ticket is no start");
     assert_eq!(no_start.code(), Code::InvalidArgument);
     let again = prefill_request::Message::Start(start(&cluster, prompt(1, 50)));
-    let not_offered = Ticket { ticket: vec![1; 16], address: "a:1".to_owned(), path: TransferPath::CudaIpc.into(), ..Ticket::default() };
+    let not_offered =
+        Ticket { ticket: vec![1; 16], address: "a:1".to_owned(), path: TransferPath::CudaIpc.into(), ..Ticket::default() };
     let short = Ticket { ticket: vec![1; 8], path: TransferPath::Tcp.into(), ..not_offered.clone() };
     let [not_offered, short] = [not_offered, short].map(prefill_request::Message::Ticket);
     for second in [again, not_offered, short, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {

@@ -9,7 +9,7 @@ use serde_json::json;
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
-use tandem_proto::v1::{GenerateRequest, FailureReason, WorkerRef, generate_reply::Message};
+use tandem_proto::v1::{FailureReason, GenerateRequest, WorkerRef, generate_reply::Message};
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
 use tokio::net::TcpListener;
@@ -34,7 +34,7 @@ impl Cluster {
     }
 
     pub fn refused_live_writes(&self) -> f64 {
-        ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
+        ["not_missing", "wrong_size", "wrong_path"].map(|reason| self.refused_writes(reason)).iter().sum()
     }
 }
 

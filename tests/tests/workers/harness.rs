@@ -20,8 +20,8 @@ use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     channel::endpoint,
     v1::{
-        DescribeRequest, Failure, Finished, GenerateReply, GenerateRequest, PrefillChunk, PromptLogprobs, FailureReason, Sampling,
-        Scheduled, DecodeStarted, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
+        DecodeStarted, DescribeRequest, Failure, FailureReason, Finished, GenerateReply, GenerateRequest, PrefillChunk,
+        PromptLogprobs, Sampling, Scheduled, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };

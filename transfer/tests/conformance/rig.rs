@@ -7,7 +7,9 @@ use std::{
     time::Duration,
 };
 use tandem_kv::Ticket;
-use tandem_transfer::{Loopback, NoLinks, Piece, Push, ReadyBlocks, Refused, Sink, Tcp, TransferError, TransferService, Transport};
+use tandem_transfer::{
+    Loopback, NoLinks, Piece, Push, ReadyBlocks, Refused, Sink, Tcp, TransferError, TransferService, Transport,
+};
 use tokio::sync::Semaphore;
 
 pub const TICKET: u64 = 0xdead_beef_0000_0007;

@@ -157,7 +157,7 @@ fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_proto::v1::{UnavailableWorker, CacheTotals};
+    use tandem_proto::v1::{CacheTotals, UnavailableWorker};
 
     fn view(worker_id: &str, instance_id: &str, prompts: u64) -> WorkerView {
         let info = WorkerInfo { worker_id: worker_id.to_owned(), instance_id: instance_id.to_owned(), ..Default::default() };
@@ -182,8 +182,11 @@ mod tests {
         let mut failing = view("p1", "b", 1);
         failing.circuit_open = true;
         let unavailable_at = |address: &str| UnavailableWorker { address: address.to_owned(), ..Default::default() };
-        let other =
-            WorkersReply { workers: vec![view("p0", "a", 5), failing], unavailable: vec![unavailable_at("x:1")], ..Default::default() };
+        let other = WorkersReply {
+            workers: vec![view("p0", "a", 5), failing],
+            unavailable: vec![unavailable_at("x:1")],
+            ..Default::default()
+        };
         let views = views(vec![Ok(one), Ok(other), Err(DispatchError::RouterClosed)]);
         let replies = replies(&views, &Identity::default());
         let found = workers(&replies);
