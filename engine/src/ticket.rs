@@ -1,12 +1,11 @@
-//! How tickets are drawn, and why a write under one is refused.
+//! Generation of tickets, and why a write under one is refused.
 
-use crate::mix;
-use tandem_kv::Ticket;
+use tandem_kv::{Ticket, mix};
 
-/// Draws the next ticket.
+/// A source of tickets.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
-/// Draws each ticket from the operating system's randomness, so that no ticket can be computed from others.
+/// Returns a source that draws each ticket from the operating system's CSPRNG, so that no ticket can be computed from others.
 pub(crate) fn from_system() -> Draw {
     Box::new(|| {
         let mut bytes = [0; Ticket::BYTES];
@@ -15,7 +14,8 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// Draws the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
+/// Returns a source whose tickets depend only on the seed, so that a simulation can be repeated. Each ticket can be computed from the one
+/// before it.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -26,27 +26,27 @@ pub(crate) fn from_seed(seed: u64) -> Draw {
     })
 }
 
-/// Why blocks were not written. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
-/// drops the blocks that have landed for it: either the sender is faulty, or an attacker has the ticket.
+/// Why blocks were not written. A refusal under the ticket of an active reservation ends that reservation and drops the blocks received for
+/// it: either the sender is faulty, or an attacker has the ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
-    /// This worker does not remember the ticket: it was guessed, or was given out before the worker restarted.
+    /// The ticket is unknown: it was guessed, or issued before the worker restarted.
     #[error("no reservation has this ticket")]
     UnknownTicket,
-    /// All blocks are there, or the reservation was given up: its request was cancelled while blocks were on their way, for example.
+    /// The reservation is complete or has ended: for example, its request was cancelled while blocks were in transit.
     #[error("the ticket's reservation has ended")]
     SpentTicket,
-    /// Ends the reservation: the block was written before, or is not one that the ticket names.
+    /// The block was written before, or the ticket does not name it. Ends the reservation.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
-    /// Ends the reservation.
-    #[error("the block has another size than this worker's")]
+    /// The block does not have this worker's block size. Ends the reservation.
+    #[error("the block's size differs from this worker's")]
     WrongSize,
     /// Ends the reservation: there is nothing that blocks could be copied from.
     #[error("the blocks do not come the way that the ticket names")]
     WrongPath,
-    /// The engine has failed or is shut down.
-    #[error("the engine is gone")]
+    /// The engine failed or is shut down.
+    #[error("the engine failed or is shut down")]
     EngineGone,
 }
 
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn tickets_of_a_seed_are_repeated() {
+    fn equal_seeds_give_equal_tickets() {
         let (mut one, mut same, mut other) = (from_seed(1), from_seed(1), from_seed(9));
         let (first, second) = (one(), one());
         assert!(first != second && [first, second] == [same(), same()] && first != other());

@@ -1,14 +1,14 @@
-//! Blocks that are written beside the steps.
+//! Blocks that are written concurrently with the steps.
 
 use parking_lot::Mutex;
 use std::sync::Arc;
 use tandem_kv::{BlockId, Ticket};
 use tokio::sync::Notify;
 
-/// Ticket, indices, and whether all of them are there.
+/// Ticket, indices, and whether all of them were written.
 type End = (Ticket, Vec<u32>, bool);
 
-/// Writes that have ended, for the engine's thread.
+/// Ended writes, for the engine's thread.
 #[derive(Clone, Default)]
 pub(super) struct Ended(Arc<Mutex<Vec<End>>>);
 
@@ -18,8 +18,8 @@ impl Ended {
     }
 }
 
-/// Blocks that their holder writes, by way of the engine's [`crate::KvMemory`]. They stay in use until it is dropped, whatever becomes of
-/// the ticket; it must not be dropped before the last write has ended.
+/// The right to write blocks through the engine's [`crate::KvMemory`]. The blocks stay in use until this is dropped, even if the reservation
+/// ends; it must not be dropped before the last write has ended.
 #[must_use = "the blocks are in use as long as this is held"]
 pub struct Arrival {
     ticket: Ticket,
@@ -35,12 +35,12 @@ impl Arrival {
         Self { ticket, indices, blocks, whole: false, ended, wake }
     }
 
-    /// Where the indices that were asked for are to be written, in their order.
+    /// Returns the blocks to write, in the order of the requested indices.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
     }
 
-    /// All of them are there.
+    /// Reports that all blocks were written.
     pub fn landed(mut self) {
         self.whole = true;
     }

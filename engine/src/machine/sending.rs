@@ -32,7 +32,7 @@ impl Machine {
                 && sending.wanted.as_ref().is_some_and(Vec::is_empty)
             {
                 sending.all_told = true;
-                self.actions.push(Action::Tell(sequence.job, Event::Computed(std::mem::take(&mut sequence.chunks))));
+                self.actions.push(Action::Emit(sequence.job, Event::Computed(std::mem::take(&mut sequence.chunks))));
             }
         }
     }
@@ -51,6 +51,6 @@ pub(super) fn tell_finished_blocks(actions: &mut Vec<Action>, sequence: &mut Seq
     if !sending.by_place {
         actions.extend(ready.map(|(index, block)| Action::Read { job: sequence.job, index, block }));
     } else if ready.peek().is_some() {
-        actions.push(Action::Tell(sequence.job, Event::Ready(ready.collect())));
+        actions.push(Action::Emit(sequence.job, Event::Ready(ready.collect())));
     }
 }

@@ -53,7 +53,7 @@ impl Parts {
             queue_max: 64,
             prefix_caching: true,
             hash_key: tandem_kv::HashKey::NONE,
-            unheard_max: 1_024,
+            max_buffered_events: 1_024,
             step_max: SOON,
         };
         let engine = SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() });

@@ -1,34 +1,34 @@
-//! Blocks of prefills that go elsewhere.
+//! Blocks of prefills that are sent to another worker.
 
 use super::*;
 
 #[test]
-fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
+fn prefill_holds_its_blocks_until_dropped() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("held", 50)), world.now).expect("the job fits");
     world.run();
-    assert_eq!(world.machine.load().in_use_blocks, 4, "held until somebody says what to send");
+    assert_eq!(world.machine.load().in_use_blocks, 4, "held until the blocks to send are requested");
     world.machine.cancel(0);
     world.assert_idle();
-    assert_eq!(world.machine.load().cached_blocks, 3, "what was computed stays cached");
+    assert_eq!(world.machine.load().cached_blocks, 3, "computed blocks stay cached");
     world.machine.prefill(1, prefill(prompt("held", 50)), world.now).expect("the job fits");
     world.run();
     assert_eq!(world.cached(1), Some(48));
     world.machine.send_blocks(1, vec![0, 3, 3, 900], false);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
-    assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
+    assert_eq!(world.events[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
     world.machine.cancel(1);
     world.assert_idle();
 }
 
 #[test]
-fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
+fn preempted_prefill_is_sent_completely() {
     let mut world = World::new(37, EngineSettings { chunk_budget: 16, ..SETTINGS });
     world.machine.generate(0, generate(prompt("grows", 60), 90), world.now).expect("the job fits");
     world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("the job fits");
     while world.machine.preemptions == 0 {
-        assert!(world.step(), "somebody runs out of blocks");
+        assert!(world.step(), "blocks run out");
     }
     assert!(world.blocks(1).is_empty() && world.machine.held.is_empty());
     world.machine.send_blocks(1, (0..5).collect(), false);
@@ -39,7 +39,7 @@ fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
 }
 
 #[test]
-fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
+fn blocks_are_sent_while_later_chunks_are_computed() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();
@@ -51,13 +51,13 @@ fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
 }
 
 #[test]
-fn blocks_are_told_by_their_places_if_that_is_asked_for() {
+fn blocks_are_announced_by_place_on_request() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();
     world.machine.send_blocks(0, vec![1, 0, 3, 5], true);
     world.run();
-    let ready: Vec<&Vec<(u32, BlockId)>> = world.heard[&0]
+    let ready: Vec<&Vec<(u32, BlockId)>> = world.events[&0]
         .iter()
         .filter_map(|event| match event {
             Event::Ready(blocks) => Some(blocks),
@@ -65,8 +65,8 @@ fn blocks_are_told_by_their_places_if_that_is_asked_for() {
         })
         .collect();
     let indices: Vec<Vec<u32>> = ready.iter().map(|blocks| blocks.iter().map(|(index, _)| *index).collect()).collect();
-    assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "as each step ends, and nothing where there is nothing");
-    assert!(matches!(world.heard[&0].last(), Some(Event::Computed(_))));
+    assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "one event for each step that completed requested blocks");
+    assert!(matches!(world.events[&0].last(), Some(Event::Computed(_))));
     let expected = kv(&prompt("early", 97));
     for (index, block) in ready.into_iter().flatten() {
         assert_eq!(world.read(*block), expected[*index as usize].1, "the place holds block {index}");
