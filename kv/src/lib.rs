@@ -5,12 +5,14 @@
 mod cache;
 mod event;
 mod hash;
+mod id;
 mod report;
 mod ticket;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
+pub use id::{InstanceId, RequestId, WorkerId};
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};
 
