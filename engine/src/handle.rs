@@ -498,7 +498,7 @@ impl Driver {
         if load_changed {
             self.load.send_replace(batch.load.clone());
         }
-        if load_changed || step.is_some() || !batch.events.is_empty() || !batch.taken_in.is_empty() {
+        if load_changed || step.is_some() || !batch.events.is_empty() || !batch.included_request_ids.is_empty() {
             // Nobody may be watching.
             let _ = self.batches.send(Arc::new(batch));
         }

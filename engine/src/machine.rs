@@ -78,7 +78,7 @@ pub(crate) struct Machine {
     /// Samples that have not finished, by job.
     live: BTreeMap<JobId, u32>,
     actions: Vec<Action>,
-    taken_in: Vec<String>,
+    included_request_ids: Vec<String>,
     rates: Rates,
     preemptions: u64,
     draw_ticket: ticket::Draw,
@@ -110,7 +110,7 @@ impl Machine {
             held: Vec::new(),
             live: BTreeMap::new(),
             actions: Vec::new(),
-            taken_in: Vec::new(),
+            included_request_ids: Vec::new(),
             rates: Rates::default(),
             preemptions: 0,
             draw_ticket,
@@ -350,7 +350,7 @@ impl Machine {
             events: self.cache.take_events(),
             last_event_id: self.cache.last_event_id(),
             load: self.load(),
-            taken_in: std::mem::take(&mut self.taken_in),
+            included_request_ids: std::mem::take(&mut self.included_request_ids),
             step,
         }
     }

@@ -151,9 +151,9 @@ async fn a_watcher_sees_every_change_once() {
     let mut job = engine.generate(generate(40)).await.expect("it fits");
     while job.next().await.is_some() {}
     let (snapshot, _second) = engine.watch().await.expect("the engine runs");
-    let (mut ids, mut hashes, mut taken_in) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut ids, mut hashes, mut included_request_ids) = (Vec::new(), Vec::new(), Vec::new());
     while let Ok(batch) = first.try_recv() {
-        taken_in.extend(batch.taken_in.clone());
+        included_request_ids.extend(batch.included_request_ids.clone());
         for event in &batch.events {
             ids.push(event.event_id);
             if let Change::Stored(chain) = &event.change {
@@ -161,7 +161,7 @@ async fn a_watcher_sees_every_change_once() {
             }
         }
     }
-    assert_eq!(taken_in, ["request"]);
+    assert_eq!(included_request_ids, ["request"]);
     assert_eq!(ids, (1..=snapshot.at_event_id).collect::<Vec<_>>());
     let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(stored, hashes);

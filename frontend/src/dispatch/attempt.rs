@@ -4,7 +4,7 @@ use super::{placement::Placement, prompt::Prompt};
 use std::{collections::VecDeque, time::Duration};
 use tandem_kv::InstanceId;
 use tandem_proto::{
-    link::{Channels, MESSAGE_BYTES_MAX},
+    channel::{Channels, MESSAGE_BYTES_MAX},
     v1::{
         AttemptFailed, DecodeStarted, Failure, FailureReason, GenerateReply, GenerateRequest, ResumedSample, Scheduled,
         decode_client::DecodeClient, generate_reply::Message, worker_info::Role,
@@ -116,8 +116,8 @@ impl Work<'_> {
             let reply = reply.map_err(by_status)?.ok_or_else(|| error(FailureReason::Unspecified))?;
             match reply.message {
                 Some(Message::Scheduled(message)) => scheduled = Some((message, Instant::now())),
-                Some(Message::Started(message)) => started = Some((message, Instant::now())),
-                Some(message @ Message::Prefilled(_)) => prefilled = Some(message),
+                Some(Message::DecodeStarted(message)) => started = Some((message, Instant::now())),
+                Some(message @ Message::PrefillTimeline(_)) => prefilled = Some(message),
                 Some(Message::Failure(failure)) => return Err(AttemptError::from_worker(failure, &instance_id)),
                 Some(first @ (Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_))) => {
                     let (scheduled, scheduled_at) = scheduled.unzip();
@@ -149,7 +149,7 @@ impl Work<'_> {
             prefill: placement.prefill.as_ref().map(|prefill| prefill.wire()),
             // A resumed prompt's were sent before its first token.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| resumed.is_empty()),
-            resumed: resumed.to_vec(),
+            generated: resumed.to_vec(),
             account: prompt.account.clone(),
             prefill_start_timeout_ms: start_timeout.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
         }

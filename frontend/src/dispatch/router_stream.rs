@@ -3,7 +3,7 @@
 use super::{error::DispatchError, placement::Placement};
 use std::{sync::Arc, time::Duration};
 use tandem_proto::{
-    link::Channel,
+    channel::Channel,
     v1::{FailureReason, RoutePrompt, RouteReply, RouteRequest, route_reply, route_request::Message, router_client::RouterClient},
 };
 use tokio::{sync::mpsc, time::timeout};

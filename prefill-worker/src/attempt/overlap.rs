@@ -11,7 +11,7 @@ use tandem_node::{
     Metrics, Shutdown,
     worker::{Ledger, Requests, WorkerMetrics},
 };
-use tandem_proto::link::Network;
+use tandem_proto::channel::Network;
 use tandem_transfer::{Loopback, Piece, Refused, Sink};
 use tokio::{task::JoinSet, time::sleep};
 
