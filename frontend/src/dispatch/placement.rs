@@ -27,7 +27,7 @@ pub(crate) struct PlacedWorker {
 
 impl Placement {
     /// The placement that a router sent; `None` if it names no decode worker.
-    pub(super) fn from_wire(placement: v1::Placement) -> Option<Self> {
+    pub(crate) fn from_wire(placement: v1::Placement) -> Option<Self> {
         let worker = |v1::Candidate { worker, overlap_blocks, .. }: v1::Candidate| {
             let v1::WorkerRef { worker_id, instance_id, address, signature } = worker?;
             let (worker_id, instance_id) = (worker_id.into(), instance_id.into());
