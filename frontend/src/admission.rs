@@ -7,9 +7,10 @@ use crate::{
     metrics::{Endpoint, FrontendMetrics},
 };
 use axum::http::StatusCode;
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
@@ -126,7 +127,7 @@ impl Admission {
 
 impl Sequences {
     fn used(&self) -> MutexGuard<'_, Used> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+        self.used.lock()
     }
 
     /// Reserves all or none. Requests do not wait here: a queue would only hide the overload.

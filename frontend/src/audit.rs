@@ -1,12 +1,13 @@
 //! The result of the last `tandem audit check --result FILE`, for the dashboard and for alerts.
 
 use crate::clock::unix_time;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File},
     io::{self, Read},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tandem_node::Metrics;
@@ -134,14 +135,14 @@ impl LastAudit {
         };
         // After a timeout the last known result counts.
         let _ = tokio::time::timeout(READ_TIMEOUT, read).await;
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = self.known.lock().clone();
         known.unwrap_or_else(|| Err(Arc::new(AuditResultError::Slow { path: self.path.clone() })))
     }
 }
 
 /// Stores the outcome of a read and updates the gauges. Logs the first of several failures in a row.
 fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: &Mutex<Known>) {
-    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = known.lock();
     match &found {
         Ok(found) => {
             audited_at(metrics).set(found.checked_unix_s as f64);

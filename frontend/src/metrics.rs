@@ -3,11 +3,8 @@
 use crate::usage::{Cached, CachedSource, PromptUsage};
 use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram};
-use std::{
-    collections::HashSet,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
 use tandem_proto::v1::FailureReason;
 
@@ -203,7 +200,7 @@ impl FrontendMetrics {
 
     /// Counts prompts without a report, and warns of a worker that has stopped reporting.
     fn note_report(&self, cached: &Cached, worker: &str) {
-        let mut reporting = self.reporting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reporting = self.reporting.lock();
         if cached.source == CachedSource::Worker {
             if !reporting.contains(worker) && reporting.len() < WORKERS_MAX {
                 reporting.insert(worker.to_owned());

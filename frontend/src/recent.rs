@@ -2,10 +2,11 @@
 //! token id is kept here.
 
 use crate::{clock::unix_ms, usage::CachedSource};
+use parking_lot::Mutex;
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, VecDeque},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
 /// A ring of records, one for each prompt that ended.
@@ -110,7 +111,7 @@ impl Recent {
     /// Adds a prompt that ends now; the oldest record makes way.
     pub(crate) fn add(&self, finished: Finished) {
         let ended_unix_ms = unix_ms();
-        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ring = self.ring.lock();
         ring.added += 1;
         let record = Arc::new(Record { number: ring.added, ended_unix_ms, finished });
         let oldest = if ring.records.len() >= self.max { ring.records.pop_front() } else { None };
@@ -121,7 +122,7 @@ impl Recent {
 
     /// The records with numbers greater than `after`, the oldest first.
     pub(crate) fn after(&self, after: u64) -> Vec<Arc<Record>> {
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let ring = self.ring.lock();
         let new = usize::try_from(ring.added.saturating_sub(after)).unwrap_or(usize::MAX);
         ring.records.iter().skip(ring.records.len().saturating_sub(new)).cloned().collect()
     }

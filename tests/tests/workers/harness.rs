@@ -99,7 +99,7 @@ impl Setup {
     pub fn start(&self) -> (EngineHandle, Gate) {
         let gate = Gate::default();
         let beside = self.reach.clone().map(Beside::new);
-        let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone(), beside };
+        let engine = Gated { engine: SimEngine::new(self.sim).in_real_time(), gate: gate.clone(), beside };
         (EngineHandle::start(Box::new(engine), self.engine), gate)
     }
 }
