@@ -7,12 +7,12 @@ impl FailureReason {
     pub fn label(self) -> &'static str {
         match self {
             Self::Unspecified => "unreachable",
-            Self::Full => "at_capacity",
+            Self::AtCapacity => "at_capacity",
             Self::PrefillLost => "prefill_lost",
             Self::Timeout => "timeout",
             Self::WrongInstance => "wrong_instance",
-            Self::Engine => "engine_failed",
-            Self::Invalid => "invalid_request",
+            Self::EngineFailed => "engine_failed",
+            Self::InvalidRequest => "invalid_request",
             Self::Draining => "draining",
             Self::WriteRefused => "write_refused",
         }

@@ -145,7 +145,7 @@ impl Part {
 /// The message, from the router of this instance.
 pub(crate) fn encode(router_instance_id: &str, news: News) -> BookingsReply {
     let all = |bookings: Vec<Change>| {
-        bookings.into_iter().map(|(booking_id, told)| BookingChange { booking_id, placed: told.map(Into::into) }).collect()
+        bookings.into_iter().map(|(booking_id, told)| BookingChange { booking_id, request: told.map(Into::into) }).collect()
     };
     let message = match news {
         News::State { at, bookings, last } => Message::State(BookingState { at_change_id: at, bookings: all(bookings), last }),
@@ -269,7 +269,7 @@ impl Intake {
 }
 
 fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
-    let change = |BookingChange { booking_id, placed }| Ok((booking_id, placed.map(Told::try_from).transpose()?));
+    let change = |BookingChange { booking_id, request }| Ok((booking_id, request.map(Told::try_from).transpose()?));
     bookings.into_iter().map(change).collect()
 }
 

@@ -146,8 +146,8 @@ impl RouterService {
         if prompt.prompt_tokens == 0 {
             return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
         }
-        if prompt.running.as_ref().is_some_and(|running| running.decode_instance_id.is_empty()) {
-            return Err(Status::invalid_argument("`running.decode_instance_id` is missing"));
+        if prompt.existing.as_ref().is_some_and(|existing| existing.decode_instance_id.is_empty()) {
+            return Err(Status::invalid_argument("`existing.decode_instance_id` is missing"));
         }
         self.belongs("frontend", prompt.identity)?;
         let hashes_max = self.settings.hashes_max;
@@ -162,7 +162,7 @@ impl RouterService {
             samples: prompt.samples,
             prompt_logits: prompt.prompt_logits,
         };
-        Ok((prompt.running, asked))
+        Ok((prompt.existing, asked))
     }
 }
 

@@ -141,7 +141,7 @@ impl Opened {
     }
 }
 
-fn running(prefilling: bool) -> Option<ExistingPlacement> {
+fn existing(prefilling: bool) -> Option<ExistingPlacement> {
     let prefill_instance_id = Some("p0-instance".to_owned());
     Some(ExistingPlacement { decode_instance_id: "d0-instance".to_owned(), prefill_instance_id, prefilling })
 }
@@ -233,7 +233,7 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     let (mut cluster, mut routers) = two().await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let first = routers.opened().await;
-    assert_eq!(first.prompt.running, None);
+    assert_eq!(first.prompt.existing, None);
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     // Before the first token.
@@ -243,7 +243,7 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     if second.router == first.router {
         second = routers.opened().await;
     }
-    assert_eq!(second.prompt, RoutePrompt { running: running(true), ..first.prompt.clone() });
+    assert_eq!(second.prompt, RoutePrompt { existing: existing(true), ..first.prompt.clone() });
     call.begin(Some(0)).await;
     call.say(tokens(0, b"ab")).await;
     assert_eq!(second.hears().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: Some(0) })));
@@ -258,7 +258,7 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     while third.router != first.router {
         third = routers.opened().await;
     }
-    assert_eq!(third.prompt.running, running(false));
+    assert_eq!(third.prompt.existing, existing(false));
     cluster.counted("tandem_frontend_rebooked_total 2").await;
     // The worker is lost, too: this router has it placed anew.
     call.break_off(Status::unavailable("killed")).await;
@@ -294,7 +294,7 @@ async fn a_failure_whose_router_is_gone_is_placed_by_another_that_leaves_the_cul
         if second.router != first.router
             && let Some(heard) = second.hears().await
         {
-            assert_eq!(second.prompt.running, running(true));
+            assert_eq!(second.prompt.existing, existing(true));
             second.place(cluster.decode).await;
             break (heard, second);
         }
@@ -330,7 +330,7 @@ async fn a_router_that_leaves_keeps_its_requests_until_another_has_them() {
     assert!(matches!(first.hears().await, Some(Message::PrefillFinished(_))));
     routers.set(other, Mode::Well);
     let mut second = routers.opened().await;
-    while second.router != other || second.prompt.running != running(false) {
+    while second.router != other || second.prompt.existing != existing(false) {
         second = routers.opened().await;
     }
     assert_eq!(first.hears().await, None, "it is let go once another has the booking");

@@ -101,7 +101,7 @@ async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
     let leaving = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
     route.leaving().await;
     let existing = ExistingPlacement { decode_instance_id: instance.clone(), prefill_instance_id: None, prefilling: true };
-    let mut moved = other.route(RoutePrompt { existing: Some(running.clone()), ..prompt("r", &[1, 2]) }).await;
+    let mut moved = other.route(RoutePrompt { existing: Some(existing.clone()), ..prompt("r", &[1, 2]) }).await;
     drop(route);
     soon(leaving).await.expect("the last stream has closed");
     soon(one.ended).await.expect("it was not stopped").expect("an orderly end");
