@@ -18,16 +18,8 @@ use std::{
     time::Duration,
 };
 use tandem_proto::{
-<<<<<<< HEAD
     channel::{Channel, Network, endpoint},
     v1::{ExplainReply, ExplainRequest, Identity, RoutePrompt, WorkersReply, WorkersRequest, router_client::RouterClient},
-=======
-    channel::{Channel, Network, endpoint},
-    v1::{
-        ExistingPlacement, ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, WorkersReply, WorkersRequest,
-        router_client::RouterClient,
-    },
->>>>>>> s-wire
 };
 use tokio::{
     sync::watch,
@@ -119,21 +111,12 @@ impl Routers {
     /// address, and updates the routers' health.
     pub(crate) fn views(&self) -> impl Stream<Item = (Arc<str>, Result<WorkersReply, DispatchError>)> {
         let ask = |Router { address, mut client }: Router| async move {
-<<<<<<< HEAD
             let view = reply(client.workers(WorkersRequest {})).await;
             let can_place = view.as_ref().is_ok_and(|view| {
                 view.unavailable_reason.is_none()
                     && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
             });
             self.set_health(&address, if can_place { Health::Healthy } else { Health::Unhealthy });
-=======
-            let view = answer(client.workers(WorkersRequest {})).await;
-            let can_place = |view: &WorkersReply| {
-                view.unavailable_reason.is_none()
-                    && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
-            };
-            self.found(&address, view.as_ref().is_ok_and(can_place));
->>>>>>> s-wire
             (address, view)
         };
         self.by_health().0.into_iter().map(ask).collect::<FuturesUnordered<_>>()
@@ -215,32 +198,7 @@ impl Routers {
         }
     }
 
-<<<<<<< HEAD
     /// The number of known routers.
-=======
-    /// The prompt as routers see it.
-    pub(super) fn prompt(&self, prompt: &Prompt, existing: Option<ExistingPlacement>) -> RoutePrompt {
-        RoutePrompt {
-            request_id: prompt.request_id.clone(),
-            traceparent: prompt.traceparent.clone(),
-            model: prompt.model.clone(),
-            sequence_hashes: prompt.sequence_hashes.clone(),
-            prompt_tokens: prompt.tokens.len() as u32,
-            max_tokens: prompt.max_tokens,
-            samples: prompt.samples,
-            prompt_logits: prompt.prompt_logprobs.is_some(),
-            identity: Some(self.identity.clone()),
-            existing,
-        }
-    }
-
-    /// Others may be asked if it takes longer.
-    pub(super) async fn in_time<T>(&self, answer: impl Future<Output = Result<T, DispatchError>>) -> Result<T, DispatchError> {
-        timeout(PLACEMENT_WAIT, answer).await.unwrap_or(Err(DispatchError::RouterClosed))
-    }
-
-    /// How many there are.
->>>>>>> s-wire
     pub(super) fn len(&self) -> usize {
         self.lock().routers.len()
     }
