@@ -273,7 +273,10 @@ mod tests {
             assert!(announced.bytes == sent, "{length} bytes, announced");
         }
         let pieces = (0..3).map(|_| Ok::<_, Infallible>(Bytes::from(vec![b' '; 400_000])));
-        assert!(matches!(bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await, Err(ApiError::BodyTooLarge { .. })));
+        assert!(matches!(
+            bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await,
+            Err(ApiError::BodyTooLarge { .. })
+        ));
     }
 
     #[test]
