@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, Generate, KvSource, Sampling, StepOutput,
+    Chunk, Completion, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, Generate, KvSource, Sampling, StepOutput,
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_kv::{BlockId, HashKey, Namespace};
@@ -111,6 +111,10 @@ impl Engine for Measured {
         }
         self.ended = decodes.then(Instant::now);
         Ok(output)
+    }
+
+    fn completed(&self) -> Completion {
+        self.engine.completed()
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {

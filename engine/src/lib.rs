@@ -9,7 +9,6 @@ pub mod cuda;
 mod event;
 mod handle;
 mod machine;
-mod memory;
 mod request;
 mod sampling;
 pub mod sim;
@@ -17,14 +16,13 @@ mod ticket;
 
 pub use chunk::ChunkError;
 pub use event::{Event, FinishReason, PrefillChunk, Started};
-pub use handle::{Arrival, EngineHandle, EngineSettings, Job};
-pub use memory::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
+pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{Draw, Drawn, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::WriteRefused;
 
-use std::{sync::Arc, time::Duration};
-use tandem_kv::{BlockId, TokenId};
+use std::{pin::Pin, sync::Arc};
+use tandem_kv::{BlockId, KvMemory, TokenId};
 
 /// A device that holds a model and the KV memory of one worker.
 pub trait Engine: Send + 'static {
@@ -43,14 +41,20 @@ pub trait Engine: Send + 'static {
         self.step(chunks)
     }
 
+    /// Resolves when the device has completed the last step, if that is later than the return of `step`. Only the simulator, whose steps
+    /// take time without computing, has to wait.
+    fn completed(&self) -> Completion {
+        Box::pin(std::future::ready(()))
+    }
+
     /// Copies one block's KV out. `into` has `block_bytes`.
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError>;
 
     /// Copies one block's KV in. `bytes` has `block_bytes`.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
-    /// The KV memory for others than the thread that makes the steps, where it can be had: blocks that nobody computes on may be copied
-    /// from and to there meanwhile.
+    /// Returns the KV memory for transfers that run beside the steps, if the device has such: blocks that no step computes on may be read and
+    /// written by way of it. `None`: blocks pass through the host.
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         None
     }
@@ -62,6 +66,9 @@ pub trait Engine: Send + 'static {
         self.write_block(to, &bytes)
     }
 }
+
+/// The end of a step; see [`Engine::completed`].
+pub type Completion = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// The constants of an engine.
 #[derive(Clone, Debug)]
@@ -76,8 +83,6 @@ pub struct EngineInfo {
     pub capacity_blocks: u32,
     /// Bytes of one block.
     pub block_bytes: usize,
-    /// How long moving one block to another worker is to seem to take; zero for real devices.
-    pub simulated_block_transfer: Duration,
 }
 
 /// Consecutive tokens of one sequence, computed in one step.
@@ -111,8 +116,6 @@ pub struct StepOutput {
     pub logits: Vec<f32>,
     /// Of a device that draws: the tokens it has drawn.
     pub drawn: Vec<Drawn>,
-    /// How much longer the step is to seem to take; zero for real devices.
-    pub simulated: Duration,
 }
 
 /// The device failed; what runs on it is lost.

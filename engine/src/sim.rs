@@ -3,7 +3,7 @@
 //! Each slot of a block holds a hash of the sequence up to its token, and the next token comes from *all* bytes of KV
 //! before it. So a torn, stale or misplaced block changes the text, and a test that compares texts sees it.
 
-use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
+use crate::{Chunk, Completion, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
 use std::time::Duration;
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
@@ -25,7 +25,7 @@ pub struct SimSettings {
     pub decode_per_sequence: Duration,
     /// What a token's KV is taken to weigh when it moves between workers.
     pub kv_bytes_per_token: f64,
-    /// Of the simulated link.
+    /// Bandwidth of simulated transfers between workers.
     pub transfer_bytes_per_second: f64,
     /// All times are divided by this.
     pub speedup: f64,
@@ -44,6 +44,17 @@ impl Default for SimSettings {
             transfer_bytes_per_second: 10e9,
             speedup: 1.0,
         }
+    }
+}
+
+impl SimSettings {
+    /// Returns how long moving one block to another worker is simulated to take.
+    pub fn block_transfer(&self) -> Duration {
+        self.scaled(f64::from(self.block_size) * self.kv_bytes_per_token / self.transfer_bytes_per_second)
+    }
+
+    fn scaled(&self, seconds: f64) -> Duration {
+        Duration::from_secs_f64(seconds / self.speedup)
     }
 }
 
@@ -76,6 +87,8 @@ pub struct SimEngine {
     slots: Vec<u64>,
     /// A hash over all slots of a block, while they have not changed.
     folds: Vec<Option<u64>>,
+    /// How long the last step is simulated to take.
+    step_time: Duration,
 }
 
 /// One answer in about this many tokens ends at each token.
@@ -93,7 +106,8 @@ impl SimEngine {
     /// An empty device that answers with these tokens.
     pub fn with_vocabulary(settings: SimSettings, vocabulary: Vocabulary) -> Self {
         let blocks = settings.capacity_blocks as usize;
-        Self { settings, vocabulary, slots: vec![0; blocks * settings.block_size as usize], folds: vec![None; blocks] }
+        let slots = vec![0; blocks * settings.block_size as usize];
+        Self { settings, vocabulary, slots, folds: vec![None; blocks], step_time: Duration::ZERO }
     }
 
     fn slot(&self, blocks: &[BlockId], position: usize) -> usize {
@@ -117,22 +131,21 @@ impl SimEngine {
         state
     }
 
-    fn scaled(&self, seconds: f64) -> Duration {
-        Duration::from_secs_f64(seconds / self.settings.speedup)
+    /// Returns how long the last step is simulated to take.
+    pub fn step_time(&self) -> Duration {
+        self.step_time
     }
 }
 
 impl Engine for SimEngine {
     fn describe(&self) -> EngineInfo {
         let s = &self.settings;
-        let block_transfer = f64::from(s.block_size) * s.kv_bytes_per_token / s.transfer_bytes_per_second;
         EngineInfo {
             vocab_size: self.vocabulary.size,
             context_length: self.vocabulary.context_length,
             block_size: s.block_size,
             capacity_blocks: s.capacity_blocks,
             block_bytes: s.block_size as usize * SLOT_BYTES,
-            simulated_block_transfer: self.scaled(block_transfer),
         }
     }
 
@@ -170,7 +183,17 @@ impl Engine for SimEngine {
         if decodes > 0 {
             seconds += s.decode_step.as_secs_f64() + f64::from(decodes) * s.decode_per_sequence.as_secs_f64();
         }
-        Ok(StepOutput { logits, simulated: self.scaled(seconds), ..StepOutput::default() })
+        self.step_time = s.scaled(seconds);
+        Ok(StepOutput { logits, ..StepOutput::default() })
+    }
+
+    fn completed(&self) -> Completion {
+        let step_time = self.step_time;
+        Box::pin(async move {
+            if !step_time.is_zero() {
+                tokio::time::sleep(step_time).await;
+            }
+        })
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
@@ -271,9 +294,9 @@ mod tests {
         let tokens = vec![1; 2_000];
         let blocks: Vec<BlockId> = (0..125).map(BlockId).collect();
         let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
-        let simulated = engine.step(&[chunk]).expect("the simulator does not fail").simulated;
-        assert_eq!(simulated, Duration::from_micros(10_400));
+        engine.step(&[chunk]).expect("the simulator does not fail");
+        assert_eq!(engine.step_time(), Duration::from_micros(10_400));
         // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
-        assert_eq!(engine.describe().simulated_block_transfer.as_micros(), 20);
+        assert_eq!(engine.settings.block_transfer().as_micros(), 20);
     }
 }

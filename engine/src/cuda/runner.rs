@@ -12,9 +12,9 @@ use super::{
     pool::{Part, Pool},
     shape::Shape,
 };
-use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, KvMemory, StepOutput};
+use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, StepOutput};
 use std::{sync::Arc, time::Duration};
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, KvMemory};
 
 /// Layers that several ranks are told of ahead. A driver that has been told of a thousand launches lets the host wait for the first of them, and no
 /// error would end that while one rank's sum waits for another's.
@@ -163,7 +163,7 @@ impl<D: Device> Runner<D> {
         drawn.truncate(given.len());
         // Whoever measures the step measures all of it, and what fails fails here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
-        Ok(StepOutput { logits, drawn, simulated: Duration::ZERO })
+        Ok(StepOutput { logits, drawn })
     }
 }
 
@@ -262,7 +262,6 @@ impl<D: Device> Engine for Runner<D> {
             block_size: self.shape().block_size as u32,
             capacity_blocks: self.sizes.capacity_blocks,
             block_bytes: self.ranks.len() * self.shape().block_bytes(),
-            simulated_block_transfer: Duration::ZERO,
         }
     }
 
@@ -308,7 +307,7 @@ impl<D: Device> Engine for Runner<D> {
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         let part = |rank: &Rank<D>| Ok(Part { device: Arc::new(rank.device.beside()?), kv: Arc::clone(&rank.kv) });
         let parts: Result<_, CudaError> = self.ranks.iter().map(part).collect();
-        let parts = parts.inspect_err(|error| tracing::warn!(%error, "KV goes through the host")).ok()?;
+        let parts = parts.inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory")).ok()?;
         Some(Arc::new(Pool::new(parts, self.shape().block_bytes(), self.sizes.capacity_blocks)))
     }
 

@@ -18,7 +18,7 @@ use std::{
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
+    Chunk, Completion, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -31,6 +31,7 @@ use tandem_proto::{
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_transfer::TransferMode;
 use tokio::{task::JoinSet, time::timeout};
 
 /// As in production (`tandem/cluster/parts`).
@@ -142,7 +143,7 @@ impl World {
                     tracer: Default::default(),
                     report_cached_tokens: true,
                     ticket_wait: TICKET_WAIT,
-                    device_transfers: true,
+                    transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
@@ -160,7 +161,7 @@ impl World {
                     report_cached_tokens: true,
                     remote_waiting_max: 64,
                     landing_wait: LANDING_WAIT,
-                    device_transfers: true,
+                    transfer_mode: TransferMode::Tcp,
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
@@ -355,9 +356,12 @@ impl Engine for Tired {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        let output = self.engine.step(chunks)?;
-        let simulated = output.simulated + Duration::from_millis(self.slower.load(Relaxed));
-        Ok(StepOutput { simulated, ..output })
+        self.engine.step(chunks)
+    }
+
+    fn completed(&self) -> Completion {
+        let step_time = self.engine.step_time() + Duration::from_millis(self.slower.load(Relaxed));
+        Box::pin(tokio::time::sleep(step_time))
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {

@@ -34,7 +34,7 @@ impl Cluster {
     }
 
     pub fn refused_live_writes(&self) -> f64 {
-        ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
+        ["not_missing", "wrong_size", "wrong_path"].map(|reason| self.refused_writes(reason)).iter().sum()
     }
 }
 
