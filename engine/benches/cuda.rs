@@ -333,7 +333,7 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
 }
 
 fn nccl(model: &str) -> Outcome<()> {
-    let (took, came) = load(model)?.send_to_itself(64 << 20)?;
+    let (took, came) = load(model)?.nccl_self_test(64 << 20)?;
     println!("{}, 64 MiB in {:.1} ms", if came { "equal" } else { "DIFFERENT" }, took.as_secs_f64() * 1e3);
     Ok(())
 }

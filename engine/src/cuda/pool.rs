@@ -2,7 +2,7 @@
 
 use super::{
     CudaError,
-    device::{Device, Line, LineName, Memory},
+    device::{CommunicatorId, Device, Memory, PeerCommunicator},
 };
 use std::{
     any::Any,
@@ -162,12 +162,12 @@ impl<D: Device> KvMemory for Pool<D> {
     }
 
     fn nccl_ranks(&self) -> u32 {
-        if D::has_lines() { self.0.parts.len() as u32 } else { 0 }
+        if D::nccl_available() { self.0.parts.len() as u32 } else { 0 }
     }
 
     fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError> {
-        let names = self.0.parts.iter().map(|_| D::name_line().map_err(broken));
-        Ok(names.collect::<Result<Vec<LineName>, _>>()?.concat())
+        let names = self.0.parts.iter().map(|_| D::new_communicator_id().map_err(broken));
+        Ok(names.collect::<Result<Vec<CommunicatorId>, _>>()?.concat())
     }
 
     fn join(&self, name: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError> {
@@ -181,8 +181,8 @@ impl<D: Device> KvMemory for Pool<D> {
             CommunicatorEnd::Receiver => 1,
         };
         let nowhere_bytes = if end == CommunicatorEnd::Receiver { ours.block_bytes } else { 0 };
-        let line = |(part, name): (&Part<D>, &LineName)| {
-            let line = part.device.line(name, rank, LINK_MAX).map_err(broken)?;
+        let line = |(part, name): (&Part<D>, &CommunicatorId)| {
+            let line = part.device.connect_peer(name, rank, LINK_MAX).map_err(broken)?;
             Ok((line, Memory::new(&part.device, nowhere_bytes).map_err(broken)?))
         };
         let lines = ours.parts.iter().zip(names).map(line).collect::<Result<_, _>>()?;
@@ -232,13 +232,16 @@ impl<D: Device> PeerMemory for Peer<D> {
 
 /// One end of a link: a line for each part, and a place for what is received and not wanted.
 struct Between<D: Device> {
-    lines: Vec<(D::Line, Memory<D>)>,
+    lines: Vec<(D::PeerCommunicator, Memory<D>)>,
     pool: Arc<Parts<D>>,
 }
 
 impl<D: Device> Between<D> {
     /// All parts beside each other: who sends and who receives need not be at the same one.
-    fn on_all(&self, moves: impl Fn(&Part<D>, &(D::Line, Memory<D>)) -> Result<(), CudaError> + Sync) -> Result<(), DeviceTransferError> {
+    fn on_all(
+        &self,
+        moves: impl Fn(&Part<D>, &(D::PeerCommunicator, Memory<D>)) -> Result<(), CudaError> + Sync,
+    ) -> Result<(), DeviceTransferError> {
         let moved: Vec<_> = std::thread::scope(|scope| {
             let parts = self.pool.parts.iter().zip(&self.lines);
             let moving: Vec<_> = parts.map(|(part, line)| scope.spawn(|| moves(part, line))).collect();
@@ -252,8 +255,8 @@ impl<D: Device> KvCommunicator for Between<D> {
     fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, _)| {
-            let pieces: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
-            line.send(&pieces, move_max(blocks.len(), block_bytes))
+            let regions: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
+            line.send(&regions, move_max(blocks.len(), block_bytes))
         })
     }
 
@@ -261,8 +264,8 @@ impl<D: Device> KvCommunicator for Between<D> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, nowhere)| {
             let place = |block: &Option<BlockId>| block.map_or(nowhere.address(), |block| self.pool.address(part, block));
-            let pieces: Vec<_> = blocks.iter().map(|block| (place(block), block_bytes)).collect();
-            line.receive(&pieces, move_max(blocks.len(), block_bytes))
+            let regions: Vec<_> = blocks.iter().map(|block| (place(block), block_bytes)).collect();
+            line.receive(&regions, move_max(blocks.len(), block_bytes))
         })
     }
 }

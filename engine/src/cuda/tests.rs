@@ -10,12 +10,12 @@ mod sampling;
 
 use super::{
     CudaError, CudaLimits,
-    device::{Device, Kernel, Launch, Memory, single},
-    draws::{Draws, LIKELIHOOD_BYTES},
+    device::{Device, Kernel, Launch, Memory, f32_argument},
     model::Model,
     runner::Runner,
+    sampling::{LOGPROB_BYTES, SampleInputs},
     shape::{Half, Shape},
-    split::Split,
+    shard::Shard,
 };
 use crate::{
     Chunk, Draw, Engine, EngineError, Logits,

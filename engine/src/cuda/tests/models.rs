@@ -10,12 +10,12 @@ pub(super) const SHARED_MAX: usize = 227 << 10;
 pub(super) const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
 
 pub(super) fn load(file: &dyn ModelFile, order: u32) -> Arc<[Model<Emulated>]> {
-    load_split(file, 1, order).unwrap()
+    load_sharded(file, 1, order).unwrap()
 }
 
-pub(super) fn load_split(file: &dyn ModelFile, ranks: usize, order: u32) -> Result<Arc<[Model<Emulated>]>, CudaError> {
-    let splits = (0..ranks).map(|rank| Split { rank, ranks });
-    splits.map(|split| Model::load(file, BLOCK_SIZE, SHARED_MAX, split, |shape| Ok(Emulated::new(shape, order)))).collect()
+pub(super) fn load_sharded(file: &dyn ModelFile, ranks: usize, order: u32) -> Result<Arc<[Model<Emulated>]>, CudaError> {
+    let shards = (0..ranks).map(|rank| Shard { rank, ranks });
+    shards.map(|shard| Model::load(file, BLOCK_SIZE, SHARED_MAX, shard, |shape| Ok(Emulated::new(shape, order)))).collect()
 }
 
 pub(super) fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {
@@ -168,20 +168,20 @@ fn blocks_go_to_another_engine_of_the_same_model() {
 fn everything_that_was_taken_is_given_back() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen2-q8_0").unwrap().1);
     let model = load(&file, 0);
-    let device = model[0].device.beside().unwrap();
-    let weights = device.taken_bytes();
+    let device = model[0].device.new_stream().unwrap();
+    let weights = device.allocated_bytes();
     let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
     run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
-    assert!(device.taken_bytes() > weights);
+    assert!(device.allocated_bytes() > weights);
     drop(engine);
-    assert_eq!(device.taken_bytes(), weights);
+    assert_eq!(device.allocated_bytes(), weights);
     drop(model);
-    assert_eq!(device.taken_bytes(), 0);
+    assert_eq!(device.allocated_bytes(), 0);
 }
 
 #[test]
 fn what_cannot_be_run_is_refused_with_a_reason() {
-    let refused = |sizes: Sizes| load_split(&gguf(file(sizes, 1)), 1, 0).err().expect("the model is refused").to_string();
+    let refused = |sizes: Sizes| load_sharded(&gguf(file(sizes, 1)), 1, 0).err().expect("the model is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, told) in [
         (Sizes { head_dim: 20, ..fine }, "heads of a multiple of 8 numbers"),
@@ -199,7 +199,7 @@ fn what_cannot_be_run_is_refused_with_a_reason() {
     let chunk = |tokens, start| Chunk { tokens, start, blocks: &blocks, logits: Logits::None };
     assert!(error(&mut engine, &[chunk(&[48], 0)]).contains("beyond the vocabulary of 48"));
     assert!(error(&mut engine, &[chunk(&[], 0)]).contains("is empty"));
-    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("more than the 96 and 8"));
+    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("limits of 96 tokens and 8 single ones"));
     assert!(error(&mut engine, &[chunk(&[1], 0); 9]).contains("9 of them single"));
     let too_much = Runner::new(model, CudaLimits { capacity_blocks: Some(1 << 20), ..LIMITS });
     assert!(matches!(too_much.err(), Some(CudaError::Memory { .. })));

@@ -16,14 +16,14 @@ pub(super) const SHAPE: Shape = Shape {
     vocab_size: 1_013,
     block_size: 16,
     pairs: Pairs::Halves,
-    little_shared: false,
+    small_shared_memory: false,
 };
 const POSITION: u32 = 40;
 
 fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<u32>], order: u32) -> Vec<Drawn> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
     let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
-    let draws = Draws::new(draws, &starts, 0, vocab_size);
+    let draws = SampleInputs::new(draws, &starts, 0, vocab_size);
     let (rows, top_max) = (draws.rows(), draws.top_max());
     let words = |words: Vec<u32>| Memory::of(&device, &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
     let given = words(logits.iter().map(|logit| logit.to_bits()).collect());
@@ -31,7 +31,7 @@ fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<
     let settings = Memory::of(&device, &draws.settings).unwrap();
     let adjustments = Memory::of(&device, &draws.adjustments).unwrap();
     let scratch = Memory::new(&device, size_of_val(logits)).unwrap();
-    let drawn = Memory::new(&device, rows * (1 + top_max) * LIKELIHOOD_BYTES).unwrap();
+    let drawn = Memory::new(&device, rows * (1 + top_max) * LOGPROB_BYTES).unwrap();
     let arguments = &mut [
         given.address(),
         scratch.address(),
@@ -40,7 +40,7 @@ fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<
         adjustments.address(),
         masks.address(),
         drawn.address(),
-        drawn.address() + (rows * LIKELIHOOD_BYTES) as u64,
+        drawn.address() + (rows * LOGPROB_BYTES) as u64,
         top_max as u64,
     ];
     device.launch(Launch { kernel: Kernel::Sample, grid: [rows, 1, 1], shared_bytes: 0 }, arguments).unwrap();
