@@ -3,7 +3,11 @@
 //! Each slot of a block holds a hash of the sequence up to its token, and the next token comes from *all* bytes of KV
 //! before it. So a torn, stale or misplaced block changes the text, and a test that compares texts sees it.
 
-use crate::{Chunk, Completion, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 use std::time::Duration;
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
@@ -87,8 +91,24 @@ pub struct SimEngine {
     slots: Vec<u64>,
     /// A hash over all slots of a block, while they have not changed.
     folds: Vec<Option<u64>>,
-    /// How long the last step is simulated to take.
-    step_time: Duration,
+    clock: SimClock,
+    real_time: bool,
+}
+
+/// The simulated duration of steps that has not passed yet.
+#[derive(Clone, Default)]
+pub struct SimClock(Arc<AtomicU64>);
+
+impl SimClock {
+    /// Adds to the duration of the step that runs now.
+    pub fn add(&self, duration: Duration) {
+        self.0.fetch_add(duration.as_nanos() as u64, Relaxed);
+    }
+
+    /// Returns the duration that has been added since the last call; `None` if it is zero.
+    pub fn take(&self) -> Option<Duration> {
+        Some(Duration::from_nanos(self.0.swap(0, Relaxed))).filter(|duration| !duration.is_zero())
+    }
 }
 
 /// One answer in about this many tokens ends at each token.
@@ -106,8 +126,25 @@ impl SimEngine {
     /// An empty device that answers with these tokens.
     pub fn with_vocabulary(settings: SimSettings, vocabulary: Vocabulary) -> Self {
         let blocks = settings.capacity_blocks as usize;
-        let slots = vec![0; blocks * settings.block_size as usize];
-        Self { settings, vocabulary, slots, folds: vec![None; blocks], step_time: Duration::ZERO }
+        Self {
+            settings,
+            vocabulary,
+            slots: vec![0; blocks * settings.block_size as usize],
+            folds: vec![None; blocks],
+            clock: SimClock::default(),
+            real_time: false,
+        }
+    }
+
+    /// Makes each step take its simulated duration, instead of adding it to the clock.
+    #[must_use]
+    pub fn in_real_time(self) -> Self {
+        Self { real_time: true, ..self }
+    }
+
+    /// The clock to which steps add their simulated durations.
+    pub fn clock(&self) -> SimClock {
+        self.clock.clone()
     }
 
     fn slot(&self, blocks: &[BlockId], position: usize) -> usize {
@@ -129,11 +166,6 @@ impl SimEngine {
             state = mix(state ^ fold(&self.slots[start..][..len % size]));
         }
         state
-    }
-
-    /// Returns how long the last step is simulated to take.
-    pub fn step_time(&self) -> Duration {
-        self.step_time
     }
 }
 
@@ -166,7 +198,7 @@ impl Engine for SimEngine {
                 self.folds[slot / self.settings.block_size as usize] = None;
                 let wanted = match chunk.logits {
                     Logits::None => false,
-                    Logits::Last => i + 1 == chunk.tokens.len(),
+                    Logits::Last | Logits::Sample(_) => i + 1 == chunk.tokens.len(),
                     Logits::All => true,
                 };
                 if wanted {
@@ -183,17 +215,13 @@ impl Engine for SimEngine {
         if decodes > 0 {
             seconds += s.decode_step.as_secs_f64() + f64::from(decodes) * s.decode_per_sequence.as_secs_f64();
         }
-        self.step_time = s.scaled(seconds);
-        Ok(StepOutput { logits, ..StepOutput::default() })
-    }
-
-    fn completed(&self) -> Completion {
-        let step_time = self.step_time;
-        Box::pin(async move {
-            if !step_time.is_zero() {
-                tokio::time::sleep(step_time).await;
-            }
-        })
+        self.clock.add(s.scaled(seconds));
+        if self.real_time
+            && let Some(duration) = self.clock.take()
+        {
+            std::thread::sleep(duration);
+        }
+        Ok(StepOutput::Logits(logits))
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
@@ -250,7 +278,7 @@ mod tests {
         let mut last = Vec::new();
         for (i, tokens) in tokens.chunks(budget).enumerate() {
             let chunk = Chunk { tokens, start: (i * budget) as u32, blocks, logits: Logits::Last };
-            last = engine.step(&[chunk]).expect("the simulator does not fail").logits;
+            last = engine.step(&[chunk]).expect("the simulator does not fail").into_logits();
         }
         last
     }
@@ -283,7 +311,7 @@ mod tests {
                 destination.write_block(block, &bytes).unwrap();
             }
             let last = Chunk { tokens: &tokens[39..], start: 39, blocks: &BLOCKS, logits: Logits::Last };
-            let logits = destination.step(&[last]).expect("the simulator does not fail").logits;
+            let logits = destination.step(&[last]).expect("the simulator does not fail").into_logits();
             assert_eq!(logits == whole, !torn);
         }
     }
@@ -295,7 +323,7 @@ mod tests {
         let blocks: Vec<BlockId> = (0..125).map(BlockId).collect();
         let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
         engine.step(&[chunk]).expect("the simulator does not fail");
-        assert_eq!(engine.step_time(), Duration::from_micros(10_400));
+        assert_eq!(engine.clock().take(), Some(Duration::from_micros(10_400)));
         // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
         assert_eq!(engine.settings.block_transfer().as_micros(), 20);
     }

@@ -14,8 +14,8 @@ use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_transfer::TransferMode;
 use tandem_tests::{Client, Endpoint};
+use tandem_transfer::TransferMode;
 use tokio::net::TcpListener;
 
 const DOCUMENTS: u32 = 40;
@@ -83,8 +83,10 @@ impl Parts {
             unheard_max: 1_024,
             step_max: Duration::from_secs(60),
         };
-        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings, 7);
-        self.shutdown.spawn(driving);
+        let engine = SimEngine::new(sim);
+        let clock = engine.clock();
+        let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
+        self.shutdown.spawn(running);
         engine
     }
 

@@ -1,6 +1,7 @@
 //! Blocks of a reservation that other threads or devices write while the engine runs steps.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use tandem_kv::{BlockId, BlockWrite, Ticket};
 use tokio::sync::Notify;
 
@@ -18,7 +19,7 @@ pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 
 impl EndedWrites {
     pub fn take(&self) -> Vec<EndedWrite> {
-        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.0.lock())
     }
 }
 
@@ -51,7 +52,7 @@ impl BlockWrite for ReservedWrite {
 impl Drop for ReservedWrite {
     fn drop(&mut self) {
         let (ticket, indices, complete) = (self.ticket, std::mem::take(&mut self.indices), self.complete);
-        self.ended.0.lock().unwrap_or_else(PoisonError::into_inner).push(EndedWrite { ticket, indices, complete });
+        self.ended.0.lock().push(EndedWrite { ticket, indices, complete });
         self.wake.notify_one();
     }
 }

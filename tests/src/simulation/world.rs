@@ -18,7 +18,7 @@ use std::{
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{
-    Chunk, Completion, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -27,7 +27,7 @@ use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
-    link::{Channel, endpoint},
+    channel::{Channel, endpoint},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
@@ -124,9 +124,11 @@ impl World {
         let (engine_settings, sim) = (self.engine, self.sim);
         let mut engine = None;
         let mut start_engine = |tasks: &mut JoinSet<()>| {
-            let device = Tired { engine: SimEngine::new(sim), slower: slower.clone() };
-            let (handle, driving) = EngineHandle::driven(Box::new(device), engine_settings, seed);
-            tasks.spawn(driving);
+            let sim_engine = SimEngine::new(sim);
+            let clock = sim_engine.clock();
+            let device = Tired { engine: sim_engine, slower: slower.clone() };
+            let (handle, running) = EngineHandle::simulated(Box::new(device), clock, engine_settings, seed);
+            tasks.spawn(running);
             engine.insert(handle).clone()
         };
         let stop = shutdown.clone();
@@ -356,12 +358,9 @@ impl Engine for Tired {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        self.engine.step(chunks)
-    }
-
-    fn completed(&self) -> Completion {
-        let step_time = self.engine.step_time() + Duration::from_millis(self.slower.load(Relaxed));
-        Box::pin(tokio::time::sleep(step_time))
+        let output = self.engine.step(chunks)?;
+        self.engine.clock().add(Duration::from_millis(self.slower.load(Relaxed)));
+        Ok(output)
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {

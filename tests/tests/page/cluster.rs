@@ -61,7 +61,7 @@ impl Parts {
             unheard_max: 1_024,
             step_max: SOON,
         };
-        EngineHandle::start(Box::new(SimEngine::new(sim())), settings)
+        EngineHandle::start(Box::new(SimEngine::new(sim()).in_real_time()), settings)
     }
 
     fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {

@@ -100,7 +100,8 @@ fn a_link_moves_blocks_and_receives_what_nobody_wants() {
     assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
     assert!(name != ours.new_communicator_id().unwrap(), "every link has a name of its own");
     assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
-    let (sends, receives) = (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
+    let (sends, receives) =
+        (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();
     let to: Vec<Option<BlockId>> = moves().iter().map(|(_, to)| Some(*to)).collect();
     let before = read(&destination, BlockId(60));
@@ -127,7 +128,8 @@ fn every_rank_moves_its_part() {
     assert_moved(&source, &destination);
     let another = sharded();
     let (ours, name) = (another.kv_memory().unwrap(), ours.new_communicator_id().unwrap());
-    let (sends, receives) = (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
+    let (sends, receives) =
+        (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();
     let to: Vec<Option<BlockId>> = moves().iter().map(|(_, to)| Some(*to)).collect();
     sends.send(&from).unwrap();
