@@ -245,7 +245,9 @@ async fn ask_all(seed: u64) -> Result<(f64, f64)> {
 fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
-        println!("seed {seed}: {hit_rate:.3} of all prompt tokens were cached; the busiest worker had {busiest:.2} times the mean");
+        println!(
+            "seed {seed}: {hit_rate:.3} of all prompt tokens were cached; the busiest worker had {busiest:.2} times the mean"
+        );
         assert!(hit_rate >= 0.86, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
         assert!(busiest <= 1.2, "seed {seed}: the busiest worker had {busiest:.2} times the mean");
     }
