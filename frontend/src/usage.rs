@@ -1,6 +1,6 @@
 //! What a request used: the only code that builds `usage`, for every endpoint, streamed or not.
 
-use crate::dispatch::Placement;
+use crate::dispatch::placement::Placement;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use tandem_proto::v1::Scheduled;

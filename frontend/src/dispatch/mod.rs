@@ -5,20 +5,20 @@
 mod attempt;
 mod booking;
 mod error;
-mod placement;
+pub(crate) mod placement;
 mod prompt;
 mod router_stream;
 mod routers;
 
 pub(crate) use attempt::{AttemptError, Facts};
 pub(crate) use error::DispatchError;
-pub(crate) use placement::Placement;
 pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
 
 use crate::metrics::FrontendMetrics;
 use attempt::{Attempt, Cause, Try, Work};
 use booking::Booking;
+use placement::Placement;
 use std::{sync::Arc, time::Duration};
 use tandem_proto::{
     channel::{Channels, Network},
