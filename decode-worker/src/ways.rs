@@ -4,9 +4,10 @@
 //! has left: they are tasks that the process's end waits for.
 
 use futures::{FutureExt, future::BoxFuture};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 use tandem_engine::{EngineHandle, KvMemory, Link, LinkEnd, MoveError, PeerMemory, WriteRefused};
@@ -231,7 +232,7 @@ impl Ways {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     /// The best way from a prefill worker that is ready now.

@@ -6,11 +6,8 @@ use crate::{
 };
 use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram};
-use std::{
-    collections::HashSet,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
 use tandem_proto::v1::Reason;
 
@@ -206,7 +203,7 @@ impl FrontendMetrics {
 
     /// A worker that falls silent after it used to report is worth an alarm, and so is every prompt nobody reported on.
     fn note_report(&self, cached: &Cached, worker: &str) {
-        let mut reporting = self.reporting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reporting = self.reporting.lock();
         if cached.source == CachedSource::Worker {
             if !reporting.contains(worker) && reporting.len() < WORKERS_MAX {
                 reporting.insert(worker.to_owned());

@@ -1,9 +1,10 @@
 //! The ways from this worker's KV memory that do not lead through the host: what is offered of them, and the links of those that took it.
 
 use crate::failure::{Ended, Protocol};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 use tandem_engine::{KvMemory, Link, LinkEnd};
 use tandem_kv::{BlockId, Ticket};
@@ -106,7 +107,7 @@ impl Ways {
     }
 
     fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.0.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lines.lock()
     }
 
     /// How the blocks of a ticket go.

@@ -5,10 +5,11 @@ use super::{
     device::{CommunicatorId, Device, Memory, PeerCommunicator},
 };
 use crate::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
+use parking_lot::Mutex;
 use std::{
     any::Any,
     collections::BTreeMap,
-    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    sync::{Arc, OnceLock, Weak},
     time::Duration,
 };
 use tandem_kv::BlockId;
@@ -108,7 +109,7 @@ fn broken(error: CudaError) -> MoveError {
 
 impl<D: Device> Pool<D> {
     pub fn new(parts: Vec<Part<D>>, block_bytes: usize, blocks: u32) -> Self {
-        let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pools = POOLS.lock();
         pools.retain(|_, pool| pool.strong_count() > 0);
         let number = pools.keys().next_back().map_or(0, |last| last + 1);
         let parts = Arc::new(Parts { number, parts, block_bytes, blocks });
@@ -144,7 +145,7 @@ impl<D: Device> KvMemory for Pool<D> {
         }
         let mut peer = Peer { pool: Arc::clone(ours), addresses: Vec::new(), blocks: handle.blocks, owner: None };
         if handle.process == process() {
-            let pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+            let pools = POOLS.lock();
             let owner = pools.get(&handle.number).and_then(Weak::upgrade).and_then(|pool| pool.downcast::<Parts<D>>().ok());
             let owner = owner.ok_or_else(|| unreachable("its engine has ended"))?;
             (peer.addresses, peer.blocks) = (owner.parts.iter().map(|part| part.kv.address()).collect(), owner.blocks);

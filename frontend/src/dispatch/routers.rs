@@ -6,9 +6,10 @@
 use super::{DispatchError, Prompt, route::Held};
 use crate::metrics::FrontendMetrics;
 use futures::{Stream, stream::FuturesUnordered};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tandem_proto::{
@@ -264,7 +265,7 @@ impl Routers {
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 }
 

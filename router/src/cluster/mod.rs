@@ -24,10 +24,11 @@ use crate::{
 };
 use bookings::Bookings;
 use members::{Member, Members};
+use parking_lot::{Mutex, MutexGuard};
 use peers::Peer;
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot};
@@ -149,7 +150,7 @@ impl Cluster {
     /// For a moment, never across an await. A panic under the lock has been reported; what it left is still sound enough to
     /// route by.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The worker's news. A long list of events is applied in slices, between which others have the state: what a worker sends
