@@ -1,4 +1,4 @@
-//! Tokens drawn by the kernel against those drawn on the host, from the same logits with the same settings.
+//! The sampling kernel against sampling on the host, with the same logits and settings.
 
 use super::{emulated::ORDERS, *};
 use crate::Drawn;
@@ -49,7 +49,7 @@ fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<
     draws.read(0, rows, &bytes)
 }
 
-/// Numbers of which some are equal.
+/// Random logits, some of which are equal.
 fn logits(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| (random.number() * 40.0).round() / 8.0).collect()
 }
@@ -91,7 +91,7 @@ fn settings() -> Vec<Sampling> {
 }
 
 #[test]
-fn the_kernel_draws_what_the_host_draws() {
+fn kernel_samples_the_same_tokens_as_the_host() {
     for vocab_size in [1_013, 31] {
         let mut random = Random::new(vocab_size as u64);
         let prompt: Vec<TokenId> = (0..20).map(|_| random.below(vocab_size as u32)).collect();
@@ -116,13 +116,13 @@ fn the_kernel_draws_what_the_host_draws() {
 }
 
 #[test]
-fn only_what_a_mask_allows_is_drawn() {
+fn only_tokens_allowed_by_the_mask_are_sampled() {
     let (vocab_size, mut random) = (1_013, Random::new(3));
     let row = logits(&mut random, vocab_size);
     let allowed = [5u32, 64, 700, 1_012];
     let mut mask = vec![0u32; vocab_size.div_ceil(32)];
     allowed.iter().for_each(|token| mask[*token as usize / 32] |= 1 << (token % 32));
-    // The host has no mask: a bias that nothing else can reach says the same.
+    // The host has no mask; a bias of -infinity has the same effect.
     let bias: HashMap<u32, f32> =
         (0..vocab_size as u32).filter(|token| !allowed.contains(token)).map(|token| (token, f32::NEG_INFINITY)).collect();
     for temperature in [0.0, 1.0, 5.0] {
@@ -139,7 +139,7 @@ fn only_what_a_mask_allows_is_drawn() {
 }
 
 #[test]
-fn rows_without_a_candidate_give_a_token_all_the_same() {
+fn rows_without_a_candidate_still_give_a_token() {
     let odd = [vec![f32::NEG_INFINITY; 40], vec![f32::NAN; 40], [vec![0.0; 39], vec![f32::INFINITY]].concat()];
     let samplers: Vec<Sampler> = odd.iter().map(|_| Sampler::new(Sampling::default(), &[])).collect();
     let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(0)).collect();
