@@ -40,10 +40,10 @@ impl<D: Device> Inputs<D> {
 
     /// Copies a step's lists, each aligned to 16 bytes. The lists whose length depends on more than the numbers of rows and partitions come last, so
     /// that the others have the same addresses in all steps padded to the same numbers.
-    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, draws: &SampleInputs) -> Result<Lists, CudaError> {
+    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, sampling: &SampleInputs) -> Result<Lists, CudaError> {
         self.bytes.clear();
         let mut lists = Lists {
-            sample_settings: self.list(&draws.settings),
+            sample_settings: self.list(&sampling.settings),
             tokens: self.numbers(&batch.tokens),
             positions: self.numbers(&batch.positions),
             slots: self.numbers(&batch.slots),
@@ -54,7 +54,7 @@ impl<D: Device> Inputs<D> {
             sampled_rows: self.numbers(&batch.sampled_rows),
             tables: self.numbers(&batch.tables),
         };
-        let adjustments = self.list(&draws.adjustments);
+        let adjustments = self.list(&sampling.adjustments);
         assert_eq!(
             adjustments,
             lists.tables + u64::from(batch.offset_after_tables()) * 16,

@@ -12,7 +12,7 @@ use super::{
     sampling::{LOGPROB_BYTES, ROW_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, KvMemory, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, KvMemory, Logits, SampleRequest, SampledToken, StepOutput};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::BlockId;
 
@@ -121,34 +121,37 @@ impl<D: Device> Runner<D> {
         &self.ranks[0].device
     }
 
-    fn run(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, CudaError> {
+    fn run(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, CudaError> {
         let info = self.describe();
         for chunk in chunks {
             info.check_chunk(chunk)?;
         }
-        let mut batch = Batch::new(chunks, draws, self.shape(), self.ranks[0].device.multiprocessors());
+        let mut batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
         let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
         if batch.rows() > tokens_max || batch.combined.len() > sequences_max {
             let (tokens, sequences) = (batch.rows(), batch.combined.len());
             return Err(CudaError::StepTooLarge { tokens, sequences, tokens_max, sequences_max });
         }
         if chunks.is_empty() {
-            return Ok(StepOutput::default());
+            return Ok(StepOutput::Sampled { tokens: Vec::new(), logits: Vec::new() });
         }
-        let given: Vec<Draw<'_>> = draws.iter().flatten().copied().collect();
-        assert_eq!(given.len(), batch.sampled_rows.len(), "a chunk with a sampling request asks for its last token's logits");
-        let mut draws = SampleInputs::new(&given, &[], batch.offset_after_tables(), self.shape().vocab_size);
-        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, draws.top_max()));
+        let requests = chunks.iter().filter_map(|chunk| match chunk.logits {
+            Logits::Sample(request) => Some(request),
+            _ => None,
+        });
+        let requests: Vec<SampleRequest<'_>> = requests.collect();
+        let mut sampling = SampleInputs::new(&requests, &[], batch.offset_after_tables(), self.shape().vocab_size);
+        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max()));
         if let Some(bucket) = bucket {
             batch.pad(bucket.rows, bucket.partitions);
-            draws.pad(bucket.rows);
+            sampling.pad(bucket.rows);
         }
-        let drawn_bytes = draws.rows().min(self.sizes.head_rows_max) * (1 + draws.top_max()) * LOGPROB_BYTES;
+        let results_bytes = sampling.rows().min(self.sizes.head_rows_max) * (1 + sampling.top_max()) * LOGPROB_BYTES;
         let Rank { device, buffers, .. } = &mut self.ranks[0];
-        if buffers.sampled.bytes() < drawn_bytes {
-            buffers.sampled = Memory::new(device, drawn_bytes.next_power_of_two())?;
+        if buffers.sampled.bytes() < results_bytes {
+            buffers.sampled = Memory::new(device, results_bytes.next_power_of_two())?;
         }
-        let lists = self.ranks.iter_mut().map(|rank| rank.inputs.upload(&rank.device, &batch, &draws));
+        let lists = self.ranks.iter_mut().map(|rank| rank.inputs.upload(&rank.device, &batch, &sampling));
         let lists = lists.collect::<Result<Vec<_>, _>>()?;
         let step = |(lists, (rank, model)): (_, (_, _))| {
             let Rank { device, buffers, kv, .. }: &Rank<D> = rank;
@@ -157,24 +160,24 @@ impl<D: Device> Runner<D> {
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
         // After the layers every rank has the residual stream; the head is on the first rank.
         let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
-        let (logits, mut drawn) = match (bucket, &mut self.graphs) {
+        let (logits, mut tokens) = match (bucket, &mut self.graphs) {
             (Some(bucket), Some(graphs)) => {
                 let Rank { device, inputs, buffers, .. } = &self.ranks[0];
                 graphs.run(device, bucket, [inputs.memory.address(), buffers.sampled.address()], || {
                     layers()?;
                     first.sample(0, bucket.rows, bucket.top_max)
                 })?;
-                (Vec::new(), first.read(0, bucket.rows, &draws)?)
+                (Vec::new(), first.read(0, bucket.rows, &sampling)?)
             }
             _ => {
                 layers()?;
-                (first.logits(self.sizes.head_rows_max)?, first.draw(self.sizes.head_rows_max, &draws)?)
+                (first.logits(self.sizes.head_rows_max)?, first.sampled_tokens(self.sizes.head_rows_max, &sampling)?)
             }
         };
-        drawn.truncate(given.len());
+        tokens.truncate(requests.len());
         // The step's duration includes all of its work, and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
-        Ok(StepOutput { logits, drawn, simulated: Duration::ZERO })
+        Ok(StepOutput::Sampled { tokens, logits })
     }
 }
 
@@ -279,11 +282,7 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        self.step_and_draw(chunks, &[])
-    }
-
-    fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        let output = self.run(chunks, draws).map_err(EngineError::from);
+        let output = self.run(chunks).map_err(EngineError::from);
         if matches!(output, Err(EngineError::Lost(_))) {
             self.communicators = None;
         }
@@ -408,14 +407,14 @@ impl<D: Device> Step<'_, D> {
     }
 
     /// Returns the tokens of `sampled_rows`, computed `each` rows at a time.
-    fn draw(&self, each: usize, draws: &SampleInputs) -> Result<Vec<Drawn>, CudaError> {
-        let mut drawn = Vec::with_capacity(draws.rows());
-        for first in (0..draws.rows()).step_by(each) {
-            let rows = each.min(draws.rows() - first);
-            self.sample(first, rows, draws.top_max())?;
-            drawn.extend(self.read(first, rows, draws)?);
+    fn sampled_tokens(&self, each: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
+        let mut tokens = Vec::with_capacity(sampling.rows());
+        for first in (0..sampling.rows()).step_by(each) {
+            let rows = each.min(sampling.rows() - first);
+            self.sample(first, rows, sampling.top_max())?;
+            tokens.extend(self.read(first, rows, sampling)?);
         }
-        Ok(drawn)
+        Ok(tokens)
     }
 
     /// Enqueues head and sampling of `rows` of the sampled rows from `first` on, with up to `top_max` alternatives each.
@@ -439,10 +438,10 @@ impl<D: Device> Step<'_, D> {
     }
 
     /// Waits for the tokens of `sample`.
-    fn read(&self, first: usize, rows: usize, draws: &SampleInputs) -> Result<Vec<Drawn>, CudaError> {
-        let mut bytes = vec![0; rows * (1 + draws.top_max()) * LOGPROB_BYTES];
+    fn read(&self, first: usize, rows: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
+        let mut bytes = vec![0; rows * (1 + sampling.top_max()) * LOGPROB_BYTES];
         self.device.download(self.buffers.sampled.address(), &mut bytes)?;
-        Ok(draws.read(first, rows, &bytes))
+        Ok(sampling.read(first, rows, &bytes))
     }
 
     /// Computes the logits of the rows in the list at this device address.

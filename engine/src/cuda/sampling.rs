@@ -1,6 +1,6 @@
 //! Encodes sampling requests for `kernels/sampling.cu`, and decodes its results.
 
-use crate::{Draw, Drawn, TokenLogprob, TokenLogprobs};
+use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 
 /// Bytes of the kernel's `SampleSettings`.
 const SETTINGS_BYTES: usize = 56;
@@ -27,21 +27,21 @@ pub(super) struct SampleInputs {
 impl SampleInputs {
     /// Encodes requests in the order of the rows. `masks` has for each row the offset of its mask in 32-bit words; rows beyond its end have none. `first`
     /// is the offset of the adjustments, in adjustments.
-    pub fn new(draws: &[Draw<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
+    pub fn new(requests: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
-        for (row, draw) in draws.iter().enumerate() {
-            let s = draw.sampling();
+        for (row, request) in requests.iter().enumerate() {
+            let s = request.sampling();
             let top = s.logprobs.map(|top| top.min(vocab_size as u32));
             let mask = masks.get(row).map_or(-1, |mask| *mask as i32);
             let mut adjustments = 0u32;
-            for adjustment in draw.adjustments(vocab_size) {
+            for adjustment in request.adjustments(vocab_size) {
                 let numbers = [adjustment.token, adjustment.count, adjustment.seen.into()].map(u32::to_le_bytes);
                 all.adjustments.extend(numbers.as_flattened());
                 all.adjustments.extend(adjustment.bias.to_le_bytes());
                 adjustments += 1;
             }
             let into = &mut all.settings;
-            into.extend(draw.uniform().to_le_bytes());
+            into.extend(request.uniform().to_le_bytes());
             let singles = [s.temperature, s.top_p, s.min_p, s.frequency_penalty, s.presence_penalty, s.repetition_penalty]
                 .map(f32::to_le_bytes);
             into.extend(singles.as_flattened());
@@ -51,7 +51,7 @@ impl SampleInputs {
             first += adjustments;
             all.tops.push(top);
         }
-        debug_assert_eq!(all.settings.len(), draws.len() * SETTINGS_BYTES);
+        debug_assert_eq!(all.settings.len(), requests.len() * SETTINGS_BYTES);
         all
     }
 
@@ -81,7 +81,7 @@ impl SampleInputs {
     }
 
     /// Decodes the kernel's results for `rows` rows from `first` on: one `TokenLogprob` each, then `top_max` alternatives each.
-    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<Drawn> {
+    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<SampledToken> {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);
         let read = |bytes: &[u8]| {
@@ -94,7 +94,7 @@ impl SampleInputs {
                 logprob: token.logprob,
                 top: top.chunks(LOGPROB_BYTES).take(wanted as usize).map(read).collect(),
             });
-            Drawn { token: token.token, logprobs }
+            SampledToken { token: token.token, logprobs }
         };
         tokens.chunks(LOGPROB_BYTES).zip(&self.tops[first..first + rows]).map(row).collect()
     }

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 use tandem_kv::{KvBatch, Load, StepStats};
-use tandem_proto::{link::OnRefused, v1};
+use tandem_proto::{channel::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
 
 /// The handles of one worker's families; label `worker`.

@@ -170,23 +170,23 @@ struct Candidates {
 
 /// Samples a token for every row of logits ([row][vocab]). `scratch` has the size of `logits`; `tops` is [row][top_max].
 KERNEL(SAMPLE_THREADS)
-sample(const float *logits, float *scratch, int vocab, const SampleSettings *draws, const Adjustment *adjustments, const u32 *masks,
-       TokenLogprob *drawn, TokenLogprob *tops, int top_max) {
+sample(const float *logits, float *scratch, int vocab, const SampleSettings *all_settings, const Adjustment *adjustments, const u32 *masks,
+       TokenLogprob *sampled, TokenLogprob *tops, int top_max) {
     __shared__ double sums[SAMPLE_WARPS];
     __shared__ Best bests[SAMPLE_WARPS];
     const u64 index = blockIdx.x;
     const float *raw = logits + index * vocab;
-    const SampleSettings draw = draws[index];
+    const SampleSettings settings = all_settings[index];
     Row row = {scratch + index * vocab, static_cast<u32>(vocab), sums, bests};
     for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) row.numbers[i] = raw[i];
     block_sync();
 
     double normaliser = 0;
-    if (draw.top != NO_TOKEN) {
+    if (settings.top != NO_TOKEN) {
         Best best = row.largest([](u32, float) { return true; });
         const float max = best.value;
         normaliser = max + log(row.sum([&](u32, float logit) { return static_cast<double>(expf(logit - max)); }));
-        for (u32 place = 0; place < draw.top; place++) {
+        for (u32 place = 0; place < settings.top; place++) {
             if (threadIdx.x == 0) tops[index * top_max + place] = {best.token, static_cast<float>(best.value - normaliser)};
             const Best before = best;
             best = row.largest([&](u32 token, float logit) {
@@ -195,39 +195,39 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *dra
         }
     }
     // A token occurs in the list once, so the threads modify different numbers.
-    for (u32 i = threadIdx.x; i < draw.adjustments; i += SAMPLE_THREADS) {
-        const Adjustment change = adjustments[draw.first_adjustment + i];
+    for (u32 i = threadIdx.x; i < settings.adjustments; i += SAMPLE_THREADS) {
+        const Adjustment change = adjustments[settings.first_adjustment + i];
         float logit = row.numbers[change.token];
-        if (change.seen) logit = logit > 0 ? logit / draw.repetition_penalty : logit * draw.repetition_penalty;
-        if (change.count) logit -= draw.frequency_penalty * change.count + draw.presence_penalty;
+        if (change.seen) logit = logit > 0 ? logit / settings.repetition_penalty : logit * settings.repetition_penalty;
+        if (change.count) logit -= settings.frequency_penalty * change.count + settings.presence_penalty;
         row.numbers[change.token] = logit + change.bias;
     }
     block_sync();
-    const u32 *mask = draw.mask < 0 ? nullptr : masks + draw.mask;
+    const u32 *mask = settings.mask < 0 ? nullptr : masks + settings.mask;
     const auto allowed = [&](u32 token, float) { return !mask || (mask[token / 32] >> (token % 32) & 1); };
     const Best likeliest = row.largest(allowed);
     u32 token = likeliest.token == NO_TOKEN ? 0 : likeliest.token;
-    if (draw.temperature > 0 && likeliest.value > -INFINITY_F && likeliest.value < INFINITY_F) {
-        const float least = likeliest.value + LOG_WEIGHT_MIN * draw.temperature;
+    if (settings.temperature > 0 && likeliest.value > -INFINITY_F && likeliest.value < INFINITY_F) {
+        const float least = likeliest.value + LOG_WEIGHT_MIN * settings.temperature;
         for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) {
             const float logit = row.numbers[i];
             // If the temperature is so low that the limit rounds to the maximum, the likeliest tokens remain candidates.
             const bool counts = (logit > least || logit == likeliest.value) && allowed(i, logit);
-            const float weight = counts ? expf((logit - likeliest.value) / draw.temperature) : 0.0f;
-            row.numbers[i] = weight >= draw.min_p ? weight : 0.0f;
+            const float weight = counts ? expf((logit - likeliest.value) / settings.temperature) : 0.0f;
+            row.numbers[i] = weight >= settings.min_p ? weight : 0.0f;
         }
         block_sync();
         Candidates kept = {0, NO_TOKEN};
         const auto itself = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? static_cast<double>(weight) : 0.0; };
         const auto one = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? 1.0 : 0.0; };
-        if (draw.top_k > 0 && row.sum(one) > draw.top_k) {
-            kept.narrow_to(row, draw.top_k, [](float) { return 1.0; });
+        if (settings.top_k > 0 && row.sum(one) > settings.top_k) {
+            kept.narrow_to(row, settings.top_k, [](float) { return 1.0; });
         }
-        if (draw.top_p < 1) {
-            const double wanted = draw.top_p * row.sum(itself);
+        if (settings.top_p < 1) {
+            const double wanted = settings.top_p * row.sum(itself);
             kept.narrow_to(row, wanted, [](float weight) { return static_cast<double>(weight); });
         }
-        token = row.first_beyond(draw.uniform * row.sum(itself), itself);
+        token = row.first_beyond(settings.uniform * row.sum(itself), itself);
     }
-    if (threadIdx.x == 0) drawn[index] = {token, draw.top == NO_TOKEN ? 0.0f : static_cast<float>(raw[token] - normaliser)};
+    if (threadIdx.x == 0) sampled[index] = {token, settings.top == NO_TOKEN ? 0.0f : static_cast<float>(raw[token] - normaliser)};
 }

@@ -6,7 +6,7 @@ use super::{
     *,
 };
 use crate::{
-    Drawn,
+    SampledToken,
     cuda::{
         graphs::{Bucket, Graphs},
         plan::Batch,
@@ -27,38 +27,38 @@ struct Sequence {
     before: usize,
     prompt: usize,
     /// Number of tokens sampled.
-    draws: usize,
+    samples: usize,
     sampling: Sampling,
 }
 
 fn sequences() -> Vec<Sequence> {
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
-    let drawn = Sampling { temperature: 2.0, ..Sampling::default() };
-    let penalised = Sampling { repetition_penalty: 1.5, frequency_penalty: 0.5, ..drawn.clone() };
-    let told = Sampling { logprobs: Some(2), top_k: 9, ..drawn.clone() };
+    let random_sampling = Sampling { temperature: 2.0, ..Sampling::default() };
+    let penalised = Sampling { repetition_penalty: 1.5, frequency_penalty: 0.5, ..random_sampling.clone() };
+    let with_logprobs = Sampling { logprobs: Some(2), top_k: 9, ..random_sampling.clone() };
     let all = [
         (0, 0, 5, 34, &penalised),
-        (0, 252, 1, 26, &drawn),
-        (3, 0, 1, 6, &told),
+        (0, 252, 1, 26, &random_sampling),
+        (3, 0, 1, 6, &with_logprobs),
         (4, 400, 1, 9, &penalised),
-        (7, 0, 3, 22, &drawn),
+        (7, 0, 3, 22, &random_sampling),
         (10, 100, 1, 14, &greedy),
         // Long and late: with initially empty buffers, the lists move after steps of the same size have been captured.
         (13, 600, 1, 12, &greedy),
-        (17, 0, 1, 20, &told),
+        (17, 0, 1, 20, &with_logprobs),
     ];
-    let sequence = |(seed, (begins, before, prompt, draws, sampling)): (u64, (_, _, _, _, &Sampling))| Sequence {
+    let sequence = |(seed, (begins, before, prompt, samples, sampling)): (u64, (_, _, _, _, &Sampling))| Sequence {
         begins,
         before,
         prompt,
-        draws,
+        samples,
         sampling: Sampling { seed, ..sampling.clone() },
     };
     (0..).zip(all).map(sequence).collect()
 }
 
 /// Runs all sequences to their ends; returns the tokens sampled in each step, and all KV.
-fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
+fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     let (sequences, mut random) = (sequences(), Random::new(8));
     for block in 0..SHARED_BLOCKS {
         let numbers = engine.describe().block_bytes / 2;
@@ -76,28 +76,28 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
             (0..(sequence.before / BLOCK_SIZE) as u32).chain(own.rev()).map(BlockId).collect()
         })
         .collect();
-    let steps = sequences.iter().map(|sequence| sequence.begins + sequence.draws).max().unwrap();
-    let drawn = (0..steps).map(|step| {
-        let runs = |i: &usize| (sequences[*i].begins..sequences[*i].begins + sequences[*i].draws).contains(&step);
+    let steps = sequences.iter().map(|sequence| sequence.begins + sequence.samples).max().unwrap();
+    let sampled_tokens = (0..steps).map(|step| {
+        let runs = |i: &usize| (sequences[*i].begins..sequences[*i].begins + sequences[*i].samples).contains(&step);
         let running: Vec<usize> = (0..sequences.len()).filter(runs).collect();
         let chunk = |i: &usize| {
             let (sequence, all) = (&sequences[*i], &tokens[*i]);
             let first = if step == sequence.begins { 0 } else { all.len() - 1 };
             let start = (sequence.before + first) as u32;
-            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Last }
+            let request = samplers[*i].request((sequence.before + all.len()) as u32);
+            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Sample(request) }
         };
         let chunks: Vec<Chunk<'_>> = running.iter().map(chunk).collect();
-        let draw = |i: &usize| Some(samplers[*i].draw_at((sequences[*i].before + tokens[*i].len()) as u32));
-        let draws: Vec<_> = running.iter().map(draw).collect();
-        let drawn = engine.step_and_draw(&chunks, &draws).unwrap().drawn;
-        assert_eq!(drawn.len(), running.len());
-        for (i, drawn) in running.iter().zip(&drawn) {
-            tokens[*i].push(samplers[*i].accept(drawn).0);
+        let sampled_tokens = sampled(engine.step(&chunks).unwrap());
+        assert_eq!(sampled_tokens.len(), running.len());
+        for (i, sampled_tokens) in running.iter().zip(&sampled_tokens) {
+            tokens[*i].push(sampled_tokens.token);
+            samplers[*i].accept(sampled_tokens.token);
         }
-        drawn
+        sampled_tokens
     });
-    let drawn = drawn.collect();
-    (drawn, (0..256).map(|block| read(engine, BlockId(block))).collect())
+    let sampled_tokens = sampled_tokens.collect();
+    (sampled_tokens, (0..256).map(|block| read(engine, BlockId(block))).collect())
 }
 
 /// Batches of 1 to 6 sequences that start and end, of one partition and of several, whose lists grow and move.
@@ -114,8 +114,8 @@ fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     let (plain, plain_device) = engine(0);
     let expected = generate(&mut plain.without_graphs());
     assert_eq!(plain_device.capture_counts(), [0, 0]);
-    let same = |(drawn, blocks): (Vec<Vec<Drawn>>, Vec<Vec<u8>>)| {
-        for (step, (found, expected)) in drawn.iter().zip(&expected.0).enumerate() {
+    let same = |(sampled_tokens, blocks): (Vec<Vec<SampledToken>>, Vec<Vec<u8>>)| {
+        for (step, (found, expected)) in sampled_tokens.iter().zip(&expected.0).enumerate() {
             assert_eq!(found, expected, "in step {step}");
         }
         for (block, (found, expected)) in blocks.iter().zip(&expected.1).enumerate() {
@@ -166,18 +166,18 @@ fn least_recently_used_graph_is_evicted() {
 fn only_small_fully_sampled_decode_steps_have_a_bucket() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
-    let bucket = |lens: &[usize], draws: usize, logits| {
-        let chunks: Vec<Chunk<'_>> =
-            lens.iter().map(|len| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits }).collect();
-        let draws = vec![Some(sampler.draw_at(1)); draws];
-        let batch = Batch::new(&chunks, &draws, &SHAPE, 3);
+    let sample = Logits::Sample(sampler.request(1));
+    let bucket = |chunks: &[(usize, Logits<'_>)]| {
+        let chunk = |(len, logits): &(usize, _)| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits: *logits };
+        let chunks: Vec<Chunk<'_>> = chunks.iter().map(chunk).collect();
+        let batch = Batch::new(&chunks, &SHAPE, 3);
         graphs.bucket(&batch, 0).map(|bucket| (bucket.rows, bucket.partitions))
     };
-    assert_eq!(bucket(&[1; 5], 5, Logits::Last), Some((6, 8)));
-    assert_eq!(bucket(&[1; 9], 9, Logits::Last), Some((10, 16)));
-    for (lens, draws, logits) in
-        [(&[1; 11][..], 11, Logits::Last), (&[1, 2], 2, Logits::Last), (&[1, 1], 1, Logits::Last), (&[1, 1], 2, Logits::All)]
-    {
-        assert_eq!(bucket(lens, draws, logits), None, "{lens:?}, {draws} drawn");
+    assert_eq!(bucket(&[(1, sample); 5]), Some((6, 8)));
+    assert_eq!(bucket(&[(1, sample); 9]), Some((10, 16)));
+    let others: [&[_]; 4] =
+        [&[(1, sample); 11], &[(1, sample), (2, sample)], &[(1, sample), (1, Logits::Last)], &[(1, Logits::All); 2]];
+    for chunks in others {
+        assert_eq!(bucket(chunks), None, "{chunks:?}");
     }
 }
