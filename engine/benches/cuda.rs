@@ -168,27 +168,27 @@ fn replayed(model: &str) -> Outcome<()> {
             jobs.push(handle.generate(generate(number, prompt.clone(), greedy.clone())).await?);
         }
         for job in &mut jobs {
-            let mut told = Vec::new();
-            while told.len() < STEPS {
+            let mut line = Vec::new();
+            while line.len() < STEPS {
                 match job.next().await {
-                    Some(Event::Token { token, .. }) => told.push(token),
+                    Some(Event::Token { token, .. }) => line.push(token),
                     Some(Event::Scheduled { .. } | Event::Started(_)) => {}
                     other => return Err(format!("a sequence ended with {other:?}").into()),
                 }
             }
-            all.push(told);
+            all.push(line);
         }
         drop(jobs);
         // The engine's thread must not be in a driver call when the process ends.
         handle.wait_for_load(|load| load.in_use_blocks == 0).await;
         Ok::<_, Box<dyn Error>>(all)
     })?;
-    for (prompt, told) in prompts.iter().zip(&tokens) {
-        let (sequence, blocks) = ([&prompt[..], told].concat(), blocks(0, prompt.len() + STEPS));
+    for (prompt, line) in prompts.iter().zip(&tokens) {
+        let (sequence, blocks) = ([&prompt[..], line].concat(), blocks(0, prompt.len() + STEPS));
         let chunk = Chunk { tokens: &sequence, start: 0, blocks: &blocks, logits: Logits::All };
         let logits = plain.step(&[chunk])?.into_logits();
         let rows = logits.chunks(plain.describe().vocab_size).skip(prompt.len() - 1);
-        for (place, (row, token)) in rows.zip(told).enumerate() {
+        for (place, (row, token)) in rows.zip(line).enumerate() {
             let mean = row.iter().map(|logit| f64::from(*logit)).sum::<f64>() / row.len() as f64;
             let variance = row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / row.len() as f64;
             let likeliest = likeliest(row);
@@ -217,10 +217,10 @@ fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) 
         }
         // From the first token of the last sequence on, every step decodes all sequences.
         let last = jobs.last_mut().expect("a batch has sequences");
-        let mut told = Vec::new();
-        while told.len() <= STEPS {
+        let mut line = Vec::new();
+        while line.len() <= STEPS {
             match last.next().await {
-                Some(Event::Token { .. }) => told.push(Instant::now()),
+                Some(Event::Token { .. }) => line.push(Instant::now()),
                 Some(Event::Scheduled { .. } | Event::Started(_)) => {}
                 other => return Err(format!("a sequence ended with {other:?}").into()),
             }
@@ -228,7 +228,7 @@ fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) 
         drop(jobs);
         // The engine's thread must not be in a driver call when the process ends.
         engine.wait_for_load(|load| load.in_use_blocks == 0).await;
-        Ok(median(told.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
+        Ok(median(line.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
     })
 }
 
@@ -286,7 +286,7 @@ fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
 
 fn source(model: &str, tokens: &str) -> Outcome<()> {
     let engine = computed(&load(model)?, &prompt(tokens)?)?;
-    let handle = engine.kv_memory().ok_or("this engine does not offer its memory to peers")?.handle()?;
+    let handle = engine.kv_memory().ok_or("this engine does not offer its memory to peers")?.ipc_handle()?;
     println!("{}", handle.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
     // Until the other process closes the pipe.
     std::io::stdin().read_to_end(&mut Vec::new())?;
@@ -301,19 +301,20 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
         .spawn()?;
     let tokens = prompt(tokens)?;
     let (mut engine, here) = (computed(&load(model)?, &tokens)?, blocks(0, tokens.len()));
-    let mut told = String::new();
-    BufReader::new(source.stdout.take().ok_or("the process has no output")?).read_line(&mut told)?;
-    let digits: Vec<u8> = told.trim().chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    let mut line = String::new();
+    BufReader::new(source.stdout.take().ok_or("the process has no output")?).read_line(&mut line)?;
+    let digits: Vec<u8> = line.trim().chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
     let handle: Vec<u8> = digits.chunks(2).map(|pair| pair[0] << 4 | pair[pair.len() - 1]).collect();
     let memory = engine.kv_memory().ok_or("this engine does not offer its memory to peers")?;
-    let (theirs, ours) = (memory.open(&handle).map_err(|error| format!("{told}: {error}"))?, memory.open(&memory.handle()?)?);
+    let (theirs, ours) =
+        (memory.open_peer(&handle).map_err(|error| format!("{line}: {error}"))?, memory.open_peer(&memory.ipc_handle()?)?);
     let [there, plain] = [1, 2].map(|times| blocks(times * here.len(), tokens.len()));
     let to = |blocks: &[BlockId]| here.iter().copied().zip(blocks.iter().copied()).collect::<Vec<_>>();
     let (mut copied, mut plainly) = (Vec::new(), Vec::new());
     for _ in 0..=ROUNDS {
         for (peer, blocks, seconds) in [(&theirs, &there, &mut copied), (&ours, &plain, &mut plainly)] {
             let (blocks, started) = (to(blocks), Instant::now());
-            peer.pull(&blocks)?;
+            peer.copy(&blocks)?;
             seconds.push(started.elapsed().as_secs_f64());
         }
     }

@@ -12,9 +12,9 @@ use super::{
     sampling::{LOGPROB_BYTES, ROW_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Engine, EngineError, EngineInfo, KvMemory, Logits, SampleRequest, SampledToken, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, SampledToken, StepOutput};
 use std::{sync::Arc, time::Duration};
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, KvMemory};
 
 /// Layers enqueued on several ranks before the host waits for them. With some thousand launches pending, the driver blocks further launches until
 /// the first are done, and no error would end that while one rank's all-reduce waits for another rank's.
@@ -277,7 +277,6 @@ impl<D: Device> Engine for Runner<D> {
             block_size: self.shape().block_size as u32,
             capacity_blocks: self.sizes.capacity_blocks,
             block_bytes: self.ranks.len() * self.shape().block_bytes(),
-            simulated_block_transfer: Duration::ZERO,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Direct transfers of KV memory from engine to engine.
 
 use super::{models::*, *};
-use crate::{LinkEnd, MoveError};
+use tandem_kv::{CommunicatorEnd, DeviceTransferError};
 use tandem_model::ModelFile;
 
 const TOKENS: [TokenId; 30] = [3; 30];
@@ -35,17 +35,20 @@ fn pull_copies_blocks_of_another_process_and_drop_unmaps_it() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
-    let mut handle = theirs.handle().unwrap();
+    let mut handle = theirs.ipc_handle().unwrap();
     // Pretend that it comes from another process; within a process no IPC handle is opened.
     handle[16] ^= 1;
     let taken = destination.device().allocated_bytes();
-    let peer = ours.open(&handle).unwrap();
+    let peer = ours.open_peer(&handle).unwrap();
     assert!(destination.device().allocated_bytes() > taken, "the memory is mapped");
     let before = read(&destination, BlockId(60));
-    peer.pull(&moves()).unwrap();
+    peer.copy(&moves()).unwrap();
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
-    assert!(matches!(peer.pull(&[(BlockId(64), BlockId(0))]), Err(MoveError::Unreachable(_))), "the pool has 64 blocks");
+    assert!(
+        matches!(peer.copy(&[(BlockId(64), BlockId(0))]), Err(DeviceTransferError::Unreachable(_))),
+        "the pool has 64 blocks"
+    );
     drop(peer);
     assert_eq!(destination.device().allocated_bytes(), taken, "the memory is unmapped");
 }
@@ -55,8 +58,8 @@ fn engines_of_one_process_copy_without_ipc() {
     let model = load(&model(), 0);
     let [mut source, destination] = [0, 1].map(|_| Runner::new(Arc::clone(&model), LIMITS).unwrap());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
-    let peer = destination.kv_memory().unwrap().open(&source.kv_memory().unwrap().handle().unwrap()).unwrap();
-    peer.pull(&moves()).unwrap();
+    let peer = destination.kv_memory().unwrap().open_peer(&source.kv_memory().unwrap().ipc_handle().unwrap()).unwrap();
+    peer.copy(&moves()).unwrap();
     assert_moved(&source, &destination);
 }
 
@@ -64,9 +67,9 @@ fn engines_of_one_process_copy_without_ipc() {
 fn open_rejects_foreign_host_or_layout() {
     let engine = filled(&[0, 1, 2, 3, 4, 5, 6, 7].map(BlockId));
     let memory = engine.kv_memory().unwrap();
-    let handle = memory.handle().unwrap();
-    let refused = |handle: &[u8]| match memory.open(handle) {
-        Err(MoveError::Unreachable(why)) => why,
+    let handle = memory.ipc_handle().unwrap();
+    let refused = |handle: &[u8]| match memory.open_peer(handle) {
+        Err(DeviceTransferError::Unreachable(why)) => why,
         Err(other) => panic!("{other}"),
         Ok(_) => panic!("it was opened"),
     };
@@ -81,7 +84,7 @@ fn open_rejects_foreign_host_or_layout() {
     assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
     // A handle of another process that claims too many blocks, and one of an engine that this process does not have.
     let other = filled(&[0; 8].map(BlockId));
-    let (mut oversized, mut gone) = (other.kv_memory().unwrap().handle().unwrap(), handle.clone());
+    let (mut oversized, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
     assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
     gone[51] = 0xff;
@@ -96,11 +99,12 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
-    let name = ours.name_link().unwrap();
-    assert_eq!((name.len(), ours.link_devices()), (128, 1));
-    assert!(name != ours.name_link().unwrap(), "every communicator has an id of its own");
-    assert!(matches!(theirs.link(&name[1..], LinkEnd::Sends), Err(MoveError::Unreachable(_))));
-    let (sends, receives) = (theirs.link(&name, LinkEnd::Sends).unwrap(), ours.link(&name, LinkEnd::Receives).unwrap());
+    let name = ours.new_communicator_id().unwrap();
+    assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
+    assert!(name != ours.new_communicator_id().unwrap(), "every communicator has an id of its own");
+    assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
+    let (sends, receives) =
+        (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();
     let to: Vec<Option<BlockId>> = moves().iter().map(|(_, to)| Some(*to)).collect();
     let before = read(&destination, BlockId(60));
@@ -111,7 +115,7 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
     drop(receives);
-    assert!(matches!(sends.send(&from), Err(MoveError::Broken(_))), "the other end was dropped");
+    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end was dropped");
 }
 
 /// Blocks of a model on two GPUs, each of which holds its shard.
@@ -121,30 +125,31 @@ fn every_rank_moves_its_shard() {
     let (mut source, destination) = (sharded(), sharded());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
-    let mut handle = theirs.handle().unwrap();
+    let mut handle = theirs.ipc_handle().unwrap();
     handle[16] ^= 1;
-    ours.open(&handle).unwrap().pull(&moves()).unwrap();
+    ours.open_peer(&handle).unwrap().copy(&moves()).unwrap();
     assert_moved(&source, &destination);
     let another = sharded();
-    let (ours, name) = (another.kv_memory().unwrap(), ours.name_link().unwrap());
-    let (sends, receives) = (theirs.link(&name, LinkEnd::Sends).unwrap(), ours.link(&name, LinkEnd::Receives).unwrap());
+    let (ours, name) = (another.kv_memory().unwrap(), ours.new_communicator_id().unwrap());
+    let (sends, receives) =
+        (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();
     let to: Vec<Option<BlockId>> = moves().iter().map(|(_, to)| Some(*to)).collect();
     sends.send(&from).unwrap();
     receives.receive(&to).unwrap();
     assert_moved(&source, &another);
     let alone = filled(&[0; 8].map(BlockId)).kv_memory().unwrap();
-    assert!(matches!(alone.open(&handle), Err(MoveError::Unreachable(_))), "tensor-parallel degrees differ");
+    assert!(matches!(alone.open_peer(&handle), Err(DeviceTransferError::Unreachable(_))), "tensor-parallel degrees differ");
 }
 
 #[test]
 fn copies_continue_after_their_engine_has_ended() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[0; 8].map(BlockId));
-    let mut handle = source.kv_memory().unwrap().handle().unwrap();
+    let mut handle = source.kv_memory().unwrap().ipc_handle().unwrap();
     handle[16] ^= 1;
-    let peer = destination.kv_memory().unwrap().open(&handle).unwrap();
+    let peer = destination.kv_memory().unwrap().open_peer(&handle).unwrap();
     drop(destination);
     // A transfer in progress keeps the memory allocated.
-    peer.pull(&moves()).unwrap();
+    peer.copy(&moves()).unwrap();
 }
