@@ -6,15 +6,15 @@ use crate::{
     service::Client,
 };
 use futures::FutureExt;
-use tandem_engine::{Event, Job};
-use tandem_node::worker::ClientGone;
+use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
+use tandem_worker::{ClientGone, Job};
 
 /// Tokens in one message: what a slow client finds when it comes back.
 const TOKENS_MAX: usize = 256;
 
 /// Tells the client everything to the last sample's end. A client that is slow makes this wait, never the engine.
-pub(crate) async fn forward(job: &mut Job, output: Output, client: &Client) -> Result<(), Ended> {
+pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) -> Result<(), Ended> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
     while running > 0 {
@@ -41,7 +41,7 @@ pub(crate) async fn forward(job: &mut Job, output: Output, client: &Client) -> R
                 running -= 1;
             }
             Some(Event::Started(started)) => {
-                client.send(Message::Started(convert::started(&started))).await?;
+                client.send(Message::DecodeStarted(convert::started(&started))).await?;
                 let chunks = started.chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
                 client.prefilled(chunks.collect()).await?;
             }

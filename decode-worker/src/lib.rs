@@ -14,22 +14,15 @@ mod remote;
 mod service;
 mod ways;
 
-use futures::{FutureExt, future::OptionFuture};
 use service::{Service, Worker};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
-use tandem_engine::{EngineHandle, EngineInfo};
-use tandem_node::{
-    Metrics, Shutdown,
-    events::Broker,
-    trace::Tracer,
-    worker::{ControlService, Direction, Ledger, Requests, Watch, Watched, WorkerMetrics},
-};
+use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
-    ClusterKey,
-    link::{Channels, Listener, MESSAGE_BYTES_MAX},
-    v1::{Way, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
+    channel::{Channels, Listener, MESSAGE_BYTES_MAX},
+    v1::{TransferPath, decode_server::DecodeServer, worker_info::Role},
 };
 use tandem_transfer::TransferService;
+use tandem_worker::{Backend, Direction, WorkerError, WorkerSettings};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
 use ways::Ways;
@@ -45,6 +38,8 @@ pub struct DecodeWorkerSettings {
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
     pub landing_wait: Duration,
+    /// Blocks may come from device to device where both workers support that; off: over TCP only.
+    pub device_transfers: bool,
 }
 
 /// Why a decode worker ended.
@@ -57,7 +52,9 @@ pub enum DecodeWorkerError {
     #[error("the decode worker's socket has no address")]
     Socket(#[from] std::io::Error),
     /// It listens on all addresses, and none is advertised.
-    #[error("the decode worker listens on {0}, which other hosts cannot connect to; set --advertise to the host:port at which they reach it")]
+    #[error(
+        "the decode worker listens on {0}, which other hosts cannot connect to; set --advertise to the host:port at which they reach it"
+    )]
     NoAdvertisedAddress(SocketAddr),
 }
 
@@ -77,21 +74,27 @@ pub async fn run(
         Some(address) => address,
         None => own_address(listener.local_addr()?)?,
     };
-    let base = tandem_worker::Worker::new(Role::Decode, Arc::new(backend), &settings.worker, listener.network(), &metrics, shutdown);
-    let ways = Ways::new(engine.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown.clone());
-    // Its series are there before its first transfer.
-    metrics.transfer(ways::name(Way::Tcp), Direction::Received);
-    let worker = Worker {
+    let backend = Arc::new(backend);
+    let worker = tandem_worker::Worker::new(Role::Decode, backend, &settings.worker, listener.network(), &metrics, shutdown);
+    let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
+    let ways = Ways::new(worker.engine()?.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown);
+    // The series exist before the first transfer.
+    metrics.transfer(ways::name(TransferPath::Tcp), Direction::Received);
+    let decode = Worker {
+        instance_id: info.instance_id.clone(),
         address,
+        backend,
+        metrics,
         ways: ways.clone(),
+        requests,
+        ledger,
         channels: Channels::on(listener.network().clone()),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
-        base: base.clone(),
         settings,
     };
-    let decode = DecodeServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let decode = DecodeServer::new(Service(Arc::new(decode))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let routes = Routes::default().add_service(decode).add_service(TransferService::server(ways.sink(), ways));
-    Ok(base.serve(listener, routes).await?)
+    Ok(worker.serve(listener, routes).await?)
 }
 
 fn own_address(address: SocketAddr) -> Result<String, DecodeWorkerError> {

@@ -11,12 +11,13 @@ use crate::{
     service::{Client, Worker, in_time},
     ways::{self, Chosen},
 };
-use tandem_engine::{Event, Job, Started};
+use tandem_engine::{Event, Started};
 use tandem_kv::Ticket;
-use tandem_node::worker::Direction;
 use tandem_proto::v1::{
-    self, PrefillChunk, PrefillDone, PrefillStart, Reason, Way, WorkerRef, generate_reply::Message, worker_info::Role,
+    self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, TransferPath, WorkerRef, generate_reply::Message,
+    worker_info::Role,
 };
+use tandem_worker::{Direction, Job};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
@@ -25,7 +26,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         worker.metrics.count_unvouched();
         return Err(Ended::Unvouched);
     }
-    request.generate.check(worker.engine.info())?;
+    request.generate.check(worker.backend.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
     let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
@@ -51,8 +52,8 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     let deadline = Instant::now() + worker.settings.landing_wait;
     // The ticket, and the way its blocks take. Dropped after the job: as long as the ticket is live, its blocks have a source.
     let mut given: Option<(Ticket, Chosen)> = None;
-    let mut job = worker.engine.generate(generate).await?;
-    let landed = land(worker, &mut job, &mut prefill, &mut given, deadline).await?;
+    let mut job = worker.backend.generate(generate).await?;
+    let landed = land(worker, &mut *job, &mut prefill, &mut given, deadline).await?;
     drop(given);
     drop(waiting);
     if landed.started.kv_transfer_bytes > 0 {
@@ -60,16 +61,16 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         received.bytes.increment(landed.started.kv_transfer_bytes);
         received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
-    client.send(Message::Started(convert::started(&landed.started))).await?;
+    client.send(Message::DecodeStarted(convert::started(&landed.started))).await?;
     // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
     client.prefilled(landed.chunks).await?;
-    forward(&mut job, output, client).await
+    forward(&mut *job, output, client).await
 }
 
 struct Landed {
     started: Started,
-    way: Way,
+    way: TransferPath,
     /// In which the prefill worker computed it; none if all was here before.
     chunks: Vec<PrefillChunk>,
 }
@@ -78,7 +79,7 @@ struct Landed {
 /// are here. Until then the written blocks may be forged.
 async fn land(
     worker: &Worker,
-    job: &mut Job,
+    job: &mut dyn Job,
     prefill: &mut Prefill,
     given: &mut Option<(Ticket, Chosen)>,
     deadline: Instant,
@@ -94,17 +95,17 @@ async fn land(
                     // Nothing has to go any way.
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
-                    let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
-                    let wants_handle = chosen.wants_handle;
+                    let (path, communicator) = (chosen.way.into(), chosen.communicator.clone());
+                    let wants_ipc_handle = chosen.wants_ipc_handle;
                     *given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
                     let address_signature = Vec::new();
                     let ticket =
-                        v1::Ticket { ticket, address, missing_blocks, way, communicator, wants_handle, address_signature };
+                        v1::Ticket { ticket, address, missing_blocks, path, communicator, wants_ipc_handle, address_signature };
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
-                    let way = given.as_ref().map_or(Way::Tcp, |(_, chosen)| chosen.way);
+                    let way = given.as_ref().map_or(TransferPath::Tcp, |(_, chosen)| chosen.way);
                     return Ok(Landed { started, way, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
@@ -118,12 +119,12 @@ async fn land(
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
                     let Some((ticket, chosen)) = given else { return Err(prefill.lost()) };
-                    worker.engine.confirm(*ticket).await;
+                    worker.ways.confirm(*ticket).await;
                     worker.ways.landed(chosen, prefill.instance_id(), &said);
                     done = Some(said);
                 }
                 // It waited for our ticket, which waited for our blocks.
-                Said::Failure(failure) if given.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),
+                Said::Failure(failure) if given.is_none() && failure.reason() == FailureReason::Timeout => return Err(Ended::NoBlocks),
                 Said::Failure(failure) => return Err(Ended::Prefill(failure)),
                 Said::Scheduled(_) => return Err(prefill.lost()),
             },

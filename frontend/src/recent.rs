@@ -74,8 +74,8 @@ pub(crate) struct Steps {
 /// One step's part of a prompt; the 64th is of all steps from there on.
 #[derive(Debug, Serialize)]
 pub(crate) struct Chunk {
-    pub(crate) from_ms: f64,
-    pub(crate) took_ms: f64,
+    pub(crate) start_ms: f64,
+    pub(crate) duration_ms: f64,
     pub(crate) tokens: u32,
 }
 

@@ -11,10 +11,11 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
 const DOCUMENTS: u32 = 40;
@@ -78,8 +79,10 @@ impl Parts {
             unheard_max: 1_024,
             step_max: Duration::from_secs(60),
         };
-        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings, 7);
-        self.shutdown.spawn(driving);
+        let engine = SimEngine::new(sim);
+        let clock = engine.clock();
+        let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
+        self.shutdown.spawn(running);
         engine
     }
 
@@ -90,14 +93,13 @@ impl Parts {
     async fn prefill_worker(&self, number: usize) -> Result<String> {
         let (listener, address) = Self::listener().await?;
         let settings = PrefillWorkerSettings {
-            worker_id: format!("prefill-{number}"),
-            cluster: "tandem".to_owned(),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: true,
+            worker: WorkerSettings {
+                worker_id: format!("prefill-{number}"),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             ticket_wait: SOON,
             device_transfers: true,
         };
@@ -109,15 +111,14 @@ impl Parts {
     async fn decode_worker(&self) -> Result<String> {
         let (listener, address) = Self::listener().await?;
         let settings = DecodeWorkerSettings {
-            worker_id: "decode-0".to_owned(),
-            cluster: "tandem".to_owned(),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: "decode-0".to_owned(),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
             device_transfers: true,

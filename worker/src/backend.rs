@@ -41,12 +41,17 @@ pub trait Backend: Send + Sync + 'static {
 }
 
 /// A prefill or a generation. Dropping it cancels it and releases all that it holds.
+#[tonic::async_trait]
 pub trait Job: Send {
     /// Polls for the next event; `None` after the last. A job that ends without an event of its own has lost its back end.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>>;
+
+    /// Prefill: asks for these blocks of the prompt, which are then reported as soon as they are computed: with their content, or `in_place`.
+    /// To be called once, and only if the back end has [`Backend::transfers`].
+    async fn send_blocks(&mut self, block_indices: Vec<u32>, in_place: bool);
 }
 
-impl dyn Job {
+impl dyn Job + '_ {
     /// The next event; `None` after the last. Cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         poll_fn(|context| self.poll_next(context)).await
@@ -61,4 +66,47 @@ pub struct CacheWatch {
     pub load: Load,
     /// Later events and loads. Events with ids up to the snapshot's are included in the snapshot.
     pub batches: broadcast::Receiver<Arc<KvBatch>>,
+}
+
+#[tonic::async_trait]
+impl Backend for EngineHandle {
+    fn info(&self) -> &EngineInfo {
+        self.info()
+    }
+
+    async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {
+        Ok(Box::new(self.prefill(prefill).await?))
+    }
+
+    async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal> {
+        Ok(Box::new(self.generate(generate).await?))
+    }
+
+    async fn watch(&self) -> Option<CacheWatch> {
+        let (snapshot, batches) = self.watch().await?;
+        Some(CacheWatch { snapshot, load: self.load(), batches })
+    }
+
+    async fn hung(&self) {
+        self.hung().await;
+    }
+
+    fn transfers(&self) -> Option<&EngineHandle> {
+        Some(self)
+    }
+}
+
+#[tonic::async_trait]
+impl Job for tandem_engine::Job {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.poll_next(context)
+    }
+
+    async fn send_blocks(&mut self, block_indices: Vec<u32>, in_place: bool) {
+        if in_place {
+            self.show_blocks(block_indices).await;
+        } else {
+            tandem_engine::Job::send_blocks(self, block_indices).await;
+        }
+    }
 }

@@ -14,10 +14,7 @@ use tandem_proto::{
         control_server::ControlServer, watch_reply,
     },
 };
-use tokio::{
-    sync::broadcast::error::RecvError,
-    time::Instant,
-};
+use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use tonic::{Request, Response, Status};
 
 /// The longest time between two messages on a `Watch` stream. Each has the last event's id and the load, so that a lost last batch and a
@@ -59,9 +56,9 @@ impl Control for ControlService {
     type WatchStream = Replies<WatchReply>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let WatchRequest { instance_id, published_elsewhere } = request.into_inner();
+        let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         self.admit(&instance_id)?;
-        let (shutdown, broker) = (self.shutdown.clone(), self.broker.clone().filter(|_| published_elsewhere));
+        let (shutdown, broker) = (self.shutdown.clone(), self.broker.clone().filter(|_| events_over_nats));
         let (backend, metrics) = (self.backend.clone(), self.metrics.clone());
         let replies = self.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
@@ -70,7 +67,7 @@ impl Control for ControlService {
                 biased;
                 () = shutdown.draining() => draining(),
                 () = backend.hung() => engine_hung(),
-                ended = async { watcher.run(backend.watch().await, published_elsewhere).await } => ended?,
+                ended = async { watcher.run(backend.watch().await, events_over_nats).await } => ended?,
             };
             watcher.replies.fail(error).await
         });
@@ -152,7 +149,7 @@ impl Watcher {
                         newest.last_event_id = batch.last_event_id.max(above);
                         newest.load = batch.load.clone();
                         let has_events = !self.is_published() && batch.events.last().is_some_and(|last| last.event_id > above);
-                        if has_events || !batch.taken_in.is_empty() {
+                        if has_events || !batch.included_request_ids.is_empty() {
                             sent = self.send(&batch, above).await?;
                         }
                     }

@@ -17,15 +17,16 @@ pub use requests::{ClientGone, Replies, ReplySender, Requests};
 use control::ControlService;
 use futures::future::OptionFuture;
 use std::sync::Arc;
+use tandem_engine::EngineHandle;
 use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
 use tandem_proto::{
-    link::{Listener, Network},
+    channel::{Listener, Network},
     v1::{WorkerInfo, worker_info::Role},
 };
 use tonic::service::Routes;
 
 /// Settings of a worker of either role.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct WorkerSettings {
     /// The worker's stable name, and the label of its metrics.
     pub worker_id: String,
@@ -41,10 +42,8 @@ pub struct WorkerSettings {
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
-    /// Off: `Scheduled` does not say how many tokens were cached. Only tests of the router's estimate turn it off.
-    pub report_cached_tokens: bool,
-    /// Blocks may move from device to device where both workers support that; off: over TCP only.
-    pub device_transfers: bool,
+    /// `Scheduled` does not say how many tokens were cached. Only for tests of what the cluster makes of such a worker.
+    pub withhold_cached_tokens: bool,
 }
 
 /// Why a worker ended.
@@ -56,6 +55,9 @@ pub enum WorkerError {
     /// The back end has ended.
     #[error("the worker's engine has ended; the log says why")]
     EngineGone,
+    /// The back end moves KV itself, by means that no worker of this version has.
+    #[error("the worker's engine does not support Tandem's KV transfers")]
+    NoTransfers,
 }
 
 /// What the services of one worker share. Cheap to clone.
@@ -113,6 +115,14 @@ impl Worker {
             shutdown,
             broker: settings.broker.clone(),
         }
+    }
+
+    /// Returns the engine whose KV memory the transfer paths use.
+    ///
+    /// # Errors
+    /// The back end moves KV itself.
+    pub fn engine(&self) -> Result<&EngineHandle, WorkerError> {
+        self.backend.transfers().ok_or(WorkerError::NoTransfers)
     }
 
     /// Serves `Control` and the services in `routes` until the process drains and every request has ended.

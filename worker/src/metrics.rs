@@ -12,7 +12,7 @@ use std::{
 };
 use tandem_kv::{KvBatch, Load, StepStats};
 use tandem_node::Metrics;
-use tandem_proto::{link::OnRefused, v1};
+use tandem_proto::{channel::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
 
 /// Handles of one worker's metric families, with the label `worker`.
@@ -151,7 +151,11 @@ impl WorkerMetrics {
                 "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.",
                 &[worker],
             ),
-            preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences preempted: their KV blocks were needed for others.", &[worker]),
+            preemptions: registry.counter(
+                "tandem_worker_preemptions_total",
+                "Sequences preempted: their KV blocks were needed for others.",
+                &[worker],
+            ),
             capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "All KV blocks of the worker.", &[worker]),
             totals: Mutex::default(),
             prefilled_tokens: AtomicU64::default(),

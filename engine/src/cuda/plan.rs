@@ -1,7 +1,7 @@
 //! A step's chunks as the kernels take them. Plain data.
 
 use super::shape::Shape;
-use crate::{Chunk, Draw, Logits};
+use crate::{Chunk, Logits};
 
 /// Fewer positions in a part of a sequence are not worth a block of their own.
 const PARTITION_POSITIONS_MIN: usize = 256;
@@ -31,13 +31,11 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// `draws` may be shorter than `chunks`: the others have none.
-    pub fn new(chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>], shape: &Shape, multiprocessors: usize) -> Self {
+    pub fn new(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> Self {
         let mut batch = Self::default();
         let tile_tokens = Shape::PROMPT_ROWS / shape.group();
         let partition_positions = partition_positions(chunks, shape, multiprocessors);
-        let draws = draws.iter().map(Option::is_some).chain(std::iter::repeat(false));
-        for (chunk, drawn) in chunks.iter().zip(draws) {
+        for chunk in chunks {
             let (first_row, table) = (batch.tokens.len() as u32, batch.tables.len() as u32);
             let len = chunk.tokens.len() as u32;
             batch.tokens.extend_from_slice(chunk.tokens);
@@ -62,10 +60,10 @@ impl Batch {
             }
             let rows = match chunk.logits {
                 Logits::None => 0..0,
-                Logits::Last => first_row + len - 1..first_row + len,
+                Logits::Last | Logits::Sample(_) => first_row + len - 1..first_row + len,
                 Logits::All => first_row..first_row + len,
             };
-            if drawn && chunk.logits == Logits::Last {
+            if matches!(chunk.logits, Logits::Sample(_)) {
                 batch.sampled_rows.extend(rows);
             } else {
                 batch.logit_rows.extend(rows);
@@ -139,7 +137,7 @@ mod tests {
         small_shared_memory: false,
     };
 
-    fn chunk<'a>(tokens: &'a [u32], start: u32, blocks: &'a [BlockId], logits: Logits) -> Chunk<'a> {
+    fn chunk<'a>(tokens: &'a [u32], start: u32, blocks: &'a [BlockId], logits: Logits<'a>) -> Chunk<'a> {
         Chunk { tokens, start, blocks, logits }
     }
 
@@ -154,7 +152,7 @@ mod tests {
             chunk(&tokens[..2], 16, &blocks[7..], Logits::All),
             chunk(&tokens[..300], 0, &blocks, Logits::Last),
         ];
-        let batch = Batch::new(&chunks, &[], &SHAPE, 4);
+        let batch = Batch::new(&chunks, &SHAPE, 4);
         assert_eq!(batch.rows(), 374);
         assert_eq!(batch.logit_rows, [70, 71, 72, 73, 373]);
         assert_eq!(batch.slots[..3], [398 * 16 + 14, 398 * 16 + 15, 397 * 16]);
@@ -197,8 +195,8 @@ mod tests {
     fn padding_leaves_the_batch_as_it_is_and_its_lists_where_they_are() {
         let blocks: Vec<BlockId> = (0..40).map(BlockId).collect();
         let chunks = [600, 3, 20].map(|position| chunk(&[7], position, &blocks, Logits::Last));
-        let mut batch = Batch::new(&chunks, &[], &SHAPE, 4);
-        let (plain, tables) = (Batch::new(&chunks, &[], &SHAPE, 4), batch.tables.clone());
+        let mut batch = Batch::new(&chunks, &SHAPE, 4);
+        let (plain, tables) = (Batch::new(&chunks, &SHAPE, 4), batch.tables.clone());
         batch.pad(4, 8);
         assert_eq!((batch.rows(), batch.partitions.len(), batch.combined.len()), (4, 8, 4));
         assert_eq!(
@@ -214,7 +212,7 @@ mod tests {
         let blocks: Vec<BlockId> = (0..8_192).map(BlockId).collect();
         let parts = |sequences: usize, position: u32, multiprocessors: usize| {
             let chunks = vec![chunk(&[1], position, &blocks, Logits::Last); sequences];
-            let batch = Batch::new(&chunks, &[], &SHAPE, multiprocessors);
+            let batch = Batch::new(&chunks, &SHAPE, multiprocessors);
             assert!(batch.partitions.len() <= partitions_max(sequences, &SHAPE, multiprocessors), "{sequences} at {position}");
             batch.partitions.len()
         };

@@ -12,7 +12,7 @@ use super::{
     sampling::{LOGPROB_BYTES, ROW_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, KvMemory, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, KvMemory, Logits, SampleRequest, SampledToken, StepOutput};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::BlockId;
 
@@ -110,23 +110,26 @@ impl<D: Device> Runner<D> {
         &self.ranks[0].device
     }
 
-    fn run(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, CudaError> {
+    fn run(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, CudaError> {
         let info = self.describe();
         for chunk in chunks {
             info.check_chunk(chunk)?;
         }
-        let mut batch = Batch::new(chunks, draws, self.shape(), self.ranks[0].device.multiprocessors());
+        let mut batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
         let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
         if batch.rows() > tokens_max || batch.combined.len() > sequences_max {
             let (tokens, sequences) = (batch.rows(), batch.combined.len());
             return Err(CudaError::StepTooLarge { tokens, sequences, tokens_max, sequences_max });
         }
         if chunks.is_empty() {
-            return Ok(StepOutput::default());
+            return Ok(StepOutput::Sampled { tokens: Vec::new(), logits: Vec::new() });
         }
-        let given: Vec<Draw<'_>> = draws.iter().flatten().copied().collect();
-        assert_eq!(given.len(), batch.sampled_rows.len(), "whoever has a draw wants the last token's logits");
-        let mut draws = SampleInputs::new(&given, &[], batch.offset_after_tables(), self.shape().vocab_size);
+        let requests = chunks.iter().filter_map(|chunk| match chunk.logits {
+            Logits::Sample(request) => Some(request),
+            _ => None,
+        });
+        let requests: Vec<SampleRequest<'_>> = requests.collect();
+        let mut draws = SampleInputs::new(&requests, &[], batch.offset_after_tables(), self.shape().vocab_size);
         let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, draws.top_max()));
         if let Some(bucket) = bucket {
             batch.pad(bucket.rows, bucket.partitions);
@@ -160,10 +163,10 @@ impl<D: Device> Runner<D> {
                 (first.logits(self.sizes.head_rows_max)?, first.draw(self.sizes.head_rows_max, &draws)?)
             }
         };
-        drawn.truncate(given.len());
+        drawn.truncate(requests.len());
         // Whoever measures the step measures all of it, and what fails fails here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
-        Ok(StepOutput { logits, drawn, simulated: Duration::ZERO })
+        Ok(StepOutput::Sampled { tokens: drawn, logits })
     }
 }
 
@@ -267,11 +270,7 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        self.step_and_draw(chunks, &[])
-    }
-
-    fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        let output = self.run(chunks, draws).map_err(EngineError::from);
+        let output = self.run(chunks).map_err(EngineError::from);
         if matches!(output, Err(EngineError::Lost(_))) {
             self.communicators = None;
         }
@@ -394,7 +393,7 @@ impl<D: Device> Step<'_, D> {
     }
 
     /// Tokens of the rows that have a draw, so many at a time.
-    fn draw(&self, each: usize, draws: &SampleInputs) -> Result<Vec<Drawn>, CudaError> {
+    fn draw(&self, each: usize, draws: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
         let mut drawn = Vec::with_capacity(draws.rows());
         for first in (0..draws.rows()).step_by(each) {
             let rows = each.min(draws.rows() - first);
@@ -425,7 +424,7 @@ impl<D: Device> Step<'_, D> {
     }
 
     /// Waits for tokens that `sample` draws.
-    fn read(&self, first: usize, rows: usize, draws: &SampleInputs) -> Result<Vec<Drawn>, CudaError> {
+    fn read(&self, first: usize, rows: usize, draws: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
         let mut bytes = vec![0; rows * (1 + draws.top_max()) * LOGPROB_BYTES];
         self.device.download(self.buffers.sampled.address(), &mut bytes)?;
         Ok(draws.read(first, rows, &bytes))

@@ -1,6 +1,6 @@
 //! SampleInputs as `kernels/sampling.cu` takes them, and what it gives.
 
-use crate::{Draw, Drawn, TokenLogprob, TokenLogprobs};
+use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 
 /// Bytes of `Draw` in the kernel's source.
 const SETTINGS_BYTES: usize = 56;
@@ -27,7 +27,7 @@ pub(super) struct SampleInputs {
 impl SampleInputs {
     /// In the order of the rows. `masks` has for each row where its mask begins, in words; rows beyond its end have none. `first` is where the
     /// adjustments begin, in adjustments.
-    pub fn new(draws: &[Draw<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
+    pub fn new(draws: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
         for (row, draw) in draws.iter().enumerate() {
             let s = draw.sampling();
@@ -81,7 +81,7 @@ impl SampleInputs {
     }
 
     /// What the kernel has written for rows from `first` on: a likelihood each, then `top_max` each.
-    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<Drawn> {
+    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<SampledToken> {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);
         let read = |bytes: &[u8]| {
@@ -94,7 +94,7 @@ impl SampleInputs {
                 logprob: token.logprob,
                 top: top.chunks(LOGPROB_BYTES).take(wanted as usize).map(read).collect(),
             });
-            Drawn { token: token.token, logprobs }
+            SampledToken { token: token.token, logprobs }
         };
         tokens.chunks(LOGPROB_BYTES).zip(&self.tops[first..first + rows]).map(row).collect()
     }

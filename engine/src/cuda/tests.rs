@@ -18,10 +18,17 @@ use super::{
     shard::Shard,
 };
 use crate::{
-    Chunk, Draw, Engine, EngineError, Logits,
+    Chunk, Engine, EngineError, Logits, SampleRequest, SampledToken, StepOutput,
     cpu::tests::{Random, Sizes, file, gguf, goldens},
     sampling::{Sampler, Sampling},
 };
 use emulated::Emulated;
 use std::sync::Arc;
 use tandem_kv::{BlockId, TokenId};
+
+fn sampled(output: StepOutput) -> Vec<SampledToken> {
+    match output {
+        StepOutput::Sampled { tokens, .. } => tokens,
+        StepOutput::Logits(_) => panic!("the device samples"),
+    }
+}

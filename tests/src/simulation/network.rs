@@ -14,7 +14,7 @@ use std::{
 use tandem_node::Shutdown;
 use tandem_proto::{
     ClusterKey,
-    link::{Arrivals, Dial, Listener, Network},
+    channel::{Arrivals, Dial, Listener, Network},
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex, split},

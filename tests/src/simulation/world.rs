@@ -23,14 +23,15 @@ use tandem_engine::{
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_kv::{BlockId, HashKey, SequenceHash};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
-    link::{Channel, endpoint},
+    channel::{Channel, endpoint},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
 /// As in production (`tandem/cluster/parts`).
@@ -123,9 +124,11 @@ impl World {
         let (engine_settings, sim) = (self.engine, self.sim);
         let mut engine = None;
         let mut start_engine = |tasks: &mut JoinSet<()>| {
-            let device = Tired { engine: SimEngine::new(sim), slower: slower.clone() };
-            let (handle, driving) = EngineHandle::driven(Box::new(device), engine_settings, seed);
-            tasks.spawn(driving);
+            let sim_engine = SimEngine::new(sim);
+            let clock = sim_engine.clock();
+            let device = Tired { engine: sim_engine, slower: slower.clone() };
+            let (handle, running) = EngineHandle::simulated(Box::new(device), clock, engine_settings, seed);
+            tasks.spawn(running);
             engine.insert(handle).clone()
         };
         let stop = shutdown.clone();
@@ -133,14 +136,14 @@ impl World {
         match role {
             Role::Prefill => {
                 let settings = PrefillWorkerSettings {
-                    worker_id: text(&name),
-                    cluster: text("tandem"),
-                    model: text("sim"),
-                    revision: text("sim"),
-                    ledger: self.ledger.clone(),
-                    broker: None,
-                    tracer: Default::default(),
-                    report_cached_tokens: true,
+                    worker: WorkerSettings {
+                        worker_id: text(&name),
+                        cluster: text("tandem"),
+                        model: text("sim"),
+                        revision: text("sim"),
+                        ledger: self.ledger.clone(),
+                        ..Default::default()
+                    },
                     ticket_wait: TICKET_WAIT,
                     device_transfers: true,
                 };
@@ -149,15 +152,15 @@ impl World {
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
-                    worker_id: text(&name),
-                    cluster: text("tandem"),
-                    model: text("sim"),
-                    revision: text("sim"),
-                    ledger: self.ledger.clone(),
-                    broker: None,
-                    tracer: Default::default(),
+                    worker: WorkerSettings {
+                        worker_id: text(&name),
+                        cluster: text("tandem"),
+                        model: text("sim"),
+                        revision: text("sim"),
+                        ledger: self.ledger.clone(),
+                        ..Default::default()
+                    },
                     advertise: Some(format!("{name}:1")),
-                    report_cached_tokens: true,
                     remote_waiting_max: 64,
                     landing_wait: LANDING_WAIT,
                     device_transfers: true,
@@ -356,8 +359,8 @@ impl Engine for Tired {
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let output = self.engine.step(chunks)?;
-        let simulated = output.simulated + Duration::from_millis(self.slower.load(Relaxed));
-        Ok(StepOutput { simulated, ..output })
+        self.engine.clock().add(Duration::from_millis(self.slower.load(Relaxed)));
+        Ok(output)
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {

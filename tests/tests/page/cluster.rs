@@ -8,9 +8,10 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
 /// Tokens of a prompt in a step, at most.
@@ -56,7 +57,8 @@ impl Parts {
             unheard_max: 1_024,
             step_max: SOON,
         };
-        EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() })), settings)
+        let engine = SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() });
+        EngineHandle::start(Box::new(engine.in_real_time()), settings)
     }
 
     fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
@@ -66,14 +68,13 @@ impl Parts {
     async fn prefill_worker(&self, name: &str) -> Result<String> {
         let (listener, address) = listener().await?;
         let settings = PrefillWorkerSettings {
-            worker_id: name.to_owned(),
-            cluster: "tandem".to_owned(),
-            model: self.model.clone(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: true,
+            worker: WorkerSettings {
+                worker_id: name.to_owned(),
+                cluster: "tandem".to_owned(),
+                model: self.model.clone(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             ticket_wait: SOON,
             device_transfers: true,
         };
@@ -84,15 +85,14 @@ impl Parts {
     async fn decode_worker(&self, name: &str) -> Result<String> {
         let (listener, address) = listener().await?;
         let settings = DecodeWorkerSettings {
-            worker_id: name.to_owned(),
-            cluster: "tandem".to_owned(),
-            model: self.model.clone(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: name.to_owned(),
+                cluster: "tandem".to_owned(),
+                model: self.model.clone(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
             device_transfers: true,

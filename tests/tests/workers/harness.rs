@@ -15,16 +15,17 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_kv::{BlockId, HashKey};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
-    link::endpoint,
+    channel::endpoint,
     v1::{
-        DescribeRequest, Failure, Finished, GenerateReply, GenerateRequest, PrefillChunk, PromptLogprobs, Reason, Sampling,
-        Scheduled, Started, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
+        DecodeStarted, DescribeRequest, Failure, FailureReason, Finished, GenerateReply, GenerateRequest, PrefillChunk,
+        PromptLogprobs, Sampling, Scheduled, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
@@ -83,14 +84,14 @@ impl Setup {
 
     pub fn prefill_settings(&self) -> PrefillWorkerSettings {
         PrefillWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("prefill-{}", self.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: self.report_cached_tokens,
+            worker: WorkerSettings {
+                worker_id: format!("prefill-{}", self.number),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                withhold_cached_tokens: !self.report_cached_tokens,
+                ..Default::default()
+            },
             ticket_wait: self.ticket_wait,
             device_transfers: self.device_transfers,
         }
@@ -99,7 +100,7 @@ impl Setup {
     pub fn start(&self) -> (EngineHandle, Gate) {
         let gate = Gate::default();
         let beside = self.reach.clone().map(Beside::new);
-        let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone(), beside };
+        let engine = Gated { engine: SimEngine::new(self.sim).in_real_time(), gate: gate.clone(), beside };
         (EngineHandle::start(Box::new(engine), self.engine), gate)
     }
 }
@@ -212,15 +213,15 @@ impl Worker {
 
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("decode-{}", setup.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: format!("decode-{}", setup.number),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                withhold_cached_tokens: !setup.report_cached_tokens,
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,
             landing_wait: setup.landing_wait,
             device_transfers: setup.device_transfers,
@@ -370,7 +371,7 @@ impl Cluster {
     }
 
     /// Runs a request that fails.
-    pub async fn failure(&self, request: GenerateRequest) -> (Reason, String) {
+    pub async fn failure(&self, request: GenerateRequest) -> (FailureReason, String) {
         let failure = self.answer(request).await.failure.expect("it fails");
         (failure.reason(), failure.instance_id)
     }
@@ -391,9 +392,9 @@ impl Replies {
         }
     }
 
-    pub async fn started(&mut self) -> Started {
+    pub async fn started(&mut self) -> DecodeStarted {
         match self.next().await {
-            Some(Message::Started(started)) => started,
+            Some(Message::DecodeStarted(started)) => started,
             other => panic!("{other:?} comes before Started"),
         }
     }
@@ -419,11 +420,11 @@ impl Replies {
                     assert!(answer.scheduled.is_none() && answer.started.is_none(), "Scheduled comes once and first");
                     answer.scheduled = Some(scheduled);
                 }
-                Message::Started(started) => {
+                Message::DecodeStarted(started) => {
                     assert!(answer.scheduled.is_some() && answer.started.is_none(), "Started comes once, after Scheduled");
                     answer.started = Some(started);
                 }
-                Message::Prefilled(prefilled) => {
+                Message::PrefillTimeline(prefilled) => {
                     assert!(answer.started.is_some() && answer.chunks.is_none(), "Prefilled comes once, after Started");
                     answer.chunks = Some(prefilled.chunks);
                 }
@@ -452,7 +453,7 @@ impl Replies {
 #[derive(Debug, Default)]
 pub struct Answer {
     pub scheduled: Option<Scheduled>,
-    pub started: Option<Started>,
+    pub started: Option<DecodeStarted>,
     pub chunks: Option<Vec<PrefillChunk>>,
     pub prompt_logprobs: Option<PromptLogprobs>,
     pub tokens: BTreeMap<u32, Vec<u32>>,

@@ -72,7 +72,7 @@ impl Watched {
     }
 
     async fn watch(&self) -> Replies<WatchReply> {
-        let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: false };
+        let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
         self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
     }
 
@@ -164,8 +164,8 @@ async fn events_are_sent_immediately_and_load_alone_is_delayed() {
     let started = Instant::now();
     worker.send(events(1..=2));
     assert_eq!(ids(&next_batch(&mut replies).await), [1, 2]);
-    worker.send(KvBatch { taken_in: vec!["r".to_owned()], last_event_id: 2, ..Default::default() });
-    assert_eq!(next_batch(&mut replies).await.load.expect("always").taken_in, ["r"]);
+    worker.send(KvBatch { included_request_ids: vec!["r".to_owned()], last_event_id: 2, ..Default::default() });
+    assert_eq!(next_batch(&mut replies).await.load.expect("always").included_request_ids, ["r"]);
     assert_eq!(started.elapsed(), Duration::ZERO);
 
     for running in 1..=5 {
@@ -243,7 +243,7 @@ async fn slow_watcher_gets_data_loss_and_others_continue() {
 #[tokio::test(start_paused = true)]
 async fn watch_of_another_instance_is_refused() {
     let worker = Watched::new(4);
-    let request = WatchRequest { instance_id: "before".to_owned(), published_elsewhere: false };
+    let request = WatchRequest { instance_id: "before".to_owned(), events_over_nats: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it is another instance");
     assert_eq!(error.code(), Code::FailedPrecondition);
 }
@@ -257,7 +257,7 @@ async fn draining_ends_watch_streams() {
     assert_eq!(started.elapsed(), Duration::ZERO, "no watch stream delays the drain");
     let error = replies.next().await.expect("an error").expect_err("an error");
     assert_eq!(error.code(), Code::Unavailable);
-    let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: false };
+    let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it drains");
     assert_eq!(error.code(), Code::Unavailable);
 }
@@ -276,7 +276,7 @@ async fn watch_carries_events_while_the_broker_is_disconnected() {
     let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(9)] };
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
-    let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: true };
+    let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: true };
     let mut replies = worker.service.watch(Request::new(request)).await.expect("the instance is right").into_inner();
     assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "no snapshot comes first");
     worker.send(events(6..=7));

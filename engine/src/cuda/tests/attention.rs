@@ -110,7 +110,7 @@ fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batc
         .zip(&given.blocks)
         .map(|(s, blocks)| Chunk { tokens: &longest[..s.new], start: s.before as u32, blocks, logits: Logits::None })
         .collect();
-    let batch = Batch::new(&chunks, &[], shape, device.multiprocessors());
+    let batch = Batch::new(&chunks, shape, device.multiprocessors());
     let numbers =
         |numbers: Vec<u32>| Memory::of(&device, &numbers.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
     let lists = |lists: &[[u32; 4]]| numbers(lists.iter().flatten().copied().collect());

@@ -6,7 +6,7 @@ use super::{
     *,
 };
 use crate::{
-    Drawn,
+    SampledToken,
     cuda::{
         graphs::{Bucket, Graphs},
         plan::Batch,
@@ -58,7 +58,7 @@ fn sequences() -> Vec<Sequence> {
 }
 
 /// All sequences to their ends: what is drawn in each step, and all KV.
-fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
+fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     let (sequences, mut random) = (sequences(), Random::new(8));
     for block in 0..SHARED_BLOCKS {
         let numbers = engine.describe().block_bytes / 2;
@@ -84,15 +84,15 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
             let (sequence, all) = (&sequences[*i], &tokens[*i]);
             let first = if step == sequence.begins { 0 } else { all.len() - 1 };
             let start = (sequence.before + first) as u32;
-            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Last }
+            let request = samplers[*i].request((sequence.before + all.len()) as u32);
+            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Sample(request) }
         };
         let chunks: Vec<Chunk<'_>> = running.iter().map(chunk).collect();
-        let draw = |i: &usize| Some(samplers[*i].draw_at((sequences[*i].before + tokens[*i].len()) as u32));
-        let draws: Vec<_> = running.iter().map(draw).collect();
-        let drawn = engine.step_and_draw(&chunks, &draws).unwrap().drawn;
+        let drawn = sampled(engine.step(&chunks).unwrap());
         assert_eq!(drawn.len(), running.len());
         for (i, drawn) in running.iter().zip(&drawn) {
-            tokens[*i].push(samplers[*i].accept(drawn).0);
+            tokens[*i].push(drawn.token);
+            samplers[*i].accept(drawn.token);
         }
         drawn
     });
@@ -114,7 +114,7 @@ fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
     let (plain, plain_device) = engine(0);
     let expected = generate(&mut plain.without_graphs());
     assert_eq!(plain_device.capture_counts(), [0, 0]);
-    let same = |(drawn, blocks): (Vec<Vec<Drawn>>, Vec<Vec<u8>>)| {
+    let same = |(drawn, blocks): (Vec<Vec<SampledToken>>, Vec<Vec<u8>>)| {
         for (step, (found, expected)) in drawn.iter().zip(&expected.0).enumerate() {
             assert_eq!(found, expected, "in step {step}");
         }
@@ -166,18 +166,18 @@ fn what_has_not_come_for_the_longest_time_is_forgotten() {
 fn only_small_steps_of_single_tokens_that_are_all_drawn_have_a_bucket() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
-    let bucket = |lens: &[usize], draws: usize, logits| {
-        let chunks: Vec<Chunk<'_>> =
-            lens.iter().map(|len| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits }).collect();
-        let draws = vec![Some(sampler.draw_at(1)); draws];
-        let batch = Batch::new(&chunks, &draws, &SHAPE, 3);
+    let sample = Logits::Sample(sampler.request(1));
+    let bucket = |chunks: &[(usize, Logits<'_>)]| {
+        let chunk = |(len, logits): &(usize, _)| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits: *logits };
+        let chunks: Vec<Chunk<'_>> = chunks.iter().map(chunk).collect();
+        let batch = Batch::new(&chunks, &SHAPE, 3);
         graphs.bucket(&batch, 0).map(|bucket| (bucket.rows, bucket.partitions))
     };
-    assert_eq!(bucket(&[1; 5], 5, Logits::Last), Some((6, 8)));
-    assert_eq!(bucket(&[1; 9], 9, Logits::Last), Some((10, 16)));
-    for (lens, draws, logits) in
-        [(&[1; 11][..], 11, Logits::Last), (&[1, 2], 2, Logits::Last), (&[1, 1], 1, Logits::Last), (&[1, 1], 2, Logits::All)]
-    {
-        assert_eq!(bucket(lens, draws, logits), None, "{lens:?}, {draws} drawn");
+    assert_eq!(bucket(&[(1, sample); 5]), Some((6, 8)));
+    assert_eq!(bucket(&[(1, sample); 9]), Some((10, 16)));
+    let others: [&[_]; 4] =
+        [&[(1, sample); 11], &[(1, sample), (2, sample)], &[(1, sample), (1, Logits::Last)], &[(1, Logits::All); 2]];
+    for chunks in others {
+        assert_eq!(bucket(chunks), None, "{chunks:?}");
     }
 }

@@ -57,10 +57,10 @@ fn two_ranks_draw_what_one_draws() {
     for step in 0..40 {
         let chunk = |i: usize| {
             let start = if step == 0 { 0 } else { sequences[i].len() - 1 };
-            Chunk { tokens: &sequences[i][start..], start: start as u32, blocks: &blocks[i], logits: Logits::Last }
+            let logits = Logits::Sample(samplers[i].request(sequences[i].len() as u32));
+            Chunk { tokens: &sequences[i][start..], start: start as u32, blocks: &blocks[i], logits }
         };
-        let draws = [0, 1].map(|i| Some(samplers[i].draw_at(sequences[i].len() as u32)));
-        let [one, two] = engines.each_mut().map(|engine| engine.step_and_draw(&[chunk(0), chunk(1)], &draws).unwrap().drawn);
+        let [one, two] = engines.each_mut().map(|engine| sampled(engine.step(&[chunk(0), chunk(1)]).unwrap()));
         assert_eq!(
             one.iter().map(|drawn| drawn.token).collect::<Vec<_>>(),
             two.iter().map(|drawn| drawn.token).collect::<Vec<_>>()
@@ -81,7 +81,7 @@ fn blocks_go_between_engines_of_one_two_and_four_ranks() {
     assert!(computed.iter().all(|block| block.len() == engines[0].describe().block_bytes));
     let last = |engine: &mut dyn Engine, blocks| {
         let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks, logits: Logits::Last };
-        engine.step(&[chunk]).unwrap().logits
+        engine.step(&[chunk]).unwrap().into_logits()
     };
     let expected = last(&mut engines[1], &from);
     for i in [0, 2, 3] {
@@ -108,17 +108,16 @@ fn blocks_go_between_engines_of_one_two_and_four_ranks() {
 #[test]
 fn a_rank_that_is_lost_ends_the_step_and_nothing_waits_for_it() {
     for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {
-        for logits in [Logits::None, Logits::Last, Logits::All] {
+        let sampler = Sampler::new(Sampling::default(), &[]);
+        for logits in [Logits::None, Logits::Sample(sampler.request(9)), Logits::All] {
             let models = load_sharded(&golden("llama-f16"), 2, 0).unwrap();
             let devices: Vec<Emulated> = models.iter().map(|model| model.device.new_stream().unwrap()).collect();
             let mut engine = Runner::new(models, LIMITS).unwrap();
             let (blocks, tokens) = (scattered(0, 1), tokens(9));
             run(&mut engine, &tokens[..8], &blocks, &[8]);
             devices[rank].fail_after(sums);
-            let sampler = Sampler::new(Sampling::default(), &[]);
             let chunk = Chunk { tokens: &tokens[8..], start: 8, blocks: &blocks, logits };
-            let draws = [(logits == Logits::Last).then(|| sampler.draw_at(9))];
-            let lost = engine.step_and_draw(&[chunk], &draws);
+            let lost = engine.step(&[chunk]);
             assert!(matches!(lost, Err(EngineError::Lost(_))), "rank {rank} after {sums} sums: {lost:?}");
             drop(engine);
             assert!(devices.iter().all(|device| device.allocated_bytes() == 0), "all memory was given back");

@@ -1,7 +1,7 @@
 //! Tokens drawn by the kernel against those drawn on the host, from the same logits with the same settings.
 
 use super::{emulated::ORDERS, *};
-use crate::Drawn;
+use crate::SampledToken;
 use std::collections::HashMap;
 use tandem_model::Pairs;
 
@@ -20,7 +20,7 @@ pub(super) const SHAPE: Shape = Shape {
 };
 const POSITION: u32 = 40;
 
-fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<u32>], order: u32) -> Vec<Drawn> {
+fn draw_all(logits: &[f32], vocab_size: usize, draws: &[SampleRequest<'_>], masks: &[Vec<u32>], order: u32) -> Vec<SampledToken> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
     let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
     let draws = SampleInputs::new(draws, &starts, 0, vocab_size);
@@ -101,12 +101,12 @@ fn the_kernel_draws_what_the_host_draws() {
             .map(|sampling| Sampler::new(sampling, &prompt).resumed(&generated))
             .collect();
         let rows: Vec<Vec<f32>> = samplers.iter().map(|_| logits(&mut random, vocab_size)).collect();
-        let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(POSITION)).collect();
+        let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
         let orders = ORDERS.map(|order| draw_all(&rows.concat(), vocab_size, &draws, &[], order));
         assert!(orders.iter().all(|drawn| *drawn == orders[0]), "a barrier is missing");
         let mut different = 0;
         for ((sampler, row), drawn) in samplers.iter().zip(&rows).zip(&orders[0]) {
-            let (token, logprobs) = sampler.clone().draw(row, POSITION);
+            let SampledToken { token, logprobs } = sampler.clone().sample(row, POSITION);
             assert_eq!(drawn.token, token, "{sampler:?}");
             near(&drawn.logprobs, &logprobs);
             different += usize::from(drawn.token != orders[0][0].token);
@@ -128,12 +128,12 @@ fn only_what_a_mask_allows_is_drawn() {
     for temperature in [0.0, 1.0, 5.0] {
         let samplers: Vec<Sampler> =
             (0..8).map(|seed| Sampler::new(Sampling { seed, temperature, ..Sampling::default() }, &[])).collect();
-        let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(POSITION)).collect();
+        let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
         let drawn = draw_all(&row.repeat(8), vocab_size, &draws, &vec![mask.clone(); 8], 0);
         for (seed, drawn) in (0..8).zip(drawn) {
             assert!(allowed.contains(&drawn.token));
             let sampling = Sampling { seed, temperature, logit_bias: bias.clone(), ..Sampling::default() };
-            assert_eq!(drawn.token, Sampler::new(sampling, &[]).draw(&row, POSITION).0);
+            assert_eq!(drawn.token, Sampler::new(sampling, &[]).sample(&row, POSITION).token);
         }
     }
 }
@@ -142,7 +142,7 @@ fn only_what_a_mask_allows_is_drawn() {
 fn rows_without_a_candidate_give_a_token_all_the_same() {
     let odd = [vec![f32::NEG_INFINITY; 40], vec![f32::NAN; 40], [vec![0.0; 39], vec![f32::INFINITY]].concat()];
     let samplers: Vec<Sampler> = odd.iter().map(|_| Sampler::new(Sampling::default(), &[])).collect();
-    let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(0)).collect();
+    let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(0)).collect();
     let drawn = draw_all(&odd.concat(), 40, &draws, &[], 0);
     assert_eq!(drawn.iter().map(|drawn| drawn.token).collect::<Vec<_>>(), [0, 0, 39]);
 }
