@@ -21,7 +21,7 @@ use tandem_proto::{
     channel::{Channels, Listener, MESSAGE_BYTES_MAX},
     v1::{TransferPath, decode_server::DecodeServer, worker_info::Role},
 };
-use tandem_transfer::TransferService;
+use tandem_transfer::{TransferMode, TransferService};
 use tandem_worker::{Backend, Direction, WorkerError, WorkerSettings};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
@@ -38,8 +38,8 @@ pub struct DecodeWorkerSettings {
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
     pub landing_wait: Duration,
-    /// Blocks may come from device to device where both workers support that; off: over TCP only.
-    pub device_transfers: bool,
+    /// The transfer paths that it may use.
+    pub transfer_mode: TransferMode,
 }
 
 /// Why a decode worker ended.
@@ -77,7 +77,8 @@ pub async fn run(
     let backend = Arc::new(backend);
     let worker = tandem_worker::Worker::new(Role::Decode, backend, &settings.worker, listener.network(), &metrics, shutdown);
     let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let ways = Ways::new(worker.engine()?.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown);
+    let devices = settings.transfer_mode == TransferMode::Auto;
+    let ways = Ways::new(worker.engine()?.clone(), devices, metrics.clone(), requests.clone(), shutdown);
     // The series exist before the first transfer.
     metrics.transfer(ways::name(TransferPath::Tcp), Direction::Received);
     let decode = Worker {

@@ -18,7 +18,7 @@ use tandem_proto::{
     channel::{Listener, MESSAGE_BYTES_MAX},
     v1::{prefill_server::PrefillServer, worker_info::Role},
 };
-use tandem_transfer::{Tcp, Transport};
+use tandem_transfer::{Tcp, TransferMode, Transport};
 use tandem_worker::{Backend, Direction, WorkerError, WorkerSettings};
 use tonic::service::Routes;
 use ways::Ways;
@@ -30,8 +30,8 @@ pub struct PrefillWorkerSettings {
     pub worker: WorkerSettings,
     /// The longest time from the start of a prompt's prefill until its ticket comes; without a ticket the prompt's blocks are released.
     pub ticket_wait: Duration,
-    /// Blocks may go from device to device where both workers can do that; off: over TCP only.
-    pub device_transfers: bool,
+    /// The transfer paths that it may use.
+    pub transfer_mode: TransferMode,
 }
 
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
@@ -48,7 +48,7 @@ pub async fn run(
     let (listener, backend) = (listener.into(), Arc::new(backend));
     let worker = tandem_worker::Worker::new(Role::Prefill, backend, &settings.worker, listener.network(), &metrics, shutdown);
     let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let memory = worker.engine()?.kv_memory().filter(|_| settings.device_transfers).cloned();
+    let memory = worker.engine()?.kv_memory().filter(|_| settings.transfer_mode == TransferMode::Auto).cloned();
     let transport = Tcp::on(listener.network().clone());
     // The series exist before the first transfer.
     metrics.transfer(transport.name(), Direction::Sent);
@@ -56,7 +56,10 @@ pub async fn run(
         instance_id: info.instance_id.clone(),
         key: listener.network().key().clone(),
         ways: Ways::new(memory, listener.network().clone(), requests.clone(), shutdown),
-        link: Link::new(backend.info().simulated_block_transfer),
+        link: Link::new(match settings.transfer_mode {
+            TransferMode::Simulated { block } => block,
+            TransferMode::Auto | TransferMode::Tcp => Duration::ZERO,
+        }),
         transport: Box::new(transport),
         metrics,
         requests,

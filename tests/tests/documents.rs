@@ -15,6 +15,7 @@ use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
+use tandem_transfer::TransferMode;
 use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
@@ -61,6 +62,10 @@ struct Parts {
     prefill_capacity_tokens: u32,
 }
 
+fn sim(capacity_tokens: u32) -> SimSettings {
+    SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() }
+}
+
 impl Parts {
     async fn listener() -> Result<(TcpListener, String)> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -69,7 +74,7 @@ impl Parts {
     }
 
     fn engine(&self, capacity_tokens: u32) -> EngineHandle {
-        let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() };
+        let sim = sim(capacity_tokens);
         let settings = EngineSettings {
             chunk_budget: 512,
             batch_max: 256,
@@ -101,7 +106,7 @@ impl Parts {
                 ..Default::default()
             },
             ticket_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Simulated { block: sim(0).block_transfer() },
         };
         let engine = self.engine(self.prefill_capacity_tokens);
         self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
@@ -121,7 +126,7 @@ impl Parts {
             advertise: None,
             remote_waiting_max: 64,
             landing_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Tcp,
         };
         let engine = self.engine(65_536);
         self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));

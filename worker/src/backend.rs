@@ -6,7 +6,7 @@ use std::{
     task::{Context, Poll},
 };
 use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, Prefill, Refusal};
-use tandem_kv::{KvBatch, Load, Snapshot};
+use tandem_kv::{BlockAccess, KvBatch, Load, Snapshot};
 use tokio::sync::broadcast;
 
 /// The back end of a worker. Jobs take token ids and give token ids; text is the frontend's. `docs/adr/022-worker-back-end.md` says how
@@ -46,9 +46,9 @@ pub trait Job: Send {
     /// Polls for the next event; `None` after the last. A job that ends without an event of its own has lost its back end.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>>;
 
-    /// Prefill: asks for these blocks of the prompt, which are then reported as soon as they are computed: with their content, or `in_place`.
-    /// To be called once, and only if the back end has [`Backend::transfers`].
-    async fn send_blocks(&mut self, block_indices: Vec<u32>, in_place: bool);
+    /// Prefill: reports these blocks with [`Event::BlocksReady`] as soon as they are computed. To be called once per job, and only if the back
+    /// end has [`Backend::transfers`].
+    async fn send_blocks(&mut self, block_indices: Vec<u32>, access: BlockAccess);
 }
 
 impl dyn Job + '_ {
@@ -102,11 +102,7 @@ impl Job for tandem_engine::Job {
         self.poll_next(context)
     }
 
-    async fn send_blocks(&mut self, block_indices: Vec<u32>, in_place: bool) {
-        if in_place {
-            self.show_blocks(block_indices).await;
-        } else {
-            tandem_engine::Job::send_blocks(self, block_indices).await;
-        }
+    async fn send_blocks(&mut self, block_indices: Vec<u32>, access: BlockAccess) {
+        tandem_engine::Job::send_blocks(self, block_indices, access).await;
     }
 }

@@ -31,6 +31,7 @@ use tandem_proto::{
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
@@ -145,7 +146,7 @@ impl World {
                         ..Default::default()
                     },
                     ticket_wait: TICKET_WAIT,
-                    device_transfers: true,
+                    transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
@@ -163,7 +164,7 @@ impl World {
                     advertise: Some(format!("{name}:1")),
                     remote_waiting_max: 64,
                     landing_wait: LANDING_WAIT,
-                    device_transfers: true,
+                    transfer_mode: TransferMode::Tcp,
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
