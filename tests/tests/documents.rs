@@ -238,12 +238,16 @@ async fn ask_all(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// 0.876 of all tokens could be found: all blocks of a document but for its first question.
+/// 0.876 of all tokens could be found: all blocks of a document but for its first question. `--nocapture` shows the figures.
 #[test]
+#[expect(clippy::print_stdout, reason = "it prints figures")]
 fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
-        assert!(hit_rate >= 0.82, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
+        println!(
+            "seed {seed}: {hit_rate:.3} of all prompt tokens were cached; the busiest worker had {busiest:.2} times the mean"
+        );
+        assert!(hit_rate >= 0.86, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
         assert!(busiest <= 1.2, "seed {seed}: the busiest worker had {busiest:.2} times the mean");
     }
     Ok(())
