@@ -8,10 +8,7 @@ use crate::{
 };
 use axum::http::StatusCode;
 use parking_lot::{Mutex, MutexGuard};
-use std::{
-    collections::HashMap,
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};

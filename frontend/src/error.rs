@@ -24,7 +24,9 @@ pub(crate) enum ApiError {
     BodyTooLarge { max: usize },
     #[error("The body has more than {max} JSON values (counted by commas and brackets); split it into several requests.")]
     Elements { max: usize },
-    #[error("The body arrived more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection.")]
+    #[error(
+        "The body arrived more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection."
+    )]
     BodySlow { bytes_per_second: u32 },
     #[error("The body ended early, or one of its chunks is malformed; check Content-Length or Transfer-Encoding.")]
     BodyBroken,
@@ -85,9 +87,7 @@ pub(crate) enum ApiError {
     Host,
     #[error("Web pages of other sites may not send requests to this server.")]
     Origin,
-    #[error(
-        "The admin port only explains placements (header 'x-tandem-explain: true'); send the request to the API's port."
-    )]
+    #[error("The admin port only explains placements (header 'x-tandem-explain: true'); send the request to the API's port.")]
     AdminExplains,
     #[error("Too many connections are open; try again shortly, or reuse an open connection.")]
     Connections,

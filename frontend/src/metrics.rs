@@ -101,7 +101,10 @@ impl FrontendMetrics {
                 "Connections that were refused because of the limit on all connections or on those of one address.",
             ),
             ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
-            cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client disconnected before the end of the answer."),
+            cancelled: counter(
+                "tandem_frontend_cancelled_total",
+                "Requests whose client disconnected before the end of the answer.",
+            ),
             migrations: counter(
                 "tandem_frontend_migrations_total",
                 "Generations that were resumed on another worker after theirs was lost.",
@@ -111,7 +114,10 @@ impl FrontendMetrics {
                 "Running requests booked with another router after theirs was lost or drained.",
             ),
             healthy_routers: registry.gauge("tandem_frontend_routers", "Routers that could place a request.", &[]),
-            request_duration: histogram("tandem_frontend_request_duration_seconds", "Time from a request to the end of its answer."),
+            request_duration: histogram(
+                "tandem_frontend_request_duration_seconds",
+                "Time from a request to the end of its answer.",
+            ),
             time_to_first_token: histogram(
                 "tandem_frontend_time_to_first_token_seconds",
                 "Time from a request to the first token of each prompt.",

@@ -166,9 +166,7 @@ impl Dispatcher {
             self.metrics.attempt_failed(reason);
             failed.push((Instant::now(), reason));
             let request_id = &work.prompt.request_id;
-            work.prompt
-                .span
-                .event("attempt failed", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
+            work.prompt.span.event("attempt failed", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
             tracing::debug!(%request_id, number, reason = reason.label(), instance = %error.instance_id, "attempt failed");
             if let Cause::Invalid { message } = error.cause {
                 return Err(DispatchError::Refused { message });

@@ -4,7 +4,9 @@ use super::{error::DispatchError, placement::Placement};
 use std::{sync::Arc, time::Duration};
 use tandem_proto::{
     channel::Channel,
-    v1::{FailureReason, RoutePrompt, RouteReply, RouteRequest, route_reply, route_request::Message, router_client::RouterClient},
+    v1::{
+        FailureReason, RoutePrompt, RouteReply, RouteRequest, route_reply, route_request::Message, router_client::RouterClient,
+    },
 };
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;

@@ -164,12 +164,7 @@ impl Run {
         Ok(Some((text, logprobs)))
     }
 
-    pub(super) fn envelope<'a>(
-        &'a self,
-        object: &'static str,
-        choices: Vec<Choice<'a>>,
-        usage: UsageField,
-    ) -> Envelope<'a> {
+    pub(super) fn envelope<'a>(&'a self, object: &'static str, choices: Vec<Choice<'a>>, usage: UsageField) -> Envelope<'a> {
         Envelope { id: &self.id, object, created: self.created, model: &self.app.model.id, choices, usage, tandem: None }
     }
 

@@ -76,8 +76,7 @@ impl CompletionRequest {
         if prompts_len * options.samples as usize > CHOICES_MAX {
             return Err(ApiError::invalid("n", Problem::TooMany { max: CHOICES_MAX, unit: "choices over all prompts" }));
         }
-        options.sampling.logprobs =
-            self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
+        options.sampling.logprobs = self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,

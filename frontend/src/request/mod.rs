@@ -3,8 +3,8 @@
 
 pub(crate) mod chat;
 pub(crate) mod completions;
-mod options;
 mod fields;
+mod options;
 mod unsupported;
 
 pub(crate) use options::{Options, StreamUsage};

@@ -8,9 +8,7 @@ use super::{
 use crate::model::ServedModel;
 use std::{collections::VecDeque, sync::Arc};
 use tandem_kv::TokenId;
-use tandem_proto::v1::{
-    FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message,
-};
+use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message};
 
 /// The samples of a prompt.
 pub(super) struct Samples {

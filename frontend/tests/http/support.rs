@@ -168,7 +168,8 @@ impl Cluster {
         let address = |listener: &TcpListener| listener.local_addr().expect("it is bound");
         let (router, decode, frontend) = (address(&router_listener), address(&decode_listener), address(&listener));
         let (placements, decode_workers) = (Arc::default(), Arc::new(Mutex::new(1)));
-        let fake = FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, received };
+        let fake =
+            FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, received };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(router_listener)));
         let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode(call)));

@@ -62,7 +62,10 @@ fn incomplete_character_at_the_end_is_replaced() {
     let mut samples = samples(1, &[], Sampling::default());
     let got =
         deltas(&mut samples, vec![tokens(0, b"a\xE2"), tokens(0, b"\x82"), finished(0, finished::FinishReason::Length, None)]);
-    assert_eq!(got, [(0, "a".into(), 2, None), (0, String::new(), 1, None), (0, "\u{FFFD}".into(), 0, Some(FinishReason::Length))]);
+    assert_eq!(
+        got,
+        [(0, "a".into(), 2, None), (0, String::new(), 1, None), (0, "\u{FFFD}".into(), 0, Some(FinishReason::Length))]
+    );
 }
 
 #[test]
