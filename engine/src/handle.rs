@@ -4,19 +4,19 @@
 //! channel that always has capacity for them: backpressure pauses a generation before its next token while its client's buffer is full,
 //! and a prefill sends each of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
 
-mod arrival;
+mod block_write;
 mod driver;
-
-pub use arrival::Arrival;
 
 use crate::machine::JobId;
 use crate::sim::SimClock;
-use crate::{Engine, EngineInfo, Event, Generate, KvMemory, Prefill, Refusal, WriteRefused, ticket};
+use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
 use bytes::Bytes;
 use driver::{Accepted, Command, Driver};
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
-use tandem_kv::{HashKey, KvBatch, Load, Snapshot, Ticket};
+use tandem_kv::{BlockAccess, BlockWrite, HashKey, KvBatch, KvMemory, Load, Snapshot, Ticket};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
@@ -158,8 +158,8 @@ impl EngineHandle {
     /// # Errors
     ///
     /// As for [`EngineHandle::write_block`].
-    pub async fn begin_arrival(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Arrival, WriteRefused> {
-        self.ask(|reply| Command::Begin { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineGone))
+    pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
+        self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineGone))
     }
 
     /// Reports that the worker that computed the blocks has written all of them. The prompt starts if none is missing.
@@ -209,24 +209,24 @@ impl EngineHandle {
 impl Job {
     /// Returns the next event; `None` after the last. Cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
-        let event = self.events.recv().await;
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// Polls for the next event, as [`Job::next`] does.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        let event = ready!(self.events.poll_recv(context));
         // A paused job gets no new events, so the count passes this number exactly once.
         if self.events.len() == self.resume_below {
             self.wake.notify_one();
         }
-        event
+        Poll::Ready(event)
     }
 
-    /// Requests these blocks of a prefill, by their indices in the prompt: each is sent as [`Event::Block`] as soon as it is computed. Only
-    /// the first request of a job counts.
-    pub async fn send_blocks(&self, block_indices: Vec<u32>) {
+    /// Requests these blocks of a prefill, by their indices in the prompt: they are reported with [`Event::BlocksReady`] as soon as they are
+    /// computed. Only the first request of a job counts.
+    pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
         // If the engine's thread has ended, so have the job's events.
-        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, by_place: false }).await;
-    }
-
-    /// Requests these blocks of a prefill as [`Job::send_blocks`] does, but as [`Event::Ready`].
-    pub async fn show_blocks(&self, block_indices: Vec<u32>) {
-        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, by_place: true }).await;
+        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
     }
 }
 

@@ -9,7 +9,6 @@ pub mod cuda;
 mod event;
 mod handle;
 mod machine;
-mod memory;
 mod request;
 mod sampling;
 pub mod sim;
@@ -17,14 +16,13 @@ mod ticket;
 
 pub use chunk::ChunkError;
 pub use event::{Event, FinishReason, PrefillChunk, Started};
-pub use handle::{Arrival, EngineHandle, EngineSettings, Job};
-pub use memory::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
+pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::WriteRefused;
 
-use std::{sync::Arc, time::Duration};
-use tandem_kv::{BlockId, TokenId};
+use std::sync::Arc;
+use tandem_kv::{BlockId, KvMemory, TokenId};
 
 /// A device that holds a model and the KV memory of one worker.
 pub trait Engine: Send + 'static {
@@ -86,8 +84,6 @@ pub struct EngineInfo {
     pub capacity_blocks: u32,
     /// The size of one block's KV in bytes.
     pub block_bytes: usize,
-    /// How long moving one block to another worker is to seem to take; zero for real devices.
-    pub simulated_block_transfer: Duration,
 }
 
 /// Consecutive tokens of one sequence, computed in one step.

@@ -8,9 +8,9 @@
 mod admission;
 mod fair;
 mod forking;
-mod landing;
 mod preemption;
 mod rates;
+mod receiving;
 mod sending;
 mod sequence;
 #[cfg(test)]
@@ -20,14 +20,14 @@ mod waiting;
 use crate::sampling::{SampledToken, Sampler, logprobs};
 use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, StepOutput, ticket};
 use fair::{Demand, RoundRobin, fair_order};
-use landing::{Ended, release};
 use rates::Rates;
-use sending::tell_finished_blocks;
+use receiving::{EndedReservations, release};
+use sending::report_ready_blocks;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
-use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, StepStats, Violation, ensure};
+use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, ReadyBlock, StepStats, Violation, ensure};
 use waiting::Waiting;
 
 /// What the owner of the engine must do for the machine, in this order, before the next step or write.
@@ -37,8 +37,8 @@ pub(crate) enum Action {
     Emit(JobId, Event),
     /// Copy a block's KV inside the engine.
     Copy { from: BlockId, to: BlockId },
-    /// Read a block's KV and send it to a job as [`Event::Block`].
-    Read { job: JobId, index: u32, block: BlockId },
+    /// Read the content of blocks and send them to a job as [`Event::BlocksReady`].
+    ReadBlocks(JobId, Vec<ReadyBlock>),
     /// Close a job: its last event has been sent.
     End(JobId),
 }
@@ -66,7 +66,7 @@ pub(crate) struct Machine {
     /// Sequences with blocks whose KV another worker writes, the oldest first.
     reserved: Vec<Sequence>,
     /// What remains of reservations that have ended.
-    ended: Ended,
+    ended_reservations: EndedReservations,
     /// Prompts whose KV is complete and whose samples have not all started, the oldest first.
     forking: Vec<Sequence>,
     /// Sequences with blocks that steps compute, the oldest first. If there are more than a step takes, the first in the fair order run.
@@ -106,7 +106,7 @@ impl Machine {
             cache,
             waiting: Waiting::default(),
             reserved: Vec::new(),
-            ended: Ended::default(),
+            ended_reservations: EndedReservations::default(),
             forking: Vec::new(),
             running: Vec::new(),
             round_robin: RoundRobin::default(),
@@ -125,7 +125,7 @@ impl Machine {
     /// Cancels a job, in any state. It gets no more events.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
-            self.ended.take(&mut self.cache, &mut sequence);
+            self.ended_reservations.take(&mut self.cache, &mut sequence);
         }
         for list in [&mut self.forking, &mut self.running, &mut self.held] {
             for mut sequence in list.extract_if(.., |sequence| sequence.job == job) {
@@ -236,7 +236,7 @@ impl Machine {
             sequence.record_chunk(chunk.len, duration, now);
             self.commit(sequence);
             match &mut sequence.role {
-                Role::Prefill(_) => tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize),
+                Role::Prefill(_) => report_ready_blocks(&mut self.actions, sequence, self.info.block_size as usize),
                 Role::Prompt(prompt) => {
                     if let Some(wanted) = &mut prompt.logprobs {
                         for (row, token) in (&mut rows).take(chunk.len).zip(&sequence.tokens[first + 1..]) {
@@ -269,7 +269,7 @@ impl Machine {
         for sequence in settled {
             self.settle(sequence, now);
         }
-        self.tell_sent_prefills();
+        self.report_sent_prefills();
         stats
     }
 
@@ -393,7 +393,7 @@ impl Machine {
         self.cache.check_invariants()?;
         let with_blocks = || self.reserved.iter().chain(&self.forking).chain(&self.running).chain(&self.held);
         let mut held: HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
-        for block in self.ended.blocks() {
+        for block in self.ended_reservations.blocks() {
             ensure(held.insert(*block), "a block that is still being written belongs to a sequence")?;
         }
         ensure(held.len() as u32 == self.cache.counts().in_use, "the blocks in use are not those of sequences")?;

@@ -1,11 +1,11 @@
-//! Generation of tickets, and why a write under one is refused.
+//! Generates tickets, and names the reasons to refuse a write under one.
 
 use tandem_kv::{Ticket, mix};
 
-/// A source of tickets.
+/// Generates the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
-/// Returns a source that draws each ticket from the operating system's CSPRNG, so that no ticket can be computed from others.
+/// Takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from others.
 pub(crate) fn from_system() -> Draw {
     Box::new(|| {
         let mut bytes = [0; Ticket::BYTES];
@@ -14,8 +14,7 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// Returns a source whose tickets depend only on the seed, so that a simulation can be repeated. Each ticket can be computed from the one
-/// before it.
+/// Generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -26,32 +25,32 @@ pub(crate) fn from_seed(seed: u64) -> Draw {
     })
 }
 
-/// Why blocks were not written. A refusal under the ticket of an active reservation ends that reservation and drops the blocks received for
-/// it: either the sender is faulty, or an attacker has the ticket.
+/// The reason to refuse a write. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
+/// drops the blocks written so far: either the sender is faulty, or an attacker has the ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
-    /// The ticket is unknown: it was guessed, or issued before the worker restarted.
+    /// This worker does not know the ticket: it was guessed, or was issued before the worker restarted.
     #[error("no reservation has this ticket")]
     UnknownTicket,
-    /// The reservation is complete or has ended: for example, its request was cancelled while blocks were in transit.
+    /// The reservation is complete or was cancelled, for example with its request while blocks were in flight.
     #[error("the ticket's reservation has ended")]
     SpentTicket,
-    /// The block was written before, or the ticket does not name it. Ends the reservation.
+    /// Ends the reservation: the block was written before, or the ticket does not name it.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
     /// The block does not have this worker's block size. Ends the reservation.
     #[error("the block's size differs from this worker's")]
     WrongSize,
-    /// Ends the reservation: there is nothing that blocks could be copied from.
-    #[error("the blocks do not come the way that the ticket names")]
+    /// Ends the reservation: the sender announced blocks in its memory, but the ticket does not name a path on which they can be copied.
+    #[error("the blocks do not take the transfer path that the ticket names")]
     WrongPath,
-    /// The engine failed or is shut down.
-    #[error("the engine failed or is shut down")]
+    /// The engine has ended.
+    #[error("the engine has ended")]
     EngineGone,
 }
 
 impl WriteRefused {
-    /// Each reason that is a fault of the write, by the name that metrics give it.
+    /// Each reason for which the write itself is to blame, with its label in metrics.
     pub const REASONS: [(Self, &str); 5] = [
         (Self::UnknownTicket, "unknown_ticket"),
         (Self::SpentTicket, "spent_ticket"),
@@ -60,7 +59,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Its name among [`WriteRefused::REASONS`]; `None` when the write was not at fault.
+    /// Returns its label among [`WriteRefused::REASONS`]; `None` if the write is not to blame.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }

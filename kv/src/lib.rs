@@ -1,10 +1,13 @@
-//! Ownership and content of KV blocks: sequence hashes, the block pool, the prefix cache and its events, and the tickets for writing.
+//! Ownership and content of KV blocks: sequence hashes, the block pool, the prefix cache and its events, tickets for writing, and access to
+//! engines' KV memory.
 //!
 //! Pure: no async, no I/O, no clock. One [`PrefixCache`] belongs to one engine thread.
 
 mod cache;
 mod event;
 mod hash;
+mod id;
+mod memory;
 mod mix;
 mod report;
 mod ticket;
@@ -12,6 +15,10 @@ mod ticket;
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Violation, Wanted, ensure};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
+pub use id::{InstanceId, RequestId, WorkerId};
+pub use memory::{
+    BlockAccess, BlockWrite, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, ReadyBlock,
+};
 pub use mix::mix;
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};

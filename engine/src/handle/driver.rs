@@ -1,6 +1,9 @@
 //! The owner of an engine and its scheduler: handles commands, runs steps, and sends events.
 
-use super::{Arrival, EngineSettings, arrival::Ended};
+use super::{
+    EngineSettings,
+    block_write::{EndedWrite, EndedWrites, ReservedWrite},
+};
 use crate::machine::{Action, JobId, Machine};
 use crate::sim::SimClock;
 use crate::{Engine, EngineError, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
@@ -8,7 +11,7 @@ use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use tandem_kv::{KvBatch, Load, Snapshot, StepStats, Ticket};
+use tandem_kv::{BlockAccess, BlockWrite, KvBatch, Load, Snapshot, StepStats, Ticket};
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
@@ -22,9 +25,9 @@ const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) enum Command {
     Prefill(Prefill, oneshot::Sender<Result<Accepted, Refusal>>),
     Generate(Generate, oneshot::Sender<Result<Accepted, Refusal>>),
-    SendBlocks { job: JobId, indices: Vec<u32>, by_place: bool },
+    SendBlocks { job: JobId, indices: Vec<u32>, access: BlockAccess },
     Write { ticket: Ticket, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
-    Begin { ticket: Ticket, indices: Vec<u32>, reply: oneshot::Sender<Result<Arrival, WriteRefused>> },
+    BeginWrite { ticket: Ticket, indices: Vec<u32>, reply: oneshot::Sender<Result<Box<dyn BlockWrite>, WriteRefused>> },
     Refuse { ticket: Ticket, why: WriteRefused, reply: oneshot::Sender<WriteRefused> },
     Confirm(Ticket),
     Watch(oneshot::Sender<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)>),
@@ -49,7 +52,7 @@ pub(super) struct Driver {
     max_buffered_events: usize,
     next_job: JobId,
     wake: Arc<Notify>,
-    ended: Ended,
+    ended_writes: EndedWrites,
     batches: broadcast::Sender<Arc<KvBatch>>,
     load: watch::Sender<Load>,
     /// When the current step or command began; `None` while the engine is idle.
@@ -80,7 +83,7 @@ impl Driver {
             max_buffered_events: (settings.max_buffered_events as usize).max(1),
             next_job: 0,
             wake,
-            ended: Ended::default(),
+            ended_writes: EndedWrites::default(),
             batches: broadcast::Sender::new(BATCHES_MAX),
             busy_since: watch::Sender::new(None),
             started: Instant::now(),
@@ -111,7 +114,7 @@ impl Driver {
                 let Ok(command) = self.commands.try_recv() else { break };
                 self.handle_command(command);
             }
-            self.end_arrivals();
+            self.end_writes();
             self.update_backpressure();
             // The clock is read once: a deadline that the plan does not see as passed must still be in the future below.
             let now = self.now();
@@ -181,12 +184,12 @@ impl Driver {
                 let (max, capacity) = (self.max_buffered_events, self.max_buffered_events + 2 * samples);
                 self.accept(reply, capacity, max, |machine, job| machine.generate(job, generate, now));
             }
-            Command::SendBlocks { job, indices, by_place } => self.machine.send_blocks(job, indices, by_place),
-            Command::Begin { ticket, indices, reply } => {
-                let begun = self.machine.begin_arrival(ticket, &indices, now);
-                let (ended, wake) = (self.ended.clone(), Arc::clone(&self.wake));
-                // If the caller is gone, the arrival is dropped here, which ends it.
-                let _ = reply.send(begun.map(|blocks| Arrival::new(ticket, indices, blocks, ended, wake)));
+            Command::SendBlocks { job, indices, access } => self.machine.send_blocks(job, indices, access),
+            Command::BeginWrite { ticket, indices, reply } => {
+                let begun = self.machine.begin_write(ticket, &indices, now);
+                let (ended, wake) = (self.ended_writes.clone(), Arc::clone(&self.wake));
+                // If the caller is gone, the write is dropped here, which ends it.
+                let _ = reply.send(begun.map(|blocks| Box::new(ReservedWrite::new(ticket, indices, blocks, ended, wake)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
                 // First cancel jobs whose clients have disconnected: blocks that arrive late for them are not misuse.
@@ -195,7 +198,7 @@ impl Driver {
                 let _ = reply.send(self.machine.refuse(ticket, why));
             }
             Command::Confirm(ticket) => {
-                self.end_arrivals();
+                self.end_writes();
                 self.machine.confirm(ticket, now);
             }
             Command::Write { ticket, index, payload, reply } => {
@@ -238,9 +241,9 @@ impl Driver {
         let _ = reply.send(accepted);
     }
 
-    fn end_arrivals(&mut self) {
-        for (ticket, indices, whole) in self.ended.take() {
-            self.machine.end_arrival(ticket, &indices, whole);
+    fn end_writes(&mut self) {
+        for EndedWrite { ticket, indices, complete } in self.ended_writes.take() {
+            self.machine.end_write(ticket, &indices, complete);
         }
     }
 
@@ -276,10 +279,13 @@ impl Driver {
             match action {
                 Action::Emit(job, event) => self.emit(job, event),
                 Action::Copy { from, to } => failure = self.engine.copy_block(from, to).err().or(failure),
-                Action::Read { job, index, block } => {
-                    let mut payload = vec![0; self.machine.info().block_bytes];
-                    match self.engine.read_block(block, &mut payload) {
-                        Ok(()) => self.emit(job, Event::Block { index, payload: payload.into() }),
+                Action::ReadBlocks(job, mut blocks) => {
+                    let read = blocks.iter_mut().try_for_each(|ready| {
+                        ready.content = vec![0; self.machine.info().block_bytes];
+                        self.engine.read_block(ready.block, &mut ready.content)
+                    });
+                    match read {
+                        Ok(()) => self.emit(job, Event::BlocksReady(blocks)),
                         Err(error) => failure = Some(error),
                     }
                 }

@@ -2,7 +2,7 @@
 
 use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::{sync::Arc, time::Duration};
-use tandem_kv::{BlockId, Namespace, Ticket, TokenId};
+use tandem_kv::{BlockAccess, BlockId, Namespace, Ticket, TokenId};
 
 /// A job's number on its engine. Numbers grow in the order of submission.
 pub(crate) type JobId = u64;
@@ -54,15 +54,13 @@ pub(super) enum Role {
     Sample(Box<Sample>),
 }
 
-/// Which blocks of a prefill are sent to another worker.
+/// The blocks of a prefill that are sent to another worker.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// Indices that were requested and not sent yet, the last first; `None` before the request.
-    pub wanted: Option<Vec<u32>>,
-    /// The job gets the blocks' places in the KV memory instead of their content.
-    pub by_place: bool,
-    /// The job was sent [`crate::Event::Computed`].
-    pub all_told: bool,
+    /// Indices of those not reported yet, in descending order, and how to report them; `None` until they are known.
+    pub wanted: Option<(Vec<u32>, BlockAccess)>,
+    /// `Computed` was reported: all is computed, and every block was reported.
+    pub all_reported: bool,
 }
 
 #[derive(Debug)]
@@ -75,7 +73,7 @@ pub(super) struct Prompt {
     /// The longest length of a sample in tokens, the prompt included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
-    /// Set while the KV comes from another worker.
+    /// Set while another worker's KV is being received.
     pub remote: Option<Remote>,
 }
 
@@ -85,15 +83,15 @@ pub(super) struct PromptLogprobs {
     pub rows: Vec<Option<TokenLogprobs>>,
 }
 
-/// KV that another worker writes here.
+/// A reservation that another worker's KV is written into.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
     /// `None` before blocks are allocated.
     pub ticket: Option<Ticket>,
     /// Indices of blocks that are neither written nor being written.
     pub missing: Vec<u32>,
-    /// Indices of blocks that are being written concurrently with the steps.
-    pub arriving: Vec<u32>,
+    /// Indices of blocks that are being written while steps run.
+    pub writing: Vec<u32>,
     pub first_write: Option<Duration>,
     pub bytes: u64,
 }

@@ -23,7 +23,7 @@ fn chunks_cover_the_tokens_that_were_not_cached() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("cut", 150)), world.now).expect("it fits");
     world.run();
-    world.machine.send_blocks(0, vec![], false);
+    world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     world.act();
     // The clock of a world does not advance in a step, so the step that allocates the blocks begins a millisecond before the allocation.
     assert_eq!(steps(&chunks(&world, 0)), [(0, 64), (0, 64), (1, 21)]);
@@ -55,7 +55,7 @@ fn preempted_prefill_reports_the_chunks_after_its_preemption() {
     world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("it fits");
     world.run();
     assert!(world.machine.preemptions > 0, "there were too few blocks");
-    world.machine.send_blocks(1, vec![], false);
+    world.machine.send_blocks(1, vec![], BlockAccess::Copied);
     world.act();
     let computed: u32 = chunks(&world, 1).iter().map(|chunk| chunk.tokens).sum();
     assert!((1..=499).contains(&computed), "{computed} tokens of 499 computed, by what is told");

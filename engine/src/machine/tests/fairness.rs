@@ -133,7 +133,7 @@ fn prefill_tokens_are_shared_between_accounts() {
     world.step();
     let text = prompt("from another account", 1_000);
     world.machine.prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now).expect("it fits");
-    world.machine.send_blocks(10, vec![], false);
+    world.machine.send_blocks(10, vec![], BlockAccess::Copied);
     let before = world.steps;
     while !world.events.get(&10).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_)))) {
         assert!(world.step());
@@ -160,7 +160,7 @@ fn short_prompt_precedes_a_long_one_that_has_started() {
 fn long_prompt_does_not_starve() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("it fits");
-    world.machine.send_blocks(0, vec![], false);
+    world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     let done =
         |world: &World| world.events.get(&0).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_))));
     let mut next = 1;

@@ -1,6 +1,6 @@
 //! Writes that a ticket does not allow, and blocks written by an attacker who has a ticket.
 
-use super::{arriving::reserved, *};
+use super::{receiving::reserved, *};
 
 impl World {
     fn refused(&self, job: JobId) -> Option<WriteRefused> {
