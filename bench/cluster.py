@@ -129,7 +129,7 @@ def measure(clusters, rounds):
         for name, cluster in list(clusters.items())[:: -1 if number % 2 else 1]:
             found = {name: cluster.cold(words)}
             if name == "remote":
-                # The router hears of new blocks a moment later.
+                # The router receives the events of new blocks a moment later.
                 time.sleep(0.1)
                 found["warm"] = cluster.warm(words)
             if number >= 0:

@@ -27,7 +27,7 @@ ANSWER_MAX_S = 300
 OTHERS_MAX = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")
 INSTRUCTIONS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-# Ends with whoever started it, however that ends.
+# Ends with its parent process, however that ends.
 BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(1_000_000): pass"
 
 
