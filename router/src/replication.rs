@@ -1,10 +1,10 @@
-//! What routers tell each other of their bookings: all of them first, then every change, numbered without gaps.
+//! Replication of bookings between routers: a full state first, then every change, in messages numbered without gaps.
 //!
-//! Pure, and apart from how the messages travel. A change is a booking as it is now, or its end: to hear it twice, or late in
-//! one with a later change, does no harm. What a message covers is told by numbers of the sender's journal, so that whoever
-//! loses one notices at the next, and asks for all of them again.
+//! Pure, and independent of how the messages travel. A change carries the booking's current record, or its end, so receiving it
+//! twice, or only together with a later change, does no harm. Each message carries the range of the sender's journal that it
+//! covers, so a receiver that has lost one notices at the next one and requests the full state again.
 
-use crate::booked::{BookingId, Share};
+use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
     collections::{HashSet, VecDeque},
     sync::Arc,
@@ -12,21 +12,21 @@ use std::{
 use tandem_kv::SequenceHash;
 use tandem_proto::{
     WireError,
-    v1::{BookingChange, BookingChanges, BookingState, BookingsReply, PlacedRequest, PlacedShare, bookings_reply::Message},
+    v1::{self, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply},
 };
 use tokio::sync::watch;
 
-/// Changes that can be told one by one; who is further behind gets all bookings instead. Half a megabyte, and a minute of 300
-/// requests a second.
+/// Changes that can be sent one by one; a receiver further behind gets the full state instead. Half a megabyte, and a minute of
+/// 300 requests per second.
 const RECENT_MAX: usize = 65_536;
 /// Bookings of one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
-/// Hashes of one message, and those of a last booking: about half a megabyte.
+/// Hashes of one message, exceeded by those of its last booking only: about half a megabyte.
 const MESSAGE_HASHES_MAX: usize = 65_536;
-/// Hashes that are told of one booking: 65,536 tokens in blocks of 16. What is predicted of longer prompts ends there.
+/// Hashes that are sent of one booking: 65,536 tokens in blocks of 16. Peers predict no further blocks of longer prompts.
 pub(crate) const HASHES_MAX: usize = 4_096;
 
-/// Numbers the changes of this router's bookings, and remembers the latest.
+/// Numbers the changes of this router's bookings, and keeps the latest.
 pub(crate) struct Journal {
     last: watch::Sender<u64>,
     recent: VecDeque<BookingId>,
@@ -39,8 +39,8 @@ impl Default for Journal {
 }
 
 impl Journal {
-    /// A booking was made, has changed or has ended.
-    pub(crate) fn note(&mut self, booking: BookingId) {
+    /// Records that a booking was made, has changed or has ended.
+    pub(crate) fn record(&mut self, booking: BookingId) {
         if self.recent.len() == RECENT_MAX {
             self.recent.pop_front();
         }
@@ -48,17 +48,17 @@ impl Journal {
         self.last.send_modify(|last| *last += 1);
     }
 
-    /// The last change's number.
+    /// Returns the number of the last change.
     pub(crate) fn last(&self) -> u64 {
         *self.last.borrow()
     }
 
-    /// Tells of every new number.
+    /// Returns a receiver of the last change's number.
     pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
         self.last.subscribe()
     }
 
-    /// What has changed after this number; `None` if that is too long ago.
+    /// Returns what has changed after this number; `None` if not all of it is kept any more.
     pub(crate) fn since(&self, after: u64) -> Option<impl Iterator<Item = BookingId>> {
         let missed = usize::try_from(self.last().checked_sub(after)?).ok()?;
         let first = self.recent.len().checked_sub(missed)?;
@@ -66,210 +66,222 @@ impl Journal {
     }
 }
 
-/// A booking as other routers hear of it.
+/// A booking as routers announce it to each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct BookingRecord {
     pub(crate) request_id: Arc<str>,
-    pub(crate) decode: (Arc<str>, Share),
-    /// Never the instance that decodes.
-    pub(crate) prefill: Option<(Arc<str>, Share)>,
-    pub(crate) computing: bool,
-    /// At most [`HASHES_MAX`]; none unless it is computing.
+    /// The decode instance, and the load that its reports do not include.
+    pub(crate) decode: (Arc<str>, BookedLoad),
+    /// The same of the prefill instance, which is never the decode instance.
+    pub(crate) prefill: Option<(Arc<str>, BookedLoad)>,
+    /// The prompt is still being prefilled.
+    pub(crate) prefilling: bool,
+    /// The prompt's blocks, at most [`HASHES_MAX`]; empty unless it is being prefilled.
     pub(crate) hashes: Arc<[SequenceHash]>,
 }
 
-/// A booking by its sender's number; `None`: it has ended.
-pub(crate) type Change = (u64, Option<Told>);
+/// A booking by its number at the sender; `None`: it has ended.
+pub(crate) type Change = (u64, Option<BookingRecord>);
 
-/// What one message is made of.
+/// The content of one message.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum News {
-    /// A part of all bookings.
+pub(crate) enum Message {
+    /// A chunk of the full state at change `at`.
     State { at: u64, bookings: Vec<Change>, last: bool },
     /// What has changed after `after`, up to `last`.
     Changes { after: u64, last: u64, bookings: Vec<Change> },
 }
 
-/// All bookings, in messages of bounded size.
-pub(crate) fn state(at: u64, bookings: impl Iterator<Item = (BookingId, Told)>) -> Vec<News> {
-    let (mut news, mut part) = (Vec::new(), Part::default());
-    for (id, told) in bookings {
-        if part.is_full() {
-            news.push(News::State { at, bookings: std::mem::take(&mut part).changes, last: false });
+/// Returns the full state in messages of bounded size.
+pub(crate) fn state(at: u64, bookings: impl Iterator<Item = (BookingId, BookingRecord)>) -> Vec<Message> {
+    let (mut messages, mut chunk) = (Vec::new(), Chunk::default());
+    for (id, record) in bookings {
+        if chunk.is_full() {
+            messages.push(Message::State { at, bookings: std::mem::take(&mut chunk).changes, last: false });
         }
-        part.push(id, Some(told));
+        chunk.push(id, Some(record));
     }
-    news.push(News::State { at, bookings: part.changes, last: true });
-    news
+    messages.push(Message::State { at, bookings: chunk.changes, last: true });
+    messages
 }
 
-/// The changes after this number, in messages of bounded size; one without any if there is none.
+/// Returns the changes after this number in messages of bounded size; an empty message if there is none.
 pub(crate) fn changes(
     mut after: u64,
     changed: impl Iterator<Item = BookingId>,
-    now: impl Fn(BookingId) -> Option<Told>,
-) -> Vec<News> {
-    let (mut news, mut part, mut last) = (Vec::new(), Part::default(), after);
+    current: impl Fn(BookingId) -> Option<BookingRecord>,
+) -> Vec<Message> {
+    let (mut messages, mut chunk, mut last) = (Vec::new(), Chunk::default(), after);
     for id in changed {
-        if part.is_full() {
-            news.push(News::Changes { after, last, bookings: std::mem::take(&mut part).changes });
+        if chunk.is_full() {
+            messages.push(Message::Changes { after, last, bookings: std::mem::take(&mut chunk).changes });
             after = last;
         }
         last += 1;
-        if part.seen.insert(id) {
-            part.push(id, now(id));
+        if chunk.seen.insert(id) {
+            chunk.push(id, current(id));
         }
     }
-    news.push(News::Changes { after, last, bookings: part.changes });
-    news
+    messages.push(Message::Changes { after, last, bookings: chunk.changes });
+    messages
 }
 
 #[derive(Default)]
-struct Part {
+struct Chunk {
     changes: Vec<Change>,
     seen: HashSet<BookingId>,
     hashes: usize,
 }
 
-impl Part {
+impl Chunk {
     fn is_full(&self) -> bool {
         self.changes.len() >= MESSAGE_BOOKINGS_MAX || self.hashes >= MESSAGE_HASHES_MAX
     }
 
-    fn push(&mut self, id: BookingId, told: Option<Told>) {
-        self.hashes += told.as_ref().map_or(0, |told| told.hashes.len());
-        self.changes.push((id.0, told));
+    fn push(&mut self, id: BookingId, record: Option<BookingRecord>) {
+        self.hashes += record.as_ref().map_or(0, |record| record.hashes.len());
+        self.changes.push((id.0, record));
     }
 }
 
-/// The message, from the router of this instance.
-pub(crate) fn encode(router_instance_id: &str, news: News) -> BookingsReply {
-    let all = |bookings: Vec<Change>| {
-        bookings.into_iter().map(|(booking_id, told)| BookingChange { booking_id, placed: told.map(Into::into) }).collect()
+/// Returns the reply with this message, from the router of this instance.
+pub(crate) fn encode(router_instance_id: &str, message: Message) -> BookingsReply {
+    let encoded = |bookings: Vec<Change>| {
+        let change = |(booking_id, record): Change| BookingChange { booking_id, request: record.map(Into::into) };
+        bookings.into_iter().map(change).collect()
     };
-    let message = match news {
-        News::State { at, bookings, last } => Message::State(BookingState { at_change_id: at, bookings: all(bookings), last }),
-        News::Changes { after, last, bookings } => {
-            Message::Changes(BookingChanges { after, last_change_id: last, bookings: all(bookings) })
+    let message = match message {
+        Message::State { at, bookings, last } => {
+            bookings_reply::Message::State(BookingState { at_change_id: at, bookings: encoded(bookings), last })
+        }
+        Message::Changes { after, last, bookings } => {
+            bookings_reply::Message::Changes(BookingChanges { after, last_change_id: last, bookings: encoded(bookings) })
         }
     };
     BookingsReply { router_instance_id: router_instance_id.to_owned(), message: Some(message) }
 }
 
-impl From<Told> for PlacedRequest {
-    fn from(told: Told) -> Self {
-        let share = |(instance_id, Share { tokens, sequences }): (Arc<str>, Share)| PlacedShare {
+impl From<BookingRecord> for BookedRequest {
+    fn from(record: BookingRecord) -> Self {
+        let load = |(instance_id, BookedLoad { tokens, sequences }): (Arc<str>, BookedLoad)| v1::BookedLoad {
             instance_id: instance_id.to_string(),
             tokens,
             sequences,
         };
         Self {
-            request_id: told.request_id.to_string(),
-            decode: Some(share(told.decode)),
-            prefill: told.prefill.map(share),
-            computing: told.computing,
-            sequence_hashes: told.hashes.iter().map(|hash| hash.0).collect(),
+            request_id: record.request_id.to_string(),
+            decode: Some(load(record.decode)),
+            prefill: record.prefill.map(load),
+            prefilling: record.prefilling,
+            sequence_hashes: record.hashes.iter().map(|hash| hash.0).collect(),
         }
     }
 }
 
-impl TryFrom<PlacedRequest> for Told {
+impl TryFrom<BookedRequest> for BookingRecord {
     type Error = WireError;
 
-    fn try_from(placed: PlacedRequest) -> Result<Self, WireError> {
-        let share = |PlacedShare { instance_id, tokens, sequences }| (Arc::<str>::from(instance_id), Share { tokens, sequences });
-        let decode = share(placed.decode.ok_or(WireError::Missing { field: "decode" })?);
-        let hashes = if placed.computing { placed.sequence_hashes } else { Vec::new() };
+    fn try_from(booked: BookedRequest) -> Result<Self, WireError> {
+        let load = |v1::BookedLoad { instance_id, tokens, sequences }| {
+            (Arc::<str>::from(instance_id), BookedLoad { tokens, sequences })
+        };
+        let decode = load(booked.decode.ok_or(WireError::Missing { field: "decode" })?);
+        let hashes = if booked.prefilling { booked.sequence_hashes } else { Vec::new() };
         Ok(Self {
-            request_id: placed.request_id.into(),
-            prefill: placed.prefill.map(share).filter(|(instance_id, _)| *instance_id != decode.0),
+            request_id: booked.request_id.into(),
+            prefill: booked.prefill.map(load).filter(|(instance_id, _)| *instance_id != decode.0),
             decode,
-            computing: placed.computing,
+            prefilling: booked.prefilling,
             hashes: hashes.into_iter().take(HASHES_MAX).map(SequenceHash).collect(),
         })
     }
 }
 
-/// What to do about a message.
+/// What to do about a peer's message.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Heard {
+pub(crate) enum PeerUpdate {
     /// Nothing.
-    Nothing,
-    /// These are all.
+    None,
+    /// Replace all bookings of the peer by these.
     All(Vec<Change>),
-    /// These have changed.
+    /// Apply these changes.
     Changed(Vec<Change>),
 }
 
-/// Why a router cannot be followed any further.
+/// Why replication from a peer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Broken {
+pub(crate) enum ReplicationError {
     #[error("changes after {applied} are missing")]
     Gap { applied: u64 },
-    #[error("it speaks for another instance than before")]
+    #[error("its message is from another instance than before")]
     OtherInstance,
     #[error("it has more than {max} bookings")]
-    TooMany { max: usize },
+    TooManyBookings { max: usize },
     #[error(transparent)]
     Wire(#[from] WireError),
 }
 
-/// One router's messages, put in order.
-pub(crate) struct Intake {
+/// Puts the messages of one peer in order.
+pub(crate) struct PeerReceiver {
     bookings_max: usize,
     instance_id: Option<String>,
-    /// The parts of a state that is not whole yet.
-    parts: Vec<Change>,
+    /// The chunks of a state that is not complete yet.
+    partial_state: Vec<Change>,
     /// The last change that is known; `None` before the first state.
     applied: Option<u64>,
 }
 
-impl Intake {
+impl PeerReceiver {
+    /// Returns a receiver that waits for a state of at most this many bookings.
     pub(crate) fn new(bookings_max: usize) -> Self {
-        Self { bookings_max, instance_id: None, parts: Vec::new(), applied: None }
+        Self { bookings_max, instance_id: None, partial_state: Vec::new(), applied: None }
     }
 
-    /// Who speaks, once it has.
+    /// Returns the peer's instance id, once it has sent a message.
     pub(crate) fn instance_id(&self) -> Option<&str> {
         self.instance_id.as_deref()
     }
 
     /// Takes the next message.
-    pub(crate) fn take(&mut self, reply: BookingsReply) -> Result<Heard, Broken> {
+    ///
+    /// # Errors
+    /// If a change is missing, the peer has too many bookings, or the message is malformed or from another instance.
+    pub(crate) fn take(&mut self, reply: BookingsReply) -> Result<PeerUpdate, ReplicationError> {
         let BookingsReply { router_instance_id, message } = reply;
         if *self.instance_id.get_or_insert_with(|| router_instance_id.clone()) != router_instance_id {
-            return Err(Broken::OtherInstance);
+            return Err(ReplicationError::OtherInstance);
         }
         match message.ok_or(WireError::Missing { field: "message" })? {
-            Message::State(BookingState { at_change_id, bookings, last }) => {
-                self.parts.append(&mut decoded(bookings)?);
-                if self.parts.len() > self.bookings_max {
-                    return Err(Broken::TooMany { max: self.bookings_max });
+            bookings_reply::Message::State(BookingState { at_change_id, bookings, last }) => {
+                self.partial_state.append(&mut decoded(bookings)?);
+                if self.partial_state.len() > self.bookings_max {
+                    return Err(ReplicationError::TooManyBookings { max: self.bookings_max });
                 }
                 if !last {
-                    return Ok(Heard::Nothing);
+                    return Ok(PeerUpdate::None);
                 }
                 self.applied = Some(at_change_id);
-                Ok(Heard::All(std::mem::take(&mut self.parts)))
+                Ok(PeerUpdate::All(std::mem::take(&mut self.partial_state)))
             }
-            Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
-                // What was told before the state is in it, or the gap after it shows that it is not.
-                let Some(applied) = self.applied else { return Ok(Heard::Nothing) };
+            bookings_reply::Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
+                // The state includes earlier changes, or the gap after it shows that it does not.
+                let Some(applied) = self.applied else { return Ok(PeerUpdate::None) };
                 if after > applied {
-                    return Err(Broken::Gap { applied });
+                    return Err(ReplicationError::Gap { applied });
                 }
                 if last_change_id <= applied {
-                    return Ok(Heard::Nothing);
+                    return Ok(PeerUpdate::None);
                 }
                 self.applied = Some(last_change_id);
-                Ok(Heard::Changed(decoded(bookings)?))
+                Ok(PeerUpdate::Changed(decoded(bookings)?))
             }
         }
     }
 }
 
 fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
-    let change = |BookingChange { booking_id, placed }| Ok((booking_id, placed.map(Told::try_from).transpose()?));
+    let change =
+        |BookingChange { booking_id, request }| Ok((booking_id, request.map(BookingRecord::try_from).transpose()?));
     bookings.into_iter().map(change).collect()
 }
 
@@ -277,72 +289,73 @@ fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
 mod tests {
     use super::*;
 
-    fn told(hashes: usize) -> Told {
-        let share = |name: &str| (name.into(), Share { tokens: 3, sequences: 2 });
+    fn record(hashes: usize) -> BookingRecord {
+        let load = |name: &str| (name.into(), BookedLoad { tokens: 3, sequences: 2 });
         let hashes = (0..hashes as u64).map(SequenceHash).collect();
-        Told { request_id: "r".into(), decode: share("d"), prefill: Some(share("p")), computing: true, hashes }
+        BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
     }
 
-    fn all_taken(news: Vec<News>) -> Vec<Heard> {
-        let mut intake = Intake::new(10_000);
-        let first = encode("i", News::State { at: 0, bookings: vec![], last: true });
-        assert_eq!(intake.take(first), Ok(Heard::All(vec![])));
-        news.into_iter().map(|news| intake.take(encode("i", news)).expect("they are in order")).collect()
+    /// What a receiver makes of these messages after an empty state.
+    fn received(messages: Vec<Message>) -> Vec<PeerUpdate> {
+        let mut receiver = PeerReceiver::new(10_000);
+        let first = encode("i", Message::State { at: 0, bookings: vec![], last: true });
+        assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![])));
+        messages.into_iter().map(|message| receiver.take(encode("i", message)).expect("no message is missing")).collect()
     }
 
     #[test]
-    fn the_journal_forgets_and_says_so() {
+    fn journal_is_bounded_and_reports_forgotten_changes() {
         let mut journal = Journal::default();
         let since = |journal: &Journal, after| journal.since(after).map(|ids| ids.map(|id| id.0).collect::<Vec<_>>());
         assert_eq!(since(&journal, 0), Some(vec![]));
-        (1..=RECENT_MAX as u64).for_each(|id| journal.note(BookingId(id)));
+        (1..=RECENT_MAX as u64).for_each(|id| journal.record(BookingId(id)));
         assert_eq!(since(&journal, 0).map(|ids| ids.len()), Some(RECENT_MAX));
-        journal.note(BookingId(7));
+        journal.record(BookingId(7));
         assert_eq!(since(&journal, 0), None);
         assert_eq!(since(&journal, journal.last() - 2), Some(vec![RECENT_MAX as u64, 7]));
-        assert_eq!(since(&journal, journal.last() + 1), None, "that is another journal's");
+        assert_eq!(since(&journal, journal.last() + 1), None, "the number is another journal's");
     }
 
     #[test]
-    fn long_news_goes_in_parts_without_a_gap_and_twice_changed_is_told_once() {
+    fn long_updates_are_split_without_a_gap_and_merge_changes_of_one_booking() {
         let ids: Vec<BookingId> = (0..3_000).map(|at| BookingId(at / 2)).collect();
-        let news = changes(0, ids.iter().copied(), |id| id.0.is_multiple_of(2).then(|| told(1)));
-        assert_eq!(news.len(), 2);
-        let heard = all_taken(news);
-        let changed = heard.iter().map(|heard| match heard {
-            Heard::Changed(changes) => changes.len(),
+        let messages = changes(0, ids.iter().copied(), |id| id.0.is_multiple_of(2).then(|| record(1)));
+        assert_eq!(messages.len(), 2);
+        let updates = received(messages);
+        let changed = updates.iter().map(|update| match update {
+            PeerUpdate::Changed(changes) => changes.len(),
             other => panic!("{other:?}"),
         });
-        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "once, but for the one at the seam");
-        // Prompts as long as can be told: 16 fill a message.
-        let parts = changes(0, ids[..100].iter().copied(), |_| Some(told(HASHES_MAX)));
-        assert_eq!(parts.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
-        let whole = state(9, ids.iter().map(|id| (*id, told(0))));
+        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each once, except the one on both sides of the split");
+        // Prompts of the maximum length: 16 fill a message.
+        let messages = changes(0, ids[..100].iter().copied(), |_| Some(record(HASHES_MAX)));
+        assert_eq!(messages.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
+        let whole = state(9, ids.iter().map(|id| (*id, record(0))));
         assert_eq!(whole.len(), 3);
-        let heard = all_taken(whole);
-        assert_eq!(heard[..2], [Heard::Nothing, Heard::Nothing]);
-        assert!(matches!(&heard[2], Heard::All(all) if all.len() == 3_000));
+        let updates = received(whole);
+        assert_eq!(updates[..2], [PeerUpdate::None, PeerUpdate::None]);
+        assert!(matches!(&updates[2], PeerUpdate::All(all) if all.len() == 3_000));
     }
 
     #[test]
-    fn what_was_told_arrives_as_it_was_and_gaps_and_strangers_are_noticed() {
-        let mut intake = Intake::new(10);
-        let change = |after, last| News::Changes { after, last, bookings: vec![(5, Some(told(4))), (6, None)] };
-        assert_eq!(intake.take(encode("i", change(0, 2))), Ok(Heard::Nothing), "nothing is known before the state");
-        let all = vec![(5, Some(told(2)))];
-        let first = News::State { at: 2, bookings: all.clone(), last: true };
-        assert_eq!(intake.take(encode("i", first)), Ok(Heard::All(all)));
-        assert_eq!(intake.take(encode("i", change(0, 2))), Ok(Heard::Nothing), "it is in the state");
-        assert_eq!(intake.take(encode("i", change(1, 4))), Ok(Heard::Changed(vec![(5, Some(told(4))), (6, None)])));
-        assert_eq!(intake.take(encode("i", change(5, 6))), Err(Broken::Gap { applied: 4 }));
-        assert_eq!(intake.take(encode("j", change(4, 5))), Err(Broken::OtherInstance));
+    fn records_survive_the_wire_and_gaps_and_other_instances_are_detected() {
+        let mut receiver = PeerReceiver::new(10);
+        let change = |after, last| Message::Changes { after, last, bookings: vec![(5, Some(record(4))), (6, None)] };
+        assert_eq!(receiver.take(encode("i", change(0, 2))), Ok(PeerUpdate::None), "changes before the first state are ignored");
+        let all = vec![(5, Some(record(2)))];
+        let first = Message::State { at: 2, bookings: all.clone(), last: true };
+        assert_eq!(receiver.take(encode("i", first)), Ok(PeerUpdate::All(all)));
+        assert_eq!(receiver.take(encode("i", change(0, 2))), Ok(PeerUpdate::None), "the state includes it");
+        assert_eq!(receiver.take(encode("i", change(1, 4))), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
+        assert_eq!(receiver.take(encode("i", change(5, 6))), Err(ReplicationError::Gap { applied: 4 }));
+        assert_eq!(receiver.take(encode("j", change(4, 5))), Err(ReplicationError::OtherInstance));
         let empty = BookingsReply { router_instance_id: "i".to_owned(), message: None };
-        assert_eq!(intake.take(empty), Err(Broken::Wire(WireError::Missing { field: "message" })));
-        let mut placed = PlacedRequest::from(told(HASHES_MAX + 1));
-        placed.prefill = placed.decode.clone();
-        let heard = Told::try_from(placed.clone()).expect("it has all it needs");
-        assert_eq!((heard.prefill, heard.hashes.len()), (None, HASHES_MAX));
-        let lacking = PlacedRequest { decode: None, ..placed };
-        assert_eq!(Told::try_from(lacking), Err(WireError::Missing { field: "decode" }));
+        assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
+        let mut booked = BookedRequest::from(record(HASHES_MAX + 1));
+        booked.prefill = booked.decode.clone();
+        let decoded = BookingRecord::try_from(booked.clone()).expect("it is complete");
+        assert_eq!((decoded.prefill, decoded.hashes.len()), (None, HASHES_MAX));
+        let lacking = BookedRequest { decode: None, ..booked };
+        assert_eq!(BookingRecord::try_from(lacking), Err(WireError::Missing { field: "decode" }));
     }
 }

@@ -1,8 +1,8 @@
-//! What a worker says of its cache, put in order: a snapshot first, then every event above it, once.
+//! The KV event subscription to one worker: puts the worker's messages in order, a snapshot first, then every later event once.
 //!
-//! It comes by one way or by two: a `Watch` stream with everything, or a stream with loads and NATS with events. Events
-//! count by their numbers, whichever way they come, so the way may change at any time. Pure. A gap is what comes of lost messages and
-//! is healed by a new snapshot; everything else that is wrong is the worker's fault and ends its membership.
+//! Messages come from one or two sources: a `Watch` stream with everything, or a stream with loads and NATS with events. Events
+//! are ordered by their ids, whichever source they come from, so the source may change at any time. Pure. A gap is the
+//! consequence of lost messages and is repaired by a new snapshot; any other error is the worker's fault and ends its membership.
 
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
@@ -12,55 +12,55 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// How much later than its number on the stream an event may come over NATS. As long as a heartbeat: a message is rarely late by
-/// a hundredth of that, and what is missing is missed no longer.
+/// How long after its id on the stream an event may arrive over NATS. One heartbeat: a message is rarely late by a hundredth of
+/// that, and a lost one is noticed with the next heartbeat.
 pub(crate) const LATE_MAX: Duration = Duration::from_secs(1);
 
 /// What to do about a message.
 #[derive(Debug, PartialEq)]
-pub(crate) enum News {
+pub(crate) enum Update {
     /// Nothing yet.
-    Nothing,
-    /// Replace all that was known.
-    Cache(Snapshot),
-    /// Apply the events, all of them; take over the load.
-    Batch { batch: KvBatch, beside: Beside, sent_unix_us: u64 },
+    None,
+    /// Replace all that was known of the worker's cache.
+    Snapshot(Snapshot),
+    /// Apply all events and take over the load.
+    Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
 }
 
-/// What comes with a load and is not the cache's.
+/// The parts of a reported load that the KV crate's `Load` does not have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Beside {
-    /// Measured; 0 before the first transfer.
+pub(crate) struct ReportedStats {
+    /// Measured bandwidth; 0 before the first transfer.
     pub(crate) transfer_bytes_per_second: f64,
-    /// As the worker counts; `None`: not told.
+    /// The worker's cache counters; `None` if it reports none.
     pub(crate) cache: Option<CacheTotals>,
-    /// The same of its steps.
+    /// The worker's step counters; `None` if it reports none.
     pub(crate) steps: Option<StepTotals>,
 }
 
-impl Beside {
+impl ReportedStats {
     fn of(load: &Load) -> Self {
         Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
     }
 
-    /// Tokens generated since the worker's start.
+    /// Returns the number of tokens generated since the worker's start, if it reports it.
     pub(crate) fn generated(&self) -> Option<u64> {
         self.steps.map(|steps| steps.generated_tokens)
     }
 
-    /// Puts it back.
+    /// Returns the load with these values in their fields.
     pub(crate) fn fill(self, load: Load) -> Load {
         let Self { transfer_bytes_per_second, cache, steps } = self;
         Load { transfer_bytes_per_second, cache, steps, ..load }
     }
 }
 
-/// Why the stream cannot be followed any further.
+/// Why a subscription ends or starts again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Broken {
-    #[error("events after {applied} are missing")]
+pub(crate) enum SubscriptionError {
+    #[error("KV events after {applied} are missing")]
     Gap { applied: u64 },
-    #[error("it speaks for another instance than the one asked for")]
+    #[error("its message is from another instance than the one subscribed to")]
     OtherInstance,
     #[error(
         "its KV events name more blocks than its reported capacity of {capacity_blocks}; restart it with the router's version"
@@ -70,116 +70,127 @@ pub(crate) enum Broken {
     Wire(#[from] WireError),
 }
 
-impl Broken {
-    /// Whether a snapshot puts right what events that came this way have broken. Others may publish in a worker's name where
-    /// they can reach NATS, so what cannot be right there says nothing about the worker; on its own stream it does.
-    pub(crate) fn is_healed_by_a_snapshot(self, way: Way) -> bool {
+impl SubscriptionError {
+    /// Whether a new snapshot repairs the damage of events from this source. Other programs may publish in a worker's name where
+    /// they can reach NATS, so invalid events from NATS say nothing about the worker; events on its own stream do.
+    pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
         match self {
             Self::Gap { .. } => true,
-            Self::BeyondCapacity { .. } => way == Way::Published,
+            Self::BeyondCapacity { .. } => source == EventSource::Nats,
             Self::OtherInstance | Self::Wire(_) => false,
         }
     }
 }
 
-/// How the events of a worker come.
+/// Where the KV events of a worker come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// All on the stream: it is in order.
-    Stream,
-    /// Over NATS, and the stream tells their numbers, perhaps before.
-    Published,
+pub(crate) enum EventSource {
+    /// All from the `Watch` stream, which is in order.
+    Direct,
+    /// From NATS. The stream announces their ids, perhaps earlier than they arrive.
+    Nats,
 }
 
-/// One stream's state.
-pub(crate) struct Feed {
+/// The state of one subscription.
+pub(crate) struct KvSubscription {
     instance_id: String,
-    way: Way,
+    source: EventSource,
     assembly: SnapshotAssembly,
     /// Id of the last event that is known; `None` before the snapshot.
     applied: Option<u64>,
-    /// An event that the stream has told to be there and that has not come, and since when.
+    /// The id of an event that the stream has announced and that has not arrived, and when it was announced.
     awaited: Option<(u64, Instant)>,
-    /// As the stream said last.
+    /// The last load on the stream.
     load: Load,
 }
 
-impl Feed {
-    pub(crate) fn new(info: &WorkerInfo, way: Way) -> Self {
+impl KvSubscription {
+    /// Returns a subscription to this instance that waits for its snapshot.
+    pub(crate) fn new(info: &WorkerInfo, source: EventSource) -> Self {
         let assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
         let instance_id = info.instance_id.clone();
-        Self { instance_id, way, assembly, applied: None, awaited: None, load: Load::default() }
+        Self { instance_id, source, assembly, applied: None, awaited: None, load: Load::default() }
     }
 
     /// Takes the stream's next message.
-    pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<News, Broken> {
+    ///
+    /// # Errors
+    /// If an event is missing, or the message is malformed or from another instance.
+    pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<Update, SubscriptionError> {
         match reply.message.ok_or(WireError::Missing { field: "message" })? {
             Message::Snapshot(chunk) => self.take_chunk(chunk),
             Message::Batch(batch) => {
                 if let Some(load) = &batch.load {
-                    self.load = Load { taken_in: Vec::new(), ..load.clone() };
+                    self.load = Load { included_request_ids: Vec::new(), ..load.clone() };
                 }
                 self.take_batch(batch, now)
             }
         }
     }
 
-    /// Takes a part of a snapshot, of the stream's or one that was asked for.
-    pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<News, Broken> {
+    /// Takes a chunk of a snapshot, from the stream or of a snapshot that was requested.
+    ///
+    /// # Errors
+    /// If the chunk is malformed or from another instance.
+    pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<Update, SubscriptionError> {
         if chunk.instance_id != self.instance_id {
-            return Err(Broken::OtherInstance);
+            return Err(SubscriptionError::OtherInstance);
         }
-        let Some(snapshot) = self.assembly.push(chunk)? else { return Ok(News::Nothing) };
+        let Some(snapshot) = self.assembly.push(chunk)? else { return Ok(Update::None) };
         self.applied = Some(snapshot.at_event_id);
         self.awaited = None;
-        Ok(News::Cache(snapshot))
+        Ok(Update::Snapshot(snapshot))
     }
 
-    /// Takes what NATS has brought; it says nothing about the load. Others may publish there, too: what cannot be right is left
-    /// out, and missed by its number if it was the worker's.
-    pub(crate) fn take_published(&mut self, batch: KvEventBatch, now: Instant) -> Result<News, Broken> {
+    /// Takes a batch from NATS, which has no load. Other programs may publish there, too: an invalid batch is skipped; if it was the
+    /// worker's, the gap in the ids shows it.
+    ///
+    /// # Errors
+    /// If an event is missing.
+    pub(crate) fn take_published(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
         match self.take_batch(KvEventBatch { load: Some(self.load.clone()), ..batch }, now) {
-            Err(Broken::OtherInstance | Broken::Wire(_)) => Ok(News::Nothing),
-            news => news,
+            Err(SubscriptionError::OtherInstance | SubscriptionError::Wire(_)) => Ok(Update::None),
+            update => update,
         }
     }
 
-    /// Another snapshot is to come; nothing counts before it.
+    /// Ignores all messages until the next snapshot.
     pub(crate) fn restart(&mut self) {
         self.applied = None;
         self.assembly.clear();
     }
 
-    fn take_batch(&mut self, batch: KvEventBatch, now: Instant) -> Result<News, Broken> {
+    fn take_batch(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
         if batch.instance_id != self.instance_id {
-            return Err(Broken::OtherInstance);
+            return Err(SubscriptionError::OtherInstance);
         }
-        let beside = batch.load.as_ref().map(Beside::of).unwrap_or_default();
+        let stats = batch.load.as_ref().map(ReportedStats::of).unwrap_or_default();
         let sent_unix_us = batch.sent_unix_us;
         let mut batch = match KvBatch::try_from(batch) {
             Ok(batch) => batch,
-            // Events lost on the way look like this, too.
-            Err(WireError::EventIds { after, .. }) => return Err(Broken::Gap { applied: after }),
+            // Events lost within the batch.
+            Err(WireError::EventIds { after, .. }) => return Err(SubscriptionError::Gap { applied: after }),
             Err(error) => return Err(error.into()),
         };
-        // Events before the snapshot are in it, or the gap after it shows that they are not.
-        let Some(applied) = self.applied else { return Ok(News::Nothing) };
+        // The snapshot includes earlier events, or the gap after it shows that it does not.
+        let Some(applied) = self.applied else { return Ok(Update::None) };
         batch.events.retain(|event| event.event_id > applied);
-        let told = batch.last_event_id.max(applied);
+        let announced = batch.last_event_id.max(applied);
         match batch.events.first() {
-            Some(first) if first.event_id - 1 != applied => return Err(Broken::Gap { applied }),
-            Some(_) => self.applied = Some(told),
-            None if told == applied => {}
-            None => self.wait_for(told, applied, now)?,
+            Some(first) if first.event_id - 1 != applied => return Err(SubscriptionError::Gap { applied }),
+            Some(_) => self.applied = Some(announced),
+            None if announced == applied => {}
+            None => self.wait_for(announced, applied, now)?,
         }
         self.awaited = self.awaited.filter(|(awaited, _)| self.applied < Some(*awaited));
-        Ok(News::Batch { batch, beside, sent_unix_us })
+        Ok(Update::Batch { batch, stats, sent_unix_us })
     }
 
-    /// The worker has made an event that is not there.
-    fn wait_for(&mut self, told: u64, applied: u64, now: Instant) -> Result<(), Broken> {
-        let (_, since) = *self.awaited.get_or_insert((told, now));
-        if self.way == Way::Stream || now.duration_since(since) >= LATE_MAX { Err(Broken::Gap { applied }) } else { Ok(()) }
+    /// Waits for an announced event that has not arrived, as long as its source may be late.
+    fn wait_for(&mut self, announced: u64, applied: u64, now: Instant) -> Result<(), SubscriptionError> {
+        let (_, since) = *self.awaited.get_or_insert((announced, now));
+        let is_late = self.source == EventSource::Direct || now.duration_since(since) >= LATE_MAX;
+        if is_late { Err(SubscriptionError::Gap { applied }) } else { Ok(()) }
     }
 }
 
@@ -189,12 +200,12 @@ mod tests {
     use tandem_kv::{Change, KvEvent};
     use tandem_proto::{event_batch, snapshot_chunks};
 
-    fn feed_by(way: Way) -> Feed {
-        Feed::new(&WorkerInfo { instance_id: "i".to_owned(), capacity_blocks: 10, ..Default::default() }, way)
+    fn subscription_from(source: EventSource) -> KvSubscription {
+        KvSubscription::new(&WorkerInfo { instance_id: "i".to_owned(), capacity_blocks: 10, ..Default::default() }, source)
     }
 
-    fn feed() -> Feed {
-        feed_by(Way::Stream)
+    fn subscription() -> KvSubscription {
+        subscription_from(EventSource::Direct)
     }
 
     fn published(batch: KvEventBatch) -> KvEventBatch {
@@ -206,103 +217,103 @@ mod tests {
         event_batch("i", &KvBatch { last_event_id, events, ..Default::default() }, 0)
     }
 
-    fn said(batch: KvEventBatch) -> WatchReply {
+    fn on_stream(batch: KvEventBatch) -> WatchReply {
         WatchReply { message: Some(Message::Batch(batch)) }
     }
 
-    fn snapshot_at(feed: &mut Feed, at_event_id: u64) {
+    fn snapshot_at(subscription: &mut KvSubscription, at_event_id: u64) {
         for chunk in snapshot_chunks("i", &Snapshot { at_event_id, stored: Vec::new() }) {
-            let news = feed.take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now());
-            assert_eq!(news, Ok(News::Cache(Snapshot { at_event_id, stored: Vec::new() })));
+            let update = subscription.take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now());
+            assert_eq!(update, Ok(Update::Snapshot(Snapshot { at_event_id, stored: Vec::new() })));
         }
     }
 
-    fn ids(news: Result<News, Broken>) -> Vec<u64> {
-        let Ok(News::Batch { batch, .. }) = news else { panic!("expected a batch, got {news:?}") };
+    fn ids(update: Result<Update, SubscriptionError>) -> Vec<u64> {
+        let Ok(Update::Batch { batch, .. }) = update else { panic!("expected a batch, got {update:?}") };
         batch.events.iter().map(|event| event.event_id).collect()
     }
 
     #[test]
-    fn events_above_the_snapshot_are_applied_once_each() {
-        let mut feed = feed();
-        assert_eq!(feed.take(said(batch(3, &[3])), Instant::now()), Ok(News::Nothing));
-        snapshot_at(&mut feed, 4);
-        assert_eq!(ids(feed.take(said(batch(5, &[3, 4, 5])), Instant::now())), [5]);
-        assert_eq!(ids(feed.take(said(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
-        assert_eq!(ids(feed.take(said(batch(5, &[])), Instant::now())), [0_u64; 0]);
-        // A heartbeat that was on its way.
-        assert_eq!(ids(feed.take(said(batch(2, &[])), Instant::now())), [0_u64; 0]);
-        assert_eq!(ids(feed.take(said(batch(7, &[6, 7])), Instant::now())), [6, 7]);
-        snapshot_at(&mut feed, 9);
-        assert_eq!(ids(feed.take(said(batch(10, &[10])), Instant::now())), [10]);
+    fn events_after_the_snapshot_are_applied_once() {
+        let mut subscription = subscription();
+        assert_eq!(subscription.take(on_stream(batch(3, &[3])), Instant::now()), Ok(Update::None));
+        snapshot_at(&mut subscription, 4);
+        assert_eq!(ids(subscription.take(on_stream(batch(5, &[3, 4, 5])), Instant::now())), [5]);
+        assert_eq!(ids(subscription.take(on_stream(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
+        assert_eq!(ids(subscription.take(on_stream(batch(5, &[])), Instant::now())), [0_u64; 0]);
+        // A heartbeat that was sent before the last events.
+        assert_eq!(ids(subscription.take(on_stream(batch(2, &[])), Instant::now())), [0_u64; 0]);
+        assert_eq!(ids(subscription.take(on_stream(batch(7, &[6, 7])), Instant::now())), [6, 7]);
+        snapshot_at(&mut subscription, 9);
+        assert_eq!(ids(subscription.take(on_stream(batch(10, &[10])), Instant::now())), [10]);
     }
 
     #[test]
-    fn every_kind_of_gap_is_noticed() {
+    fn gap_is_detected_between_batches_within_a_batch_and_at_the_end() {
         for missing in [batch(6, &[6]), batch(5, &[]), KvEventBatch { events: batch(7, &[5, 7]).events, ..batch(7, &[]) }] {
-            let mut feed = feed();
-            snapshot_at(&mut feed, 4);
-            let broken = feed.take(said(missing), Instant::now()).expect_err("there is a gap");
-            assert!(matches!(broken, Broken::Gap { .. }), "{broken:?}");
+            let mut subscription = subscription();
+            snapshot_at(&mut subscription, 4);
+            let error = subscription.take(on_stream(missing), Instant::now()).expect_err("an event is missing");
+            assert!(matches!(error, SubscriptionError::Gap { .. }), "{error:?}");
         }
     }
 
     #[test]
-    fn other_instances_and_nonsense_are_refused() {
+    fn foreign_and_malformed_messages_are_rejected() {
         let other = || KvEventBatch { instance_id: "j".to_owned(), ..batch(0, &[]) };
         let cases = [
-            (WatchReply { message: None }, Broken::Wire(WireError::Missing { field: "message" })),
-            (said(other()), Broken::OtherInstance),
-            (said(KvEventBatch { load: None, ..batch(4, &[]) }), Broken::Wire(WireError::Missing { field: "load" })),
+            (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
+            (on_stream(other()), SubscriptionError::OtherInstance),
+            (on_stream(KvEventBatch { load: None, ..batch(4, &[]) }), SubscriptionError::Wire(WireError::Missing { field: "load" })),
         ];
         for (reply, expected) in cases {
-            assert_eq!(feed().take(reply, Instant::now()), Err(expected));
+            assert_eq!(subscription().take(reply, Instant::now()), Err(expected));
         }
         let chunk = snapshot_chunks("j", &Snapshot { at_event_id: 0, stored: Vec::new() }).remove(0);
         assert_eq!(
-            feed().take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now()),
-            Err(Broken::OtherInstance)
+            subscription().take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now()),
+            Err(SubscriptionError::OtherInstance)
         );
     }
 
     #[test]
-    fn events_that_are_published_may_come_after_their_number() {
-        let (mut feed, start) = (feed_by(Way::Published), Instant::now());
+    fn published_events_may_arrive_after_their_announcement() {
+        let (mut subscription, start) = (subscription_from(EventSource::Nats), Instant::now());
         let after = |ms| start + Duration::from_millis(ms);
-        assert_eq!(feed.take_published(published(batch(3, &[3])), start), Ok(News::Nothing));
-        snapshot_at(&mut feed, 4);
-        // The stream is ahead: its load counts, and the events are waited for.
+        assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(Update::None));
+        snapshot_at(&mut subscription, 4);
+        // The stream is ahead: its load counts, and the events may still arrive.
         let ahead = KvEventBatch { load: Some(Load { running_sequences: 7, ..Default::default() }), ..batch(6, &[]) };
-        assert_eq!(ids(feed.take(said(ahead), start)), [0_u64; 0]);
-        let Ok(News::Batch { batch: news, .. }) = feed.take_published(published(batch(6, &[5, 6])), after(900)) else {
-            panic!("they are there")
+        assert_eq!(ids(subscription.take(on_stream(ahead), start)), [0_u64; 0]);
+        let Ok(Update::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900)) else {
+            panic!("the events have arrived")
         };
-        assert_eq!((news.events.len(), news.load.running_sequences), (2, 7), "the load is what the stream said last");
-        // They have come: a later one is waited for as long.
-        assert_eq!(ids(feed.take(said(batch(7, &[])), after(950))), [0_u64; 0]);
-        assert_eq!(ids(feed.take(said(batch(8, &[])), after(1_900))), [0_u64; 0]);
-        assert_eq!(feed.take(said(batch(8, &[])), after(1_950)), Err(Broken::Gap { applied: 6 }));
-        // While a snapshot is on its way nothing counts, and afterwards what is above it.
-        feed.restart();
-        assert_eq!(feed.take_published(published(batch(8, &[8])), after(2_000)), Ok(News::Nothing));
-        snapshot_at(&mut feed, 8);
-        assert_eq!(ids(feed.take_published(published(batch(9, &[8, 9])), after(2_000))), [9]);
-        assert_eq!(feed.take_published(published(batch(11, &[11])), after(2_000)), Err(Broken::Gap { applied: 9 }));
+        assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the load is the last one on the stream");
+        // After their arrival the wait for later ones starts again.
+        assert_eq!(ids(subscription.take(on_stream(batch(7, &[])), after(950))), [0_u64; 0]);
+        assert_eq!(ids(subscription.take(on_stream(batch(8, &[])), after(1_900))), [0_u64; 0]);
+        assert_eq!(subscription.take(on_stream(batch(8, &[])), after(1_950)), Err(SubscriptionError::Gap { applied: 6 }));
+        // Until a snapshot arrives all events are ignored; then the later ones are applied.
+        subscription.restart();
+        assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
+        snapshot_at(&mut subscription, 8);
+        assert_eq!(ids(subscription.take_published(published(batch(9, &[8, 9])), after(2_000))), [9]);
+        assert_eq!(subscription.take_published(published(batch(11, &[11])), after(2_000)), Err(SubscriptionError::Gap { applied: 9 }));
     }
 
     #[test]
-    fn events_may_change_their_way_at_any_time() {
-        let (mut feed, now) = (feed_by(Way::Published), Instant::now());
-        snapshot_at(&mut feed, 0);
-        assert_eq!(ids(feed.take_published(published(batch(1, &[1])), now)), [1]);
-        // The worker cannot publish and tells them itself; NATS brings late what it had.
-        assert_eq!(ids(feed.take(said(batch(3, &[2, 3])), now)), [2, 3]);
-        assert_eq!(ids(feed.take_published(published(batch(2, &[2])), now)), [0_u64; 0]);
-        assert_eq!(ids(feed.take_published(published(batch(4, &[4])), now)), [4]);
-        assert_eq!(feed.take(said(batch(6, &[6])), now), Err(Broken::Gap { applied: 4 }));
-        let of_another = KvEventBatch { instance_id: "j".to_owned(), ..published(batch(5, &[5])) };
-        assert_eq!(feed.take_published(of_another, now), Ok(News::Nothing));
-        let nonsense = KvEventBatch { events: vec![Default::default()], last_event_id: 0, ..published(batch(5, &[])) };
-        assert_eq!(feed.take_published(nonsense, now), Ok(News::Nothing));
+    fn event_source_may_change_at_any_time() {
+        let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
+        snapshot_at(&mut subscription, 0);
+        assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);
+        // The worker cannot publish and sends events on the stream; NATS delivers older ones late.
+        assert_eq!(ids(subscription.take(on_stream(batch(3, &[2, 3])), now)), [2, 3]);
+        assert_eq!(ids(subscription.take_published(published(batch(2, &[2])), now)), [0_u64; 0]);
+        assert_eq!(ids(subscription.take_published(published(batch(4, &[4])), now)), [4]);
+        assert_eq!(subscription.take(on_stream(batch(6, &[6])), now), Err(SubscriptionError::Gap { applied: 4 }));
+        let foreign = KvEventBatch { instance_id: "j".to_owned(), ..published(batch(5, &[5])) };
+        assert_eq!(subscription.take_published(foreign, now), Ok(Update::None));
+        let malformed = KvEventBatch { events: vec![Default::default()], last_event_id: 0, ..published(batch(5, &[])) };
+        assert_eq!(subscription.take_published(malformed, now), Ok(Update::None));
     }
 }

@@ -1,15 +1,16 @@
-//! Follows one worker: who it is, what its cache holds, how busy it is, for as long as it lives, and again when it returns.
+//! Watches one worker: its description, its cache and its load, while it is connected; reconnects when it is lost.
 //!
-//! A worker is a member from its first complete snapshot until its stream ends, breaks, falls silent or speaks for another
-//! instance. A gap in its events does not end its membership: another snapshot replaces what was known. Events come over NATS where
-//! there is one, and on the stream while it is away or brings nothing; loads and signs of life always come on the stream.
+//! A worker is a member from its first complete snapshot until its stream ends, breaks, falls silent or sends a message of another
+//! instance. A gap in its events does not end its membership: a new snapshot replaces what was known. Events come over NATS if
+//! that is configured, and on the stream while NATS is disconnected or delivers nothing; loads and heartbeats always come on the
+//! stream.
 
 use crate::{
-    cluster::{Cluster, MemberId, Refused},
-    feed::{Broken, Feed, News, Way},
+    cluster::{Cluster, JoinError, MemberId},
     metrics::WorkerSeries,
+    subscription::{EventSource, KvSubscription, SubscriptionError, Update},
 };
-use std::{sync::Arc, time::Duration};
+use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_kv::Snapshot;
 use tandem_node::{
     Tries,
@@ -26,219 +27,223 @@ use tandem_proto::{
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::{Code, Status, Streaming, transport::Endpoint};
 
-/// Pause before the first new try. Soon enough for a worker that starts with the router.
+/// The first pause between attempts: short enough for a worker that starts together with the router.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 
-/// Longest pause between tries: a worker that comes back is found within it, and one that is down costs nearly nothing.
+/// The longest pause between attempts: a worker that returns is found within it, and one that is down costs almost nothing.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// NATS that brought nothing between two gaps is not asked again for so long: its operator has to let messages through, and until
-/// then a snapshot a second would be wasted.
-const DEAF_PAUSE: Duration = Duration::from_secs(30);
+/// How long NATS is not used after it delivered nothing between two gaps: its operator has to permit the messages, and until
+/// then a snapshot per second would be wasted.
+const NO_DELIVERY_PAUSE: Duration = Duration::from_secs(30);
 
-/// Pause before NATS that was away is listened to again.
-const AWAY_PAUSE: Duration = Duration::from_secs(1);
+/// How long NATS is not used after it disconnected.
+const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 
-/// NATS answers in milliseconds; who waits for longer hears nothing of the worker.
-const SUBSCRIBE_WAIT: Duration = Duration::from_secs(2);
+/// Limit on a subscription to NATS, which answers within milliseconds.
+const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Why the router stopped following an instance.
+/// Why a connection to a worker has ended.
 #[derive(Debug, thiserror::Error)]
 enum Lost {
     #[error("it cannot be reached")]
     Unreachable(#[from] tonic::transport::Error),
     #[error("it answered with an error")]
     Failed(#[from] Status),
-    #[error("it did not answer in {0:?}")]
+    #[error("it did not answer within {0:?}")]
     Silent(Duration),
-    #[error("it ended the stream")]
-    Ended,
-    #[error("it is not admitted")]
-    Refused(#[from] Refused),
-    #[error("what it says cannot be right")]
-    Broken(#[from] Broken),
+    #[error("it closed the stream")]
+    Closed,
+    #[error("it cannot join")]
+    Incompatible(#[from] JoinError),
+    #[error("it sent an invalid message")]
+    Invalid(#[from] SubscriptionError),
 }
 
-/// Follows the worker at this address until dropped.
-pub(crate) struct Watcher {
+/// Watches the worker at this address until dropped.
+pub(crate) struct WorkerWatcher {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) network: Network,
     pub(crate) address: String,
     pub(crate) endpoint: Endpoint,
     /// How long the worker may be silent.
     pub(crate) silence_max: Duration,
-    /// Where its events may come from, too.
+    /// The NATS connection over which its events may come.
     pub(crate) broker: Option<Broker>,
 }
 
-/// Why a worker's events are to be followed from a snapshot anew.
+/// Why a worker's cache has to be read from a snapshot again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    /// Some are missing.
+enum Resync {
+    /// Events are missing.
     Gap,
-    /// NATS has gone away.
-    Away,
-    /// NATS is there (again).
-    Back,
-    /// NATS is there and brings nothing.
-    Deaf,
+    /// NATS has disconnected.
+    NatsDisconnected,
+    /// NATS is connected (again).
+    NatsConnected,
+    /// NATS is connected and delivers no events of the worker.
+    NoDelivery,
 }
 
-impl Watcher {
-    /// Never returns. Dropped at any await, it leaves nothing behind.
+impl WorkerWatcher {
+    /// Connects again and again; never returns. Cancel-safe: dropping the future removes the worker from the cluster.
     pub(crate) async fn run(self) {
         let mut tries = Tries::new(PAUSE_MIN, PAUSE_MAX);
         loop {
-            let lost = match self.follow(&mut tries).await {
+            let lost = match self.connect(&mut tries).await {
                 Ok(never) => match never {},
                 Err(lost) => lost,
             };
-            self.cluster.lock().absent(&self.address, complaint(&lost), matches!(lost, Lost::Refused(_)));
-            self.tell(&lost, &mut tries);
+            self.cluster.lock().set_unavailable(&self.address, complaint(&lost), matches!(lost, Lost::Incompatible(_)));
+            self.log(&lost, &mut tries);
             sleep(tries.pause()).await;
         }
     }
 
-    /// Once, until the worker was well again: the same complaint every second helps nobody.
-    fn tell(&self, lost: &Lost, tries: &mut Tries) {
-        let complaint = complaint(lost);
-        if !tries.is_news(&complaint) {
-            return tracing::debug!(worker = %self.address, "still not routed to: {complaint}");
+    /// Logs each reason once until the worker has been connected again.
+    fn log(&self, lost: &Lost, tries: &mut Tries) {
+        let reason = complaint(lost);
+        if !tries.is_news(&reason) {
+            return tracing::debug!(worker = %self.address, "worker still unavailable: {reason}");
         }
         match lost {
-            Lost::Refused(_) | Lost::Broken(_) => tracing::warn!(worker = %self.address, "not routed to: {complaint}"),
-            Lost::Unreachable(_) | Lost::Failed(_) | Lost::Silent(_) | Lost::Ended => {
-                tracing::info!(worker = %self.address, "not routed to: {complaint}");
+            Lost::Incompatible(_) | Lost::Invalid(_) => tracing::warn!(worker = %self.address, "worker unavailable: {reason}"),
+            Lost::Unreachable(_) | Lost::Failed(_) | Lost::Silent(_) | Lost::Closed => {
+                tracing::info!(worker = %self.address, "worker unavailable: {reason}");
             }
         }
     }
 
-    /// One connection's life.
-    async fn follow(&self, tries: &mut Tries) -> Result<std::convert::Infallible, Lost> {
+    /// Receives events and loads until the connection is lost.
+    async fn connect(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
         let mut control =
             ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
         let info = self.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
         let series = {
-            let cluster = self.cluster.lock();
-            cluster.admits(&info)?;
-            cluster.series(&info.worker_id)
+            let state = self.cluster.lock();
+            state.check_joinable(&info)?;
+            state.series(&info.worker_id)
         };
-        let mut member = Member { watcher: self, info, series, id: None };
-        // From then on NATS may be listened to.
-        let mut listen_at = Instant::now();
+        let mut worker = ConnectedWorker { watcher: self, info, series, member: None };
+        // NATS is not used before.
+        let mut use_nats_at = Instant::now();
         loop {
-            let turn = match &self.broker {
-                Some(broker) if broker.is_connected() && Instant::now() >= listen_at => {
-                    self.follow_published(&mut control, &mut member, tries, broker).await?
+            let resync = match &self.broker {
+                Some(broker) if broker.is_connected() && Instant::now() >= use_nats_at => {
+                    self.receive_over_nats(&mut control, &mut worker, tries, broker).await?
                 }
-                _ => self.follow_stream(&mut control, &mut member, tries, listen_at).await?,
+                _ => self.receive_direct(&mut control, &mut worker, tries, use_nats_at).await?,
             };
-            match turn {
-                Turn::Gap => {
-                    member.count_gap();
+            match resync {
+                Resync::Gap => {
+                    worker.count_gap();
                     sleep(tries.pause()).await;
                 }
-                Turn::Deaf => {
-                    tracing::warn!(worker = %self.address, "NATS brings none of its KV events; may both publish and subscribe there?");
-                    listen_at = Instant::now() + DEAF_PAUSE;
+                Resync::NoDelivery => {
+                    tracing::warn!(
+                        worker = %self.address,
+                        "NATS delivers none of this worker's KV events; check that both may publish and subscribe there"
+                    );
+                    use_nats_at = Instant::now() + NO_DELIVERY_PAUSE;
                 }
-                // It may be gone and back several times a second; each time costs the worker a snapshot.
-                Turn::Away => listen_at = Instant::now() + AWAY_PAUSE,
-                Turn::Back => {}
+                // NATS may flap several times a second; each time costs the worker a snapshot.
+                Resync::NatsDisconnected => use_nats_at = Instant::now() + DISCONNECTED_PAUSE,
+                Resync::NatsConnected => {}
             }
         }
     }
 
-    /// Everything on one stream.
-    async fn follow_stream(
+    /// Receives everything on the worker's stream, until NATS can be used.
+    async fn receive_direct(
         &self,
         control: &mut ControlClient<Channel>,
-        member: &mut Member<'_>,
+        worker: &mut ConnectedWorker<'_>,
         tries: &mut Tries,
-        listen_at: Instant,
-    ) -> Result<Turn, Lost> {
-        let mut replies = self.watch(control, member, false).await?;
-        let mut feed = Feed::new(&member.info, Way::Stream);
-        let nats_is_back = async {
+        use_nats_at: Instant,
+    ) -> Result<Resync, Lost> {
+        let mut replies = self.watch(control, worker, false).await?;
+        let mut subscription = KvSubscription::new(&worker.info, EventSource::Direct);
+        let nats_connected = async {
             let Some(broker) = &self.broker else { return std::future::pending().await };
-            sleep_until(listen_at).await;
+            sleep_until(use_nats_at).await;
             broker.until(true).await;
         };
-        tokio::pin!(nats_is_back);
+        tokio::pin!(nats_connected);
         loop {
             let reply = tokio::select! {
                 biased;
-                () = &mut nats_is_back => return Ok(Turn::Back),
+                () = &mut nats_connected => return Ok(Resync::NatsConnected),
                 reply = self.in_time(replies.message()) => reply?,
             };
-            let Some(reply) = on_stream(reply)? else { return Ok(Turn::Gap) };
-            match feed.take(reply, Instant::now()) {
-                Err(Broken::Gap { .. }) => return Ok(Turn::Gap),
-                news => member.take(news?, Way::Stream, tries).await?,
+            let Some(reply) = reply_or_gap(reply)? else { return Ok(Resync::Gap) };
+            match subscription.take(reply, Instant::now()) {
+                Err(SubscriptionError::Gap { .. }) => return Ok(Resync::Gap),
+                update => worker.apply(update?, EventSource::Direct, tries).await?,
             }
         }
     }
 
-    /// Loads on a stream, events over NATS, snapshots when they are needed. What NATS brings while a snapshot comes waits in the
-    /// subscription; if that overflows, events are missing and there is another snapshot.
-    async fn follow_published(
+    /// Receives loads on the worker's stream, events over NATS, and snapshots on request. While a snapshot is being received, events
+    /// wait in the NATS subscription; if that overflows, events are missing and another snapshot is requested.
+    async fn receive_over_nats(
         &self,
         control: &mut ControlClient<Channel>,
-        member: &mut Member<'_>,
+        worker: &mut ConnectedWorker<'_>,
         tries: &mut Tries,
         broker: &Broker,
-    ) -> Result<Turn, Lost> {
-        let subscribing = timeout(SUBSCRIBE_WAIT, broker.subscribe(&member.info.instance_id));
-        let Ok(Ok(mut published)) = subscribing.await else { return Ok(Turn::Deaf) };
-        let mut replies = self.watch(control, member, true).await?;
-        let mut feed = Feed::new(&member.info, Way::Published);
-        let mut snapshot = Some(self.snapshot(control, member).await?);
-        // Gaps since events came by whatever way. The first may be of what was on its way when we subscribed.
-        let mut quiet_gaps = 0;
-        let mut heard_at = Instant::now();
+    ) -> Result<Resync, Lost> {
+        let subscribing = timeout(SUBSCRIBE_TIMEOUT, broker.subscribe(&worker.info.instance_id));
+        let Ok(Ok(mut published)) = subscribing.await else { return Ok(Resync::NoDelivery) };
+        let mut replies = self.watch(control, worker, true).await?;
+        let mut subscription = KvSubscription::new(&worker.info, EventSource::Nats);
+        let mut snapshot = Some(self.snapshot(control, worker).await?);
+        // Gaps since the last event arrived from any source. The first may concern events published while we subscribed.
+        let mut gaps_without_events = 0;
+        let mut last_message_at = Instant::now();
         loop {
-            let (news, way) = tokio::select! {
+            let (update, source) = tokio::select! {
                 biased;
-                () = broker.until(false) => return Ok(Turn::Away),
-                () = sleep_until(heard_at + self.silence_max) => return Err(Lost::Silent(self.silence_max)),
+                () = broker.until(false) => return Ok(Resync::NatsDisconnected),
+                () = sleep_until(last_message_at + self.silence_max) => return Err(Lost::Silent(self.silence_max)),
                 reply = replies.message() => {
-                    let Some(reply) = on_stream(reply)? else { return Ok(Turn::Gap) };
-                    heard_at = Instant::now();
-                    let way = if has_events(&reply) { Way::Stream } else { Way::Published };
-                    quiet_gaps *= u32::from(way == Way::Published);
-                    (feed.take(reply, heard_at), way)
+                    let Some(reply) = reply_or_gap(reply)? else { return Ok(Resync::Gap) };
+                    last_message_at = Instant::now();
+                    let source = if has_events(&reply) { EventSource::Direct } else { EventSource::Nats };
+                    gaps_without_events *= u32::from(source == EventSource::Nats);
+                    (subscription.take(reply, last_message_at), source)
                 }
                 chunk = next_chunk(&mut snapshot), if snapshot.is_some() => {
-                    heard_at = Instant::now();
-                    (feed.take_chunk(chunk?), Way::Published)
+                    last_message_at = Instant::now();
+                    (subscription.take_chunk(chunk?), EventSource::Nats)
                 }
                 batch = published.next(), if snapshot.is_none() => {
-                    let Some(batch) = batch else { return Ok(Turn::Deaf) };
-                    quiet_gaps = 0;
-                    (feed.take_published(batch, Instant::now()), Way::Published)
+                    let Some(batch) = batch else { return Ok(Resync::NoDelivery) };
+                    gaps_without_events = 0;
+                    (subscription.take_published(batch, Instant::now()), EventSource::Nats)
                 }
             };
-            let taken = match news {
-                Ok(news) => {
-                    if matches!(news, News::Cache(_)) {
+            let applied = match update {
+                Ok(update) => {
+                    if matches!(update, Update::Snapshot(_)) {
                         snapshot = None;
                     }
-                    member.take(news, way, tries).await
+                    worker.apply(update, source, tries).await
                 }
-                Err(broken) => Err(broken.into()),
+                Err(error) => Err(error.into()),
             };
-            match taken {
+            match applied {
                 Ok(()) => {}
-                Err(Lost::Broken(broken)) if broken.is_healed_by_a_snapshot(way) => {
-                    quiet_gaps += 1;
-                    // Events on the stream do not wait while a snapshot comes: who sends them there is heard there.
-                    if quiet_gaps == 2 || way == Way::Stream {
-                        return Ok(Turn::Deaf);
+                Err(Lost::Invalid(error)) if error.is_repaired_by_snapshot(source) => {
+                    gaps_without_events += 1;
+                    // Events on the stream are not held back while a snapshot is received, so a worker that sends them there
+                    // is read there.
+                    if gaps_without_events == 2 || source == EventSource::Direct {
+                        return Ok(Resync::NoDelivery);
                     }
-                    member.count_gap();
+                    worker.count_gap();
                     sleep(tries.pause()).await;
-                    feed.restart();
-                    snapshot = Some(self.snapshot(control, member).await?);
+                    subscription.restart();
+                    snapshot = Some(self.snapshot(control, worker).await?);
                 }
                 Err(lost) => return Err(lost),
             }
@@ -248,19 +253,19 @@ impl Watcher {
     async fn watch(
         &self,
         control: &mut ControlClient<Channel>,
-        member: &Member<'_>,
-        published_elsewhere: bool,
+        worker: &ConnectedWorker<'_>,
+        events_over_nats: bool,
     ) -> Result<Streaming<WatchReply>, Lost> {
-        let request = WatchRequest { instance_id: member.info.instance_id.clone(), published_elsewhere };
+        let request = WatchRequest { instance_id: worker.info.instance_id.clone(), events_over_nats };
         Ok(self.in_time(control.watch(request)).await??.into_inner())
     }
 
     async fn snapshot(
         &self,
         control: &mut ControlClient<Channel>,
-        member: &Member<'_>,
+        worker: &ConnectedWorker<'_>,
     ) -> Result<Streaming<SnapshotChunk>, Lost> {
-        let request = SnapshotRequest { instance_id: member.info.instance_id.clone() };
+        let request = SnapshotRequest { instance_id: worker.info.instance_id.clone() };
         Ok(self.in_time(control.snapshot(request)).await??.into_inner())
     }
 
@@ -269,37 +274,37 @@ impl Watcher {
     }
 }
 
-/// Why a worker does not report its identity.
+/// Returns why a worker does not describe itself.
 fn not_described(status: Status) -> Lost {
     match status.code() {
-        Code::Unauthenticated => Refused::OtherKey.into(),
+        Code::Unauthenticated => JoinError::OtherKey.into(),
         _ => status.into(),
     }
 }
 
-impl Drop for Watcher {
+impl Drop for WorkerWatcher {
     fn drop(&mut self) {
-        self.cluster.lock().not_absent(&self.address);
+        self.cluster.lock().clear_unavailable(&self.address);
     }
 }
 
-/// An instance that is followed. Dropping it takes the worker and its entries out of the cluster.
-struct Member<'a> {
-    watcher: &'a Watcher,
+/// A connected instance. Dropping it removes the worker and its index entries from the cluster.
+struct ConnectedWorker<'a> {
+    watcher: &'a WorkerWatcher,
     info: WorkerInfo,
     /// Gaps are counted before it has joined, too.
     series: WorkerSeries,
     /// Set from the first snapshot on.
-    id: Option<MemberId>,
+    member: Option<MemberId>,
 }
 
-impl Member<'_> {
-    fn replace(&mut self, snapshot: &Snapshot) -> Result<(), Refused> {
+impl ConnectedWorker<'_> {
+    fn replace(&mut self, snapshot: &Snapshot) -> Result<(), JoinError> {
         let mut state = self.watcher.cluster.lock();
-        match self.id {
+        match self.member {
             Some(id) => state.replace(id, snapshot),
             None => {
-                self.id = Some(state.join(self.info.clone(), self.watcher.address.clone(), snapshot)?);
+                self.member = Some(state.join(self.info.clone(), self.watcher.address.clone(), snapshot)?);
                 let WorkerInfo { worker_id, instance_id, .. } = &self.info;
                 tracing::info!(worker_id, instance_id, address = %self.watcher.address, "worker joined");
             }
@@ -307,42 +312,42 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// `way`: how events come, if these are some.
-    async fn take(&mut self, news: News, way: Way, tries: &mut Tries) -> Result<(), Lost> {
-        let brings_events = match &news {
-            News::Nothing => false,
-            News::Cache(_) => true,
-            News::Batch { batch, .. } => !batch.events.is_empty(),
-        };
-        match news {
-            News::Nothing => {}
-            News::Cache(snapshot) => self.replace(&snapshot)?,
-            News::Batch { batch, beside, sent_unix_us } => {
-                let cluster = &self.watcher.cluster;
-                if brings_events && sent_unix_us > 0 {
-                    cluster.lock().count_lag(Duration::from_micros(unix_us().saturating_sub(sent_unix_us)));
+    /// Applies the update, whose events (if it has some) came from this source.
+    async fn apply(&mut self, update: Update, source: EventSource, tries: &mut Tries) -> Result<(), Lost> {
+        let cluster = &self.watcher.cluster;
+        let has_events = match update {
+            Update::None => false,
+            Update::Snapshot(snapshot) => {
+                self.replace(&snapshot)?;
+                true
+            }
+            Update::Batch { batch, stats, sent_unix_us } => {
+                let has_events = !batch.events.is_empty();
+                if has_events && sent_unix_us > 0 {
+                    cluster.lock().record_event_lag(Duration::from_micros(unix_us().saturating_sub(sent_unix_us)));
                 }
-                if let Some(id) = self.id {
-                    cluster.apply(id, batch, beside).await?;
+                if let Some(id) = self.member {
+                    cluster.apply(id, batch, stats).await?;
                 }
                 tries.reset();
+                has_events
             }
-        }
-        if let Some(id) = self.id.filter(|_| brings_events) {
-            self.watcher.cluster.lock().comes_by(id, way);
+        };
+        if let Some(id) = self.member.filter(|_| has_events) {
+            cluster.lock().set_event_source(id, source);
         }
         Ok(())
     }
 
     fn count_gap(&self) {
         self.series.gaps.increment(1);
-        tracing::warn!(worker = %self.watcher.address, "its KV events have a gap; asking for its cache anew");
+        tracing::warn!(worker = %self.watcher.address, "KV events of this worker are missing; requesting a snapshot of its cache");
     }
 }
 
-impl Drop for Member<'_> {
+impl Drop for ConnectedWorker<'_> {
     fn drop(&mut self) {
-        if let Some(id) = self.id {
+        if let Some(id) = self.member {
             self.watcher.cluster.leave(id);
             let WorkerInfo { worker_id, instance_id, .. } = &self.info;
             tracing::info!(worker_id, instance_id, address = %self.watcher.address, "worker left");
@@ -350,11 +355,11 @@ impl Drop for Member<'_> {
     }
 }
 
-/// The stream's next message; `None` when the worker has noticed itself that we missed events.
-fn on_stream(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, Lost> {
+/// Returns the stream's next message; `None` if the worker itself has noticed that this router missed events.
+fn reply_or_gap(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, Lost> {
     match reply {
         Ok(Some(reply)) => Ok(Some(reply)),
-        Ok(None) => Err(Lost::Ended),
+        Ok(None) => Err(Lost::Closed),
         Err(status) if status.code() == Code::DataLoss => Ok(None),
         Err(status) => Err(status.into()),
     }
@@ -366,7 +371,7 @@ fn has_events(reply: &WatchReply) -> bool {
 
 async fn next_chunk(snapshot: &mut Option<Streaming<SnapshotChunk>>) -> Result<SnapshotChunk, Lost> {
     match snapshot {
-        Some(chunks) => chunks.message().await?.ok_or(Lost::Ended),
+        Some(chunks) => chunks.message().await?.ok_or(Lost::Closed),
         None => std::future::pending().await,
     }
 }
