@@ -18,7 +18,7 @@ use tandem_node::{
     retry::complaint,
 };
 use tandem_proto::{
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{
         DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, control_client::ControlClient,
         watch_reply::Message,
@@ -117,7 +117,7 @@ impl WorkerWatcher {
     /// Receives events and loads until the connection is lost.
     async fn connect(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
         let mut control =
-            ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
+            ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let info = self.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
         let series = {
             let state = self.cluster.lock();

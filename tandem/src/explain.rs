@@ -95,6 +95,6 @@ fn table(prompt: &Value) -> String {
             line(&format!("{} {name}", worker["worker"].as_str().unwrap_or_default()), &cells);
         }
     }
-    writeln!(text, "\n{}", prompt["verdict"].as_str().unwrap_or_default()).expect("a string takes all");
+    writeln!(text, "\n{}", prompt["explanation"].as_str().unwrap_or_default()).expect("a string takes all");
     text
 }

@@ -36,7 +36,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{Change, KvBatch, KvEvent, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::{
-    link::OnRefused,
+    channel::OnRefused,
     v1::{self, Identity, WorkerInfo},
 };
 use tokio::{sync::Notify, time::Instant};
@@ -97,7 +97,7 @@ impl Cluster {
                 let mut state = self.lock();
                 state.members.apply_events(id, now)?;
                 if later.is_empty() {
-                    state.members.report(id, batch.load, stats, &batch.taken_in);
+                    state.members.report(id, batch.load, stats, &batch.included_request_ids);
                     return Ok(());
                 }
             }

@@ -20,7 +20,7 @@ use tandem_frontend::ServedModel;
 use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_proto::{
     ClusterKey,
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{WorkersRequest, router_client::RouterClient},
 };
 use tokio::{
@@ -113,7 +113,7 @@ impl Cluster {
 
     /// A connection to the router, among the cluster's own processes. Must be called within a runtime.
     pub fn to_router(&self) -> Channel {
-        let endpoint = link::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint");
+        let endpoint = channel::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint");
         Network::tcp(self.parts.key.clone()).connect_lazy(&endpoint)
     }
 

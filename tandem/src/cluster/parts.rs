@@ -14,7 +14,7 @@ use tandem_node::{
     worker::Ledger,
 };
 use tandem_prefill_worker::PrefillWorkerSettings;
-use tandem_proto::{ClusterKey, link::Listener, v1::Identity};
+use tandem_proto::{ClusterKey, channel::Listener, v1::Identity};
 use tandem_router::{PolicyKind, RouterSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 

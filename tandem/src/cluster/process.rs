@@ -16,7 +16,7 @@ use tandem_node::{
 };
 use tandem_proto::{
     ClusterKey,
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
 };
 use tokio::{
@@ -215,7 +215,7 @@ impl Drop for Process {
 
 /// To the process itself.
 fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
-    let endpoint = link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
+    let endpoint = channel::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
     Network::tcp(key.clone()).connect_lazy(&endpoint)
 }
 
@@ -245,7 +245,7 @@ async fn description(own: Channel) -> WorkerInfo {
 /// A router is ready when a request could be placed.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
-    view.into_inner().unready.map_or(Ok(()), Err)
+    view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
 /// A worker is ready when it answers: whether it is routed to is the router's to say.

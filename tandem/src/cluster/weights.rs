@@ -63,7 +63,10 @@ impl Loaded {
                 let engine = CpuEngine::new(weights.clone(), settings);
                 Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
             }
-            Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(sim_settings(settings), vocabulary.clone()))),
+            Device::Sim(vocabulary) => {
+                let engine = SimEngine::with_vocabulary(sim_settings(settings), vocabulary.clone());
+                Ok(Box::new(engine.in_real_time()))
+            }
         }
     }
 }

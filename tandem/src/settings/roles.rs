@@ -8,7 +8,7 @@ use clap::{Arg, Args, CommandFactory, parser::ValueSource};
 use serde::{Serialize, Serializer};
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_node::discovery::{Role, Workers};
-use tandem_proto::link;
+use tandem_proto::channel;
 
 /// What `tandem up` calls its cluster, and everybody who is not told otherwise.
 pub(crate) const CLUSTER: &str = "tandem";
@@ -318,7 +318,7 @@ pub(super) fn with_commas<S: Serializer>(list: &[String], serializer: S) -> Resu
 }
 
 pub(crate) fn address(text: &str) -> Result<String, &'static str> {
-    link::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
+    channel::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
 }
 
 /// Part of names in other systems, where dots separate.

@@ -63,7 +63,7 @@ impl Screen {
         self.above = self.above.min(table.rows.len().saturating_sub(1));
         let rows = table.rows.iter().skip(self.above).map(|row| {
             let style = match &row[Column::Health as usize] {
-                Cell::Text(health) if health == "ok" => Style::new(),
+                Cell::Text(health) if health == "healthy" => Style::new(),
                 _ => Style::new().red(),
             };
             Row::new(row.iter().zip(Column::ALL).map(|(cell, column)| aligned(cell.to_string(), column))).style(style)
@@ -121,7 +121,7 @@ mod tests {
         assert!(lines[2].starts_with("worker▲") && lines[2].contains("hit rate"), "{lines:#?}");
         let workers: Vec<&str> = lines[3..6].iter().filter_map(|line| line.split_whitespace().next()).collect();
         assert_eq!(workers, ["d0", "h:7100", "p0"]);
-        assert!(lines[3].contains("failing") && lines[5].contains("87.5%") && lines[5].contains("300"), "{lines:#?}");
+        assert!(lines[3].contains("circuit_open") && lines[5].contains("87.5%") && lines[5].contains("300"), "{lines:#?}");
         assert!(lines.iter().any(|line| line == "h:7100: another model"), "{lines:#?}");
         assert!(lines[11].contains("q quit"));
         let lines = drawn(&mut screen, Some("no router answers"));
