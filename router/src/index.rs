@@ -8,9 +8,7 @@
 //! removed without scanning other workers' blocks; a stored chain whose parent the worker does not hold is skipped, so a wrong
 //! event cannot break prefixes that are already in the index.
 
-use std::{
-    collections::{HashMap, HashSet, hash_map::Entry},
-};
+use std::collections::{HashMap, HashSet, hash_map::Entry};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
 /// A worker's bit position in the index's sets. Small and dense: the caller reuses the slots of removed workers.

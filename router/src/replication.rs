@@ -182,9 +182,8 @@ impl TryFrom<BookedRequest> for BookingRecord {
     type Error = WireError;
 
     fn try_from(booked: BookedRequest) -> Result<Self, WireError> {
-        let load = |v1::BookedLoad { instance_id, tokens, sequences }| {
-            (Arc::<str>::from(instance_id), BookedLoad { tokens, sequences })
-        };
+        let load =
+            |v1::BookedLoad { instance_id, tokens, sequences }| (Arc::<str>::from(instance_id), BookedLoad { tokens, sequences });
         let decode = load(booked.decode.ok_or(WireError::Missing { field: "decode" })?);
         let hashes = if booked.prefilling { booked.sequence_hashes } else { Vec::new() };
         Ok(Self {
@@ -280,8 +279,7 @@ impl PeerReceiver {
 }
 
 fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
-    let change =
-        |BookingChange { booking_id, request }| Ok((booking_id, request.map(BookingRecord::try_from).transpose()?));
+    let change = |BookingChange { booking_id, request }| Ok((booking_id, request.map(BookingRecord::try_from).transpose()?));
     bookings.into_iter().map(change).collect()
 }
 

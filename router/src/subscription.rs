@@ -264,7 +264,10 @@ mod tests {
         let cases = [
             (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
             (on_stream(other()), SubscriptionError::OtherInstance),
-            (on_stream(KvEventBatch { load: None, ..batch(4, &[]) }), SubscriptionError::Wire(WireError::Missing { field: "load" })),
+            (
+                on_stream(KvEventBatch { load: None, ..batch(4, &[]) }),
+                SubscriptionError::Wire(WireError::Missing { field: "load" }),
+            ),
         ];
         for (reply, expected) in cases {
             assert_eq!(subscription().take(reply, Instant::now()), Err(expected));
@@ -285,7 +288,8 @@ mod tests {
         // The stream is ahead: its load counts, and the events may still arrive.
         let ahead = KvEventBatch { load: Some(Load { running_sequences: 7, ..Default::default() }), ..batch(6, &[]) };
         assert_eq!(ids(subscription.take(on_stream(ahead), start)), [0_u64; 0]);
-        let Ok(Update::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900)) else {
+        let Ok(Update::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900))
+        else {
             panic!("the events have arrived")
         };
         assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the load is the last one on the stream");
@@ -298,7 +302,10 @@ mod tests {
         assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
         snapshot_at(&mut subscription, 8);
         assert_eq!(ids(subscription.take_published(published(batch(9, &[8, 9])), after(2_000))), [9]);
-        assert_eq!(subscription.take_published(published(batch(11, &[11])), after(2_000)), Err(SubscriptionError::Gap { applied: 9 }));
+        assert_eq!(
+            subscription.take_published(published(batch(11, &[11])), after(2_000)),
+            Err(SubscriptionError::Gap { applied: 9 })
+        );
     }
 
     #[test]

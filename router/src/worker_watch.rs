@@ -302,7 +302,7 @@ impl ConnectedWorker<'_> {
     fn replace(&mut self, snapshot: &Snapshot) -> Result<(), JoinError> {
         let mut state = self.watcher.cluster.lock();
         match self.member {
-            Some(id) => state.replace(id, snapshot),
+            Some(id) => state.members.replace(id, snapshot),
             None => {
                 self.member = Some(state.join(self.info.clone(), self.watcher.address.clone(), snapshot)?);
                 let WorkerInfo { worker_id, instance_id, .. } = &self.info;
@@ -334,7 +334,7 @@ impl ConnectedWorker<'_> {
             }
         };
         if let Some(id) = self.member.filter(|_| has_events) {
-            cluster.lock().set_event_source(id, source);
+            cluster.lock().members.set_event_source(id, source);
         }
         Ok(())
     }

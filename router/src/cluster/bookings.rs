@@ -1,6 +1,9 @@
 //! The bookings of this router. Every change is recorded in the journal, for its peers.
 
-use super::{booking::{Booking, LoadByRole}, members::Members};
+use super::{
+    booking::{Booking, LoadByRole},
+    members::Members,
+};
 use crate::{
     replication::{self, Journal, Message},
     worker_bookings::{BookingId, BookingKey},

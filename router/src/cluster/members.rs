@@ -353,9 +353,8 @@ impl Member {
         let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);
         let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
         let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
-        let filled = f64::from(load.cached_blocks)
-            + f64::from(load.in_use_blocks)
-            + bookings.tokens() as f64 / f64::from(info.block_size);
+        let filled =
+            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + bookings.tokens() as f64 / f64::from(info.block_size);
         let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences();
         Candidate {
             role: self.role,

@@ -334,9 +334,7 @@ impl State {
         };
         let load = match choice.prefill {
             None => LoadByRole { decode: full, ..LoadByRole::default() },
-            Some(_) => {
-                LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } }
-            }
+            Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
         };
         let members: Vec<&Member> = self.members.values().collect();
         let instance = |at: usize| members[at].instance_id.clone();

@@ -105,9 +105,8 @@ impl Peers {
 }
 
 fn book(record: BookingRecord, members: &mut Members, own: &mut Bookings) -> Booking {
-    let has_reported = |instance_id: &str| {
-        members.of(instance_id).is_some_and(|member| member.bookings.has_included(&record.request_id))
-    };
+    let has_reported =
+        |instance_id: &str| members.of(instance_id).is_some_and(|member| member.bookings.has_included(&record.request_id));
     let load = LoadByRole::recorded(&record, has_reported);
     let key = own.new_key(record.request_id.clone());
     let booking = Booking::of_peer(record, key);
