@@ -7,12 +7,10 @@ use tandem_engine::{
     EngineHandle, EngineSettings, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
-use tandem_node::{
-    Metrics, Shutdown,
-    worker::{Ledger, Requests, WorkerMetrics},
-};
+use tandem_node::{Metrics, Shutdown};
 use tandem_proto::channel::Network;
 use tandem_transfer::{Loopback, Piece, Refused, Sink};
+use tandem_worker::{Ledger, Requests, WorkerMetrics, WorkerSettings};
 use tokio::{task::JoinSet, time::sleep};
 
 const BLOCK: u32 = 16;
@@ -41,14 +39,14 @@ impl Pace {
         Duration::from_millis((self.transfer_ms * chunks).into())
     }
 
-    fn engine(self) -> SimEngine {
-        SimEngine::new(SimSettings {
+    fn settings(self) -> SimSettings {
+        SimSettings {
             prefill_tokens_per_second: f64::from(CHUNK) / f64::from(self.compute_ms) * 1e3,
             prefill_overhead: Duration::ZERO,
             kv_bytes_per_token: 1.0,
             transfer_bytes_per_second: f64::from(CHUNK) / f64::from(self.transfer_ms) * 1e3,
             ..SimSettings::default()
-        })
+        }
     }
 }
 
@@ -92,7 +90,7 @@ impl Pair {
         };
         let mut drivers = JoinSet::new();
         let mut start = || {
-            let engine = pace.engine();
+            let engine = SimEngine::new(pace.settings());
             let clock = engine.clock();
             let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
             drivers.spawn(running);
@@ -104,19 +102,18 @@ impl Pair {
             instance_id: "instance".to_owned(),
             key: Default::default(),
             ways: Ways::new(None, Network::default(), Requests::new(Shutdown::default()), Shutdown::default()),
-            link: Link::new(engine.info().simulated_block_transfer),
-            engine,
+            link: Link::new(pace.settings().block_transfer()),
+            backend: Arc::new(engine),
             settings: PrefillWorkerSettings {
-                cluster: "tandem".to_owned(),
-                worker_id: "prefill-0".to_owned(),
-                model: "sim".to_owned(),
-                revision: "1".to_owned(),
-                ledger: Ledger::default(),
-                broker: None,
-                tracer: Default::default(),
-                report_cached_tokens: true,
+                worker: WorkerSettings {
+                    worker_id: "prefill-0".to_owned(),
+                    cluster: "tandem".to_owned(),
+                    model: "sim".to_owned(),
+                    revision: "1".to_owned(),
+                    ..Default::default()
+                },
                 ticket_wait: Duration::from_secs(10),
-                device_transfers: true,
+                transfer_mode: tandem_transfer::TransferMode::Auto,
             },
             ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
             metrics,
@@ -171,11 +168,11 @@ impl Pair {
     /// Computes a prompt that nobody continues.
     async fn prefill_alone(&self, prompt: Vec<u32>) {
         let mut job = self.submit(prompt).await;
-        job.send_blocks(Vec::new()).await;
+        job.send_blocks(Vec::new(), BlockAccess::Copied).await;
         assert!(matches!(job.next().await, Some(Event::Computed(_))));
     }
 
-    async fn submit(&self, prompt: Vec<u32>) -> Job {
+    async fn submit(&self, prompt: Vec<u32>) -> Box<dyn Job> {
         let start = PrefillStart { instance_id: "instance".to_owned(), prompt, ..PrefillStart::default() };
         let mut job = submit(&self.prefill, &start).await.expect("it fits");
         assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
@@ -197,7 +194,7 @@ fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
     }
 }
 
-async fn tokens(mut job: Job) -> Vec<u32> {
+async fn tokens(mut job: tandem_engine::Job) -> Vec<u32> {
     let mut tokens = Vec::new();
     while let Some(event) = job.next().await {
         if let Event::Token { token, .. } = event {

@@ -115,7 +115,7 @@ fn cuda_limits(settings: &UpSettings, engines: u32) -> CudaLimits {
     }
 }
 
-fn sim_settings(settings: &UpSettings) -> SimSettings {
+pub(super) fn sim_settings(settings: &UpSettings) -> SimSettings {
     let sim = &settings.sim;
     let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
     SimSettings {

@@ -8,9 +8,11 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
 /// Tokens of a prompt in a step, at most.
@@ -22,6 +24,10 @@ pub struct Parts {
     metrics: Metrics,
     shutdown: Shutdown,
     model: String,
+}
+
+fn sim() -> SimSettings {
+    SimSettings { speedup: 20.0, ..Default::default() }
 }
 
 impl Parts {
@@ -56,8 +62,7 @@ impl Parts {
             unheard_max: 1_024,
             step_max: SOON,
         };
-        let engine = SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() });
-        EngineHandle::start(Box::new(engine.in_real_time()), settings)
+        EngineHandle::start(Box::new(SimEngine::new(sim()).in_real_time()), settings)
     }
 
     fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
@@ -67,16 +72,15 @@ impl Parts {
     async fn prefill_worker(&self, name: &str) -> Result<String> {
         let (listener, address) = listener().await?;
         let settings = PrefillWorkerSettings {
-            worker_id: name.to_owned(),
-            cluster: "tandem".to_owned(),
-            model: self.model.clone(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: true,
+            worker: WorkerSettings {
+                worker_id: name.to_owned(),
+                cluster: "tandem".to_owned(),
+                model: self.model.clone(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             ticket_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Simulated { block: sim().block_transfer() },
         };
         self.run(tandem_prefill_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)
@@ -85,18 +89,17 @@ impl Parts {
     async fn decode_worker(&self, name: &str) -> Result<String> {
         let (listener, address) = listener().await?;
         let settings = DecodeWorkerSettings {
-            worker_id: name.to_owned(),
-            cluster: "tandem".to_owned(),
-            model: self.model.clone(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: name.to_owned(),
+                cluster: "tandem".to_owned(),
+                model: self.model.clone(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Tcp,
         };
         self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)

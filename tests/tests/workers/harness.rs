@@ -11,11 +11,11 @@ use std::{
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, KvMemory, StepOutput,
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::{BlockId, HashKey};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_kv::{BlockId, HashKey, KvMemory};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     channel::endpoint,
@@ -25,6 +25,8 @@ use tandem_proto::{
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
+use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
@@ -47,7 +49,7 @@ pub struct Setup {
     pub remote_waiting_max: usize,
     /// What its device's memory can be used for beside its engine.
     pub reach: Option<Reach>,
-    pub device_transfers: bool,
+    pub transfer_mode: TransferMode,
 }
 
 impl Default for Setup {
@@ -69,7 +71,7 @@ impl Default for Setup {
             landing_wait: SOON,
             remote_waiting_max: 64,
             reach: None,
-            device_transfers: true,
+            transfer_mode: TransferMode::Auto,
         }
     }
 }
@@ -83,16 +85,16 @@ impl Setup {
 
     pub fn prefill_settings(&self) -> PrefillWorkerSettings {
         PrefillWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("prefill-{}", self.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: self.report_cached_tokens,
+            worker: WorkerSettings {
+                worker_id: format!("prefill-{}", self.number),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                withhold_cached_tokens: !self.report_cached_tokens,
+                ..Default::default()
+            },
             ticket_wait: self.ticket_wait,
-            device_transfers: self.device_transfers,
+            transfer_mode: self.transfer_mode,
         }
     }
 
@@ -212,18 +214,18 @@ impl Worker {
 
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("decode-{}", setup.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: format!("decode-{}", setup.number),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                withhold_cached_tokens: !setup.report_cached_tokens,
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,
             landing_wait: setup.landing_wait,
-            device_transfers: setup.device_transfers,
+            transfer_mode: setup.transfer_mode,
         };
         Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
             tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()
