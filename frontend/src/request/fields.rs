@@ -1,7 +1,6 @@
-//! Fields that come in more than one JSON shape. Each is read by a visitor that says what it expected, because an untagged
+//! Fields that may have more than one JSON type. Each is read by a visitor that names the expected types, because an untagged
 //! enum would only say that nothing matched.
 
-use super::{completions::PROMPTS_MAX, options::STOPS_MAX};
 use serde::{
     Deserialize, Deserializer,
     de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
@@ -9,18 +8,23 @@ use serde::{
 use std::{fmt, marker::PhantomData};
 use tandem_kv::TokenId;
 
-/// A list of which at most one element more than `MAX` is built: enough for a check of its length to refuse it.
+/// Prompts in one request.
+pub(super) const PROMPTS_MAX: usize = 128;
+/// More stop strings than any client needs, and few enough to search for all at every token.
+pub(super) const STOPS_MAX: usize = 16;
+
+/// A list that builds at most one element more than `MAX`: enough for a check of its length to refuse it.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
-/// An object of numbers, bounded in the same way; its members as they came.
+/// An object of numbers, bounded in the same way. Its members are in their order, duplicates included.
 #[derive(Default)]
 pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
 
-/// A message's content as one text: parts are joined by line ends, null is empty.
+/// A message's content as one text: content parts are joined by line feeds, null is empty.
 #[derive(Default)]
 pub(crate) struct Content(pub(crate) String);
 
-/// `stop`: one text or several.
+/// `stop`: one string or several.
 #[derive(Default)]
 pub(crate) struct Stop(pub(crate) Vec<String>);
 
@@ -31,7 +35,7 @@ pub(crate) enum PromptInput {
     Tokens(Vec<Vec<TokenId>>),
 }
 
-/// A whole number; `5.0` is one, because some clients know no others.
+/// An integer; `5.0` is one, too, because some clients write all numbers so.
 #[derive(Clone, Copy)]
 pub(crate) struct Whole(pub(crate) i64);
 
@@ -193,7 +197,7 @@ impl<'de> Deserialize<'de> for Whole {
             }
 
             fn visit_f64<E: de::Error>(self, number: f64) -> Result<Whole, E> {
-                /// Beyond it an f64 no longer tells whole numbers apart.
+                /// Beyond it an f64 cannot represent every integer.
                 const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
                 if number.fract() == 0.0 && number.abs() <= EXACT {
                     return Ok(Whole(number as i64));
@@ -205,7 +209,7 @@ impl<'de> Deserialize<'de> for Whole {
     }
 }
 
-/// The first element of a list decides what the list is.
+/// The first element of a list, which decides what the list holds.
 enum First {
     Text(String),
     Token(TokenId),
@@ -266,7 +270,7 @@ impl<'de> Deserialize<'de> for PromptInput {
     }
 }
 
-/// Builds the elements of a list, up to one more than `max`; the others are skipped.
+/// Builds the elements of a list, up to one more than `max`, and skips the others.
 fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
     while elements.len() <= max {
         let Some(element) = list.next_element()? else { return Ok(elements) };
@@ -281,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prompts_in_every_shape() {
+    fn prompts_are_read_from_every_json_type() {
         let texts = |texts: &[&str]| PromptInput::Texts(texts.iter().map(|text| (*text).to_owned()).collect());
         let cases = [
             (r#""a""#, texts(&["a"])),
@@ -299,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_may_be_written_with_a_point() {
+    fn integers_may_be_written_as_floats() {
         for (json, expected) in [("5", 5), ("5.0", 5), ("-1", -1), ("1e3", 1000), ("-0.0", 0)] {
             assert_eq!(serde_json::from_str::<Whole>(json).expect(json).0, expected, "{json}");
         }
@@ -310,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_become_one_text() {
+    fn contents_are_joined_into_one_text() {
         let cases = [
             (r#""a""#, "a"),
             ("null", ""),
@@ -326,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_long_list_only_what_refuses_it_is_built() {
+    fn long_list_is_built_only_as_far_as_its_refusal_needs() {
         thread_local!(static BUILT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) });
         struct Counted;
         impl<'de> Deserialize<'de> for Counted {
@@ -351,7 +355,7 @@ mod tests {
             };
             assert_eq!(built, PROMPTS_MAX + 1, "of {element}");
         }
-        // What is skipped is JSON, too.
+        // Skipped elements must be valid JSON, too.
         assert!(serde_json::from_str::<Bounded<Counted, 1>>("[1,2,3,x]").is_err());
     }
 }

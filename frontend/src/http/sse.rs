@@ -1,16 +1,16 @@
-//! An answer as server-sent events, in OpenAI's order: a role (chat), text, an end with its reason for each choice, usage if
-//! it was asked for, `[DONE]`. Nothing follows an error event, not even `[DONE]`. While there are no events for a while, comments
-//! keep the connection open: clients skip them, and proxies see that the stream is active.
+//! A streamed answer as server-sent events, in OpenAI's order: a role (chat), text, a finish reason for each choice, usage if
+//! it was asked for, `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
+//! connection open: clients skip them, and proxies see that the stream is active.
 
 use super::{
-    answer::Run,
-    shape::{Choice, Envelope},
+    answer::{First, Run},
+    format::{Choice, Envelope, UsageField},
 };
 use crate::{
     admission::Admitted,
     error::ApiError,
     request::StreamUsage,
-    stream::{Delta, Piece},
+    stream::{AnswerEvent, Delta},
     usage::Usage,
 };
 use axum::{
@@ -27,27 +27,19 @@ use tokio::time::timeout;
 /// A comment line, which the specification of server-sent events recommends against proxies' timeouts.
 const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 
-/// The state of the stream when the headers are sent.
-pub(super) enum First {
-    /// The first piece came in time; `None` if the answer has none.
-    Piece(Option<(usize, Piece)>),
-    /// No piece came before the first comment was due.
-    Late,
-}
-
-/// A running streamed answer. It owns all that was taken for the request, so that a client that goes away gives it back.
+/// A running streamed answer. It owns all that was reserved for the request, so that it is released when the client disconnects.
 struct Events {
     run: Run,
     usage: StreamUsage,
     admitted: Admitted,
-    /// Already here when the headers were sent.
-    first: Option<(usize, Piece)>,
+    /// The event that came before the headers were sent.
+    first: Option<(usize, AnswerEvent)>,
 }
 
-/// The response whose body tells what comes.
+/// The response whose body is the stream.
 pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: First) -> Response {
     let (first, late) = match first {
-        First::Piece(first) => (first, None),
+        First::Event(first) => (first, None),
         First::Late => (None, Some(Ok(Bytes::from_static(KEEP_ALIVE)))),
     };
     let events = Events { run, usage, admitted, first };
@@ -61,7 +53,7 @@ pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Fi
 }
 
 impl Events {
-    /// Bytes to send, at least one event or comment; with the last nothing is left.
+    /// Returns bytes to send, at least one event or comment, and the rest of the stream, `None` after the last bytes.
     async fn next(mut self) -> (Bytes, Option<Self>) {
         let mut out = Vec::new();
         loop {
@@ -73,7 +65,7 @@ impl Events {
                 },
             };
             let written = match next {
-                Some(Ok((index, piece))) => self.write_piece(&mut out, index, piece),
+                Some(Ok((index, event))) => self.write(&mut out, index, event),
                 Some(Err(error)) => Err(error),
                 None => {
                     self.write_end(&mut out);
@@ -86,28 +78,28 @@ impl Events {
                 self.admitted.finish(error.status());
                 return (out.into(), None);
             }
-            // A piece may say nothing, and an empty event must not be sent.
+            // Not every event of the answer is one of the stream, and an empty chunk would end the body.
             if !out.is_empty() {
                 return (out.into(), Some(self));
             }
         }
     }
 
-    fn write_piece(&mut self, out: &mut Vec<u8>, prompt: usize, piece: Piece) -> Result<(), ApiError> {
+    fn write(&mut self, out: &mut Vec<u8>, prompt: usize, event: AnswerEvent) -> Result<(), ApiError> {
         let samples = self.run.progress.samples();
         let choices = prompt * samples..(prompt + 1) * samples;
-        if let Piece::Started(_) = piece {
+        if let AnswerEvent::Started(_) = event {
             for choice in choices.clone() {
-                self.write_chunk(out, self.run.shape.role(choice));
+                self.write_chunk(out, self.run.format.role(choice));
             }
         }
-        if let Some((text, logprobs)) = self.run.echo(prompt, &piece)? {
+        if let Some((text, logprobs)) = self.run.echo(prompt, &event)? {
             for choice in choices.clone() {
-                let chunk = self.run.shape.delta(choice, &text, self.run.logprobs(&logprobs));
+                let chunk = self.run.format.delta(choice, &text, self.run.logprobs(&logprobs));
                 self.write_chunk(out, Some(chunk));
             }
         }
-        if let Piece::Delta(delta) = piece {
+        if let AnswerEvent::Delta(delta) = event {
             self.write_delta(out, choices.start + delta.sample as usize, &delta);
         }
         Ok(())
@@ -116,9 +108,9 @@ impl Events {
     fn write_delta(&self, out: &mut Vec<u8>, choice: usize, delta: &Delta) {
         if !delta.text.is_empty() || !delta.logprobs.is_empty() {
             let logprobs = self.run.logprobs(&delta.logprobs);
-            self.write_chunk(out, Some(self.run.shape.delta(choice, &delta.text, logprobs)));
+            self.write_chunk(out, Some(self.run.format.delta(choice, &delta.text, logprobs)));
         }
-        let end = delta.finish.map(|finish| self.run.shape.end(choice, finish));
+        let end = delta.finish.map(|finish| self.run.format.end(choice, finish));
         self.write_chunk(out, end);
     }
 
@@ -128,12 +120,17 @@ impl Events {
         }
     }
 
-    /// `usage` is a key of every chunk if the client asked for usage, and of none if not.
+    /// A chunk. All chunks have the field `usage` if the client asked for it, else none has.
     fn chunk<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Option<Usage>) -> Envelope<'a> {
-        self.run.envelope(self.run.shape.chunk_object(), choices, self.usage.at_end.then_some(usage))
+        let usage = match usage {
+            _ if !self.usage.at_end => UsageField::Absent,
+            None => UsageField::Null,
+            Some(usage) => UsageField::Value(usage),
+        };
+        self.run.envelope(self.run.format.chunk_object(), choices, usage)
     }
 
-    /// All prompts have ended. Usage and details come in a chunk without choices, if somebody asked for either.
+    /// Writes the end of the stream. Usage and details are in a chunk without choices, if the client asked for them.
     fn write_end(&mut self, out: &mut Vec<u8>) {
         self.run.progress.finish();
         if self.usage.at_end || self.run.details {

@@ -1,18 +1,18 @@
-//! The answers' JSON: both endpoints, whole and in chunks.
+//! The JSON of answers: of both endpoints, whole and in chunks.
 
 use super::progress::Details;
 use crate::{
     metrics::Endpoint,
     model::ServedModel,
-    stream::{Finish, TokenLogprobs},
+    stream::{FinishReason, TokenLogprobs},
     usage::Usage,
 };
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use tandem_kv::TokenId;
 
-/// Which endpoint's.
+/// The format of an endpoint's answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shape {
+pub(super) enum Format {
     Chat,
     Text,
 }
@@ -25,19 +25,33 @@ pub(super) struct Envelope<'a> {
     pub(super) created: u64,
     pub(super) model: &'a str,
     pub(super) choices: Vec<Choice<'a>>,
-    /// `Some(None)` is written as null.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) usage: Option<Option<Usage>>,
+    #[serde(skip_serializing_if = "UsageField::is_absent")]
+    pub(super) usage: UsageField,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tandem: Option<Details>,
+}
+
+/// The field `usage` of an answer or chunk.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(super) enum UsageField {
+    Absent,
+    Null,
+    Value(Usage),
+}
+
+impl UsageField {
+    fn is_absent(&self) -> bool {
+        matches!(self, Self::Absent)
+    }
 }
 
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(super) enum Choice<'a> {
-    ChatDelta { index: usize, delta: ChatDelta<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<Finish> },
-    ChatMessage { index: usize, message: ChatMessage<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<Finish> },
-    Text { index: usize, text: &'a str, logprobs: Option<TextLogprobs>, finish_reason: Option<Finish> },
+    ChatDelta { index: usize, delta: ChatDelta<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<FinishReason> },
+    ChatMessage { index: usize, message: ChatMessage<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<FinishReason> },
+    Text { index: usize, text: &'a str, logprobs: Option<TextLogprobs>, finish_reason: Option<FinishReason> },
 }
 
 #[derive(Default, Serialize)]
@@ -83,7 +97,7 @@ pub(super) struct TextLogprobs {
     text_offset: Vec<usize>,
 }
 
-/// Alternatives in order, written as an object.
+/// Alternatives in their order, written as an object.
 struct Alternatives(Vec<(String, f32)>);
 
 impl Serialize for Alternatives {
@@ -96,7 +110,7 @@ impl Serialize for Alternatives {
     }
 }
 
-impl Shape {
+impl Format {
     pub(super) fn endpoint(self) -> Endpoint {
         match self {
             Self::Chat => Endpoint::Chat,
@@ -111,7 +125,7 @@ impl Shape {
         }
     }
 
-    /// Of a whole answer.
+    /// The field `object` of a whole answer.
     pub(super) fn object(self) -> &'static str {
         match self {
             Self::Chat => "chat.completion",
@@ -126,13 +140,13 @@ impl Shape {
         }
     }
 
-    /// The first chunk of a choice, where there is one: the role alone.
+    /// The first chunk of a choice, if the format has one: the role alone.
     pub(super) fn role(self, index: usize) -> Option<Choice<'static>> {
         let delta = ChatDelta { role: Some("assistant"), content: Some("") };
         (self == Self::Chat).then_some(Choice::ChatDelta { index, delta, logprobs: None, finish_reason: None })
     }
 
-    /// More text.
+    /// A chunk with more text.
     pub(super) fn delta<'a>(self, index: usize, text: &'a str, logprobs: Option<Logprobs<'_>>) -> Choice<'a> {
         match self {
             Self::Chat => {
@@ -144,7 +158,7 @@ impl Shape {
     }
 
     /// The last chunk of a choice.
-    pub(super) fn end(self, index: usize, finish: Finish) -> Choice<'static> {
+    pub(super) fn end(self, index: usize, finish: FinishReason) -> Choice<'static> {
         let finish_reason = Some(finish);
         match self {
             Self::Chat => Choice::ChatDelta { index, delta: ChatDelta::default(), logprobs: None, finish_reason },
@@ -158,7 +172,7 @@ impl Shape {
         index: usize,
         text: &'a str,
         logprobs: Option<Logprobs<'_>>,
-        finish_reason: Option<Finish>,
+        finish_reason: Option<FinishReason>,
     ) -> Choice<'a> {
         match self {
             Self::Chat => {
@@ -170,7 +184,7 @@ impl Shape {
     }
 }
 
-/// Tokens' logprobs on the way into JSON.
+/// The logprobs of tokens, to be written in the format of an endpoint.
 #[derive(Clone, Copy)]
 pub(super) struct Logprobs<'a> {
     pub(super) model: &'a ServedModel,
@@ -196,7 +210,7 @@ impl Logprobs<'_> {
         let alternatives = |entry: &TokenLogprobs| {
             let logprob = entry.logprob?;
             let mut list: Vec<_> = entry.top.iter().map(|(token, logprob)| (text(*token), finite(*logprob))).collect();
-            // The chosen token is always among them.
+            // The chosen token is always one of them.
             if !entry.top.iter().any(|(token, _)| *token == entry.token) {
                 list.push((text(entry.token), finite(logprob)));
             }
@@ -211,13 +225,13 @@ impl Logprobs<'_> {
     }
 }
 
-/// JSON has no infinity; this is what vLLM writes.
+/// JSON has no infinity; vLLM writes the same number.
 fn finite(logprob: f32) -> f32 {
     const IMPOSSIBLE: f32 = -9999.0;
     if logprob.is_finite() { logprob } else { IMPOSSIBLE }
 }
 
-/// A token's text; bytes that are no text are written as OpenAI writes them.
+/// A token's text; invalid UTF-8 is written as by OpenAI.
 fn token_text(model: &ServedModel, token: TokenId) -> String {
     let bytes = model.tokenizer.bytes(token);
     match std::str::from_utf8(bytes) {
@@ -232,7 +246,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn logprobs_in_both_shapes() {
+    fn logprobs_in_both_formats() {
         let model = ServedModel::sim("m");
         let tokens = [
             TokenLogprobs { token: 104, logprob: None, top: Vec::new(), text_offset: 0 },

@@ -1,86 +1,35 @@
-//! The model this frontend speaks for.
+//! The served model: its name, tokenizer, chat template and limits.
+
+pub(crate) mod error;
+
+pub use error::ServedModelError;
 
 use crate::prompt::{ChatTemplate, Tokenizer};
 use tandem_kv::{Namespace, TokenId};
-use tandem_model::{Gguf, HfDirectory, ModelError, ModelFile, sim};
+use tandem_model::{Gguf, HfDirectory, ModelFile, sim};
 
-/// Names of control tokens that end an answer in the families we serve, besides the one a file names.
+/// Names of control tokens that end an answer in the supported model families, besides those that a model's files name.
 const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
 
-/// What the frontend must know of the served model: its name, tokeniser, chat template and limits.
+/// The served model as the frontend uses it.
 pub struct ServedModel {
     pub(crate) id: String,
     revision: String,
     pub(crate) context_length: u32,
     pub(crate) tokenizer: Tokenizer,
-    /// Absent: the model is no chat model.
+    /// `None`: the model is no chat model.
     pub(crate) template: Option<ChatTemplate>,
     /// Tokens that end an answer.
     pub(crate) stop_tokens: Vec<TokenId>,
-    /// Goes before the text of a plain completion.
+    /// The token before the text of a plain completion, if the model has one.
     pub(crate) bos: Option<TokenId>,
 }
 
-/// The model cannot be served.
-#[derive(Debug, thiserror::Error)]
-pub enum ServedModelError {
-    /// Its file lacks something or says it wrongly.
-    #[error(transparent)]
-    File(#[from] ModelError),
-    /// Only byte-level BPE is built.
-    #[error("tokenisers of kind {found} are not supported, only gpt2 (byte-level BPE): choose another model")]
-    TokenizerAlgorithm {
-        /// What the file says.
-        found: String,
-    },
-    /// Text is cut in a way that is not built.
-    #[error("texts cut as {found} are not supported, only gpt-2, smollm, llama-bpe and qwen2: choose another model")]
-    PreTokenizer {
-        /// What the file says.
-        found: String,
-    },
-    /// A special token that also takes spaces beside it.
-    #[error("the tokeniser's token {name} takes what is beside it, which is not supported: choose another model")]
-    AddedToken {
-        /// The token's text.
-        name: String,
-    },
-    /// Texts are finished by more than a first token.
-    #[error("the tokeniser puts more than one token around a text, which is not supported: choose another model")]
-    PostProcessor,
-    /// Ids far beyond the number of tokens.
-    #[error("the tokeniser's ids go up to {len}, far beyond its number of tokens: the file is damaged, fetch it again")]
-    TokenIds {
-        /// One more than the largest.
-        len: usize,
-    },
-    /// A merge is not two tokens.
-    #[error("the model file's list of merges is damaged: fetch it again")]
-    Merge,
-    /// Vocabulary and merges do not fit together.
-    #[error("the model file's tokeniser cannot be used: fetch it again")]
-    Tokenizer(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The special tokens' names are too many or too long.
-    #[error("the model file's special tokens cannot be used: fetch it again")]
-    SpecialTokens(#[from] aho_corasick::BuildError),
-    /// The chat template does not compile.
-    #[error("the model file's chat template cannot be used: take another conversion of the model")]
-    Template(#[from] minijinja::Error),
-    /// The chat template does not end, or writes without end.
-    #[error(
-        "the model file's chat template takes more than {steps} steps or {bytes} bytes for a conversation of four short messages: \
-         take another conversion of the model"
-    )]
-    TemplateEndless {
-        /// Instructions it may execute.
-        steps: u64,
-        /// Bytes it may write.
-        bytes: usize,
-    },
-}
-
 impl ServedModel {
-    /// The model of a GGUF file, served under the name `id`. `revision` is what [`tandem_model::revision`] makes of the file.
+    /// The model of a GGUF file, served under the name `id`. `revision` identifies the file's content: see [`tandem_model::revision`].
+    ///
+    /// # Errors
+    /// The file is malformed, or its tokenizer or chat template is not supported.
     pub fn from_gguf(id: impl Into<String>, revision: &str, file: &Gguf) -> Result<Self, ServedModelError> {
         let data = file.tokenizer()?;
         let tokenizer = Tokenizer::from_data(&data)?;
@@ -97,8 +46,11 @@ impl ServedModel {
         })
     }
 
-    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` is what
-    /// [`tandem_model::revision`] makes of its files.
+    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` identifies the content of
+    /// its files: see [`tandem_model::revision`].
+    ///
+    /// # Errors
+    /// A file is missing or malformed, or the tokenizer or chat template is not supported.
     pub fn from_directory(id: impl Into<String>, revision: &str, directory: &HfDirectory) -> Result<Self, ServedModelError> {
         let files = directory.tokenizer()?;
         let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
@@ -128,24 +80,24 @@ impl ServedModel {
         }
     }
 
-    /// The same model with a shorter context.
+    /// The same model with a context of at most this many tokens.
     pub fn with_context_length(mut self, tokens: u32) -> Self {
         self.context_length = self.context_length.min(tokens);
         self
     }
 
-    /// The same model computed in another way: what else `how` says is part of the revision, so that no KV is shared.
+    /// The same model computed with other arithmetic, which `how` names. It becomes part of the revision, so that the two share no KV.
     pub fn computed(mut self, how: &str) -> Self {
         self.revision = format!("{}-{how}", self.revision);
         self
     }
 
-    /// Its name in requests.
+    /// The model's name in requests.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// What its weights are; of the cache's namespace.
+    /// Identifies the weights; part of the cache namespace.
     pub fn revision(&self) -> &str {
         &self.revision
     }
@@ -160,13 +112,13 @@ impl ServedModel {
         &self.stop_tokens
     }
 
-    /// Bytes of a rendered conversation beyond which it cannot fit into the context. Guards make a text at most four times as long: each is
-    /// three bytes, and follows a byte of its own.
+    /// The length in bytes beyond which a rendered conversation cannot fit into the context. Guard characters make a text at most four
+    /// times as long: each has three bytes, and follows at least one byte of text.
     pub(crate) fn rendered_bytes_max(&self) -> usize {
         4 * self.context_length as usize * self.tokenizer.token_bytes_max()
     }
 
-    /// Its tokeniser.
+    /// The model's tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -177,7 +129,7 @@ impl ServedModel {
     }
 }
 
-/// Those that a model names, and the families' own.
+/// The tokens that the model's files name, and those of the supported families.
 fn stop_tokens(tokenizer: &Tokenizer, named: impl IntoIterator<Item = TokenId>) -> Vec<TokenId> {
     let mut tokens: Vec<TokenId> = named.into_iter().collect();
     tokens.extend(ANSWER_ENDS.iter().filter_map(|name| tokenizer.special_id(name)));
@@ -230,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_says_what_a_file_would() {
+    fn directory_supplies_names_limits_and_template() {
         let folder = tempfile::tempdir().expect("a folder");
         directory(folder.path());
         let model = served(folder.path());
@@ -252,11 +204,11 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_without_a_tokeniser_is_refused() {
+    fn directory_without_tokenizer_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         directory(folder.path());
         fs::remove_file(folder.path().join("tokenizer.json")).expect("ours");
-        let opened = HfDirectory::open(folder.path()).expect("its numbers are there");
+        let opened = HfDirectory::open(folder.path()).expect("config.json is there");
         let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
         assert!(error.contains("tokenizer.json"), "{error}");
         fs::write(folder.path().join("tokenizer_config.json"), "[").expect("ours");

@@ -1,7 +1,7 @@
-//! Parameters that OpenAI or other servers know and this one has not built. Ignoring one would give an answer that differs from what
-//! the client asked for, so it is refused by name, unless it is set to what happens anyway.
+//! Parameters that OpenAI or other servers have and this one does not support. To ignore one would give another answer than the
+//! client asked for, so it is refused by name, unless its value does not change the answer.
 //!
-//! The tables are at the request types (`unbuilt { … }`) and in [`request`](super::request). A parameter that gets built leaves its table.
+//! The tables are at the request types (`unsupported { … }`) and in [`request`](super::request). A parameter that becomes supported is removed from its table.
 
 use crate::error::{ApiError, Problem};
 use serde::{
@@ -10,36 +10,38 @@ use serde::{
 };
 use std::{borrow::Cow, fmt};
 
-/// What such a parameter is set to, as far as a refusal needs it. A value of any size becomes a few bytes.
+/// The value of such a parameter, as far as its check needs it: a value of any size becomes a few bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum Setting {
-    /// It is absent, null, or an empty text, list or object.
+    /// Absent, null, or an empty string, list or object.
     #[default]
     Nothing,
-    Switch(bool),
+    Bool(bool),
     Number(f64),
-    /// A short text, a list of nothing but this text, or an object with this text as `type`.
+    /// A short string, a list of only this string, or an object with this string as `type`.
     Text(Cow<'static, str>),
-    /// Anything else.
+    /// Any other value.
     Other,
 }
 
-/// The longest text in a table.
+/// The longest string in a table.
 const TEXT_BYTES_MAX: usize = 16;
 
-/// Refuses `found` unless it sets nothing, switches something off, or is one of the values that say what happens anyway (`usual`).
-/// If that is `true`, then switching off is a change.
-pub(crate) fn check(param: &str, found: &Setting, usual: &[Setting]) -> Result<(), ApiError> {
-    let off = *found == Setting::Switch(false) && !usual.contains(&Setting::Switch(true));
-    if off || *found == Setting::Nothing || usual.contains(found) {
+/// Checks that `found` does not change the answer.
+///
+/// # Errors
+/// It is not empty, not one of the `accepted` values, and not `false`; if `true` is accepted, `false` is a change, too.
+pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Result<(), ApiError> {
+    let off = *found == Setting::Bool(false) && !accepted.contains(&Setting::Bool(true));
+    if off || *found == Setting::Nothing || accepted.contains(found) {
         return Ok(());
     }
     Err(ApiError::invalid(param, Problem::Unsupported))
 }
 
 impl From<bool> for Setting {
-    fn from(switch: bool) -> Self {
-        Self::Switch(switch)
+    fn from(value: bool) -> Self {
+        Self::Bool(value)
     }
 }
 
@@ -74,8 +76,8 @@ impl<'de> Visitor<'de> for SettingVisitor {
         Ok(Setting::Nothing)
     }
 
-    fn visit_bool<E: de::Error>(self, switch: bool) -> Result<Setting, E> {
-        Ok(Setting::Switch(switch))
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Setting, E> {
+        Ok(Setting::Bool(value))
     }
 
     fn visit_i64<E: de::Error>(self, number: i64) -> Result<Setting, E> {
@@ -128,7 +130,7 @@ impl<'de> Visitor<'de> for SettingVisitor {
     }
 }
 
-/// A key of an object; only one name matters.
+/// An object's key: whether it is `type`.
 struct Key {
     is_type: bool,
 }
@@ -156,14 +158,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_read_as_what_a_refusal_needs() {
+    fn values_are_read_as_far_as_the_check_needs() {
         let text = |text: &'static str| Setting::from(text);
         for (json, expected) in [
             ("null", Setting::Nothing),
             (r#""""#, Setting::Nothing),
             ("[]", Setting::Nothing),
             ("{}", Setting::Nothing),
-            ("false", Setting::Switch(false)),
+            ("false", Setting::Bool(false)),
             ("1", Setting::Number(1.0)),
             ("1.0", Setting::Number(1.0)),
             ("-1", Setting::Number(-1.0)),
@@ -183,9 +185,9 @@ mod tests {
     }
 
     #[test]
-    fn what_happens_anyway_passes_and_the_rest_is_refused() {
+    fn only_values_that_change_nothing_are_accepted() {
         let read = |json: &str| serde_json::from_str::<Setting>(json).expect("JSON");
-        let passes = |json, usual: &[Setting]| check("x", &read(json), usual).is_ok();
+        let passes = |json, accepted: &[Setting]| check("x", &read(json), accepted).is_ok();
         assert!(passes("null", &[]) && passes("false", &[]) && passes("{}", &[]));
         assert!(!passes("0", &[]) && !passes("true", &[]) && !passes(r#""x""#, &[]));
         assert!(passes("true", &[true.into()]) && passes("null", &[true.into()]) && !passes("false", &[true.into()]));

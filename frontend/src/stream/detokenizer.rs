@@ -1,16 +1,16 @@
-//! Tokens' bytes to text, as they come.
+//! Turns the bytes of a stream of tokens into text.
 
 use std::str;
 
-/// Holds back the bytes of a character that is not whole yet. What it gives, put together, is what
-/// [`String::from_utf8_lossy`] would make of all bytes at once.
+/// Holds back the bytes of an incomplete character. The texts that it emits, concatenated, equal
+/// [`String::from_utf8_lossy`] of all bytes.
 #[derive(Default)]
-pub(crate) struct Detokeniser {
+pub(crate) struct Detokenizer {
     held: Vec<u8>,
 }
 
-impl Detokeniser {
-    /// Adds bytes to `text` as far as they are whole characters. Bytes that can never become one are replaced by U+FFFD.
+impl Detokenizer {
+    /// Appends the complete characters of the bytes so far to `text`. Bytes that cannot be part of a character become U+FFFD.
     pub(crate) fn push(&mut self, bytes: &[u8], text: &mut String) {
         self.held.extend_from_slice(bytes);
         let mut rest = self.held.as_slice();
@@ -25,7 +25,7 @@ impl Detokeniser {
                     let (whole, broken) = rest.split_at(error.valid_up_to());
                     text.push_str(str::from_utf8(whole).unwrap_or_default());
                     rest = broken;
-                    // Without a length: the end came too early, more bytes may make it whole.
+                    // No length: the character is incomplete, and more bytes may complete it.
                     let Some(len) = error.error_len() else { break };
                     text.push(char::REPLACEMENT_CHARACTER);
                     rest = &rest[len..];
@@ -36,7 +36,7 @@ impl Detokeniser {
         self.held.drain(..done);
     }
 
-    /// No more bytes come: what was held back is no character.
+    /// Ends the text: an incomplete character becomes U+FFFD.
     pub(crate) fn finish(&mut self, text: &mut String) {
         if !std::mem::take(&mut self.held).is_empty() {
             text.push(char::REPLACEMENT_CHARACTER);
@@ -48,9 +48,9 @@ impl Detokeniser {
 mod tests {
     use super::*;
 
-    /// Every way of cutting up to 12 bytes into pieces.
+    /// Cuts up to 12 bytes into chunks in all possible ways.
     #[test]
-    fn every_split_gives_the_same_text() {
+    fn text_does_not_depend_on_how_bytes_are_split() {
         let texts: [&[u8]; 8] = [
             "naïve €😀x".as_bytes(),
             "👩‍🚀".as_bytes(),
@@ -65,28 +65,28 @@ mod tests {
             let expected = String::from_utf8_lossy(bytes);
             let cuts = bytes.len().saturating_sub(1);
             for split in 0..1_u32 << cuts {
-                let (mut text, mut detokeniser, mut start) = (String::new(), Detokeniser::default(), 0);
+                let (mut text, mut detokenizer, mut start) = (String::new(), Detokenizer::default(), 0);
                 for end in 1..=bytes.len() {
                     if end == bytes.len() || split >> (end - 1) & 1 == 1 {
-                        detokeniser.push(&bytes[start..end], &mut text);
+                        detokenizer.push(&bytes[start..end], &mut text);
                         start = end;
-                        assert!(detokeniser.held.len() < 4, "only the bytes of one character are held");
+                        assert!(detokenizer.held.len() < 4, "only the bytes of one character are held");
                     }
                 }
-                detokeniser.finish(&mut text);
+                detokenizer.finish(&mut text);
                 assert_eq!(text, expected, "{bytes:?} cut as {split:b}");
             }
         }
     }
 
     #[test]
-    fn a_character_appears_with_its_last_byte() {
-        let (mut text, mut detokeniser) = (String::new(), Detokeniser::default());
+    fn character_appears_with_its_last_byte() {
+        let (mut text, mut detokenizer) = (String::new(), Detokenizer::default());
         for byte in &"€".as_bytes()[..2] {
-            detokeniser.push(&[*byte], &mut text);
+            detokenizer.push(&[*byte], &mut text);
             assert_eq!(text, "");
         }
-        detokeniser.push(&"€".as_bytes()[2..], &mut text);
+        detokenizer.push(&"€".as_bytes()[2..], &mut text);
         assert_eq!(text, "€");
     }
 }
