@@ -26,7 +26,14 @@ pub const TEXT_BYTES_MAX: usize = 1_024;
 pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 
 /// The messages and services of package `tandem.v1`.
-#[allow(missing_docs, rustdoc::all, clippy::all)]
+#[allow(
+    missing_docs,
+    rustdoc::all,
+    clippy::all,
+    clippy::missing_errors_doc,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code"
+)]
 pub mod v1 {
     tonic::include_proto!("tandem.v1");
 }
