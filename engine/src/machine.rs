@@ -83,7 +83,7 @@ pub(crate) struct Machine {
     included_request_ids: Vec<String>,
     rates: Rates,
     preemptions: u64,
-    invariant_violations: u64,
+    invariant_violations: u32,
     draw_ticket: ticket::Draw,
 }
 

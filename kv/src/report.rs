@@ -29,7 +29,7 @@ pub struct Load {
     /// Preempted sequences since the start.
     pub preemptions: u64,
     /// Failed checks of the engine's invariants since the start: each is a bug.
-    pub invariant_violations: u64,
+    pub invariant_violations: u32,
 }
 
 /// What one engine step computed.

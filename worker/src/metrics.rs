@@ -296,7 +296,7 @@ impl WorkerMetrics {
         self.in_use_blocks.set(load.in_use_blocks);
         self.queue_depth.set(load.waiting_requests);
         self.preemptions.absolute(load.preemptions);
-        self.invariant_violations.absolute(load.invariant_violations);
+        self.invariant_violations.absolute(load.invariant_violations.into());
     }
 }
 
