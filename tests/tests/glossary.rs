@@ -22,7 +22,8 @@ const CHECKED: &[&str] = &[
     "docs/processes.md",
     "docs/reliability.md",
     "docs/tenants.md",
-    "kv/README.md",
+    "engine",
+    "kv",
     "proto",
     "router/README.md",
 ];
