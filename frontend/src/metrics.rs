@@ -8,7 +8,7 @@ use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
 use tandem_proto::v1::FailureReason;
 
-/// Workers of which it is remembered that they have reported.
+/// The maximum of workers that are remembered as reporting.
 const WORKERS_MAX: usize = 4096;
 /// The status of a request whose client disconnected, as in nginx.
 const CLIENT_CLOSED: &str = "499";
@@ -47,7 +47,7 @@ pub(crate) struct FrontendMetrics {
     request_completion_tokens: Histogram,
     request_cached_tokens: Histogram,
     request_cached_ratio: Histogram,
-    /// Workers that have reported cached tokens.
+    /// Workers that report cached tokens.
     reporting: Mutex<HashSet<String>>,
 }
 

@@ -156,7 +156,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
         seen[opened.router] += 1;
         if refused && opened.router == 0 {
             opened = routers.opened().await;
-            assert_eq!(opened.router, 1, "the other one is asked at once");
+            assert_eq!(opened.router, 1, "the other one is asked immediately");
             seen[1] += 1;
         }
         opened.place(cluster.decode).await;
@@ -262,7 +262,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     cluster.counted("tandem_frontend_rebooked_total 2").await;
     // The worker is lost, too: this router re-routes the request.
     call.fail(Status::unavailable("killed")).await;
-    let Some(Message::Failed(failed)) = third.receives().await else { panic!("it hears of the failure") };
+    let Some(Message::Failed(failed)) = third.receives().await else { panic!("it receives the failure") };
     assert_eq!((failed.instance_id.as_str(), failed.generated_tokens), ("d0-instance", 4));
     third.place(cluster.decode).await;
     let call = cluster.call().await;
@@ -289,17 +289,17 @@ async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker(
     // Both at the same time: the frontend may notice either first.
     drop(first.replies);
     call.send(tandem_proto::v1::generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
-    let heard = loop {
+    let received = loop {
         let mut second = routers.opened().await;
         if second.router != first.router
-            && let Some(heard) = second.receives().await
+            && let Some(received) = second.receives().await
         {
             assert_eq!(second.prompt.existing, existing(true));
             second.place(cluster.decode).await;
-            break (heard, second);
+            break (received, second);
         }
     };
-    let (Message::Failed(failed), _second) = heard else { panic!("it hears of the failure: {:?}", heard.0) };
+    let (Message::Failed(failed), _second) = received else { panic!("it receives the failure: {:?}", received.0) };
     assert_eq!(failed.instance_id, "p0-instance");
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
@@ -333,7 +333,7 @@ async fn draining_router_keeps_requests_until_they_are_rebooked() {
     while second.router != other || second.prompt.existing != existing(false) {
         second = routers.opened().await;
     }
-    assert_eq!(first.receives().await, None, "it is let go once another has the booking");
+    assert_eq!(first.receives().await, None, "its stream is closed when another router has the booking");
     call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
