@@ -1,8 +1,8 @@
-//! Follows one other router: what it has booked, for as long as it lives, and again when it returns.
+//! Watches one peer router: receives its bookings while it is connected, and reconnects when it is lost.
 
 use crate::{
     cluster::{Cluster, PeerId},
-    exchange::{Broken, Intake},
+    replication::{PeerReceiver, ReplicationError},
 };
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_node::{Tries, retry::complaint};
@@ -13,47 +13,47 @@ use tandem_proto::{
 use tokio::time::{sleep, timeout};
 use tonic::{Status, transport::Endpoint};
 
-/// Pauses between tries, as with workers.
+/// Bounds of the pause between attempts, the same as for workers.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// A router's own address in the list may be another router's one day.
+/// Pause after an address turned out to be this router's own. Another router may have that address some day.
 const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 
-/// Why a router is not followed any more.
+/// Why a connection to a peer has ended.
 #[derive(Debug, thiserror::Error)]
 enum Lost {
     #[error("it cannot be reached")]
     Unreachable(#[from] tonic::transport::Error),
     #[error("it answered with an error")]
     Failed(#[from] Status),
-    #[error("it did not answer in {0:?}")]
+    #[error("it did not answer within {0:?}")]
     Silent(Duration),
-    #[error("it ended the stream")]
-    Ended,
-    #[error("what it says cannot be right")]
-    Broken(#[from] Broken),
+    #[error("it closed the stream")]
+    Closed,
+    #[error("it sent an invalid message")]
+    Invalid(#[from] ReplicationError),
     #[error("it is this router itself")]
     Itself,
 }
 
-/// Follows the router at this address until dropped.
-pub(crate) struct Peering {
+/// Watches the router at this address until dropped.
+pub(crate) struct PeerWatcher {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) network: Network,
     pub(crate) address: String,
     pub(crate) endpoint: Endpoint,
-    /// How long the router may be silent: it says something every second.
+    /// How long the peer may be silent. It sends a heartbeat every second.
     pub(crate) silence_max: Duration,
     pub(crate) bookings_max: usize,
 }
 
-impl Peering {
-    /// Never returns. Dropped at any await, it leaves nothing behind.
+impl PeerWatcher {
+    /// Connects again and again; never returns. Cancel-safe: dropping the future removes the peer's bookings.
     pub(crate) async fn run(self) {
         let mut tries = Tries::new(PAUSE_MIN, PAUSE_MAX);
         loop {
-            let lost = match self.follow(&mut tries).await {
+            let lost = match self.connect(&mut tries).await {
                 Ok(never) => match never {},
                 Err(lost) => lost,
             };
@@ -62,14 +62,14 @@ impl Peering {
                 continue;
             }
             if tries.is_news(&complaint(&lost)) {
-                tracing::info!(router = %self.address, "its bookings are not known: {}", complaint(&lost));
+                tracing::info!(router = %self.address, "bookings of this peer are unknown: {}", complaint(&lost));
             }
             sleep(tries.pause()).await;
         }
     }
 
-    /// One stream's life.
-    async fn follow(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
+    /// Receives bookings until the connection is lost.
+    async fn connect(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
         let channel = self.network.connect(&self.endpoint).await?;
         let mut router = RouterClient::new(channel).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let (identity, own) = {
@@ -78,15 +78,15 @@ impl Peering {
         };
         let request = BookingsRequest { identity: Some(identity) };
         let mut replies = self.in_time(router.bookings(request)).await??.into_inner();
-        let (mut intake, mut peer) = (Intake::new(self.bookings_max), None);
+        let (mut receiver, mut peer) = (PeerReceiver::new(self.bookings_max), None);
         loop {
-            let reply = self.in_time(replies.message()).await??.ok_or(Lost::Ended)?;
-            let heard = intake.take(reply)?;
-            if intake.instance_id() == Some(&*own) {
+            let reply = self.in_time(replies.message()).await??.ok_or(Lost::Closed)?;
+            let update = receiver.take(reply)?;
+            if receiver.instance_id() == Some(&*own) {
                 return Err(Lost::Itself);
             }
-            let peer = peer.get_or_insert_with(|| Peer::new(self));
-            self.cluster.lock().peer_told(peer.id, heard);
+            let peer = peer.get_or_insert_with(|| ConnectedPeer::new(self));
+            self.cluster.lock().update_peer(peer.id, update);
             tries.reset();
         }
     }
@@ -96,22 +96,22 @@ impl Peering {
     }
 }
 
-/// A router that is followed. Dropping it takes its bookings out of the cluster.
-struct Peer<'a> {
-    peering: &'a Peering,
+/// A connected peer. Dropping it removes its bookings from the cluster.
+struct ConnectedPeer<'a> {
+    watcher: &'a PeerWatcher,
     id: PeerId,
 }
 
-impl<'a> Peer<'a> {
-    fn new(peering: &'a Peering) -> Self {
-        tracing::info!(router = %peering.address, "router joined");
-        Self { peering, id: peering.cluster.lock().peer_joined(&peering.address) }
+impl<'a> ConnectedPeer<'a> {
+    fn new(watcher: &'a PeerWatcher) -> Self {
+        tracing::info!(router = %watcher.address, "peer router connected");
+        Self { watcher, id: watcher.cluster.lock().add_peer(&watcher.address) }
     }
 }
 
-impl Drop for Peer<'_> {
+impl Drop for ConnectedPeer<'_> {
     fn drop(&mut self) {
-        self.peering.cluster.forget_peer(self.id);
-        tracing::info!(router = %self.peering.address, "router left");
+        self.watcher.cluster.remove_peer(self.id);
+        tracing::info!(router = %self.watcher.address, "peer router disconnected");
     }
 }

@@ -1,11 +1,11 @@
-//! Prefill workers that are a queue, a prefix cache and a rate, before one decode worker that costs nothing.
+//! Prefill workers modelled as a queue, a prefix cache and a rate, and one decode worker that costs nothing.
 
 use super::{Micros, Prompt, documents, namespace, skipped, trace};
 use crate::{
-    booked::BookingId,
-    cluster::{Asked, Cluster, Excluded, MemberId},
-    feed::Beside,
+    cluster::{Cluster, Excluded, MemberId, PlacementRequest},
     settings::{PolicyKind, PrefillPlace, RouterSettings},
+    subscription::ReportedStats,
+    worker_bookings::BookingId,
 };
 use std::{
     cmp::Reverse,
@@ -17,33 +17,33 @@ use tandem_kv::{
 use tandem_node::Metrics;
 use tandem_proto::v1::{WorkerInfo, worker_info::Role};
 
-/// The cluster that is modelled.
+/// The modelled cluster.
 #[derive(Clone, Copy)]
 struct Setup {
     policy: PolicyKind,
     workers: usize,
     capacity_blocks: u32,
-    /// To compute a block.
+    /// Time to compute a block.
     block: Micros,
-    /// Of every prompt that is computed.
+    /// Fixed time of every prompt.
     overhead: Micros,
-    /// From the first token to the last.
+    /// Time from the first token to the last.
     decode: Micros,
-    /// Requests at a time; `None`: each comes at its time.
+    /// Concurrent requests; `None`: each arrives at its recorded time.
     concurrency: Option<usize>,
     seed: u64,
 }
 
-/// What came of it.
+/// The outcome of a simulation.
 #[derive(Debug)]
 struct Outcome {
-    /// Blocks found, of all that prompts had.
+    /// The fraction of prompt blocks found in caches.
     hit_rate: f64,
-    /// Requests of the busiest worker, by the mean.
+    /// Requests of the worker with the most, divided by the mean.
     requests_max: f64,
-    /// Time in which the busiest worker computed, by the mean.
+    /// Compute time of the worker with the most, divided by the mean.
     busy_max: f64,
-    /// To the first token, in milliseconds.
+    /// Time to the first token, in milliseconds.
     ttft_mean_ms: f64,
     ttft_p99_ms: f64,
 }
@@ -51,9 +51,9 @@ struct Outcome {
 struct Worker {
     member: MemberId,
     cache: PrefixCache,
-    /// What is in it.
+    /// The blocks in the cache.
     cached: HashSet<SequenceHash>,
-    /// With the tokens that each is expected to compute.
+    /// Requests, each with the tokens that it is expected to compute.
     queue: VecDeque<(usize, u64)>,
     pending_tokens: u64,
     running: Option<Running>,
@@ -84,7 +84,7 @@ struct Simulation<'a> {
     events: BinaryHeap<Reverse<(Micros, u64, Event)>>,
     scheduled: u64,
     bookings: BTreeMap<usize, BookingId>,
-    came: Vec<Micros>,
+    arrived: Vec<Micros>,
     first_token: Vec<Micros>,
     found: u64,
 }
@@ -109,7 +109,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
             ..Default::default()
         };
         let empty = Snapshot { at_event_id: 0, stored: Vec::new() };
-        router.lock().join(info, "host:1".to_owned(), &empty).expect("it agrees with the others")
+        router.lock().join(info, "host:1".to_owned(), &empty).expect("it may join")
     };
     let decode = join(Role::Decode, 0);
     let workers = (0..setup.workers).map(|number| Worker {
@@ -138,7 +138,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
         events: BinaryHeap::new(),
         scheduled: 0,
         bookings: BTreeMap::new(),
-        came: vec![0; prompts.len()],
+        arrived: vec![0; prompts.len()],
         first_token: vec![0; prompts.len()],
         found: 0,
     };
@@ -147,7 +147,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
 }
 
 impl Worker {
-    /// Leading blocks of a prompt that are cached, or are being computed for one that came before it and will be matched then.
+    /// Leading blocks of a prompt that are cached, or that prompts before it will have computed by then.
     fn known_blocks(&self, blocks: &[TokenId], prompts: &[Prompt]) -> usize {
         let hashes = sequence_hashes(&HashKey::NONE, &namespace(), 1, &blocks[..blocks.len() - 1]);
         let cached = hashes.iter().take_while(|hash| self.cached.contains(hash)).count();
@@ -194,9 +194,9 @@ impl Simulation<'_> {
     }
 
     fn arrives(&mut self, now: Micros, request: usize) {
-        self.came[request] = now;
+        self.arrived[request] = now;
         let blocks = &self.prompts[request].blocks;
-        let asked = Asked {
+        let placement_request = PlacementRequest {
             request_id: Self::name(request).into(),
             model: String::new(),
             hashes: sequence_hashes(&HashKey::NONE, &namespace(), 1, blocks).into(),
@@ -204,11 +204,12 @@ impl Simulation<'_> {
             samples: 1,
             prompt_logits: false,
         };
-        let (booking, placement) = self.router.lock().place(&asked, &Excluded::default(), 1).expect("it fits");
+        let (booking, placement) =
+            self.router.lock().place(&placement_request, &Excluded::default(), 1).expect("a worker is eligible");
         self.bookings.insert(request, booking);
         let prefill = placement.prefill.and_then(|candidate| candidate.worker).expect("prefills are remote");
         let number = self.workers.len();
-        let chosen = (0..number).find(|at| prefill.worker_id == format!("{:?}-{at}", Role::Prefill)).expect("a worker of ours");
+        let chosen = (0..number).find(|at| prefill.worker_id == format!("{:?}-{at}", Role::Prefill)).expect("a simulated worker");
         let worker = &mut self.workers[chosen];
         worker.requests += 1;
         let new = (blocks.len() - worker.known_blocks(blocks, self.prompts)) as u64;
@@ -220,7 +221,7 @@ impl Simulation<'_> {
         self.report_decode(vec![Self::name(request)]);
     }
 
-    /// The next prompt in the queue, if nothing is computed.
+    /// Starts the next prompt in the queue, if the worker is idle.
     fn start(&mut self, now: Micros, number: usize) {
         let worker = &mut self.workers[number];
         if worker.running.is_some() {
@@ -230,7 +231,7 @@ impl Simulation<'_> {
         let tokens = &self.prompts[request].blocks;
         let len_blocks = tokens.len() as u32;
         let wanted = Wanted { reuse_max_blocks: len_blocks - 1, len_blocks, spare_blocks: 0 };
-        let acquired = worker.cache.acquire(&namespace(), tokens, wanted).expect("one prompt at a time fits");
+        let acquired = worker.cache.acquire(&namespace(), tokens, wanted).expect("the cache has space for one prompt");
         let cached = acquired.cached_blocks as usize;
         self.found += cached as u64;
         worker.pending_tokens = worker.pending_tokens + (tokens.len() - cached) as u64 - expected;
@@ -242,10 +243,10 @@ impl Simulation<'_> {
 
     fn computed(&mut self, now: Micros, number: usize) {
         let worker = &mut self.workers[number];
-        let Running { request, mut blocks, cached } = worker.running.take().expect("it was computing");
+        let Running { request, mut blocks, cached } = worker.running.take().expect("a prompt was being computed");
         let tokens = &self.prompts[request].blocks;
         worker.pending_tokens -= (tokens.len() - cached) as u64;
-        // The last one stands for what is not a full block.
+        // The last one stands for the incomplete block at the end.
         for at in 0..tokens.len() - 1 {
             let parent = at.checked_sub(1).map(|parent| blocks[parent]);
             blocks[at] = worker.cache.commit(&namespace(), parent, blocks[at], &tokens[at..=at]);
@@ -256,7 +257,7 @@ impl Simulation<'_> {
         self.first_token[request] = now;
         self.start(now, number);
         self.report(number, vec![]);
-        self.router.lock().release_prefill(self.bookings[&request], Some(cached as u32));
+        self.router.lock().on_prefilled(self.bookings[&request], Some(cached as u32));
         self.at(now + self.setup.decode, Event::Ends(request));
     }
 
@@ -283,12 +284,16 @@ impl Simulation<'_> {
             }
         }
         let batch = KvBatch { last_event_id: worker.cache.last_event_id(), events, load, included_request_ids, step: None };
-        self.router.lock().apply(worker.member, batch, Beside::default());
+        self.router.lock().apply(worker.member, batch, ReportedStats::default());
     }
 
     fn report_decode(&self, included_request_ids: Vec<String>) {
         let load = Load { running_sequences: self.decoding, ..Default::default() };
-        self.router.lock().apply(self.decode, KvBatch { load, included_request_ids, ..Default::default() }, Beside::default());
+        self.router.lock().apply(
+            self.decode,
+            KvBatch { load, included_request_ids, ..Default::default() },
+            ReportedStats::default(),
+        );
     }
 
     fn outcome(self) -> Outcome {
@@ -298,7 +303,7 @@ impl Simulation<'_> {
             let max = self.workers.iter().map(of).max().expect("there are workers");
             max as f64 * self.workers.len() as f64 / sum as f64
         };
-        let mut waits: Vec<f64> = self.first_token.iter().zip(&self.came).map(|(to, from)| (to - from) as f64 / 1e3).collect();
+        let mut waits: Vec<f64> = self.first_token.iter().zip(&self.arrived).map(|(to, from)| (to - from) as f64 / 1e3).collect();
         waits.sort_by(f64::total_cmp);
         Outcome {
             hit_rate: self.found as f64 / blocks as f64,
@@ -310,7 +315,7 @@ impl Simulation<'_> {
     }
 }
 
-/// 20,000 tokens a second, blocks of 64, workers that hold 15 documents: the documents' cluster.
+/// The cluster of the documents benchmark: 20,000 tokens/s, blocks of 64 tokens, workers that can cache 15 documents.
 fn small_workers() -> Setup {
     Setup {
         policy: PolicyKind::KvAware,
@@ -325,8 +330,8 @@ fn small_workers() -> Setup {
 }
 
 #[test]
-fn documents_are_found_again_and_load_is_even_at_any_concurrency() {
-    // Of 24 blocks 23 are shared, by nine of ten requests.
+fn documents_hit_the_cache_and_load_is_balanced_at_any_concurrency() {
+    // 23 of 24 blocks are shared, and nine of ten requests find them.
     let possible = 0.9 * 23.0 / 24.0;
     for (concurrency, capacity_blocks) in [(1, 360), (8, 360), (16, 360), (32, 360), (8, 240)] {
         for seed in 1..=3 {
@@ -340,7 +345,7 @@ fn documents_are_found_again_and_load_is_even_at_any_concurrency() {
 }
 
 #[test]
-fn documents_that_fit_nowhere_are_still_found_more_often_than_by_chance() {
+fn documents_larger_than_all_caches_hit_more_often_than_by_load_alone() {
     let setup = Setup { capacity_blocks: 160, ..small_workers() };
     let prompts = documents(40, 23, 10, 1);
     let (aware, blind) = (simulate(setup, &prompts), simulate(Setup { policy: PolicyKind::LeastLoaded, ..setup }, &prompts));
@@ -348,26 +353,26 @@ fn documents_that_fit_nowhere_are_still_found_more_often_than_by_chance() {
     assert!(aware.requests_max < 1.2 && aware.busy_max < 1.2, "{aware:?}");
 }
 
-/// All requests share a first block, most share nothing else: overlap must not outweigh load.
+/// All requests share the first block and most share nothing else: overlap must not outweigh load.
 #[test]
-fn a_recorded_hour_of_conversations_waits_less_and_loads_evenly() {
+fn recorded_conversations_wait_less_than_with_baselines_and_load_is_balanced() {
     let Some(prompts) = trace(1_500, 1.5) else {
         return skipped();
     };
     // Blocks of 512 tokens.
     let setup =
         Setup { workers: 8, capacity_blocks: 2_048, block: 51_200 / 2, decode: 3_000_000, concurrency: None, ..small_workers() };
-    let [aware, loaded, turns] = [PolicyKind::KvAware, PolicyKind::LeastLoaded, PolicyKind::RoundRobin]
+    let [aware, loaded, round_robin] = [PolicyKind::KvAware, PolicyKind::LeastLoaded, PolicyKind::RoundRobin]
         .map(|policy| simulate(Setup { policy, ..setup }, &prompts));
-    let all = format!("{aware:?} {loaded:?} {turns:?}");
-    assert!(aware.hit_rate > 2.0 * loaded.hit_rate.max(turns.hit_rate), "{all}");
-    assert!(aware.ttft_mean_ms < loaded.ttft_mean_ms && aware.ttft_mean_ms < turns.ttft_mean_ms, "{all}");
-    assert!(aware.ttft_p99_ms < loaded.ttft_p99_ms && aware.ttft_p99_ms < turns.ttft_p99_ms, "{all}");
+    let all = format!("{aware:?} {loaded:?} {round_robin:?}");
+    assert!(aware.hit_rate > 2.0 * loaded.hit_rate.max(round_robin.hit_rate), "{all}");
+    assert!(aware.ttft_mean_ms < loaded.ttft_mean_ms && aware.ttft_mean_ms < round_robin.ttft_mean_ms, "{all}");
+    assert!(aware.ttft_p99_ms < loaded.ttft_p99_ms && aware.ttft_p99_ms < round_robin.ttft_p99_ms, "{all}");
     assert!(aware.requests_max < 1.2 && aware.busy_max < 1.1, "{all}");
 }
 
 #[test]
-fn prompts_that_share_nothing_cost_no_more_than_where_nobody_looks_at_caches() {
+fn prompts_that_share_nothing_wait_no_longer_than_when_caches_are_ignored() {
     let setup = Setup { concurrency: Some(16), ..small_workers() };
     let prompts = documents(400, 23, 1, 7);
     let (aware, blind) = (simulate(setup, &prompts), simulate(Setup { policy: PolicyKind::LeastLoaded, ..setup }, &prompts));

@@ -1,35 +1,36 @@
-//! How other routers choose, as their documentation and sources say, to compare with: each is told what ours is told.
+//! The rules by which other routers choose, according to their documentation and sources, to compare with. Each gets the same
+//! input as ours.
 
-use super::Draw;
-use crate::route::{Candidate, Question};
+use super::Lcg;
+use crate::route::{Candidate, PlacementQuery};
 use std::cmp::Reverse;
 
-/// Chooses a worker that prefills and decodes.
+/// A rule that chooses a worker which prefills and decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
     /// The router's own.
     Tandem,
-    /// `max(0, (active prefill tokens + prompt tokens) / block size - overlap) + decode blocks`; the least.
+    /// The least `max(0, (active prefill tokens + prompt tokens) / block size - overlap) + decode blocks`.
     Dynamo,
     /// The longest prefix, if it is more than half of the prompt and the cluster is balanced; else the fewest requests.
     Sglang,
-    /// Weighted scores: 3 for the prefix, 2 for the queue, 2 for free KV.
+    /// The highest weighted score: 3 for the prefix, 2 for the queue, 2 for free KV.
     LlmD,
     FewestRequests,
     RoundRobin,
 }
 
-/// All but ours.
-pub(super) const PEERS: [Rule; 5] = [Rule::Dynamo, Rule::Sglang, Rule::LlmD, Rule::FewestRequests, Rule::RoundRobin];
+/// All rules but ours.
+pub(super) const OTHER_RULES: [Rule; 5] = [Rule::Dynamo, Rule::Sglang, Rule::LlmD, Rule::FewestRequests, Rule::RoundRobin];
 
-/// SGLang's: differences of loads above both, as a number and as a factor, are an imbalance.
+/// SGLang's thresholds: loads that differ by more than both, absolutely and as a factor, are imbalanced.
 const IMBALANCE: (u32, f64) = (32, 1.000_1);
 
 impl Rule {
-    /// The place of the worker; `None`: the router chooses itself.
-    pub(super) fn choose(self, question: &Question, workers: &[Candidate], turn: u64) -> Option<usize> {
-        let blocks = |tokens: u64| tokens as f64 / f64::from(question.block_size);
-        let prompt_blocks = blocks(u64::from(question.prompt_tokens));
+    /// Returns the position of the chosen worker; `None`: the router itself chooses.
+    pub(super) fn choose(self, query: &PlacementQuery, workers: &[Candidate], turn: u64) -> Option<usize> {
+        let blocks = |tokens: u64| tokens as f64 / f64::from(query.block_size);
+        let prompt_blocks = blocks(u64::from(query.prompt_tokens));
         match self {
             Self::Tandem => None,
             Self::RoundRobin => Some(turn as usize % workers.len()),
@@ -45,7 +46,7 @@ impl Rule {
                 let balanced = max - min <= IMBALANCE.0 || f64::from(max) <= IMBALANCE.1 * f64::from(min);
                 let longest = least(workers, turn, |worker| -f64::from(worker.overlap_blocks));
                 let matches = f64::from(workers[longest].overlap_blocks) > prompt_blocks / 2.0;
-                if balanced && matches { Some(longest) } else { Self::FewestRequests.choose(question, workers, turn) }
+                if balanced && matches { Some(longest) } else { Self::FewestRequests.choose(query, workers, turn) }
             }
             Self::LlmD => {
                 let queue = |worker: &Candidate| f64::from(worker.sequences - worker.running);
@@ -61,12 +62,12 @@ impl Rule {
     }
 }
 
-/// The worker with the least; among equal ones, one by lot.
+/// Returns the worker with the least value; among equal ones, a random one.
 fn least(workers: &[Candidate], turn: u64, of: impl Fn(&Candidate) -> f64) -> usize {
-    let lot = |at: usize| Draw(turn.wrapping_mul(0x9E37_79B9) + at as u64 * 7_919).below(1 << 20);
+    let random = |at: usize| Lcg(turn.wrapping_mul(0x9E37_79B9) + at as u64 * 7_919).below(1 << 20);
     let all = workers.iter().enumerate();
     let (at, _) = all
-        .min_by(|(a, one), (b, other)| of(one).total_cmp(&of(other)).then_with(|| Reverse(lot(*a)).cmp(&Reverse(lot(*b)))))
-        .expect("some");
+        .min_by(|(a, one), (b, other)| of(one).total_cmp(&of(other)).then_with(|| Reverse(random(*a)).cmp(&Reverse(random(*b)))))
+        .expect("there are workers");
     at
 }

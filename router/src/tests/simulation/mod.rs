@@ -1,6 +1,7 @@
-//! The router's choices on modelled clusters: real index, bookings and costs, and workers with real prefix caches whose time is
-//! modelled. One token stands for a block, so that a trace of thousands of long prompts takes a second.
+//! Simulations of the router on modelled clusters: the real index, bookings and costs, and workers with real prefix caches and
+//! modelled time. One token stands for a block, so that a trace of thousands of long prompts takes a second.
 
+mod engine;
 mod engines;
 mod queues;
 mod rules;
@@ -12,7 +13,8 @@ use tandem_kv::{Namespace, TokenId};
 /// Times are in microseconds.
 type Micros = u64;
 
-/// One request: a number for each block of its prompt; a last one stands for the rest, which is never shared.
+/// One request: a token for each block of its prompt; the last one stands for the incomplete block at the end, which is never
+/// shared.
 #[derive(Clone)]
 struct Prompt {
     at: Micros,
@@ -24,15 +26,15 @@ fn namespace() -> Namespace {
     Namespace::new("m", "", "", "")
 }
 
-/// Says so where a test cannot run.
+/// Prints that a test is skipped.
 fn skipped() {
     std::io::Write::write_all(&mut std::io::stderr(), b"SKIPPED: no recorded trace\n").expect("stderr");
 }
 
-/// A generator that a seed decides.
-pub(super) struct Draw(pub(super) u64);
+/// A pseudo-random number generator (a linear congruential one).
+struct Lcg(u64);
 
-impl Draw {
+impl Lcg {
     fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 33) as usize) % bound
@@ -45,22 +47,18 @@ impl Draw {
     }
 }
 
-/// Documents of `blocks` blocks, each asked about `questions` times, in any order.
+/// Prompts with `questions` questions to each of `count` documents of `blocks` blocks, in random order.
 fn documents(count: u32, blocks: u32, questions: u32, seed: u64) -> Vec<Prompt> {
     let mut prompts = Vec::new();
-    for (document, question) in (0..count).flat_map(|document| (0..questions).map(move |question| (document, question))) {
+    for (document, query) in (0..count).flat_map(|document| (0..questions).map(move |query| (document, query))) {
         let text = (0..blocks).map(|block| document << 16 | block);
-        prompts.push(Prompt {
-            at: 0,
-            answer_tokens: 1,
-            blocks: text.chain([u32::MAX - document * questions - question]).collect(),
-        });
+        prompts.push(Prompt { at: 0, answer_tokens: 1, blocks: text.chain([u32::MAX - document * questions - query]).collect() });
     }
-    Draw(seed).shuffle(&mut prompts);
+    Lcg(seed).shuffle(&mut prompts);
     prompts
 }
 
-/// The first requests of the recorded hour, `faster` times as fast. It lies beside the repository, not in it.
+/// The first recorded requests, `faster` times as fast; `None` without the recording, which is not part of the repository.
 fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/mooncake_conversation_trace.jsonl");
     let text = std::fs::read_to_string(path).ok()?;

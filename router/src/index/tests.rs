@@ -1,10 +1,10 @@
-//! The index against a reference that keeps one plain set a worker and counts block by block.
+//! Property tests of the index against a naive model: one set of hashes per worker, overlap counted block by block.
 
 use super::*;
 use proptest::{collection::vec, prelude::*, sample::Index};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A tree of prompts: block `i`'s parent is before it. Hashes are spread, and a few share their low and high bits.
+/// A tree of prompts: the parent of block `i` has a smaller number. The hashes of some blocks share their low and high bits.
 struct Prompts {
     parents: Vec<Option<usize>>,
 }
@@ -19,7 +19,7 @@ impl Prompts {
         SequenceHash((block as u64 + 1).wrapping_mul(0x0100_0000_0000_0001))
     }
 
-    /// The prompt that ends with this block.
+    /// Returns the hashes of the prompt that ends with this block.
     fn prompt(&self, block: usize) -> Vec<SequenceHash> {
         let mut prompt: Vec<SequenceHash> =
             std::iter::successors(Some(block), |block| self.parents[*block]).map(Self::hash).collect();
@@ -31,7 +31,7 @@ impl Prompts {
         (0..self.parents.len()).filter(move |child| self.parents[*child] == Some(block))
     }
 
-    /// What a worker would tell about this content: chains, parents first.
+    /// Returns the snapshot of a worker that holds these blocks: chains, parents first.
     fn snapshot(&self, held: &BTreeSet<SequenceHash>) -> Snapshot {
         let stored = (0..self.parents.len())
             .filter(|block| held.contains(&Self::hash(*block)))
@@ -43,20 +43,21 @@ impl Prompts {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// The worker computed the prompt that ends with this block.
+    /// The worker computes the prompt that ends with this block.
     Store(u32, Index),
-    /// It evicted this block, if a leaf of its cache; else one that is not there, which is told to be harmless.
+    /// The worker evicts this block if it is a leaf of its cache. Removing a block that the worker does not hold is counted and
+    /// changes nothing.
     Evict(u32, Index),
     Clear(u32),
     Forget(u32),
-    /// A snapshot came: the prompts that end with these blocks.
+    /// A snapshot arrives, with the prompts that end with these blocks.
     Replace(u32, Vec<Index>),
-    /// A chain under a block that the worker does not hold.
+    /// The worker stores a chain under a block that it does not hold.
     Orphan(u32, Index),
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // More than one word of workers, and most of the traffic on few, so that sets are shared, shrink and grow.
+    // Workers fill more than one word of a set, and most operations are on a few workers, so that sets are shared, shrink and grow.
     let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
     let block = || any::<Index>();
     prop_oneof![
@@ -69,13 +70,13 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-type Reference = BTreeMap<u32, BTreeSet<SequenceHash>>;
+type Model = BTreeMap<u32, BTreeSet<SequenceHash>>;
 
-fn act(index: &mut PrefixIndex, reference: &mut Reference, prompts: &Prompts, op: &Op) {
+fn act(index: &mut PrefixIndex, model: &mut Model, prompts: &Prompts, op: &Op) {
     let pick = |block: &Index| block.index(prompts.parents.len());
     match op {
         Op::Store(worker, block) => {
-            let held = reference.entry(*worker).or_default();
+            let held = model.entry(*worker).or_default();
             let prompt = prompts.prompt(pick(block));
             let known = prompt.iter().take_while(|hash| held.contains(hash)).count();
             let chain =
@@ -84,7 +85,7 @@ fn act(index: &mut PrefixIndex, reference: &mut Reference, prompts: &Prompts, op
             assert_eq!(index.apply(WorkerSlot(*worker), &Change::Stored(chain)), Skipped::default());
         }
         Op::Evict(worker, block) => {
-            let held = reference.entry(*worker).or_default();
+            let held = model.entry(*worker).or_default();
             let block = pick(block);
             if prompts.children(block).any(|child| held.contains(&Prompts::hash(child))) {
                 return;
@@ -94,20 +95,20 @@ fn act(index: &mut PrefixIndex, reference: &mut Reference, prompts: &Prompts, op
             assert_eq!(skipped, Skipped { absent_blocks, orphaned_blocks: 0 });
         }
         Op::Clear(worker) => {
-            reference.remove(worker);
+            model.remove(worker);
             index.apply(WorkerSlot(*worker), &Change::Cleared);
         }
         Op::Forget(worker) => {
-            reference.remove(worker);
+            model.remove(worker);
             index.forget(WorkerSlot(*worker));
         }
         Op::Replace(worker, blocks) => {
             let held: BTreeSet<SequenceHash> = blocks.iter().flat_map(|block| prompts.prompt(pick(block))).collect();
             assert_eq!(index.replace(WorkerSlot(*worker), &prompts.snapshot(&held)), Skipped::default());
-            reference.insert(*worker, held);
+            model.insert(*worker, held);
         }
         Op::Orphan(worker, block) => {
-            let held = reference.entry(*worker).or_default();
+            let held = model.entry(*worker).or_default();
             let prompt = prompts.prompt(pick(block));
             if let [.., parent, last] = prompt[..]
                 && !held.contains(&parent)
@@ -123,46 +124,46 @@ fn act(index: &mut PrefixIndex, reference: &mut Reference, prompts: &Prompts, op
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
     #[test]
-    fn the_index_equals_a_plain_reference_after_any_history(
+    fn index_equals_naive_model_after_any_history(
         parents in vec(prop_oneof![1 => Just(None), 9 => any::<Index>().prop_map(Some)], 1..60),
         deep in any::<bool>(),
         ops in vec(op(), 1..80),
         unknown in 0..3_usize,
     ) {
-        // Deep: one long chain with few branches, so that galloping has something to leap over.
+        // Deep: one long chain with few branches, so that galloping skips blocks.
         let mut prompts = Prompts::new(&parents);
         if deep {
             for (block, parent) in prompts.parents.iter_mut().enumerate() {
                 if block % 13 != 0 { *parent = block.checked_sub(1) }
             }
         }
-        let (mut index, mut reference) = (PrefixIndex::new(7), Reference::new());
+        let (mut index, mut model) = (PrefixIndex::new(7), Model::new());
         for op in &ops {
-            act(&mut index, &mut reference, &prompts, op);
-            for (worker, held) in &reference {
+            act(&mut index, &mut model, &prompts, op);
+            for (worker, held) in &model {
                 prop_assert_eq!(index.blocks(WorkerSlot(*worker)), held.len() as u64);
             }
         }
         for block in 0..prompts.parents.len() {
             let mut prompt = prompts.prompt(block);
-            prompt.extend((0..unknown as u64).map(|nobody| SequenceHash(u64::MAX - nobody)));
+            prompt.extend((0..unknown as u64).map(|unknown| SequenceHash(u64::MAX - unknown)));
             let leading = index.overlap(&prompt);
             for worker in 0..200_u32 {
-                let expected = reference.get(&worker).map_or(0, |held| prompt.iter().take_while(|hash| held.contains(hash)).count());
+                let expected = model.get(&worker).map_or(0, |held| prompt.iter().take_while(|hash| held.contains(hash)).count());
                 prop_assert_eq!(leading.get(worker as usize).copied().unwrap_or(0) as usize, expected, "worker {}", worker);
             }
         }
-        for worker in reference.keys() {
+        for worker in model.keys() {
             index.forget(WorkerSlot(*worker));
         }
         prop_assert!(index.holders.is_empty());
-        prop_assert!(index.sets.iter().all(|word| *word == 0), "a set in use has no holder");
+        prop_assert!(index.sets.iter().all(|word| *word == 0), "every set is free and empty");
         prop_assert_eq!(index.free_sets.len(), index.sets.len() / index.words);
     }
 }
 
 #[test]
-fn one_absent_block_does_not_end_a_removal() {
+fn removal_skips_absent_block_and_continues() {
     let hashes: Vec<SequenceHash> = (1..=3).map(SequenceHash).collect();
     let mut index = PrefixIndex::new(0);
     index.apply(WorkerSlot(0), &Change::Stored(StoredChain { parent: None, sequence_hashes: hashes.clone() }));
@@ -171,10 +172,10 @@ fn one_absent_block_does_not_end_a_removal() {
     assert_eq!(index.overlap(&hashes), [1]);
 }
 
-/// Two times of one run are compared, a hundredfold apart either way: a scan of the table for each `Cleared` takes thirty times as
-/// long as forgetting all of it, and what three blocks cost takes a hundredth of that.
+/// Compares two durations of one run, which makes the test independent of the machine's speed: if each `Cleared` scanned the
+/// table, 1,000 of them would take about thirty times as long as removing a million blocks; as it is, they take a hundredth.
 #[test]
-fn cleared_costs_what_the_worker_held_and_not_what_others_hold() {
+fn cleared_takes_time_by_the_workers_own_blocks_only() {
     let mut index = PrefixIndex::new(0);
     let chain = |len: u64| Change::Stored(StoredChain { parent: None, sequence_hashes: (0..len).map(SequenceHash).collect() });
     index.apply(WorkerSlot(0), &chain(1_000_000));
@@ -193,7 +194,7 @@ fn cleared_costs_what_the_worker_held_and_not_what_others_hold() {
 }
 
 #[test]
-fn an_index_that_was_told_nothing_answers() {
+fn empty_index_reports_no_overlap() {
     let index = PrefixIndex::new(0);
     assert!(index.overlap(&[SequenceHash(1)]).is_empty());
     assert!(index.overlap(&[]).is_empty());
@@ -201,7 +202,7 @@ fn an_index_that_was_told_nothing_answers() {
 }
 
 #[test]
-fn the_zero_hash_is_a_hash_like_any_other() {
+fn zero_hash_is_indexed() {
     let mut index = PrefixIndex::new(0);
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(0)] };
     index.apply(WorkerSlot(1), &Change::Stored(chain));
