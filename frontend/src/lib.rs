@@ -26,9 +26,11 @@ pub use prompt::{EncodeError, Special, Tokenizer};
 
 pub use axum::http::HeaderName;
 pub use http::ExposeDetails;
+use clap::ValueEnum;
 use http::Trust;
 pub use ipnet::IpNet;
 use listen::Places;
+use serde::Serialize;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
@@ -106,12 +108,13 @@ pub struct FrontendSettings {
 }
 
 /// Which requests share cached KV. Requests for another model, or with another `cache_salt`, never do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum CacheIsolation {
-    /// Those of all clients.
+    /// Requests of all clients
     #[default]
     Shared,
-    /// Those of one account. Requests without an account share with each other alone.
+    /// Requests of one account; those without an account share with each other only
     Account,
 }
 

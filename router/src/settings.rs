@@ -1,5 +1,7 @@
 //! What an operator may set, each with the reason for its default.
 
+use clap::ValueEnum;
+use serde::Serialize;
 use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
@@ -64,29 +66,32 @@ impl Default for RouterSettings {
     }
 }
 
-/// Which policy chooses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// How a worker is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum PolicyKind {
-    /// Shortest estimated time to the first token, given what each worker's cache holds.
+    /// The shortest estimated time to the first token, given each worker's cached blocks
     #[default]
     KvAware,
-    /// Shortest estimated time to the first token, as if nobody had cached anything.
+    /// The shortest estimated time to the first token if nothing were cached
     LeastLoaded,
-    /// One after the other.
+    /// One worker after the other
     RoundRobin,
-    /// Any.
+    /// A random worker
     Random,
 }
 
 /// Where a prompt is prefilled. Prompts whose logits are wanted, and prompts of one token, are always prefilled on decode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum PrefillPlace {
-    /// Where it is estimated to be faster.
+    /// On the worker with the shortest estimated time to the first token
     #[default]
     Auto,
-    /// On a prefill worker; without one the request fails.
+    /// On a prefill worker; without one the request fails
     Remote,
-    /// On the decode worker.
+    /// On the decode worker
     Local,
 }
 

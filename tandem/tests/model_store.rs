@@ -10,7 +10,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
-use tandem::model::{ModelError, Pip, Source, Store, StoreSettings};
+use tandem::model::{ModelError, Pip, Source, Store, StoreArgs};
 use tandem::settings::UpSettings;
 use tandem_model::revision;
 use tempfile::TempDir;
@@ -60,7 +60,7 @@ impl Machine {
         self.bare_store().with_pip(pip)
     }
 
-    fn settings(&self) -> StoreSettings {
+    fn settings(&self) -> StoreArgs {
         let mut settings = UpSettings::defaults().store;
         settings.models_dir = Some(self.path("models"));
         settings.hf_endpoint = self.hub.clone();
@@ -462,7 +462,7 @@ fn token_is_not_sent_over_an_unencrypted_connection() {
 fn offline_store_serves_what_it_has_and_asks_nobody() {
     let (machine, hub) = Hub::start(&["a.gguf"], gguf(10), 0);
     let offline = || {
-        let settings = StoreSettings { offline: true, ..machine.settings() };
+        let settings = StoreArgs { offline: true, ..machine.settings() };
         Store::new(settings).expect("the directory is set")
     };
     for name in ["hf:org/name", "pypi:small"] {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tandem::Cluster;
 use tandem::audit::{self, ClientLine, Source, Told};
-use tandem::settings::{EngineKind, UpSettings};
+use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
 use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
 use tempfile::TempDir;
@@ -32,15 +32,35 @@ const GLANCE: Duration = Duration::from_millis(5);
 /// The whole cluster as `tandem up` starts it.
 pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     let folder = tempfile::tempdir()?;
-    settings.ledger = Some(folder.path().join(LEDGER));
-    settings.audit_result = Some(folder.path().join(AUDIT_RESULT));
+    settings.worker.ledger = Some(folder.path().join(LEDGER));
+    settings.frontend.audit_result = Some(folder.path().join(AUDIT_RESULT));
     Ok(TestCluster(Cluster::start(settings).await?, folder))
+}
+
+/// A cluster whose workers do not report cached tokens, so that answers carry the router's estimates.
+pub async fn start_without_cached_tokens(mut settings: UpSettings) -> Result<TestCluster> {
+    let folder = tempfile::tempdir()?;
+    settings.worker.ledger = Some(folder.path().join(LEDGER));
+    Ok(TestCluster(Cluster::start_without_cached_tokens(settings).await?, folder))
 }
 
 /// Simulated devices, a hundred times as fast as the cost model says.
 pub fn sim_settings() -> UpSettings {
-    let mut settings = UpSettings { engine: EngineKind::Sim, listen: ([127, 0, 0, 1], 0).into(), ..UpSettings::defaults() };
-    settings.sim.sim_speedup = 100.0;
+    let mut settings = UpSettings::defaults();
+    settings.model.engine = EngineKind::Sim;
+    settings.common.listen = ([127, 0, 0, 1], 0).into();
+    settings.worker.sim.sim_speedup = 100.0;
+    settings
+}
+
+/// [`sim_settings`] with prompts computed at this place.
+pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
+    with_prefill(prefill, sim_settings())
+}
+
+/// The settings with prompts computed at this place.
+pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
+    settings.router.prefill = prefill;
     settings
 }
 
@@ -53,8 +73,10 @@ pub fn cpu_settings() -> Option<UpSettings> {
         }
         return None;
     };
-    let model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
-    Some(UpSettings { model, engine: EngineKind::Cpu, ..sim_settings() })
+    let mut settings = sim_settings();
+    settings.model.model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
+    settings.model.engine = EngineKind::Cpu;
+    Some(settings)
 }
 
 impl TestCluster {

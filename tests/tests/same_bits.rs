@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use tandem::settings::{PrefillPlace, UpSettings};
+use tandem::settings::PrefillPlace;
 use tandem_tests::{Client, Endpoint, cpu_settings, prose, start};
 
 const PATH: &str = "/v1/completions";
@@ -37,7 +37,9 @@ async fn cold_cached_local_remote_batched_chunked_and_sampled() -> Result<()> {
         [(PrefillPlace::Local, 100_000), (PrefillPlace::Local, 64), (PrefillPlace::Remote, 512), (PrefillPlace::Remote, 64)]
     {
         let name = format!("prefill {prefill:?}, budget {prefill_chunk_budget}");
-        let cluster = start(UpSettings { prefill, prefill_chunk_budget: Some(prefill_chunk_budget), ..settings.clone() }).await?;
+        let mut settings = with_prefill(prefill, settings.clone());
+        settings.worker.prefill_chunk_budget = Some(prefill_chunk_budget);
+        let cluster = start(settings).await?;
         let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
         // Three samples and seven others beside them, all cold.
         let asked = request(&model, "asked", 41, 3);

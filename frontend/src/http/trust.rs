@@ -3,7 +3,9 @@
 
 use crate::{error::ApiError, listen::PeerAddress};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
+use clap::ValueEnum;
 use ipnet::IpNet;
+use serde::Serialize;
 use std::net::IpAddr;
 
 /// The headers that proxies add to requests that they forward.
@@ -11,14 +13,15 @@ const FORWARDED: [HeaderName; 4] =
     [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for"), HeaderName::from_static("x-real-ip")];
 
 /// Which clients may use `x-tandem-details` and `x-tandem-explain`. Both show which prompts are cached and where.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum ExposeDetails {
-    /// No peer.
+    /// No client
     Never,
-    /// Trusted peers.
+    /// Trusted peers
     #[default]
     Trusted,
-    /// Every client.
+    /// Every client
     Always,
 }
 
