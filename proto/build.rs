@@ -6,7 +6,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         .bytes(".tandem.v1.PushRequest.payload")
         // They hold tickets, which must not be logged: `ticket.rs` prints what else they hold.
-        .skip_debug([".tandem.v1.Ticket", ".tandem.v1.PushRequest", ".tandem.v1.LinkRequest"])
+        .skip_debug([".tandem.v1.Ticket", ".tandem.v1.PushRequest", ".tandem.v1.NcclControlRequest"])
         .compile_fds(descriptors)?;
     Ok(())
 }

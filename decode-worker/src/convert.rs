@@ -102,7 +102,7 @@ impl Request {
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
         let in_order = generated.windows(2).all(|pair| pair[0].sample < pair[1].sample);
         let resumable =
-            |of: &v1::Generated| of.sample < request.samples && of.tokens.len() <= tokens_max && of.tokens.iter().all(known);
+            |of: &v1::ResumedSample| of.sample < request.samples && of.tokens.len() <= tokens_max && of.tokens.iter().all(known);
         if !in_order || !generated.iter().all(resumable) {
             return Err(Invalid::Generated);
         }
@@ -126,7 +126,7 @@ impl Request {
                 generated: generated.into_iter().map(|of| Generated { sample: of.sample, tokens: of.tokens }).collect(),
             },
             prefill: request.prefill,
-            start_within: request.start_within_ms.map(|ms| Duration::from_millis(ms.into())),
+            start_within: request.prefill_start_timeout_ms.map(|ms| Duration::from_millis(ms.into())),
         })
     }
 }
@@ -183,8 +183,8 @@ fn sampling(sampling: v1::Sampling) -> Result<Sampling, Invalid> {
     })
 }
 
-pub(crate) fn started(started: &tandem_engine::Started) -> v1::Started {
-    v1::Started {
+pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {
+    v1::DecodeStarted {
         queue_ms: started.queue.as_secs_f64() * 1e3,
         kv_transfer_ms: started.kv_transfer.as_secs_f64() * 1e3,
         kv_transfer_bytes: started.kv_transfer_bytes,

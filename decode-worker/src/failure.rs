@@ -3,7 +3,7 @@
 use crate::convert::Invalid;
 use tandem_engine::Refusal;
 use tandem_node::worker::ClientGone;
-use tandem_proto::v1::{Failure, Reason};
+use tandem_proto::v1::{Failure, FailureReason};
 
 /// Why an attempt ended early.
 #[derive(Debug, thiserror::Error)]
@@ -52,20 +52,22 @@ impl Ended {
         let (reason, culprit) = match self {
             Self::ClientGone(gone) => return Err(gone),
             Self::Prefill(failure) => return Ok(failure),
-            Self::WrongInstance { asked_for } => (Reason::WrongInstance, asked_for),
-            Self::PrefillLost { prefill } => (Reason::PrefillLost, prefill),
-            Self::WriteRefused { prefill } => (Reason::WriteRefused, prefill),
-            Self::NotStarted { culprit } => (Reason::Timeout, culprit),
-            Self::NotLanded { prefill } => (Reason::Timeout, prefill),
-            Self::Draining => (Reason::Draining, instance_id.to_owned()),
-            Self::NoBlocks => (Reason::Timeout, instance_id.to_owned()),
-            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
+            Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
+            Self::PrefillLost { prefill } => (FailureReason::PrefillLost, prefill),
+            Self::WriteRefused { prefill } => (FailureReason::WriteRefused, prefill),
+            Self::NotStarted { culprit } => (FailureReason::Timeout, culprit),
+            Self::NotLanded { prefill } => (FailureReason::Timeout, prefill),
+            Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
+            Self::NoBlocks => (FailureReason::Timeout, instance_id.to_owned()),
+            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => {
+                (FailureReason::AtCapacity, instance_id.to_owned())
+            }
             Self::Invalid(_)
             | Self::Unvouched
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
-            ) => (Reason::Invalid, instance_id.to_owned()),
-            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
+            ) => (FailureReason::InvalidRequest, instance_id.to_owned()),
+            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, instance_id.to_owned()),
         };
         Ok(Failure { reason: reason.into(), message, instance_id: culprit })
     }

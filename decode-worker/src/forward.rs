@@ -41,7 +41,7 @@ pub(crate) async fn forward(job: &mut Job, output: Output, client: &Client) -> R
                 running -= 1;
             }
             Some(Event::Started(started)) => {
-                client.send(Message::Started(convert::started(&started))).await?;
+                client.send(Message::DecodeStarted(convert::started(&started))).await?;
                 let chunks = started.chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
                 client.prefilled(chunks.collect()).await?;
             }

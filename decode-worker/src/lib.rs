@@ -26,8 +26,8 @@ use tandem_node::{
 };
 use tandem_proto::{
     ClusterKey,
-    link::{Channels, Listener, MESSAGE_BYTES_MAX},
-    v1::{Way, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
+    channel::{Channels, Listener, MESSAGE_BYTES_MAX},
+    v1::{TransferPath, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
 };
 use tandem_transfer::TransferService;
 use tokio::sync::Semaphore;
@@ -107,7 +107,7 @@ pub async fn run(
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
     let ways = Ways::new(engine.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown.clone());
     // Its series are there before its first transfer.
-    metrics.transfer(ways::name(Way::Tcp), Direction::Received);
+    metrics.transfer(ways::name(TransferPath::Tcp), Direction::Received);
     let worker = Worker {
         instance_id: info.instance_id.clone(),
         address,

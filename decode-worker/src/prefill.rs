@@ -2,10 +2,10 @@
 
 use crate::failure::Ended;
 use tandem_proto::{
-    link::{Channels, MESSAGE_BYTES_MAX},
+    channel::{Channels, MESSAGE_BYTES_MAX},
     v1::{
-        Failure, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Reason, Scheduled, Ticket, Ways, WorkerRef,
-        prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
+        Failure, FailureReason, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, TransferCapabilities,
+        WorkerRef, prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
     },
 };
 use tokio::sync::mpsc;
@@ -16,7 +16,7 @@ use tonic::Streaming;
 pub(crate) struct Prefill {
     instance_id: String,
     /// Besides TCP; told before `Scheduled`, if there are any.
-    offered: Option<Ways>,
+    offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
@@ -60,7 +60,7 @@ impl Prefill {
                 Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
                 Some(prefill_reply::Message::Done(done)) => Ok(Said::Done(done)),
                 Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
-                Some(prefill_reply::Message::Ways(ways)) => {
+                Some(prefill_reply::Message::TransferCapabilities(ways)) => {
                     self.offered = Some(ways);
                     continue;
                 }
@@ -80,7 +80,7 @@ impl Prefill {
         Ended::PrefillLost { prefill: self.instance_id.clone() }
     }
 
-    pub(crate) fn offered(&self) -> Option<&Ways> {
+    pub(crate) fn offered(&self) -> Option<&TransferCapabilities> {
         self.offered.as_ref()
     }
 
@@ -90,7 +90,7 @@ impl Prefill {
 
     /// A reason that we do not know cannot be acted upon.
     fn failure(&self, mut failure: Failure) -> Result<Failure, Ended> {
-        if matches!(Reason::try_from(failure.reason), Err(_) | Ok(Reason::Unspecified)) {
+        if matches!(FailureReason::try_from(failure.reason), Err(_) | Ok(FailureReason::Unspecified)) {
             return Err(self.lost());
         }
         if failure.instance_id.is_empty() {

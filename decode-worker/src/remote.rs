@@ -15,7 +15,8 @@ use tandem_engine::{Event, Job, Started};
 use tandem_kv::Ticket;
 use tandem_node::worker::Direction;
 use tandem_proto::v1::{
-    self, PrefillChunk, PrefillDone, PrefillStart, Reason, Way, WorkerRef, generate_reply::Message, worker_info::Role,
+    self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, TransferPath, WorkerRef, generate_reply::Message,
+    worker_info::Role,
 };
 use tokio::time::Instant;
 
@@ -60,7 +61,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         received.bytes.increment(landed.started.kv_transfer_bytes);
         received.duration.record(landed.started.kv_transfer.as_secs_f64());
     }
-    client.send(Message::Started(convert::started(&landed.started))).await?;
+    client.send(Message::DecodeStarted(convert::started(&landed.started))).await?;
     // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
     client.prefilled(landed.chunks).await?;
@@ -69,7 +70,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
 
 struct Landed {
     started: Started,
-    way: Way,
+    way: TransferPath,
     /// In which the prefill worker computed it; none if all was here before.
     chunks: Vec<PrefillChunk>,
 }
@@ -94,17 +95,17 @@ async fn land(
                     // Nothing has to go any way.
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
                     let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
-                    let (way, communicator) = (chosen.way.into(), chosen.communicator.clone());
-                    let wants_handle = chosen.wants_handle;
+                    let (path, communicator) = (chosen.way.into(), chosen.communicator.clone());
+                    let wants_ipc_handle = chosen.wants_ipc_handle;
                     *given = Some((ticket, chosen));
                     let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
                     let address_signature = Vec::new();
                     let ticket =
-                        v1::Ticket { ticket, address, missing_blocks, way, communicator, wants_handle, address_signature };
+                        v1::Ticket { ticket, address, missing_blocks, path, communicator, wants_ipc_handle, address_signature };
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
-                    let way = given.as_ref().map_or(Way::Tcp, |(_, chosen)| chosen.way);
+                    let way = given.as_ref().map_or(TransferPath::Tcp, |(_, chosen)| chosen.way);
                     return Ok(Landed { started, way, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
@@ -123,7 +124,7 @@ async fn land(
                     done = Some(said);
                 }
                 // It waited for our ticket, which waited for our blocks.
-                Said::Failure(failure) if given.is_none() && failure.reason() == Reason::Timeout => return Err(Ended::NoBlocks),
+                Said::Failure(failure) if given.is_none() && failure.reason() == FailureReason::Timeout => return Err(Ended::NoBlocks),
                 Said::Failure(failure) => return Err(Ended::Prefill(failure)),
                 Said::Scheduled(_) => return Err(prefill.lost()),
             },

@@ -11,8 +11,10 @@ use tandem_node::{
     worker::{Begun, ClientGone, LedgerEntry, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics},
 };
 use tandem_proto::{
-    link::Channels,
-    v1::{GenerateReply, GenerateRequest, PrefillChunk, Prefilled, Scheduled, decode_server::Decode, generate_reply::Message},
+    channel::Channels,
+    v1::{
+        GenerateReply, GenerateRequest, PrefillChunk, PrefillTimeline, Scheduled, decode_server::Decode, generate_reply::Message,
+    },
 };
 use tokio::sync::Semaphore;
 use tonic::{Response, Status};
@@ -50,12 +52,12 @@ impl Client {
         let outcome: Option<fn(&LedgerEntry)> = match &message {
             Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => Some(LedgerEntry::began),
             Message::Failure(_) => Some(LedgerEntry::failed),
-            Message::Scheduled(_) | Message::Started(_) | Message::Prefilled(_) => None,
+            Message::Scheduled(_) | Message::DecodeStarted(_) | Message::PrefillTimeline(_) => None,
         };
         match &message {
             Message::Scheduled(_) => self.span.event("scheduled", &[]),
-            Message::Started(_) => self.span.event("started", &[]),
-            Message::Prefilled(_) => {}
+            Message::DecodeStarted(_) => self.span.event("started", &[]),
+            Message::PrefillTimeline(_) => {}
             Message::Failure(failure) => self.span.fail(failure.reason().label()),
             _ => self.began.call_once(|| self.span.event("first token", &[])),
         }
@@ -72,7 +74,7 @@ impl Client {
             return Ok(());
         }
         self.span.set("tandem.prefill_chunks", chunks.len() as u64);
-        self.send(Message::Prefilled(Prefilled { chunks })).await
+        self.send(Message::PrefillTimeline(PrefillTimeline { chunks })).await
     }
 }
 

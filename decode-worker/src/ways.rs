@@ -4,9 +4,10 @@
 //! has left: they are tasks that the process's end waits for.
 
 use futures::{FutureExt, future::BoxFuture};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 use tandem_engine::{EngineHandle, KvMemory, Link, LinkEnd, MoveError, PeerMemory, WriteRefused};
@@ -15,7 +16,7 @@ use tandem_node::{
     Shutdown,
     worker::{Requests, WorkerMetrics},
 };
-use tandem_proto::v1::{self, PrefillDone, Ready, Way};
+use tandem_proto::v1::{self, PrefillDone, ReadyBlocks, TransferPath};
 use tandem_transfer::{Links, Piece, Receiver, Refused, Sink};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot},
@@ -105,9 +106,9 @@ fn again_after(failures: u32) -> Duration {
 
 /// What a ticket says of its way. Its prompt's blocks can be taken as long as it is held.
 pub(crate) struct Chosen {
-    pub(crate) way: Way,
+    pub(crate) way: TransferPath,
     pub(crate) communicator: Vec<u8>,
-    pub(crate) wants_handle: bool,
+    pub(crate) wants_ipc_handle: bool,
     _source: Option<Source>,
     joining: Option<Joining>,
 }
@@ -206,11 +207,11 @@ impl Drop for Source {
 }
 
 /// What metrics call it.
-pub(crate) fn name(way: Way) -> &'static str {
+pub(crate) fn name(way: TransferPath) -> &'static str {
     match way {
-        Way::Tcp => "tcp",
-        Way::CudaIpc => "cuda_ipc",
-        Way::Nccl => "nccl",
+        TransferPath::Tcp => "tcp",
+        TransferPath::CudaIpc => "cuda_ipc",
+        TransferPath::Nccl => "nccl",
     }
 }
 
@@ -231,26 +232,27 @@ impl Ways {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     /// The best way from a prefill worker that is ready now.
-    pub(crate) async fn choose(&self, prefill: &str, offered: Option<&v1::Ways>, ticket: Ticket) -> Chosen {
-        let tcp = Chosen { way: Way::Tcp, communicator: Vec::new(), wants_handle: false, _source: None, joining: None };
+    pub(crate) async fn choose(&self, prefill: &str, offered: Option<&v1::TransferCapabilities>, ticket: Ticket) -> Chosen {
+        let tcp =
+            Chosen { way: TransferPath::Tcp, communicator: Vec::new(), wants_ipc_handle: false, _source: None, joining: None };
         let (Some(memory), Some(offered)) = (&self.0.memory, offered) else { return tcp };
         if offered.cuda_ipc {
             let handle = self.state().handles.get(prefill).cloned();
-            let Some(handle) = handle else { return Chosen { wants_handle: true, ..tcp } };
+            let Some(handle) = handle else { return Chosen { wants_ipc_handle: true, ..tcp } };
             if let Some(source) = self.open(memory, prefill, &handle).await {
                 self.state().sources.insert(ticket, source);
-                return Chosen { way: Way::CudaIpc, _source: Some(Source { ticket, ways: self.clone() }), ..tcp };
+                return Chosen { way: TransferPath::CudaIpc, _source: Some(Source { ticket, ways: self.clone() }), ..tcp };
             }
         }
-        if offered.nccl == 0 || offered.nccl != self.0.link_devices {
+        if offered.nccl_ranks == 0 || offered.nccl_ranks != self.0.link_devices {
             return tcp;
         }
         match self.begin(prefill) {
-            Next::Linked(communicator) => Chosen { way: Way::Nccl, communicator, ..tcp },
+            Next::Linked(communicator) => Chosen { way: TransferPath::Nccl, communicator, ..tcp },
             Next::Nothing => tcp,
             Next::Join(mut joining) => {
                 let names = Arc::clone(memory);
@@ -292,12 +294,12 @@ impl Ways {
 
     /// Takes what the `PrefillDone` of a ticket brings for later prompts, and joins the communicator that the ticket named.
     pub(crate) fn landed(&self, chosen: &mut Chosen, prefill: &str, done: &PrefillDone) {
-        if chosen.wants_handle && !done.cuda_ipc.is_empty() {
+        if chosen.wants_ipc_handle && !done.ipc_handle.is_empty() {
             let handles = &mut self.state().handles;
             if handles.len() >= KNOWN_MAX {
                 handles.clear();
             }
-            handles.insert(prefill.to_owned(), done.cuda_ipc.clone());
+            handles.insert(prefill.to_owned(), done.ipc_handle.clone());
         }
         if let (Some(joining), Some(memory)) = (chosen.joining.take(), &self.0.memory) {
             self.0.shutdown.spawn(joining.link(Arc::clone(memory)));
@@ -354,15 +356,15 @@ impl Ways {
         Refused
     }
 
-    async fn pull(&self, ticket: Ticket, ready: Ready) -> Result<(), Refused> {
-        let Ready { block_indices, sources } = ready;
+    async fn pull(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
+        let ReadyBlocks { block_indices, source_blocks } = ready;
         let source = self.state().sources.get(&ticket).cloned();
-        let Some(source) = source.filter(|_| sources.len() == block_indices.len()) else {
-            return Err(self.count(self.0.engine.refuse(ticket, WriteRefused::WrongWay).await));
+        let Some(source) = source.filter(|_| source_blocks.len() == block_indices.len()) else {
+            return Err(self.count(self.0.engine.refuse(ticket, WriteRefused::WrongPath).await));
         };
         let arrival = self.0.engine.begin_arrival(ticket, block_indices).await.map_err(|why| self.count(why))?;
         self.to_its_end(move || {
-            let blocks: Vec<_> = sources.into_iter().map(BlockId).zip(arrival.blocks().iter().copied()).collect();
+            let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(arrival.blocks().iter().copied()).collect();
             let pulled = source.pull(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
             // The memory may be closed with this, before anybody can see that the blocks are free.
             drop(source);

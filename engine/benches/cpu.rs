@@ -90,7 +90,7 @@ struct Sequences {
 }
 
 impl Sequences {
-    fn chunk(&self, sequence: u32, positions: Range<u32>, logits: Logits) -> Chunk<'_> {
+    fn chunk<'a>(&'a self, sequence: u32, positions: Range<u32>, logits: Logits<'a>) -> Chunk<'a> {
         let tokens = &self.tokens[positions.start as usize..positions.end as usize];
         Chunk { tokens, start: positions.start, blocks: &self.blocks[sequence as usize], logits }
     }

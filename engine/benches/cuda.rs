@@ -95,7 +95,7 @@ fn logits(model: &str, tokens: &str, chunk: &str, out: &str) -> Outcome<()> {
     let mut all = Vec::new();
     for (i, tokens) in tokens.chunks(len).enumerate() {
         let chunk = Chunk { tokens, start: (i * len) as u32, blocks: &blocks, logits: Logits::All };
-        all.extend(engine.step(&[chunk])?.logits);
+        all.extend(engine.step(&[chunk])?.into_logits());
     }
     fs::write(out, all.iter().flat_map(|logit| logit.to_le_bytes()).collect::<Vec<u8>>())?;
     let mut next = likeliest(&all[all.len() - engine.describe().vocab_size..]);
@@ -105,7 +105,7 @@ fn logits(model: &str, tokens: &str, chunk: &str, out: &str) -> Outcome<()> {
         tokens.push(next);
         let start = tokens.len() - 1;
         let chunk = Chunk { tokens: &tokens[start..], start: start as u32, blocks: &blocks, logits: Logits::Last };
-        next = likeliest(&engine.step(&[chunk])?.logits);
+        next = likeliest(&engine.step(&[chunk])?.into_logits());
     }
     println!("{}", greedy.join(","));
     Ok(())
@@ -186,7 +186,7 @@ fn replayed(model: &str) -> Outcome<()> {
     for (prompt, told) in prompts.iter().zip(&tokens) {
         let (sequence, blocks) = ([&prompt[..], told].concat(), blocks(0, prompt.len() + STEPS));
         let chunk = Chunk { tokens: &sequence, start: 0, blocks: &blocks, logits: Logits::All };
-        let logits = plain.step(&[chunk])?.logits;
+        let logits = plain.step(&[chunk])?.into_logits();
         let rows = logits.chunks(plain.describe().vocab_size).skip(prompt.len() - 1);
         for (place, (row, token)) in rows.zip(told).enumerate() {
             let mean = row.iter().map(|logit| f64::from(*logit)).sum::<f64>() / row.len() as f64;
@@ -322,7 +322,7 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
     let start = tokens.len() - 1;
     let mut last = |blocks: &[BlockId]| {
         let chunk = Chunk { tokens: &tokens[start..], start: start as u32, blocks, logits: Logits::Last };
-        engine.step(&[chunk]).map(|output| output.logits)
+        engine.step(&[chunk]).map(|output| output.into_logits())
     };
     let equal = last(&here)? == last(&there)?;
     drop((theirs, source.stdin.take()));
@@ -333,7 +333,7 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
 }
 
 fn nccl(model: &str) -> Outcome<()> {
-    let (took, came) = load(model)?.send_to_itself(64 << 20)?;
+    let (took, came) = load(model)?.nccl_self_test(64 << 20)?;
     println!("{}, 64 MiB in {:.1} ms", if came { "equal" } else { "DIFFERENT" }, took.as_secs_f64() * 1e3);
     Ok(())
 }
@@ -355,7 +355,7 @@ fn transfer(model: &CudaModel) -> Outcome<()> {
     }
     let last = |engine: &mut dyn Engine, blocks| {
         let chunk = Chunk { tokens: &tokens[199..], start: 199, blocks, logits: Logits::Last };
-        engine.step(&[chunk]).map(|output| output.logits)
+        engine.step(&[chunk]).map(|output| output.into_logits())
     };
     let (own, moved) = (last(&mut *from, &here)?, last(&mut *to, &there)?);
     if own != moved {

@@ -144,7 +144,7 @@ impl Engine for CpuEngine {
         }
         let Self { model, settings, threads, layout, kv, buffers } = self;
         let step = Step { model, isa: settings.isa, threads, layout, kv, buffers };
-        Ok(StepOutput { logits: step.run(chunks), ..StepOutput::default() })
+        Ok(StepOutput::Logits(step.run(chunks)))
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {

@@ -1,16 +1,15 @@
-//! A model on NVIDIA's GPUs: the same Llamas and Qwens as on the CPU.
+//! Models on NVIDIA GPUs: the same Llama and Qwen families as on the CPU.
 //!
-//! The binary needs nothing of CUDA to be built or started. [`CudaModel::load`] finds driver, NVRTC and cuBLASLt at run time, compiles the
-//! kernels for the model's shape and the device (once; the result is kept on the disk) and copies the weights. Products are cuBLASLt's,
-//! everything else is ours (`cuda/kernels`). What computes is behind `device::Device`: tests run the same steps and the same kernels'
-//! sources on the host (docs/adr/013-cuda.md).
+//! The binary needs no part of CUDA to be built or started. [`CudaModel::load`] finds the driver, NVRTC and cuBLASLt at run time, compiles the
+//! kernels for the model's shape and the GPU (once; the result is cached on disk) and copies the weights. GEMMs run in cuBLASLt, everything
+//! else in our own kernels (`cuda/kernels`). The trait `device::Device` separates the host code from the GPU: tests run the same steps and the
+//! same kernel sources on the host (docs/adr/013-cuda.md).
 //!
-//! Weights, activations, keys and values have two bytes a number, the residual stream and all sums four. Unlike on the CPU, a result's
-//! last bits depend on the batch: cuBLASLt chooses its order of summation by the shape of a product.
+//! Weights, activations, keys and values are 16-bit floats; the residual stream and all accumulators are 32-bit floats. Unlike on the CPU, the
+//! last bits of a result depend on the batch: cuBLASLt chooses its order of summation by the shape of a GEMM.
 
 mod compile;
 mod device;
-mod draws;
 mod error;
 mod gpu;
 mod graphs;
@@ -20,8 +19,9 @@ mod model;
 mod plan;
 mod pool;
 mod runner;
+mod sampling;
 mod shape;
-mod split;
+mod shard;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -32,53 +32,63 @@ use crate::Engine;
 use gpu::Gpu;
 use model::Model;
 use runner::Runner;
-use split::Split;
+use shard::Shard;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_model::ModelFile;
 
-/// Which GPUs, and what their kernels are compiled for.
+/// The GPUs to use, and what their kernels are compiled for.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
-    /// The GPU's number, from 0, or the first one's.
+    /// Ordinal of the GPU, or of the first one, counted from 0.
     pub device: u32,
-    /// GPUs that compute the model together, each a part of every layer: `device` and those after it.
+    /// Number of GPUs that compute the model together (tensor parallelism): `device` and those after it.
     pub gpus: u32,
     /// Tokens in a block.
     pub block_size: u32,
-    /// Where compiled kernels are kept; they are compiled anew at every start without.
+    /// Directory of compiled kernels; without one they are compiled at every start.
     pub kernels_dir: Option<PathBuf>,
 }
 
-/// The KV memory of one engine, and the largest step it is asked for.
+/// The size of an engine's KV memory, and of the largest step it accepts.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaLimits {
-    /// Blocks in the KV memory; by default what fits in this engine's share of the memory.
+    /// Blocks in the KV memory; `None`: as many as fit in this engine's share of the GPU memory.
     pub capacity_blocks: Option<u32>,
-    /// Engines that share what the weights leave free.
+    /// Engines that share the memory that the weights leave free.
     pub engines: u32,
     /// Tokens in a step.
     pub step_tokens_max: u32,
-    /// Sequences that go on by one token in a step.
+    /// Sequences in a step that advance by a single token.
     pub sequences_max: u32,
 }
 
-/// A model's weights on a GPU, or on several. Engines of one process share it.
+/// A model's weights on one or several GPUs, shared by all engines of a process. Clones refer to the same weights.
 #[derive(Clone)]
 pub struct CudaModel(Arc<[Model<Gpu>]>);
 
-/// Whether there is a driver, so many GPUs from this number on that the kernels can run on, and what several need.
+/// Checks that `gpus` GPUs from ordinal `device` on can be used, without loading anything.
+///
+/// # Errors
+///
+/// Fails if the driver, cuBLASLt or (for several GPUs) NCCL is not found, if there are too few GPUs, or if a GPU is too old or of another
+/// architecture than the first.
 pub fn check(device: u32, gpus: u32) -> Result<(), CudaError> {
     gpu::Driver::find_alike(device, gpus).map(drop)
 }
 
 impl CudaModel {
-    /// Opens the GPUs, compiles the kernels unless that has been done, and copies all weights. The files are not needed afterwards.
+    /// Opens the GPUs, compiles the kernels unless the cache has them, and copies all weights. The files are not needed afterwards.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`]; and if NVRTC is not found or refuses the kernels, if the model has a shape that the kernels or the number of GPUs do not
+    /// support, if a weight cannot be read, or if the driver fails (for example for lack of memory).
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
-        // The driver first: without one nothing else is worth a word.
+        // Before the model is read: without a driver its other faults do not matter.
         let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
         let (block_size, ranks, mut cubin) = (settings.block_size as usize, drivers.len(), None);
         let ranks = drivers.iter().enumerate().map(|(rank, driver)| {
-            Model::load(file, block_size, driver.shared_max(), Split { rank, ranks }, |shape| {
+            Model::load(file, block_size, driver.shared_max(), Shard { rank, ranks }, |shape| {
                 let cubin = match &mut cubin {
                     Some(cubin) => cubin,
                     none => none.insert(compile::cubin(shape, driver, settings.kernels_dir.as_deref())?),
@@ -89,13 +99,23 @@ impl CudaModel {
         Ok(Self(ranks.collect::<Result<_, _>>()?))
     }
 
-    /// An engine with an empty KV memory.
+    /// Creates an engine with an empty KV memory.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`CudaError::Memory`] if the KV memory does not fit, and if the driver or NCCL fails.
     pub fn engine(&self, limits: CudaLimits) -> Result<Box<dyn Engine>, CudaError> {
         Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
     }
 
-    /// Sends memory of the first GPU to itself over NCCL: all that one GPU can show of it. How long it took, and whether the bytes came.
-    pub fn send_to_itself(&self, bytes: usize) -> Result<(Duration, bool), CudaError> {
-        self.0[0].device.send_to_itself(bytes)
+    /// Sends `bytes` bytes of the first GPU to itself over NCCL, which is all of NCCL that one GPU can show; for `bench/gpu.sh`.
+    /// Returns the time taken, and whether the bytes arrived unchanged.
+    ///
+    /// # Errors
+    ///
+    /// Fails if NCCL is not found or fails, or if the driver fails.
+    #[doc(hidden)]
+    pub fn nccl_self_test(&self, bytes: usize) -> Result<(Duration, bool), CudaError> {
+        self.0[0].device.nccl_self_test(bytes)
     }
 }

@@ -9,6 +9,7 @@ mod arrival;
 pub use arrival::Arrival;
 
 use crate::machine::{Action, JobId, Machine};
+use crate::sim::SimClock;
 use crate::{Engine, EngineError, EngineInfo, Event, Generate, KvMemory, Prefill, Refusal, WriteRefused, ticket};
 use arrival::Ended;
 use bytes::Bytes;
@@ -84,7 +85,7 @@ type Accepted = (JobId, mpsc::Receiver<Event>);
 impl EngineHandle {
     /// Starts the thread.
     pub fn start(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
-        let (handle, driver) = Self::new(engine, settings, ticket::from_system());
+        let (handle, driver) = Self::new(engine, settings, ticket::from_system(), SimClock::default());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .build()
@@ -96,14 +97,20 @@ impl EngineHandle {
         handle
     }
 
-    /// What the thread does, for the caller to drive: so simulated engines run under a test's paused time. It ends when the last
-    /// handle and job are gone. Tickets are drawn from the seed, so that a run can be repeated: they can be foreseen.
-    pub fn driven(engine: Box<dyn Engine>, settings: EngineSettings, seed: u64) -> (Self, impl Future<Output = ()> + Send) {
-        let (handle, driver) = Self::new(engine, settings, ticket::from_seed(seed));
+    /// Returns a handle to a simulated engine, and the future that runs it in place of a thread, so that its time can be tokio's paused
+    /// time: after each step the future sleeps for the time on `clock`. The future ends when the last handle and job are dropped. Tickets
+    /// are drawn from `seed`: a run can be repeated, and its tickets can be predicted.
+    pub fn simulated(
+        engine: Box<dyn Engine>,
+        clock: SimClock,
+        settings: EngineSettings,
+        seed: u64,
+    ) -> (Self, impl Future<Output = ()> + Send) {
+        let (handle, driver) = Self::new(engine, settings, ticket::from_seed(seed), clock);
         (handle, driver.run())
     }
 
-    fn new(engine: Box<dyn Engine>, settings: EngineSettings, draw_ticket: ticket::Draw) -> (Self, Driver) {
+    fn new(engine: Box<dyn Engine>, settings: EngineSettings, draw_ticket: ticket::Draw, sim_clock: SimClock) -> (Self, Driver) {
         let (info, kv_memory) = (engine.describe(), engine.kv_memory());
         let machine = Machine::new(info.clone(), settings, draw_ticket);
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
@@ -123,6 +130,7 @@ impl EngineHandle {
             load,
             at_work,
             started: Instant::now(),
+            sim_clock,
             is_lost: false,
         };
         let (info, go_on_at) = (Arc::new(info), driver.unheard_max / 2);
@@ -288,6 +296,7 @@ struct Driver {
     /// Since when it has been at what it does now; `None` while it waits for something to do.
     at_work: watch::Sender<Option<Instant>>,
     started: Instant,
+    sim_clock: SimClock,
     /// The device has failed for good.
     is_lost: bool,
 }
@@ -331,13 +340,12 @@ impl Driver {
                 continue;
             };
             let started = Instant::now();
-            let output = self.engine.step_and_draw(&self.machine.chunks(&plan), &self.machine.draws(&plan));
-            match output {
+            match self.engine.step(&self.machine.chunks(&plan)) {
                 Ok(output) => {
-                    if !output.simulated.is_zero() {
-                        tokio::time::sleep(output.simulated).await;
+                    if let Some(simulated) = self.sim_clock.take() {
+                        tokio::time::sleep(simulated).await;
                     }
-                    let stats = self.machine.complete(&plan, &output, started.elapsed(), self.now());
+                    let stats = self.machine.complete(&plan, output, started.elapsed(), self.now());
                     self.act();
                     self.publish(Some(stats));
                 }
@@ -498,7 +506,7 @@ impl Driver {
         if load_changed {
             self.load.send_replace(batch.load.clone());
         }
-        if load_changed || step.is_some() || !batch.events.is_empty() || !batch.taken_in.is_empty() {
+        if load_changed || step.is_some() || !batch.events.is_empty() || !batch.included_request_ids.is_empty() {
             // Nobody may be watching.
             let _ = self.batches.send(Arc::new(batch));
         }

@@ -20,7 +20,7 @@ pub use event::{Event, FinishReason, PrefillChunk, Started};
 pub use handle::{Arrival, EngineHandle, EngineSettings, Job};
 pub use memory::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
-pub use sampling::{Draw, Drawn, Sampling, TokenLogprob, TokenLogprobs};
+pub use sampling::{SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::WriteRefused;
 
 use std::{sync::Arc, time::Duration};
@@ -31,17 +31,15 @@ pub trait Engine: Send + 'static {
     /// What it is; never changes.
     fn describe(&self) -> EngineInfo;
 
-    /// Computes the KV of every chunk's tokens (writing it into the chunk's blocks) and the logits that were asked for.
+    /// Computes the KV of every chunk's tokens, writes it into the chunk's blocks, and returns what the chunks' [`Logits`] ask for.
     ///
-    /// What a chunk's result is must depend on its tokens, their positions and the KV before them, and on nothing else:
-    /// not on the other chunks of the step nor on where chunks begin (bit for bit on [`cpu`] and [`sim`]).
+    /// The result of a chunk must depend only on its tokens, their positions and the KV before them: not on the other chunks of the step,
+    /// nor on where chunks begin (bit for bit on [`cpu`] and [`sim`]).
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Step`] if this step failed: the KV of its chunks is undefined. [`EngineError::Lost`] if the device cannot be used again.
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
-
-    /// The same for devices that draw tokens themselves. Of a chunk that has a draw (`draws` has a place for each chunk) and wants the logits
-    /// of its last token, the output has the token that was drawn instead, in the order of the chunks. Other devices give the logits.
-    fn step_and_draw(&mut self, chunks: &[Chunk<'_>], _draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        self.step(chunks)
-    }
 
     /// Copies one block's KV out. `into` has `block_bytes`.
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError>;
@@ -89,30 +87,44 @@ pub struct Chunk<'a> {
     pub start: u32,
     /// The sequence's blocks from its position 0; they hold the KV before `start` and have room for these tokens.
     pub blocks: &'a [BlockId],
-    /// For which of the tokens.
-    pub logits: Logits,
+    /// Which of its tokens' logits the step returns.
+    pub logits: Logits<'a>,
 }
 
-/// For which tokens of a chunk logits are wanted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Logits {
-    /// For none.
+/// Which logits of a chunk a step returns.
+#[derive(Clone, Copy, Debug)]
+pub enum Logits<'a> {
+    /// None: only the KV is computed.
     None,
-    /// For the last.
+    /// Those of the last token.
     Last,
-    /// For each.
+    /// Those of every token.
     All,
+    /// A device that samples returns the next token in place of the last token's logits; any other device returns these logits.
+    Sample(SampleRequest<'a>),
 }
 
-/// What a step brings.
-#[derive(Clone, Debug, Default)]
-pub struct StepOutput {
-    /// Rows of `vocab_size`, in the order of the chunks and of the tokens that wanted them.
-    pub logits: Vec<f32>,
-    /// Of a device that draws: the tokens it has drawn.
-    pub drawn: Vec<Drawn>,
-    /// How much longer the step is to seem to take; zero for real devices.
-    pub simulated: Duration,
+/// What a step returns. Logits are rows of `vocab_size` numbers, in the order of the chunks and of their tokens.
+#[derive(Clone, Debug)]
+pub enum StepOutput {
+    /// From a device that does not sample: all rows that the chunks ask for.
+    Logits(Vec<f32>),
+    /// From a device that samples.
+    Sampled {
+        /// One for each chunk with [`Logits::Sample`], in the order of the chunks.
+        tokens: Vec<SampledToken>,
+        /// The rows that all other chunks ask for.
+        logits: Vec<f32>,
+    },
+}
+
+impl StepOutput {
+    /// The rows of logits, without sampled tokens.
+    pub fn into_logits(self) -> Vec<f32> {
+        match self {
+            Self::Logits(logits) | Self::Sampled { logits, .. } => logits,
+        }
+    }
 }
 
 /// The device failed; what runs on it is lost.

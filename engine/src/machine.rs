@@ -16,8 +16,8 @@ mod sequence;
 mod tests;
 mod waiting;
 
-use crate::sampling::{Sampler, logprobs};
-use crate::{Chunk, Draw, EngineInfo, EngineSettings, Event, FinishReason, Logits, StepOutput, ticket};
+use crate::sampling::{SampledToken, Sampler, logprobs};
+use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, StepOutput, ticket};
 use fair::{Claim, Turns, fair_order};
 use landing::{Ended, release};
 use rates::Rates;
@@ -52,7 +52,6 @@ pub(crate) struct Plan {
 struct PlannedChunk {
     sequence: usize,
     len: usize,
-    logits: Logits,
 }
 
 pub(crate) struct Machine {
@@ -78,7 +77,7 @@ pub(crate) struct Machine {
     /// Samples that have not finished, by job.
     live: BTreeMap<JobId, u32>,
     actions: Vec<Action>,
-    taken_in: Vec<String>,
+    included_request_ids: Vec<String>,
     rates: Rates,
     preemptions: u64,
     draw_ticket: ticket::Draw,
@@ -110,7 +109,7 @@ impl Machine {
             held: Vec::new(),
             live: BTreeMap::new(),
             actions: Vec::new(),
-            taken_in: Vec::new(),
+            included_request_ids: Vec::new(),
             rates: Rates::default(),
             preemptions: 0,
             draw_ticket,
@@ -153,7 +152,7 @@ impl Machine {
             let sequence = &self.running[place];
             let len = if sequence.is_decoding() { 1 } else { dealt.remove(&place).unwrap_or_default() };
             if len > 0 {
-                chunks.push(PlannedChunk { sequence: place, len, logits: sequence.logits(sequence.computed + len) });
+                chunks.push(PlannedChunk { sequence: place, len });
             }
         }
         (!chunks.is_empty()).then_some(Plan { chunks })
@@ -204,28 +203,20 @@ impl Machine {
                     tokens: &sequence.tokens[sequence.computed..sequence.computed + chunk.len],
                     start: sequence.computed as u32,
                     blocks: &sequence.blocks,
-                    logits: chunk.logits,
+                    logits: sequence.logits(sequence.computed + chunk.len),
                 }
             })
             .collect()
     }
 
-    /// How what comes after each chunk is drawn, where a token does.
-    pub fn draws<'a>(&'a self, plan: &'a Plan) -> Vec<Option<Draw<'a>>> {
-        let draw = |chunk: &PlannedChunk| match &self.running[chunk.sequence] {
-            Sequence { role: Role::Sample(sample), tokens, .. } if chunk.logits == Logits::Last => {
-                Some(sample.sampler.draw_at(tokens.len() as u32))
-            }
-            _ => None,
-        };
-        plan.chunks.iter().map(draw).collect()
-    }
-
-    /// Takes a step's result, which took `duration`.
-    pub fn complete(&mut self, plan: &Plan, output: &StepOutput, duration: Duration, now: Duration) -> StepStats {
+    /// Applies the output of a step that took `duration`.
+    pub fn complete(&mut self, plan: &Plan, output: StepOutput, duration: Duration, now: Duration) -> StepStats {
         let mut stats = StepStats { duration, ..StepStats::default() };
-        let mut rows = output.logits.chunks_exact(self.info.vocab_size);
-        let mut drawn = output.drawn.iter();
+        let (logits, mut sampled) = match output {
+            StepOutput::Logits(logits) => (logits, None),
+            StepOutput::Sampled { tokens, logits } => (logits, Some(tokens.into_iter())),
+        };
+        let mut rows = logits.chunks_exact(self.info.vocab_size);
         let mut running = std::mem::take(&mut self.running);
         for chunk in &plan.chunks {
             let sequence = &mut running[chunk.sequence];
@@ -248,19 +239,22 @@ impl Machine {
                         }
                     }
                 }
-                Role::Sample(sample) => {
-                    if chunk.logits == Logits::Last {
-                        let (token, logprobs) = match drawn.next() {
-                            Some(drawn) => sample.sampler.accept(drawn),
-                            None => {
-                                let row = rows.next().expect("the engine gives a row for each token that wants logits");
-                                sample.sampler.draw(row, sequence.tokens.len() as u32)
-                            }
-                        };
-                        sequence.tokens.push(token);
-                        self.actions.push(Action::Tell(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
-                    }
+                Role::Sample(sample) if sequence.computed == sequence.tokens.len() => {
+                    let SampledToken { token, logprobs } = match &mut sampled {
+                        Some(tokens) => {
+                            let sampled = tokens.next().expect("the device samples a token for each request");
+                            sample.sampler.accept(sampled.token);
+                            sampled
+                        }
+                        None => {
+                            let row = rows.next().expect("the device returns a row for each request");
+                            sample.sampler.sample(row, sequence.tokens.len() as u32)
+                        }
+                    };
+                    sequence.tokens.push(token);
+                    self.actions.push(Action::Tell(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
                 }
+                Role::Sample(_) => {}
             }
         }
         self.rates.measure(&stats, self.settings.chunk_budget);
@@ -350,7 +344,7 @@ impl Machine {
             events: self.cache.take_events(),
             last_event_id: self.cache.last_event_id(),
             load: self.load(),
-            taken_in: std::mem::take(&mut self.taken_in),
+            included_request_ids: std::mem::take(&mut self.included_request_ids),
             step,
         }
     }

@@ -5,9 +5,9 @@
 //! on every machine.
 
 mod changes;
-mod draw;
+mod request;
 
-pub use draw::{Draw, Drawn};
+pub use request::{SampleRequest, SampledToken};
 
 use changes::Changes;
 use std::borrow::Cow;
@@ -123,7 +123,7 @@ impl Sampler {
 
     /// The same after tokens that were drawn elsewhere.
     pub(crate) fn resumed(mut self, generated: &[TokenId]) -> Self {
-        generated.iter().for_each(|token| self.remember(*token));
+        generated.iter().for_each(|token| self.accept(*token));
         self
     }
 
@@ -135,8 +135,8 @@ impl Sampler {
         self.generated_len
     }
 
-    /// Chooses the token at `position` of the sequence and remembers it.
-    pub(crate) fn draw(&mut self, logits: &[f32], position: u32) -> (TokenId, Option<TokenLogprobs>) {
+    /// Samples the token at `position` of the sequence from the logits of the token before it, and counts it as generated.
+    pub(crate) fn sample(&mut self, logits: &[f32], position: u32) -> SampledToken {
         let adjusted = self.adjusted(logits);
         let token = if self.sampling.temperature == 0.0 {
             argmax(&adjusted)
@@ -144,11 +144,12 @@ impl Sampler {
             choose(&self.candidates(&adjusted), uniform(self.sampling.seed, position))
         };
         let logprobs = self.sampling.logprobs.map(|top| logprobs(logits, token, top));
-        self.remember(token);
-        (token, logprobs)
+        self.accept(token);
+        SampledToken { token, logprobs }
     }
 
-    fn remember(&mut self, token: TokenId) {
+    /// Counts a token as generated.
+    pub(crate) fn accept(&mut self, token: TokenId) {
         if self.penalises() {
             let change = self.changes.of(token);
             change.count += 1;
@@ -328,7 +329,7 @@ mod tests {
 
     fn drawn(sampling: Sampling, logits: &[f32], draws: u32) -> Vec<TokenId> {
         let sampler = Sampler::new(sampling, &[]);
-        (0..draws).map(|position| sampler.clone().draw(logits, position).0).collect()
+        (0..draws).map(|position| sampler.clone().sample(logits, position).token).collect()
     }
 
     #[test]
@@ -401,23 +402,26 @@ mod tests {
         let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
         let logits = [1.0f32, 0.9, 0.0];
         let mut sampler = Sampler::new(Sampling { presence_penalty: 0.2, ..greedy.clone() }, &[]);
-        assert_eq!([sampler.draw(&logits, 0).0, sampler.draw(&logits, 1).0, sampler.draw(&logits, 2).0], [0, 1, 0]);
+        assert_eq!(
+            [sampler.sample(&logits, 0).token, sampler.sample(&logits, 1).token, sampler.sample(&logits, 2).token],
+            [0, 1, 0]
+        );
         let mut sampler = Sampler::new(Sampling { frequency_penalty: 0.2, ..greedy.clone() }, &[]);
-        assert_eq!([0, 1, 2, 3].map(|position| sampler.draw(&logits, position).0), [0, 1, 0, 1]);
+        assert_eq!([0, 1, 2, 3].map(|position| sampler.sample(&logits, position).token), [0, 1, 0, 1]);
         let mut sampler = Sampler::new(Sampling { repetition_penalty: 2.0, ..greedy.clone() }, &[0]);
-        assert_eq!(sampler.draw(&logits, 0).0, 1, "the prompt's tokens count as seen");
+        assert_eq!(sampler.sample(&logits, 0).token, 1, "the prompt's tokens count as seen");
         let bias = HashMap::from([(2, 100.0), (9_999, 1.0)]);
         assert_eq!(drawn(Sampling { logit_bias: bias, ..greedy.clone() }, &logits, 1), [2]);
         let min_tokens = Sampling { min_tokens: 1, stop_token_ids: vec![0], ..greedy };
         let mut sampler = Sampler::new(min_tokens, &[]);
-        assert_eq!([sampler.draw(&logits, 0).0, sampler.draw(&logits, 1).0], [1, 0]);
+        assert_eq!([sampler.sample(&logits, 0).token, sampler.sample(&logits, 1).token], [1, 0]);
     }
 
     #[test]
     fn what_leaves_nothing_to_weigh_still_draws_a_token() {
         let logits = [5.0f32, 1.0, -1.0];
         let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
-        assert_eq!(Sampler::new(penalty, &[0]).draw(&logits, 0).0, 0, "5 divided by it is infinite");
+        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by it is infinite");
         let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
         assert_eq!(drawn(no_token, &logits, 1), [0]);
         assert_eq!(drawn(Sampling::default(), &[f32::NAN; 3], 1), [0]);
@@ -435,7 +439,7 @@ mod tests {
     fn logprobs_are_of_the_model_not_of_the_temperature() {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
-        let (token, logprobs) = Sampler::new(sampling, &[]).draw(&logits, 0);
+        let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
         let logprobs = logprobs.expect("they were asked for");
         assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
         assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
@@ -448,6 +452,6 @@ mod tests {
         assert_eq!(of(1), of(1));
         assert_ne!(of(1), of(2));
         let sampler = Sampler::new(Sampling { seed: 1, ..Sampling::default() }, &[]);
-        assert_eq!(sampler.for_sample(1).draw(&logits, 3).0, of(2)[3], "sample i draws as a request with seed + i");
+        assert_eq!(sampler.for_sample(1).sample(&logits, 3).token, of(2)[3], "sample i draws as a request with seed + i");
     }
 }

@@ -4,6 +4,10 @@
 //! before it. So a torn, stale or misplaced block changes the text, and a test that compares texts sees it.
 
 use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 use std::time::Duration;
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
@@ -76,6 +80,24 @@ pub struct SimEngine {
     slots: Vec<u64>,
     /// A hash over all slots of a block, while they have not changed.
     folds: Vec<Option<u64>>,
+    clock: SimClock,
+    real_time: bool,
+}
+
+/// The simulated duration of steps that has not passed yet.
+#[derive(Clone, Default)]
+pub struct SimClock(Arc<AtomicU64>);
+
+impl SimClock {
+    /// Adds to the duration of the step that runs now.
+    pub fn add(&self, duration: Duration) {
+        self.0.fetch_add(duration.as_nanos() as u64, Relaxed);
+    }
+
+    /// Returns the duration that has been added since the last call; `None` if it is zero.
+    pub fn take(&self) -> Option<Duration> {
+        Some(Duration::from_nanos(self.0.swap(0, Relaxed))).filter(|duration| !duration.is_zero())
+    }
 }
 
 /// One answer in about this many tokens ends at each token.
@@ -93,7 +115,25 @@ impl SimEngine {
     /// An empty device that answers with these tokens.
     pub fn with_vocabulary(settings: SimSettings, vocabulary: Vocabulary) -> Self {
         let blocks = settings.capacity_blocks as usize;
-        Self { settings, vocabulary, slots: vec![0; blocks * settings.block_size as usize], folds: vec![None; blocks] }
+        Self {
+            settings,
+            vocabulary,
+            slots: vec![0; blocks * settings.block_size as usize],
+            folds: vec![None; blocks],
+            clock: SimClock::default(),
+            real_time: false,
+        }
+    }
+
+    /// Makes each step take its simulated duration, instead of adding it to the clock.
+    #[must_use]
+    pub fn in_real_time(self) -> Self {
+        Self { real_time: true, ..self }
+    }
+
+    /// The clock to which steps add their simulated durations.
+    pub fn clock(&self) -> SimClock {
+        self.clock.clone()
     }
 
     fn slot(&self, blocks: &[BlockId], position: usize) -> usize {
@@ -153,7 +193,7 @@ impl Engine for SimEngine {
                 self.folds[slot / self.settings.block_size as usize] = None;
                 let wanted = match chunk.logits {
                     Logits::None => false,
-                    Logits::Last => i + 1 == chunk.tokens.len(),
+                    Logits::Last | Logits::Sample(_) => i + 1 == chunk.tokens.len(),
                     Logits::All => true,
                 };
                 if wanted {
@@ -170,7 +210,13 @@ impl Engine for SimEngine {
         if decodes > 0 {
             seconds += s.decode_step.as_secs_f64() + f64::from(decodes) * s.decode_per_sequence.as_secs_f64();
         }
-        Ok(StepOutput { logits, simulated: self.scaled(seconds), ..StepOutput::default() })
+        self.clock.add(self.scaled(seconds));
+        if self.real_time
+            && let Some(duration) = self.clock.take()
+        {
+            std::thread::sleep(duration);
+        }
+        Ok(StepOutput::Logits(logits))
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
@@ -227,7 +273,7 @@ mod tests {
         let mut last = Vec::new();
         for (i, tokens) in tokens.chunks(budget).enumerate() {
             let chunk = Chunk { tokens, start: (i * budget) as u32, blocks, logits: Logits::Last };
-            last = engine.step(&[chunk]).expect("the simulator does not fail").logits;
+            last = engine.step(&[chunk]).expect("the simulator does not fail").into_logits();
         }
         last
     }
@@ -260,7 +306,7 @@ mod tests {
                 destination.write_block(block, &bytes).unwrap();
             }
             let last = Chunk { tokens: &tokens[39..], start: 39, blocks: &BLOCKS, logits: Logits::Last };
-            let logits = destination.step(&[last]).expect("the simulator does not fail").logits;
+            let logits = destination.step(&[last]).expect("the simulator does not fail").into_logits();
             assert_eq!(logits == whole, !torn);
         }
     }
@@ -271,8 +317,8 @@ mod tests {
         let tokens = vec![1; 2_000];
         let blocks: Vec<BlockId> = (0..125).map(BlockId).collect();
         let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
-        let simulated = engine.step(&[chunk]).expect("the simulator does not fail").simulated;
-        assert_eq!(simulated, Duration::from_micros(10_400));
+        engine.step(&[chunk]).expect("the simulator does not fail");
+        assert_eq!(engine.clock().take(), Some(Duration::from_micros(10_400)));
         // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
         assert_eq!(engine.describe().simulated_block_transfer.as_micros(), 20);
     }

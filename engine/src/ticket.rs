@@ -44,7 +44,7 @@ pub enum WriteRefused {
     WrongSize,
     /// Ends the reservation: there is nothing that blocks could be copied from.
     #[error("the blocks do not come the way that the ticket names")]
-    WrongWay,
+    WrongPath,
     /// The engine has failed or is shut down.
     #[error("the engine is gone")]
     EngineGone,
@@ -57,7 +57,7 @@ impl WriteRefused {
         (Self::SpentTicket, "spent_ticket"),
         (Self::NotMissing, "not_missing"),
         (Self::WrongSize, "wrong_size"),
-        (Self::WrongWay, "wrong_way"),
+        (Self::WrongPath, "wrong_path"),
     ];
 
     /// Its name among [`WriteRefused::REASONS`]; `None` when the write was not at fault.

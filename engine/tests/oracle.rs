@@ -81,7 +81,7 @@ fn all_logits(engine: &mut CpuEngine, tokens: &[TokenId], chunk_len: usize) -> V
     let chunks = tokens.chunks(chunk_len).enumerate();
     let steps = chunks.map(|(i, tokens)| {
         let chunk = Chunk { tokens, start: (i * chunk_len) as u32, blocks: &blocks, logits: Logits::All };
-        engine.step(&[chunk]).expect("the step runs").logits
+        engine.step(&[chunk]).expect("the step runs").into_logits()
     });
     steps.collect::<Vec<_>>().concat()
 }
@@ -162,7 +162,7 @@ fn chunks_of_any_length_give_the_same_bits() {
         let (blocks, mut last) = (blocks(0, 1), Vec::new());
         for (i, tokens) in tokens.chunks(chunk_len).enumerate() {
             let chunk = Chunk { tokens, start: (i * chunk_len) as u32, blocks: &blocks, logits: Logits::Last };
-            last = engine.step(&[chunk]).expect("the step runs").logits;
+            last = engine.step(&[chunk]).expect("the step runs").into_logits();
         }
         last
     };
@@ -180,7 +180,7 @@ fn chunks_of_any_length_give_the_same_bits() {
     }
     let start = cached_blocks * BLOCK_SIZE;
     let chunk = Chunk { tokens: &tokens[start..], start: start as u32, blocks: &blocks(0, 1), logits: Logits::Last };
-    assert_eq!(cached.step(&[chunk]).expect("the step runs").logits, expected, "logits after a cached prefix");
+    assert_eq!(cached.step(&[chunk]).expect("the step runs").into_logits(), expected, "logits after a cached prefix");
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn decode(engine: &mut CpuEngine, prompts: &[&[TokenId]], vocabulary: usize) -> 
                 logits: Logits::Last,
             })
             .collect();
-        let output = engine.step(&chunks).expect("the step runs").logits;
+        let output = engine.step(&chunks).expect("the step runs").into_logits();
         for (i, row) in output.chunks_exact(vocabulary).enumerate() {
             computed[i] = sequences[i].len();
             sequences[i].push(argmax(row) as TokenId);

@@ -7,10 +7,8 @@ use crate::{
     metrics::{Endpoint, FrontendMetrics},
 };
 use axum::http::StatusCode;
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use parking_lot::{Mutex, MutexGuard};
+use std::{collections::HashMap, sync::Arc};
 use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
@@ -124,7 +122,7 @@ impl Admission {
 
 impl Sequences {
     fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+        self.taken.lock()
     }
 
     /// Takes all or nothing. Nothing waits here: a queue would only hide the overload.

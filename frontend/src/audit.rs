@@ -1,12 +1,13 @@
 //! What `tandem audit check --result FILE` found when it last ran: the file, for the page and for an alert.
 
 use crate::metrics::FrontendMetrics;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File},
     io::{self, Read},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -125,14 +126,14 @@ impl LastAudit {
         };
         // Late or not: what is known now.
         let _ = tokio::time::timeout(WAIT, read).await;
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = self.known.lock().clone();
         known.unwrap_or_else(|| Err(Arc::new(AuditResultError::Slow { path: self.path.clone() })))
     }
 }
 
 /// Keeps what was read. Of failures in a row the first is for the log.
 fn note(found: Result<AuditResult, AuditResultError>, metrics: &FrontendMetrics, known: &Mutex<Known>) {
-    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = known.lock();
     match &found {
         Ok(found) => metrics.audited(found),
         Err(error) if !matches!(*known, Some(Err(_))) => {

@@ -37,7 +37,7 @@ use tandem_node::{
     discovery::{DiscoveryError, Workers},
     trace::Tracer,
 };
-use tandem_proto::link::Listener;
+use tandem_proto::channel::Listener;
 use tokio::net::TcpListener;
 
 /// Connections to [`FrontendSettings::admin`]: scrapers, health checks and a few viewers of the page.

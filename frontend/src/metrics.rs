@@ -6,13 +6,10 @@ use crate::{
 };
 use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram};
-use std::{
-    collections::HashSet,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
-use tandem_proto::v1::Reason;
+use tandem_proto::v1::FailureReason;
 
 /// Workers whose reports are remembered.
 const WORKERS_MAX: usize = 4096;
@@ -79,7 +76,7 @@ impl FrontendMetrics {
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
         // What should not happen stands at 0 until it does: an alert sees the step from 0 to 1, not one from nothing to 1.
-        for reason in (0..).map_while(|number| Reason::try_from(number).ok()) {
+        for reason in (0..).map_while(|number| FailureReason::try_from(number).ok()) {
             attempts_failed(registry, reason).increment(0);
         }
         for source in [CachedSource::RouterEstimate, CachedSource::Unknown] {
@@ -165,7 +162,7 @@ impl FrontendMetrics {
     }
 
     /// An attempt ended before its first token.
-    pub(crate) fn attempt_failed(&self, reason: Reason) {
+    pub(crate) fn attempt_failed(&self, reason: FailureReason) {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
@@ -206,7 +203,7 @@ impl FrontendMetrics {
 
     /// A worker that falls silent after it used to report is worth an alarm, and so is every prompt nobody reported on.
     fn note_report(&self, cached: &Cached, worker: &str) {
-        let mut reporting = self.reporting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reporting = self.reporting.lock();
         if cached.source == CachedSource::Worker {
             if !reporting.contains(worker) && reporting.len() < WORKERS_MAX {
                 reporting.insert(worker.to_owned());
@@ -254,7 +251,7 @@ impl FrontendMetrics {
     }
 }
 
-fn attempts_failed(registry: &Metrics, reason: Reason) -> Counter {
+fn attempts_failed(registry: &Metrics, reason: FailureReason) -> Counter {
     const NAME: &str = "tandem_frontend_attempts_failed_total";
     registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason.label())])
 }
@@ -301,7 +298,7 @@ mod tests {
     fn what_should_not_happen_stands_at_0_until_it_does() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
-        metrics.attempt_failed(Reason::PrefillLost);
+        metrics.attempt_failed(FailureReason::PrefillLost);
         let text = registry.render();
         for line in [
             r#"tandem_frontend_attempts_failed_total{reason="unreachable"} 0"#,

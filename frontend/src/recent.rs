@@ -2,10 +2,11 @@
 //! token id gets here.
 
 use crate::http::PromptDetails;
+use parking_lot::Mutex;
 use serde::Serialize;
 use std::{
     collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -73,8 +74,8 @@ pub(crate) struct Steps {
 /// One step's part of a prompt; the 64th is of all steps from there on.
 #[derive(Debug, Serialize)]
 pub(crate) struct Chunk {
-    pub(crate) from_ms: f64,
-    pub(crate) took_ms: f64,
+    pub(crate) start_ms: f64,
+    pub(crate) duration_ms: f64,
     pub(crate) tokens: u32,
 }
 
@@ -94,7 +95,7 @@ impl Recent {
     /// A prompt has ended now.
     pub(crate) fn keep(&self, finished: Finished) {
         let ended_unix_ms = unix_ms();
-        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ring = self.ring.lock();
         ring.kept += 1;
         let record = Arc::new(Record { number: ring.kept, ended_unix_ms, finished });
         let oldest = if ring.records.len() >= self.max { ring.records.pop_front() } else { None };
@@ -105,7 +106,7 @@ impl Recent {
 
     /// Those that are remembered and newer than number `after`, the oldest first.
     pub(crate) fn after(&self, after: u64) -> Vec<Arc<Record>> {
-        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let ring = self.ring.lock();
         let new = usize::try_from(ring.kept.saturating_sub(after)).unwrap_or(usize::MAX);
         ring.records.iter().skip(ring.records.len().saturating_sub(new)).cloned().collect()
     }

@@ -1,9 +1,10 @@
 //! One client's part of something that all clients share.
 
 use crate::admission::Client;
+use parking_lot::Mutex;
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Weak},
 };
 use tokio::sync::Semaphore;
 
@@ -22,7 +23,7 @@ impl Shares {
 
     /// The client's share. It is the same for all calls as long as one of them keeps it, or a permit of it.
     pub(crate) fn of(&self, client: &Client) -> Arc<Semaphore> {
-        let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut in_use = self.in_use.lock();
         in_use.retain(|_, share| share.strong_count() > 0);
         if let Some(share) = in_use.get(client).and_then(Weak::upgrade) {
             return share;
@@ -45,6 +46,6 @@ mod tests {
         assert!(shares.of(&Client::Account("b".to_owned())).try_acquire_owned().is_ok(), "others have shares of their own");
         drop(permit);
         assert!(shares.of(&client).try_acquire_owned().is_ok());
-        assert_eq!(shares.in_use.lock().expect("no panic").len(), 1, "shares that are not in use are forgotten");
+        assert_eq!(shares.in_use.lock().len(), 1, "shares that are not in use are forgotten");
     }
 }

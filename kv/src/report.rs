@@ -51,7 +51,7 @@ pub struct KvBatch {
     /// After them.
     pub load: Load,
     /// Requests whose work `load` has come to include.
-    pub taken_in: Vec<String>,
+    pub included_request_ids: Vec<String>,
     /// The step that ended with this batch, if one did.
     pub step: Option<StepStats>,
 }

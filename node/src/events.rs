@@ -10,11 +10,12 @@
 use crate::{Metrics, Secret, retry::complaint};
 use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subscriber, connection::State};
 use futures::StreamExt;
+use parking_lot::Mutex;
 use prost::Message;
 use std::{
     fmt, fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tandem_kv::KvBatch;
@@ -322,7 +323,7 @@ impl Watching {
     fn take(&self, event: &Event) {
         match event {
             Event::Connected => {
-                self.told.lock().unwrap_or_else(PoisonError::into_inner).take();
+                self.told.lock().take();
                 self.connected.set(1.0);
                 tracing::info!("NATS is connected");
                 self.tell.send_replace(true);
@@ -335,7 +336,7 @@ impl Watching {
             Event::SlowConsumer(_) => self.slow.increment(1),
             Event::ServerError(_) | Event::ClientError(_) => {
                 let complaint = event.to_string();
-                let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut told = self.told.lock();
                 if told.as_ref() != Some(&complaint) {
                     tracing::warn!("NATS cannot be used, trying again: {complaint}");
                     *told = Some(complaint);

@@ -4,9 +4,10 @@
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -80,7 +81,7 @@ impl Metrics {
     }
 
     fn parts(&self) -> MutexGuard<'_, BTreeMap<String, Weak<Registry>>> {
-        self.0.parts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.parts.lock()
     }
 
     /// All there are now, this one first.

@@ -16,8 +16,8 @@ use tandem_node::{
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{
-        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Ready, Scheduled, Way, prefill_reply,
-        prefill_request,
+        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, ReadyBlocks, Scheduled, TransferPath,
+        prefill_reply, prefill_request,
     },
 };
 use tandem_transfer::TransferError;
@@ -47,7 +47,7 @@ pub(crate) async fn attempt(
     span.event("scheduled", &[]);
     span.set("tandem.cached_tokens", cached_tokens);
     if let Some(ways) = worker.ways.offered() {
-        replies.send(PrefillReply { message: Some(prefill_reply::Message::Ways(*ways)) }).await?;
+        replies.send(PrefillReply { message: Some(prefill_reply::Message::TransferCapabilities(*ways)) }).await?;
     }
     let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
@@ -113,10 +113,10 @@ fn check(ticket: &v1::Ticket, blocks: u32) -> Result<(), Ended> {
 
 /// Sends each missing block as soon as it is computed; returns when all is computed and all have landed.
 async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) -> Result<PrefillDone, Ended> {
-    let way = ticket.way();
-    let v1::Ticket { ticket, address, missing_blocks, communicator, wants_handle, .. } = ticket;
+    let path = ticket.path();
+    let v1::Ticket { ticket, address, missing_blocks, communicator, wants_ipc_handle, .. } = ticket;
     let ticket = Ticket::try_from(&ticket[..]).map_err(|_| Ended::Protocol(Protocol::InvalidTicket))?;
-    let chosen = worker.ways.choose(way, &communicator)?;
+    let chosen = worker.ways.choose(path, &communicator)?;
     let transport = match chosen {
         Chosen::Content => worker.transport.name(),
         Chosen::Places => "cuda_ipc",
@@ -171,8 +171,8 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
                         moved += bytes;
                     }
                     Chosen::Content | Chosen::Places => {
-                        let (block_indices, sources) = blocks.into_iter().map(|(index, block)| (index, block.0)).unzip();
-                        push.ready(Ready { block_indices, sources }).await?;
+                        let (block_indices, source_blocks) = blocks.into_iter().map(|(index, block)| (index, block.0)).unzip();
+                        push.ready(ReadyBlocks { block_indices, source_blocks }).await?;
                         // They are copied while later ones are computed: of the last ones alone the end is waited for.
                         (moved, busy) = (bytes, Duration::ZERO);
                     }
@@ -190,7 +190,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
         busy += began.elapsed();
     };
     let chunks = chunks.into_iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
-    let mut done = PrefillDone { chunks: chunks.collect(), cuda_ipc: Vec::new() };
+    let mut done = PrefillDone { chunks: chunks.collect(), ipc_handle: Vec::new() };
     if nothing_missing {
         return Ok(done);
     }
@@ -213,10 +213,10 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
     }
     drop(job);
     // The decode worker at the vouched address has taken blocks under the ticket, so the ticket is that of a live reservation.
-    if wants_handle {
-        done.cuda_ipc = worker.ways.handle().to_vec();
+    if wants_ipc_handle {
+        done.ipc_handle = worker.ways.handle().to_vec();
     }
-    if way == Way::Tcp && !communicator.is_empty() {
+    if path == TransferPath::Tcp && !communicator.is_empty() {
         worker.ways.join(&address, communicator);
     }
     if matches!(chosen, Chosen::Places) {

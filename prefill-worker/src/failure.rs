@@ -4,7 +4,7 @@ use tandem_engine::Refusal;
 use tandem_node::worker::ClientGone;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
-    v1::{Failure, Reason},
+    v1::{Failure, FailureReason},
 };
 use tandem_transfer::TransferError;
 use tonic::Status;
@@ -77,18 +77,18 @@ impl Ended {
         let (reason, culprit) = match self {
             Self::ClientGone(gone) => return Told::Nobody(gone),
             Self::Protocol(protocol) => return Told::Error(protocol.into()),
-            Self::WrongInstance { asked_for } => (Reason::WrongInstance, asked_for),
-            Self::Draining => (Reason::Draining, instance_id.to_owned()),
-            Self::NoTicket => (Reason::Timeout, instance_id.to_owned()),
-            Self::Refused(Refusal::Full) => (Reason::Full, instance_id.to_owned()),
+            Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
+            Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
+            Self::NoTicket => (FailureReason::Timeout, instance_id.to_owned()),
+            Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, instance_id.to_owned()),
             Self::TooLong
             | Self::UnknownToken
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
-            ) => (Reason::Invalid, instance_id.to_owned()),
-            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (Reason::Engine, instance_id.to_owned()),
+            ) => (FailureReason::InvalidRequest, instance_id.to_owned()),
+            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, instance_id.to_owned()),
             Self::LinkGone | Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
-                (Reason::PrefillLost, instance_id.to_owned())
+                (FailureReason::PrefillLost, instance_id.to_owned())
             }
         };
         Told::Failure(Failure { reason: reason.into(), message, instance_id: culprit })

@@ -23,7 +23,7 @@ use tandem_node::{
 };
 use tandem_proto::{
     ClusterKey,
-    link::{Listener, MESSAGE_BYTES_MAX},
+    channel::{Listener, MESSAGE_BYTES_MAX},
     v1::{WorkerInfo, prefill_server::PrefillServer, worker_info::Role},
 };
 use tandem_transfer::{Tcp, Transport};

@@ -1,9 +1,7 @@
 //! The way to other workers as a simulated engine sees it: blocks pass one after another, each for its time.
 
-use std::{
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::time::Duration;
 use tokio::time::Instant;
 
 /// Timers are no finer than this.
@@ -28,7 +26,7 @@ impl Link {
         }
         let now = Instant::now();
         let passed = {
-            let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut free_at = self.free_at.lock();
             let passed = free_at.map_or(now, |free_at| free_at.max(now)) + self.block;
             *free_at = Some(passed);
             passed
@@ -41,7 +39,7 @@ impl Link {
 
     /// Waits until all that has been sent so far has passed.
     pub(crate) async fn settle(&self) {
-        let free_at = *self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let free_at = *self.free_at.lock();
         if let Some(free_at) = free_at {
             tokio::time::sleep_until(free_at).await;
         }

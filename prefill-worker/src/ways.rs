@@ -1,16 +1,17 @@
 //! The ways from this worker's KV memory that do not lead through the host: what is offered of them, and the links of those that took it.
 
 use crate::failure::{Ended, Protocol};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 use tandem_engine::{KvMemory, Link, LinkEnd};
 use tandem_kv::{BlockId, Ticket};
 use tandem_node::{Shutdown, worker::Requests};
 use tandem_proto::{
-    link::{Channels, Network},
-    v1::{self, LinkReply, LinkRequest, Way, transfer_client::TransferClient},
+    channel::{Channels, Network},
+    v1::{self, NcclControlReply, NcclControlRequest, TransferPath, transfer_client::TransferClient},
 };
 use tokio::{
     sync::{Semaphore, mpsc, oneshot},
@@ -32,7 +33,7 @@ struct Inner {
     memory: Option<Arc<dyn KvMemory>>,
     /// With which a process of this host opens all of the memory; empty if none can.
     handle: Vec<u8>,
-    offered: Option<v1::Ways>,
+    offered: Option<v1::TransferCapabilities>,
     channels: Channels,
     lines: Mutex<Lines>,
     /// [`JOINS_MAX`] permits.
@@ -89,14 +90,16 @@ impl Ways {
             })
         };
         let handle = memory.as_deref().map(handle).unwrap_or_default();
-        let offered = memory.as_deref().map(|memory| v1::Ways { cuda_ipc: !handle.is_empty(), nccl: memory.link_devices() });
-        let offered = offered.filter(|ways| ways.nccl > 0 || ways.cuda_ipc);
+        let offered = memory
+            .as_deref()
+            .map(|memory| v1::TransferCapabilities { cuda_ipc: !handle.is_empty(), nccl_ranks: memory.link_devices() });
+        let offered = offered.filter(|ways| ways.nccl_ranks > 0 || ways.cuda_ipc);
         let (channels, lines, joins) = (Channels::on(network), Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
         Self(Arc::new(Inner { memory, handle, offered, channels, lines, joins, requests, shutdown }))
     }
 
     /// What decode workers are told, if there is anything.
-    pub(crate) fn offered(&self) -> Option<&v1::Ways> {
+    pub(crate) fn offered(&self) -> Option<&v1::TransferCapabilities> {
         self.0.offered.as_ref()
     }
 
@@ -106,19 +109,19 @@ impl Ways {
     }
 
     fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.0.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lines.lock()
     }
 
     /// How the blocks of a ticket go.
-    pub(crate) fn choose(&self, way: Way, communicator: &[u8]) -> Result<Chosen, Ended> {
+    pub(crate) fn choose(&self, way: TransferPath, communicator: &[u8]) -> Result<Chosen, Ended> {
         match (way, &self.0.offered) {
-            (Way::Tcp, _) => Ok(Chosen::Content),
-            (Way::CudaIpc, Some(offered)) if offered.cuda_ipc => Ok(Chosen::Places),
+            (TransferPath::Tcp, _) => Ok(Chosen::Content),
+            (TransferPath::CudaIpc, Some(offered)) if offered.cuda_ipc => Ok(Chosen::Places),
             // It may have broken since the decode worker last looked.
-            (Way::Nccl, Some(offered)) if offered.nccl > 0 => {
+            (TransferPath::Nccl, Some(offered)) if offered.nccl_ranks > 0 => {
                 self.lines().open.get(communicator).cloned().map(Chosen::Line).ok_or(Ended::LinkGone)
             }
-            (Way::CudaIpc | Way::Nccl, _) => Err(Ended::Protocol(Protocol::NotOffered)),
+            (TransferPath::CudaIpc | TransferPath::Nccl, _) => Err(Ended::Protocol(Protocol::NotOffered)),
         }
     }
 
@@ -169,14 +172,14 @@ impl Ways {
         let (line, mut transfers) = mpsc::channel(1);
         self.lines().open.insert(communicator.clone(), Line(line));
         let (requests, receiver) = mpsc::channel(1);
-        let first = LinkRequest { communicator, ..LinkRequest::default() };
+        let first = NcclControlRequest { communicator, ..NcclControlRequest::default() };
         // There is room for it.
         let _ = requests.try_send(first);
-        let mut replies = match TransferClient::new(channel).link(ReceiverStream::new(receiver)).await {
+        let mut replies = match TransferClient::new(channel).nccl_control(ReceiverStream::new(receiver)).await {
             Ok(replies) => replies.into_inner(),
             Err(status) => return status.to_string(),
         };
-        let idle = async |replies: &mut Streaming<LinkReply>| match replies.message().await {
+        let idle = async |replies: &mut Streaming<NcclControlReply>| match replies.message().await {
             Ok(Some(_)) => "a reply to nothing".to_owned(),
             Ok(None) => "the decode worker has closed it".to_owned(),
             Err(status) => status.to_string(),
@@ -193,7 +196,7 @@ impl Ways {
             }
             let (block_indices, blocks): (Vec<u32>, Vec<BlockId>) = blocks.into_iter().unzip();
             if requests
-                .send(LinkRequest { ticket: ticket.as_bytes().to_vec(), block_indices, ..LinkRequest::default() })
+                .send(NcclControlRequest { ticket: ticket.as_bytes().to_vec(), block_indices, ..NcclControlRequest::default() })
                 .await
                 .is_err()
             {
@@ -204,7 +207,7 @@ impl Ways {
             let sending = spawn_blocking(move || link.send(&blocks));
             let (sent, reply) = tokio::join!(sending, replies.message());
             match (sent.expect("sending does not panic"), reply) {
-                (Ok(()), Ok(Some(reply))) => drop(landed.send(reply.landed)),
+                (Ok(()), Ok(Some(reply))) => drop(landed.send(reply.written)),
                 (Err(error), _) => return error.to_string(),
                 (_, Ok(None)) => return "the decode worker has closed it".to_owned(),
                 (_, Err(status)) => return status.to_string(),

@@ -50,7 +50,7 @@ pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEven
         instance_id: instance_id.to_owned(),
         last_event_id: batch.last_event_id.max(above),
         events: batch.events.iter().filter(|event| event.event_id > above).map(Into::into).collect(),
-        load: Some(v1::Load { taken_in: batch.taken_in.clone(), ..(&batch.load).into() }),
+        load: Some(v1::Load { included_request_ids: batch.included_request_ids.clone(), ..(&batch.load).into() }),
         sent_unix_us: 0,
     }
 }
@@ -116,7 +116,13 @@ impl TryFrom<v1::KvEventBatch> for KvBatch {
         {
             return Err(WireError::EventIds { after: last.event_id, found: batch.last_event_id });
         }
-        Ok(Self { last_event_id: batch.last_event_id, events, load: Load::from(&load), taken_in: load.taken_in, step: None })
+        Ok(Self {
+            last_event_id: batch.last_event_id,
+            events,
+            load: Load::from(&load),
+            included_request_ids: load.included_request_ids,
+            step: None,
+        })
     }
 }
 
@@ -148,11 +154,11 @@ mod tests {
     }
 
     fn batch() -> impl Strategy<Value = KvBatch> {
-        (vec(change(), 0..10), 0..u64::MAX / 2, vec("[a-z]{0,8}", 0..3)).prop_map(|(changes, before, taken_in)| {
+        (vec(change(), 0..10), 0..u64::MAX / 2, vec("[a-z]{0,8}", 0..3)).prop_map(|(changes, before, included_request_ids)| {
             let events: Vec<KvEvent> =
                 changes.into_iter().zip(before + 1..).map(|(change, event_id)| KvEvent { event_id, change }).collect();
             let last_event_id = before + events.len() as u64;
-            KvBatch { last_event_id, events, taken_in, ..Default::default() }
+            KvBatch { last_event_id, events, included_request_ids, ..Default::default() }
         })
     }
 

@@ -1,10 +1,10 @@
 //! The wire between Tandem's processes: its messages, their checked conversions to `kv`'s types, and how connections are made.
 
+pub mod channel;
 mod error;
 mod event;
 mod identity;
 mod key;
-pub mod link;
 mod load;
 mod reason;
 mod scheduled;

@@ -13,7 +13,7 @@ const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 /// Bytes in a second: from a link that nothing could be served over to a thousand times the fastest.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
-/// `taken_in`, `transfer_bytes_per_second`, `cache` and `steps` are not the cache's to know: they stay empty, for the sender to fill in.
+/// `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` are not the cache's to know: they stay empty, for the sender to fill in.
 impl From<&Load> for v1::Load {
     fn from(load: &Load) -> Self {
         Self {
@@ -28,7 +28,7 @@ impl From<&Load> for v1::Load {
             prefill_fixed_ms: load.prefill_fixed_ms,
             decode_step_ms: load.decode_step_ms,
             transfer_bytes_per_second: 0.0,
-            taken_in: Vec::new(),
+            included_request_ids: Vec::new(),
             cache: None,
             steps: None,
         }

@@ -1,18 +1,18 @@
 //! Why an attempt failed, in a word.
 
-use crate::v1::Reason;
+use crate::v1::FailureReason;
 
-impl Reason {
+impl FailureReason {
     /// As a metric's label, in traces and for people.
     pub fn label(self) -> &'static str {
         match self {
             Self::Unspecified => "unreachable",
-            Self::Full => "full",
+            Self::AtCapacity => "at_capacity",
             Self::PrefillLost => "prefill_lost",
             Self::Timeout => "timeout",
             Self::WrongInstance => "wrong_instance",
-            Self::Engine => "engine",
-            Self::Invalid => "invalid",
+            Self::EngineFailed => "engine_failed",
+            Self::InvalidRequest => "invalid_request",
             Self::Draining => "draining",
             Self::WriteRefused => "write_refused",
         }

@@ -18,7 +18,7 @@ impl v1::PrefillChunk {
     /// A step that began so long after Scheduled.
     pub fn new(begun: Duration, took: Duration, tokens: u32) -> Self {
         let ms = |time: Duration| time.as_secs_f32() * 1e3;
-        Self { begun_ms: ms(begun), took_ms: ms(took), tokens }
+        Self { start_ms: ms(begun), duration_ms: ms(took), tokens }
     }
 }
 

@@ -1,30 +1,31 @@
 //! Messages that hold a ticket, printed without it.
 
-use crate::v1::{LinkRequest, PushRequest, Ticket};
+use crate::v1::{NcclControlRequest, PushRequest, Ticket};
 use std::fmt::{Debug, Formatter, Result};
 
 impl Debug for Ticket {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
-        let Self { ticket: _, address, missing_blocks, way: _, communicator: _, address_signature: _, wants_handle: _ } = self;
+        let Self { ticket: _, address, missing_blocks, path: _, communicator: _, address_signature: _, wants_ipc_handle: _ } =
+            self;
         let mut told = formatter.debug_struct("Ticket");
-        told.field("address", address).field("missing_blocks", &missing_blocks.len()).field("way", &self.way());
+        told.field("address", address).field("missing_blocks", &missing_blocks.len()).field("path", &self.path());
         told.finish_non_exhaustive()
     }
 }
 
 impl Debug for PushRequest {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
-        let Self { ticket: _, block_index, payload, ready } = self;
+        let Self { ticket: _, block_index, payload, ready_blocks } = self;
         let mut told = formatter.debug_struct("PushRequest");
-        told.field("block_index", block_index).field("payload_bytes", &payload.len()).field("ready", ready);
+        told.field("block_index", block_index).field("payload_bytes", &payload.len()).field("ready_blocks", ready_blocks);
         told.finish_non_exhaustive()
     }
 }
 
-impl Debug for LinkRequest {
+impl Debug for NcclControlRequest {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
         let Self { communicator: _, ticket: _, block_indices } = self;
-        formatter.debug_struct("LinkRequest").field("block_indices", block_indices).finish_non_exhaustive()
+        formatter.debug_struct("NcclControlRequest").field("block_indices", block_indices).finish_non_exhaustive()
     }
 }
 
@@ -37,8 +38,8 @@ mod tests {
         let secret = vec![0xab; 16];
         let ticket = Ticket { ticket: secret.clone(), communicator: secret.clone(), ..Ticket::default() };
         let push = PushRequest { ticket: secret.clone(), payload: secret.clone().into(), ..PushRequest::default() };
-        let link = LinkRequest { ticket: secret.clone(), communicator: secret, ..LinkRequest::default() };
-        for printed in [format!("{ticket:?}"), format!("{push:?}"), format!("{link:?}")] {
+        let control = NcclControlRequest { ticket: secret.clone(), communicator: secret, ..NcclControlRequest::default() };
+        for printed in [format!("{ticket:?}"), format!("{push:?}"), format!("{control:?}")] {
             assert!(!printed.contains("171") && !printed.contains("ab, ab"), "{printed}");
         }
     }

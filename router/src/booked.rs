@@ -36,7 +36,7 @@ pub(crate) struct Booked {
     bookings: u32,
     unreported: BTreeMap<BookingKey, Share>,
     /// The latest [`TAKEN_IN_MAX`].
-    taken_in: VecDeque<Arc<str>>,
+    included_request_ids: VecDeque<Arc<str>>,
     tokens: u64,
     sequences: u64,
     /// Block → prompts in computation that have it. As prompts are whole, it is prefix-closed.
@@ -48,7 +48,7 @@ impl Booked {
         Self {
             bookings: 0,
             unreported: BTreeMap::new(),
-            taken_in: VecDeque::new(),
+            included_request_ids: VecDeque::new(),
             tokens: 0,
             sequences: 0,
             predicted: HashMap::with_hasher(Keyed(key)),
@@ -91,12 +91,12 @@ impl Booked {
     }
 
     /// The worker's report has come to include the request.
-    pub(crate) fn taken_in(&mut self, request_id: &str) {
+    pub(crate) fn included_request_ids(&mut self, request_id: &str) {
         let request_id: Arc<str> = request_id.into();
-        if self.taken_in.len() == TAKEN_IN_MAX {
-            self.taken_in.pop_front();
+        if self.included_request_ids.len() == TAKEN_IN_MAX {
+            self.included_request_ids.pop_front();
         }
-        self.taken_in.push_back(request_id.clone());
+        self.included_request_ids.push_back(request_id.clone());
         let all = (request_id.clone(), BookingId(0))..=(request_id, BookingId(u64::MAX));
         let keys: Vec<BookingKey> = self.unreported.range(all).map(|(key, _)| key.clone()).collect();
         for key in keys {
@@ -106,7 +106,7 @@ impl Booked {
 
     /// Whether one of the worker's latest reports has come to include the request.
     pub(crate) fn has_taken_in(&self, request_id: &str) -> bool {
-        self.taken_in.iter().any(|taken_in| **taken_in == *request_id)
+        self.included_request_ids.iter().any(|included_request_ids| **included_request_ids == *request_id)
     }
 
     /// What of a booking is not in the worker's report.
@@ -167,10 +167,10 @@ mod tests {
         booked.add(key("ab", 2), Share { tokens: 10, sequences: 1 }, &[]);
         assert_eq!((booked.tokens(), booked.sequences(), booked.bookings()), (110, 3, 2));
         for _ in 0..2 {
-            booked.taken_in("a");
+            booked.included_request_ids("a");
             assert_eq!((booked.tokens(), booked.sequences(), booked.bookings()), (10, 1, 2));
         }
-        booked.taken_in("somebody else's");
+        booked.included_request_ids("somebody else's");
         booked.prefilled(&key("ab", 2), &[]);
         assert_eq!((booked.tokens(), booked.sequences(), booked.bookings()), (0, 1, 2));
         booked.remove(&key("a", 1));

@@ -6,7 +6,7 @@
 
 use crate::booked::BookingId;
 use std::time::Duration;
-use tandem_proto::v1::Reason;
+use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
 /// In a row. As many as one request may have attempts: it alone cannot do without a worker.
@@ -35,10 +35,14 @@ struct Open {
 
 /// Whether this may mean that a worker is broken. That it is full, leaving or another instance by now does not, nor that a
 /// request is nonsense.
-pub(crate) fn is_fault(reason: Reason) -> bool {
+pub(crate) fn is_fault(reason: FailureReason) -> bool {
     match reason {
-        Reason::Unspecified | Reason::PrefillLost | Reason::Timeout | Reason::Engine => true,
-        Reason::Full | Reason::WrongInstance | Reason::Invalid | Reason::Draining | Reason::WriteRefused => false,
+        FailureReason::Unspecified | FailureReason::PrefillLost | FailureReason::Timeout | FailureReason::EngineFailed => true,
+        FailureReason::AtCapacity
+        | FailureReason::WrongInstance
+        | FailureReason::InvalidRequest
+        | FailureReason::Draining
+        | FailureReason::WriteRefused => false,
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 use tandem_kv::SequenceHash;
 use tandem_proto::{
     WireError,
-    v1::{BookingChange, BookingChanges, BookingState, BookingsReply, PlacedRequest, PlacedShare, bookings_reply::Message},
+    v1::{BookedLoad, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply::Message},
 };
 use tokio::sync::watch;
 
@@ -145,7 +145,7 @@ impl Part {
 /// The message, from the router of this instance.
 pub(crate) fn encode(router_instance_id: &str, news: News) -> BookingsReply {
     let all = |bookings: Vec<Change>| {
-        bookings.into_iter().map(|(booking_id, told)| BookingChange { booking_id, placed: told.map(Into::into) }).collect()
+        bookings.into_iter().map(|(booking_id, told)| BookingChange { booking_id, request: told.map(Into::into) }).collect()
     };
     let message = match news {
         News::State { at, bookings, last } => Message::State(BookingState { at_change_id: at, bookings: all(bookings), last }),
@@ -156,9 +156,9 @@ pub(crate) fn encode(router_instance_id: &str, news: News) -> BookingsReply {
     BookingsReply { router_instance_id: router_instance_id.to_owned(), message: Some(message) }
 }
 
-impl From<Told> for PlacedRequest {
+impl From<Told> for BookedRequest {
     fn from(told: Told) -> Self {
-        let share = |(instance_id, Share { tokens, sequences }): (Arc<str>, Share)| PlacedShare {
+        let share = |(instance_id, Share { tokens, sequences }): (Arc<str>, Share)| BookedLoad {
             instance_id: instance_id.to_string(),
             tokens,
             sequences,
@@ -167,24 +167,24 @@ impl From<Told> for PlacedRequest {
             request_id: told.request_id.to_string(),
             decode: Some(share(told.decode)),
             prefill: told.prefill.map(share),
-            computing: told.computing,
+            prefilling: told.computing,
             sequence_hashes: told.hashes.iter().map(|hash| hash.0).collect(),
         }
     }
 }
 
-impl TryFrom<PlacedRequest> for Told {
+impl TryFrom<BookedRequest> for Told {
     type Error = WireError;
 
-    fn try_from(placed: PlacedRequest) -> Result<Self, WireError> {
-        let share = |PlacedShare { instance_id, tokens, sequences }| (Arc::<str>::from(instance_id), Share { tokens, sequences });
+    fn try_from(placed: BookedRequest) -> Result<Self, WireError> {
+        let share = |BookedLoad { instance_id, tokens, sequences }| (Arc::<str>::from(instance_id), Share { tokens, sequences });
         let decode = share(placed.decode.ok_or(WireError::Missing { field: "decode" })?);
-        let hashes = if placed.computing { placed.sequence_hashes } else { Vec::new() };
+        let hashes = if placed.prefilling { placed.sequence_hashes } else { Vec::new() };
         Ok(Self {
             request_id: placed.request_id.into(),
             prefill: placed.prefill.map(share).filter(|(instance_id, _)| *instance_id != decode.0),
             decode,
-            computing: placed.computing,
+            computing: placed.prefilling,
             hashes: hashes.into_iter().take(HASHES_MAX).map(SequenceHash).collect(),
         })
     }
@@ -269,7 +269,7 @@ impl Intake {
 }
 
 fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
-    let change = |BookingChange { booking_id, placed }| Ok((booking_id, placed.map(Told::try_from).transpose()?));
+    let change = |BookingChange { booking_id, request }| Ok((booking_id, request.map(Told::try_from).transpose()?));
     bookings.into_iter().map(change).collect()
 }
 
@@ -338,11 +338,11 @@ mod tests {
         assert_eq!(intake.take(encode("j", change(4, 5))), Err(Broken::OtherInstance));
         let empty = BookingsReply { router_instance_id: "i".to_owned(), message: None };
         assert_eq!(intake.take(empty), Err(Broken::Wire(WireError::Missing { field: "message" })));
-        let mut placed = PlacedRequest::from(told(HASHES_MAX + 1));
+        let mut placed = BookedRequest::from(told(HASHES_MAX + 1));
         placed.prefill = placed.decode.clone();
         let heard = Told::try_from(placed.clone()).expect("it has all it needs");
         assert_eq!((heard.prefill, heard.hashes.len()), (None, HASHES_MAX));
-        let lacking = PlacedRequest { decode: None, ..placed };
+        let lacking = BookedRequest { decode: None, ..placed };
         assert_eq!(Told::try_from(lacking), Err(WireError::Missing { field: "decode" }));
     }
 }

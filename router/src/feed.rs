@@ -117,7 +117,7 @@ impl Feed {
             Message::Snapshot(chunk) => self.take_chunk(chunk),
             Message::Batch(batch) => {
                 if let Some(load) = &batch.load {
-                    self.load = Load { taken_in: Vec::new(), ..load.clone() };
+                    self.load = Load { included_request_ids: Vec::new(), ..load.clone() };
                 }
                 self.take_batch(batch, now)
             }

@@ -36,7 +36,7 @@ use tandem_node::{
     discovery::{DiscoveryError, Members, Workers},
 };
 use tandem_proto::{
-    link::{self, Listener},
+    channel::{self, Listener},
     v1::router_server::RouterServer,
 };
 use tokio::task::JoinSet;
@@ -108,9 +108,9 @@ pub async fn run(
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
     let key = listener.network().key().clone();
     let service = RouterService { cluster: cluster.clone(), settings, key, alone, shutdown: shutdown.clone() };
-    let service = RouterServer::new(service).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
+    let service = RouterServer::new(service).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
     let draining = shutdown.clone();
-    let server = link::server().max_concurrent_streams(streams_max);
+    let server = channel::server().max_concurrent_streams(streams_max);
     let on_refused = cluster.lock().count_unauthenticated();
     let serve = listener.serve(server, Routes::new(service), on_refused, async move { draining.draining().await });
     tokio::select! {
@@ -153,7 +153,7 @@ where
         tasks.retain(|address, _| listed.contains(address) || (hints && is_there(address)));
         for address in listed {
             let Vacant(place) = tasks.entry(address.clone()) else { continue };
-            let endpoint = link::endpoint(address).expect("lists are checked when they are read");
+            let endpoint = channel::endpoint(address).expect("lists are checked when they are read");
             place.insert(JoinSet::new()).spawn(one(address.clone(), endpoint));
         }
         tokio::select! {

@@ -95,7 +95,7 @@ impl RouterMetrics {
             ),
             refused: registry.counter("tandem_router_refused_total", "Requests that no worker could take.", &[]),
             joined: workers("joined"),
-            refused_workers: workers("refused"),
+            refused_workers: workers("incompatible"),
             unreachable: workers("unreachable"),
             unauthenticated: registry.counter(
                 "tandem_router_unauthenticated_total",

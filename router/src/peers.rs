@@ -7,7 +7,7 @@ use crate::{
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_node::{Tries, retry::complaint};
 use tandem_proto::{
-    link::{self, Network},
+    channel::{self, Network},
     v1::{BookingsRequest, router_client::RouterClient},
 };
 use tokio::time::{sleep, timeout};
@@ -71,7 +71,7 @@ impl Peering {
     /// One stream's life.
     async fn follow(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
         let channel = self.network.connect(&self.endpoint).await?;
-        let mut router = RouterClient::new(channel).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
+        let mut router = RouterClient::new(channel).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let (identity, own) = {
             let state = self.cluster.lock();
             (state.identity(), state.instance_id())

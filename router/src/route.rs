@@ -139,13 +139,13 @@ pub struct Cost {
     /// To compute the new tokens.
     pub compute_ms: f64,
     /// What others will wait for that, and lose from a full cache.
-    pub others_ms: f64,
+    pub interference_ms: f64,
     /// Of the blocks it lacks.
     pub transfer_ms: f64,
     /// Of the handoff itself.
     pub handoff_ms: f64,
     /// Of the sequences that run there.
-    pub streams_ms: f64,
+    pub decode_load_ms: f64,
     /// Of policies that estimate no time.
     pub rank: f64,
 }
@@ -153,8 +153,13 @@ pub struct Cost {
 impl Cost {
     /// What the choice is made by. Numbers that cannot be added cost more than any other.
     pub fn total(&self) -> f64 {
-        let total =
-            self.queue_ms + self.compute_ms + self.others_ms + self.transfer_ms + self.handoff_ms + self.streams_ms + self.rank;
+        let total = self.queue_ms
+            + self.compute_ms
+            + self.interference_ms
+            + self.transfer_ms
+            + self.handoff_ms
+            + self.decode_load_ms
+            + self.rank;
         if total.is_nan() { f64::INFINITY } else { total }
     }
 
@@ -316,7 +321,7 @@ impl Rates {
     }
 
     /// What the worker's sequences cost the next one.
-    fn streams_ms(&self, worker: &Candidate) -> f64 {
+    fn decode_load_ms(&self, worker: &Candidate) -> f64 {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
@@ -354,7 +359,7 @@ impl Policy for FirstToken {
         Cost {
             queue_ms: ms(worker.queued_tokens as f64),
             compute_ms: fixed_ms + ms(new),
-            others_ms: ms(others),
+            interference_ms: ms(others),
             ..Cost::default()
         }
     }
@@ -367,7 +372,7 @@ impl Policy for FirstToken {
             queue_ms: rates.blocks_ms(question, worker, u64::from(lacking)),
             transfer_ms,
             handoff_ms: rates.costs.handoff_ms,
-            streams_ms: rates.streams_ms(worker),
+            decode_load_ms: rates.decode_load_ms(worker),
             ..Cost::default()
         }
     }
@@ -378,8 +383,8 @@ impl Policy for FirstToken {
         let held_up_ms = prefill.compute_ms * f64::from(worker.running) * rates.costs.interference;
         Cost {
             queue_ms: prefill.queue_ms + rates.blocks_ms(question, worker, new_blocks),
-            others_ms: prefill.others_ms + held_up_ms,
-            streams_ms: rates.streams_ms(worker),
+            interference_ms: prefill.interference_ms + held_up_ms,
+            decode_load_ms: rates.decode_load_ms(worker),
             ..prefill
         }
     }

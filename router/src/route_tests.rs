@@ -241,7 +241,7 @@ fn a_cost_that_is_no_number_is_never_the_lowest() {
     assert_eq!(placed(&remote(1_000), &[decode(), odd(prefill()), busy(prefill())]), Ok((0, Some(2))));
     assert!(placed(&local, &[odd(decode())]).is_ok());
     for bad in [f64::NAN, -f64::NAN, f64::NEG_INFINITY + f64::INFINITY] {
-        assert_eq!(Cost { others_ms: bad, ..Cost::default() }.total(), f64::INFINITY);
+        assert_eq!(Cost { interference_ms: bad, ..Cost::default() }.total(), f64::INFINITY);
     }
 }
 

@@ -17,8 +17,8 @@ use tandem_node::{
 use tandem_proto::{
     ClusterKey, TEXT_BYTES_MAX,
     v1::{
-        AttemptFailed, BookingsReply, BookingsRequest, ExplainReply, ExplainRequest, Failure, Identity, Leaving, Placement,
-        Reason, RoutePrompt, RouteReply, RouteRequest, Running, WorkersReply, WorkersRequest, route_reply,
+        AttemptFailed, BookingsReply, BookingsRequest, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure,
+        FailureReason, Identity, Placement, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, route_reply,
         route_request::Message, router_server::Router,
     },
 };
@@ -58,7 +58,7 @@ impl Router for RouterService {
             return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
         };
         let traceparent = prompt.traceparent.clone();
-        let (running, asked) = self.check(prompt)?;
+        let (existing, asked) = self.check(prompt)?;
         if self.shutdown.is_draining() {
             return Err(Status::unavailable("the router is leaving; ask another"));
         }
@@ -73,9 +73,9 @@ impl Router for RouterService {
             attempts: 0,
             booking: None,
         };
-        let first = match running {
-            Some(running) => {
-                held.rebook(running)?;
+        let first = match existing {
+            Some(existing) => {
+                held.rebook(existing)?;
                 None
             }
             None => {
@@ -100,7 +100,7 @@ impl Router for RouterService {
     async fn workers(&self, _: Request<WorkersRequest>) -> Result<Response<WorkersReply>, Status> {
         let mut view = self.cluster.lock().view();
         if self.shutdown.is_draining() {
-            view.unready = Some("the router is leaving".to_owned());
+            view.unavailable_reason = Some("the router is leaving".to_owned());
         }
         Ok(Response::new(view))
     }
@@ -134,7 +134,7 @@ impl RouterService {
         }
     }
 
-    fn check(&self, prompt: RoutePrompt) -> Result<(Option<Running>, Asked), Status> {
+    fn check(&self, prompt: RoutePrompt) -> Result<(Option<ExistingPlacement>, Asked), Status> {
         if prompt.request_id.is_empty() {
             return Err(Status::invalid_argument("`request_id` is missing"));
         }
@@ -146,8 +146,8 @@ impl RouterService {
         if prompt.prompt_tokens == 0 {
             return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
         }
-        if prompt.running.as_ref().is_some_and(|running| running.decode_instance_id.is_empty()) {
-            return Err(Status::invalid_argument("`running.decode_instance_id` is missing"));
+        if prompt.existing.as_ref().is_some_and(|existing| existing.decode_instance_id.is_empty()) {
+            return Err(Status::invalid_argument("`existing.decode_instance_id` is missing"));
         }
         self.belongs("frontend", prompt.identity)?;
         let hashes_max = self.settings.hashes_max;
@@ -162,7 +162,7 @@ impl RouterService {
             samples: prompt.samples,
             prompt_logits: prompt.prompt_logits,
         };
-        Ok((prompt.running, asked))
+        Ok((prompt.existing, asked))
     }
 }
 
@@ -215,7 +215,7 @@ impl Route {
                 biased;
                 () = self.shutdown.draining(), if !self.leaving_told => {
                     self.leaving_told = true;
-                    return Ok(Some((RouteReply { message: Some(route_reply::Message::Leaving(Leaving {})) }, self)));
+                    return Ok(Some((RouteReply { message: Some(route_reply::Message::Draining(Draining {})) }, self)));
                 }
                 () = self.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
                 request = self.requests.message() => request?,
@@ -227,7 +227,7 @@ impl Route {
                     let reply = self.held.place();
                     return Ok(Some((reply, self)));
                 }
-                Some(Message::PrefillReleased(released)) => self.held.release_prefill(released.cached_tokens),
+                Some(Message::PrefillFinished(released)) => self.held.release_prefill(released.cached_tokens),
                 Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream places one prompt")),
                 None => return Err(Status::invalid_argument("a message of the stream is empty")),
             }
@@ -280,8 +280,8 @@ impl Held {
         RouteReply { message: Some(message) }
     }
 
-    fn rebook(&mut self, running: Running) -> Result<(), Status> {
-        let booked = self.cluster.lock().rebook(&self.asked, running);
+    fn rebook(&mut self, existing: ExistingPlacement) -> Result<(), Status> {
+        let booked = self.cluster.lock().rebook(&self.asked, existing);
         self.booking = Some(booked.map_err(|refused| Status::resource_exhausted(refused.to_string()))?);
         Ok(())
     }
@@ -294,7 +294,7 @@ impl Held {
         if let Some(booking) = self.booking {
             self.cluster.lock().failed(booking, &failed.instance_id, failed.reason());
         }
-        if !matches!(failed.reason(), Reason::Full | Reason::Timeout | Reason::WriteRefused) {
+        if !matches!(failed.reason(), FailureReason::AtCapacity | FailureReason::Timeout | FailureReason::WriteRefused) {
             self.excluded.lost.insert(failed.instance_id.clone());
         }
         self.excluded.failed.insert(failed.instance_id);
@@ -341,8 +341,8 @@ fn failure(not_placed: NotPlaced) -> Failure {
     let reason = match not_placed {
         NotPlaced::Unplaced(Unplaced::NoDecode | Unplaced::NoPrefill | Unplaced::AllFailed)
         | NotPlaced::TooManyBookings
-        | NotPlaced::TooManyAttempts => Reason::Full,
-        NotPlaced::Unplaced(Unplaced::TooLong) | NotPlaced::OtherModel => Reason::Invalid,
+        | NotPlaced::TooManyAttempts => FailureReason::AtCapacity,
+        NotPlaced::Unplaced(Unplaced::TooLong) | NotPlaced::OtherModel => FailureReason::InvalidRequest,
     };
     Failure { reason: reason.into(), message: not_placed.to_string(), instance_id: String::new() }
 }

@@ -17,7 +17,7 @@ use tandem_node::{
     retry::complaint,
 };
 use tandem_proto::{
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{
         DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, control_client::ControlClient,
         watch_reply::Message,
@@ -116,7 +116,7 @@ impl Watcher {
     /// One connection's life.
     async fn follow(&self, tries: &mut Tries) -> Result<std::convert::Infallible, Lost> {
         let mut control =
-            ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(link::MESSAGE_BYTES_MAX);
+            ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let info = self.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
         let series = {
             let cluster = self.cluster.lock();
@@ -249,9 +249,9 @@ impl Watcher {
         &self,
         control: &mut ControlClient<Channel>,
         member: &Member<'_>,
-        published_elsewhere: bool,
+        events_over_nats: bool,
     ) -> Result<Streaming<WatchReply>, Lost> {
-        let request = WatchRequest { instance_id: member.info.instance_id.clone(), published_elsewhere };
+        let request = WatchRequest { instance_id: member.info.instance_id.clone(), events_over_nats };
         Ok(self.in_time(control.watch(request)).await??.into_inner())
     }
 

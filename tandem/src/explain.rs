@@ -72,7 +72,7 @@ fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Valu
 
 /// The reply as a table for people, a line for each role that a worker could take.
 fn table(prompt: &Value) -> String {
-    let costs = ["total", "queue", "compute", "others", "transfer", "handoff", "streams"];
+    let costs = ["total", "queue", "compute", "interference", "transfer", "handoff", "decode_load"];
     let mut rows = vec![["", "overlap", "predicted", "queued"].into_iter().chain(costs).map(str::to_owned).collect()];
     for worker in prompt["workers"].as_array().into_iter().flatten() {
         for (key, name) in [("as_prefill", "prefills"), ("as_decode", "receives"), ("alone", "does both")] {
@@ -95,6 +95,6 @@ fn table(prompt: &Value) -> String {
         prompt["reusable_blocks"],
         prompt["block_size"],
         text_table(rows, 1),
-        prompt["verdict"].as_str().unwrap_or_default()
+        prompt["explanation"].as_str().unwrap_or_default()
     )
 }

@@ -3,10 +3,11 @@
 pub mod simulation;
 
 use anyhow::{Context, Result};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::Value;
 use std::future::Future;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tandem::Cluster;
 use tandem::audit::{self, ClientLine, Source, Told};
@@ -290,7 +291,7 @@ impl Client {
     }
 
     fn log(&self) -> MutexGuard<'_, Vec<(ClientLine, usize)>> {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+        self.log.lock()
     }
 
     /// What has been asked and told so far, for an audit.

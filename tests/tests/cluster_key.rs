@@ -7,11 +7,11 @@ use tandem::settings::{KeyArgs, PrefillPlace, UpSettings};
 use tandem_kv::{HashKey, Namespace, SequenceHash, sequence_hashes};
 use tandem_proto::{
     ClusterKey,
-    link::{Channel, Network, endpoint},
+    channel::{Channel, Network, endpoint},
     v1::{
-        BookingsRequest, Candidate, DescribeRequest, ExplainRequest, GenerateRequest, LinkRequest, Placement, PrefillRequest,
-        PrefillStart, PushRequest, Reason, RoutePrompt, RouteRequest, Sampling, SnapshotRequest, Ticket, WatchRequest, WorkerRef,
-        WorkersRequest, control_client::ControlClient, decode_client::DecodeClient, generate_reply,
+        BookingsRequest, Candidate, DescribeRequest, ExplainRequest, FailureReason, GenerateRequest, NcclControlRequest,
+        Placement, PrefillRequest, PrefillStart, PushRequest, RoutePrompt, RouteRequest, Sampling, SnapshotRequest, Ticket,
+        WatchRequest, WorkerRef, WorkersRequest, control_client::ControlClient, decode_client::DecodeClient, generate_reply,
         prefill_client::PrefillClient, prefill_reply, prefill_request, route_reply, route_request, router_client::RouterClient,
         transfer_client::TransferClient,
     },
@@ -51,7 +51,7 @@ async fn call_everything(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(
         ("Prefill", prefills.prefill(empty::<PrefillRequest>()).await.err()),
         ("Generate", decodes.generate(GenerateRequest::default()).await.err()),
         ("Push", transfer.push(empty::<PushRequest>()).await.err()),
-        ("Link", transfer.link(empty::<LinkRequest>()).await.err()),
+        ("NcclControl", transfer.nccl_control(empty::<NcclControlRequest>()).await.err()),
     ])
 }
 
@@ -202,7 +202,7 @@ async fn workers_connect_to_no_address_that_the_cluster_does_not_vouch_for() -> 
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;
         let Some(generate_reply::Message::Failure(failure)) = answer else { anyhow::bail!("{answer:?}") };
-        assert_eq!(failure.reason(), Reason::Invalid);
+        assert_eq!(failure.reason(), FailureReason::InvalidRequest);
         assert!(failure.message.contains("no router of this cluster vouches for"), "{}", failure.message);
     }
     for address_signature in [Vec::new(), decode.signature.clone(), prefill.signature.clone()] {

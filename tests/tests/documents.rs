@@ -78,8 +78,10 @@ impl Parts {
             unheard_max: 1_024,
             step_max: Duration::from_secs(60),
         };
-        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings, 7);
-        self.shutdown.spawn(driving);
+        let engine = SimEngine::new(sim);
+        let clock = engine.clock();
+        let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
+        self.shutdown.spawn(running);
         engine
     }
 

@@ -30,7 +30,7 @@ async fn what_is_explained_is_what_happens_and_nothing_runs() -> Result<()> {
         let ms = |worker: &serde_json::Value| worker["as_prefill"]["total_ms"].as_f64().expect("a cost");
         assert!(ms(&chosen) < ms(&other), "{warm:#}");
     }
-    assert!(warm["verdict"].as_str().is_some_and(|verdict| verdict.contains("is cheapest with")), "{warm:#}");
+    assert!(warm["explanation"].as_str().is_some_and(|verdict| verdict.contains("is cheapest with")), "{warm:#}");
 
     // The command line shows the same.
     let frontend = cluster.frontend().to_string();

@@ -19,7 +19,7 @@ pub use loopback::{Loopback, Reachable};
 pub use push::{Piece, Push, TransferError};
 pub use service::{Links, NoLinks, Receiver, TransferService};
 pub use sink::{Refused, Sink};
-pub use tandem_proto::v1::Ready;
+pub use tandem_proto::v1::ReadyBlocks;
 pub use tcp::Tcp;
 
 use tandem_kv::Ticket;

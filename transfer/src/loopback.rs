@@ -2,10 +2,8 @@
 
 use crate::{Push, Sink, TransferError, Transport};
 use futures::{FutureExt, StreamExt};
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use parking_lot::{Mutex, MutexGuard};
+use std::{collections::HashMap, sync::Arc};
 use tandem_kv::Ticket;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -42,15 +40,15 @@ impl Loopback {
         Reachable { receivers: self.receivers.clone(), address: address.to_owned(), gone }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Receiver>> {
-        self.receivers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Receiver>> {
+        self.receivers.lock()
     }
 }
 
 impl Drop for Reachable {
     fn drop(&mut self) {
         if !self.gone.is_cancelled() {
-            self.receivers.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
+            self.receivers.lock().remove(&self.address);
             self.gone.cancel();
         }
     }

@@ -4,7 +4,7 @@ use crate::Refused;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use std::error::Error;
-use tandem_proto::{link::InvalidAddress, v1::Ready};
+use tandem_proto::{channel::InvalidAddress, v1::ReadyBlocks};
 use tokio::sync::mpsc;
 
 /// Pieces handed over but not yet taken by the transport. One is written while the next is read from the device.
@@ -35,7 +35,7 @@ pub enum Piece {
         payload: Bytes,
     },
     /// Several that may be taken from where they are.
-    Ready(Ready),
+    Ready(ReadyBlocks),
 }
 
 impl Piece {
@@ -70,7 +70,7 @@ impl Push {
     }
 
     /// Says that blocks may be taken from where they are, likewise. They must not change before [`Push::finish`] has returned.
-    pub async fn ready(&mut self, ready: Ready) -> Result<(), TransferError> {
+    pub async fn ready(&mut self, ready: ReadyBlocks) -> Result<(), TransferError> {
         self.tell(Piece::Ready(ready)).await
     }
 

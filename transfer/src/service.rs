@@ -5,9 +5,9 @@ use futures::{Stream, StreamExt, future::BoxFuture, stream};
 use std::{fmt, pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::Ticket;
 use tandem_proto::{
-    link::MESSAGE_BYTES_MAX,
+    channel::MESSAGE_BYTES_MAX,
     v1::{
-        LinkReply, LinkRequest, PushReply, PushRequest,
+        NcclControlReply, NcclControlRequest, PushReply, PushRequest,
         transfer_server::{Transfer, TransferServer},
     },
 };
@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 /// For a link's first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
-/// `Link` streams at a time, each with a communicator or about to name one: more than a cluster has prefill workers.
+/// `NcclControl` streams at a time, each with a communicator or about to name one: more than a cluster has prefill workers.
 const LINK_STREAMS_MAX: usize = 256;
 
 /// The links over which blocks come to a worker beside its service.
@@ -68,23 +68,26 @@ impl TransferService {
 
 #[tonic::async_trait]
 impl Transfer for TransferService {
-    type LinkStream = Pin<Box<dyn Stream<Item = Result<LinkReply, Status>> + Send>>;
+    type NcclControlStream = Pin<Box<dyn Stream<Item = Result<NcclControlReply, Status>> + Send>>;
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
         let piece = |request: Result<PushRequest, Status>| {
-            let PushRequest { ticket, block_index: index, payload, ready } = request?;
-            Ok::<_, Status>((read(&ticket)?, ready.map_or(Piece::Block { index, payload }, Piece::Ready)))
+            let PushRequest { ticket, block_index: index, payload, ready_blocks } = request?;
+            Ok::<_, Status>((read(&ticket)?, ready_blocks.map_or(Piece::Block { index, payload }, Piece::Ready)))
         };
-        let landed_blocks = self.sink.write_all(request.into_inner().map(piece)).await?;
-        Ok(Response::new(PushReply { landed_blocks }))
+        let written_blocks = self.sink.write_all(request.into_inner().map(piece)).await?;
+        Ok(Response::new(PushReply { written_blocks }))
     }
 
-    async fn link(&self, request: Request<Streaming<LinkRequest>>) -> Result<Response<Self::LinkStream>, Status> {
+    async fn nccl_control(
+        &self,
+        request: Request<Streaming<NcclControlRequest>>,
+    ) -> Result<Response<Self::NcclControlStream>, Status> {
         let permit = Arc::clone(&self.streams).try_acquire_owned();
         let permit = permit.map_err(|_| Status::resource_exhausted("too many links are open; send the blocks with Push"))?;
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
-        let Some(LinkRequest { communicator, .. }) = first else {
+        let Some(NcclControlRequest { communicator, .. }) = first else {
             return Err(Status::invalid_argument("the first message must name the communicator, and come at once"));
         };
         let receiver = self.links.open(communicator).await.ok_or_else(|| {
@@ -95,8 +98,8 @@ impl Transfer for TransferService {
                 request = requests.message() => request.ok()??,
                 () = receiver.ended() => return None,
             };
-            let landed = receiver.receive(read(&request.ticket).ok()?, request.block_indices).await?;
-            Some((Ok(LinkReply { landed }), (requests, receiver, permit)))
+            let written = receiver.receive(read(&request.ticket).ok()?, request.block_indices).await?;
+            Some((Ok(NcclControlReply { written }), (requests, receiver, permit)))
         });
         Ok(Response::new(replies.boxed()))
     }

@@ -4,7 +4,7 @@ use crate::{Piece, Push, Refused, TransferError, Transport};
 use futures::{FutureExt, StreamExt};
 use tandem_kv::Ticket;
 use tandem_proto::{
-    link::{Channels, MESSAGE_BYTES_MAX, Network},
+    channel::{Channels, MESSAGE_BYTES_MAX, Network},
     v1::{PushRequest, transfer_client::TransferClient},
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -35,13 +35,13 @@ impl Transport for Tcp {
             let requests = ReceiverStream::new(pieces).map(move |piece| {
                 let ticket = ticket.as_bytes().to_vec();
                 match piece {
-                    Piece::Block { index, payload } => PushRequest { ticket, block_index: index, payload, ready: None },
-                    Piece::Ready(ready) => PushRequest { ticket, ready: Some(ready), ..PushRequest::default() },
+                    Piece::Block { index, payload } => PushRequest { ticket, block_index: index, payload, ready_blocks: None },
+                    Piece::Ready(ready) => PushRequest { ticket, ready_blocks: Some(ready), ..PushRequest::default() },
                 }
             });
             async move {
                 let reply = client.push(requests).await.map_err(transfer_error)?;
-                Ok(reply.into_inner().landed_blocks)
+                Ok(reply.into_inner().written_blocks)
             }
             .boxed()
         }))

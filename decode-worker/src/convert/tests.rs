@@ -34,7 +34,7 @@ fn what_no_worker_can_run_is_refused() {
     for token in [100, u32::MAX] {
         assert_eq!(refused(|request| request.prompt.push(token)), Invalid::UnknownToken);
     }
-    let generated = |sample, tokens: &[u32]| v1::Generated { sample, tokens: tokens.to_vec() };
+    let generated = |sample, tokens: &[u32]| v1::ResumedSample { sample, tokens: tokens.to_vec() };
     for resumed in [
         vec![generated(0, &[100])],
         vec![generated(2, &[])],

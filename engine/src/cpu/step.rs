@@ -185,7 +185,7 @@ impl Step<'_> {
             let end = first + run.len;
             let from = match chunk.logits {
                 Logits::None => end,
-                Logits::Last => end - 1,
+                Logits::Last | Logits::Sample(_) => end - 1,
                 Logits::All => first,
             };
             wanted.extend(from..end);

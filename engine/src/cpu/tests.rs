@@ -325,7 +325,7 @@ fn run(engine: &mut CpuEngine, tokens: &[TokenId], blocks: &[BlockId], chunk_len
     while start < tokens.len() {
         len = lens.next().copied().unwrap_or(len).clamp(1, tokens.len() - start);
         let chunk = Chunk { tokens: &tokens[start..start + len], start: start as u32, blocks, logits: Logits::All };
-        logits.extend(engine.step(&[chunk]).expect("the step runs").logits);
+        logits.extend(engine.step(&[chunk]).expect("the step runs").into_logits());
         start += len;
     }
     logits

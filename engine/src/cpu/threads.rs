@@ -1,11 +1,12 @@
 //! The threads that compute one engine's steps, and memory that they use again.
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     hint::spin_loop,
     io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     thread::{Builder, JoinHandle},
@@ -66,7 +67,7 @@ impl Threads {
             return tasks.into_iter().for_each(work);
         }
         let tasks = Mutex::new(tasks.into_iter());
-        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let next = || tasks.lock().next();
         let job = || {
             while let Some(task) = next() {
                 work(task);
@@ -98,7 +99,7 @@ struct Given<'a>(&'a Shared);
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// `None` when there is a job already, or somebody still at work on it: whoever is within it goes on alone.
@@ -126,7 +127,7 @@ impl Shared {
             let mut state = self.lock();
             while state.jobs == seen && !state.stop {
                 state.asleep += 1;
-                state = self.come.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.come.wait(&mut state);
                 state.asleep -= 1;
             }
             if state.stop {
@@ -155,7 +156,7 @@ impl Drop for Given<'_> {
         look(|| self.0.inside.load(Ordering::Acquire) == 0);
         let mut state = self.0.lock();
         while state.inside > 0 {
-            state = self.0.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.0.left.wait(&mut state);
         }
         let panicked = std::mem::take(&mut state.panicked);
         drop(state);
@@ -179,9 +180,9 @@ pub(super) struct Shelf<T>(Mutex<Vec<T>>);
 
 impl<T: Default> Shelf<T> {
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        let mut value = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+        let mut value = self.0.lock().pop().unwrap_or_default();
         let result = work(&mut value);
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+        self.0.lock().push(value);
         result
     }
 }

@@ -116,7 +116,7 @@ mod tests {
         vocab_size: 151_936,
         block_size: 16,
         pairs: Pairs::Halves,
-        little_shared: false,
+        small_shared_memory: false,
     };
 
     /// ELF's magic number, and a name of every kernel in its table of symbols.
@@ -143,7 +143,7 @@ mod tests {
         }
         let llama = Shape { half: Half::Float16, heads: 9, kv_heads: 3, head_dim: 64, pairs: Pairs::Adjacent, ..QWEN3_8B };
         check(&compile(&llama, "sm_90").unwrap());
-        check(&compile(&Shape { little_shared: true, ..QWEN3_8B }, "sm_89").unwrap());
+        check(&compile(&Shape { small_shared_memory: true, ..QWEN3_8B }, "sm_89").unwrap());
         let error = compile(&QWEN3_8B, "sm_1").expect_err("there is no such device").to_string();
         assert!(error.contains("cannot be compiled"), "{error}");
     }

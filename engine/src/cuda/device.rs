@@ -1,14 +1,14 @@
-//! The seam between what is computed and what computes it: a GPU, or in tests the kernels on the host.
+//! The interface between the host code and what executes it: a GPU, or in tests the kernels compiled for the host.
 
 use super::{CudaError, pool::HANDLE_BYTES, shape::Half};
 use std::{sync::Arc, time::Duration};
 
-/// A kernel, under its name in the sources.
+/// A kernel, by its name in the sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     Embed,
     RmsNorm,
-    Turns,
+    Rope,
     StoreKv,
     Swiglu,
     AttendPrompt,
@@ -21,7 +21,7 @@ impl Kernel {
     pub const ALL: [Self; 9] = [
         Self::Embed,
         Self::RmsNorm,
-        Self::Turns,
+        Self::Rope,
         Self::StoreKv,
         Self::Swiglu,
         Self::AttendPrompt,
@@ -34,7 +34,7 @@ impl Kernel {
         match self {
             Self::Embed => "embed",
             Self::RmsNorm => "rms_norm",
-            Self::Turns => "turns",
+            Self::Rope => "rope",
             Self::StoreKv => "store_kv",
             Self::Swiglu => "swiglu",
             Self::AttendPrompt => "attend_prompt",
@@ -44,153 +44,158 @@ impl Kernel {
         }
     }
 
-    /// Threads of a block, as the sources have it.
+    /// Threads per thread block, as declared in the sources.
     pub fn threads(self) -> u32 {
         match self {
             Self::Embed | Self::RmsNorm | Self::Swiglu => 256,
-            Self::Turns => 64,
+            Self::Rope => 64,
             Self::StoreKv | Self::AttendPrompt | Self::AttendToken | Self::Combine => 128,
             Self::Sample => 512,
         }
     }
 }
 
-/// One start of a kernel.
+/// A kernel launch, without its arguments.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Launch {
     pub kernel: Kernel,
-    /// Blocks in each direction; none of them 0.
+    /// Thread blocks in x, y and z; none of them is 0.
     pub grid: [usize; 3],
+    /// Dynamic shared memory per thread block.
     pub shared_bytes: usize,
 }
 
-/// `outputs = inputs × weightsᵀ`, in single precision: rows of `inputs` (two bytes a number) times the rows of `weights` (likewise).
+/// A matrix product `outputs = inputs × weightsᵀ`, accumulated in 32-bit floats. `inputs` is `rows × inputs` and `weights` is
+/// `outputs × inputs`, both row-major matrices of 16-bit floats; the result is `rows × outputs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Product {
+pub(super) struct Gemm {
     pub rows: usize,
     pub inputs: usize,
     pub outputs: usize,
-    pub into: Into,
+    pub epilogue: Epilogue,
 }
 
-/// What becomes of a product.
+/// How the result of a GEMM is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Into {
-    /// Numbers of two bytes.
-    Halves,
-    /// Numbers of four bytes.
-    Singles,
-    /// Added to numbers of four bytes.
-    Sum,
+pub(super) enum Epilogue {
+    /// Rounded to 16-bit floats.
+    StoreHalf,
+    /// As 32-bit floats.
+    StoreSingle,
+    /// Added to the 32-bit floats in the output.
+    AddSingle,
 }
 
-/// Addresses of a product's three matrices.
+/// Device addresses of the three matrices of a GEMM.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Factors {
+pub(super) struct Operands {
     pub weights: u64,
     pub inputs: u64,
     pub outputs: u64,
 }
 
-/// Does one thing after the other, in the order of the calls; `download` and `wait` wait for them to be done.
+/// A CUDA stream and the device it runs on. Work is executed in the order of the calls; most calls only enqueue it, `download` and `wait`
+/// return when it is done. Every method fails if the driver (or the library it calls) fails.
 pub(super) trait Device: Send + Sync + Sized + 'static {
-    /// A connection of several devices. Dropping it ends what waits for another of them.
-    type Connection: Send;
+    /// Communicators of several ranks, one per device. Dropping them ends collectives that wait for a lost rank.
+    type Communicators: Send;
 
-    /// Of each device, that a connection takes: at most, as far as is known.
-    const CONNECTION_BYTES: usize;
+    /// Upper bound of the device memory that communicators take on each device, as far as is known.
+    const COMMUNICATOR_BYTES: usize;
 
-    /// Connects devices, a rank each, so that they can add up.
-    fn connect(ranks: &[Arc<Self>]) -> Result<Self::Connection, CudaError>;
+    /// Connects devices, one rank each, for `all_reduce_sum`.
+    fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError>;
 
-    /// So many numbers of four bytes at one address of every rank become their sum over all ranks, in the order of each.
-    fn add_up(connection: &Self::Connection, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
+    /// Replaces `count` 32-bit floats at one address of every rank by their sum over all ranks, in the order of each rank's stream.
+    fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
 
-    /// What was recorded.
+    /// Recorded work (a CUDA graph).
     type Graph: Send + 'static;
 
-    /// Another queue of the same device: it reads and writes the same memory, in an order of its own.
-    fn beside(&self) -> Result<Self, CudaError>;
+    /// Creates another stream of the same device, which shares its memory.
+    fn new_stream(&self) -> Result<Self, CudaError>;
 
-    /// Multiprocessors: blocks that run at a time, at least.
-    fn processors(&self) -> usize;
+    /// Number of streaming multiprocessors.
+    fn multiprocessors(&self) -> usize;
 
-    /// Bytes that are free now.
+    /// Bytes of device memory that are free now.
     fn free_bytes(&self) -> Result<usize, CudaError>;
 
-    /// Memory that starts at a multiple of 256, of any content. It must be given to `free` once.
+    /// Allocates uninitialised memory, aligned to 256 bytes. The caller passes it to `free` once.
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError>;
 
-    /// Gives memory back, once all that was asked of this device is done.
+    /// Frees memory when all work of this stream is done.
     fn free(&self, address: u64);
 
-    /// Copies from the host. The bytes may change when it returns.
+    /// Copies from the host. The bytes may change after the call.
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError>;
 
-    /// Copies to the host, once all before it is done.
+    /// Copies to the host when all earlier work is done.
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Returns when all that was asked for is done.
+    /// Returns when all work is done.
     fn wait(&self) -> Result<(), CudaError>;
 
-    /// Returns when all that was asked of each of these is done, or as soon as one has failed: others may wait for that one for ever.
+    /// Returns when all work of all ranks is done, or as soon as one rank has failed: the others may then wait for it for ever.
     fn wait_all(ranks: &[&Self]) -> Result<(), CudaError>;
 
     /// Copies within the device.
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError>;
 
-    /// Starts a kernel: an argument each, numbers of four bytes in the lower half.
+    /// Launches a kernel. Each argument takes one word; 32-bit values use its lower half.
     fn launch(&self, launch: Launch, arguments: &mut [u64]) -> Result<(), CudaError>;
 
-    /// Multiplies matrices.
-    fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError>;
+    /// Computes a matrix product.
+    fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError>;
 
-    /// Makes now what these products would make at their first use, which come often, as far as the time allows. Of their factors only `outputs` is
-    /// not there yet.
-    fn prepare(&self, half: Half, products: &[(Product, Factors)], limit: Duration) -> Result<(), CudaError>;
+    /// Plans these GEMMs and times their algorithms now rather than at their first use, until `limit` is reached. Of the operands, `outputs`
+    /// is not used.
+    fn prepare(&self, half: Half, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
 
-    /// Remembers what `work` starts, multiplies and copies within the device, and does none of it. It does nothing else, and all of it has been
-    /// done before. A device that refuses is as it was before.
-    fn record(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError>;
+    /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must do nothing else, and must have been
+    /// executed once before. If recording fails, the device can be used as before.
+    fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError>;
 
-    /// Does what was recorded: with the same arguments, and with what is in the memory by then.
+    /// Executes a recording: with the recorded arguments and the memory contents of now.
     fn replay(&self, graph: &Self::Graph) -> Result<(), CudaError>;
 
-    /// Under which other processes of this host find the memory that was allocated at this address.
+    /// Returns a handle by which other processes of this host can map the memory that was allocated at this address.
     fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError>;
 
-    /// Another process's memory, on any GPU that this one can read, and how many bytes it has. It must be given to `close` once.
+    /// Maps another process's memory, of any GPU that this one can read; returns its address and size in bytes. The caller passes the address
+    /// to `close` once.
     fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError>;
 
-    /// Lets go of another process's memory, once all that was asked of this device is done.
+    /// Unmaps another process's memory when all work of this stream is done.
     fn close(&self, address: u64);
 
-    /// One end of a way to a device of another process.
-    type Line: Line;
+    /// A communicator with a device of another process.
+    type PeerCommunicator: PeerCommunicator;
 
-    /// Whether there are such ways.
-    fn has_lines() -> bool;
+    /// Whether peer communicators can be created: NCCL is installed.
+    fn nccl_available() -> bool;
 
-    /// The name of a way that is still to be made.
-    fn name_line() -> Result<LineName, CudaError>;
+    /// Returns the id of a communicator that is still to be created.
+    fn new_communicator_id() -> Result<CommunicatorId, CudaError>;
 
-    /// One end (0 or 1) of the way of this name; returns when the other has been made, too, or when that takes too long.
-    fn line(&self, name: &LineName, end: u32, limit: Duration) -> Result<Self::Line, CudaError>;
+    /// Joins the communicator with this id as rank 0 or 1. Returns when the other rank has joined; fails if that takes longer than `limit`.
+    fn connect_peer(&self, id: &CommunicatorId, rank: u32, limit: Duration) -> Result<Self::PeerCommunicator, CudaError>;
 }
 
-/// What the two ends of a way know each other by.
-pub(super) type LineName = [u8; 128];
+/// Identifies a communicator to its two ranks (`ncclUniqueId`).
+pub(super) type CommunicatorId = [u8; 128];
 
-/// Moves pieces of memory (address and bytes), which must be of the same lengths at both ends. One that has failed is of no use any more.
-pub(super) trait Line: Send + Sync + 'static {
-    /// Returns when the other end has received them, or when that takes too long.
-    fn send(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
+/// Sends and receives regions of device memory (address and bytes), whose lengths must be the same at both ends. After an error it must not be
+/// used again.
+pub(super) trait PeerCommunicator: Send + Sync + 'static {
+    /// Returns when the peer has received the regions; fails if that takes longer than `limit`.
+    fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
 
-    /// Returns when they are there, or when that takes too long. What the pieces held is lost even then.
-    fn receive(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
+    /// Returns when the regions have been received; fails if that takes longer than `limit`. Their former contents are lost even then.
+    fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
 }
 
-/// Memory of a device, given back when it is dropped.
+/// Device memory, freed on drop.
 pub(super) struct Memory<D: Device> {
     device: Arc<D>,
     address: u64,
@@ -199,12 +204,12 @@ pub(super) struct Memory<D: Device> {
 
 impl<D: Device> Memory<D> {
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, CudaError> {
-        // None is no amount that a driver gives.
+        // A driver refuses allocations of 0 bytes.
         let address = device.allocate(bytes.max(1))?;
         Ok(Self { device: Arc::clone(device), address, bytes })
     }
 
-    /// With this content.
+    /// Allocates memory with this content.
     pub fn of(device: &Arc<D>, bytes: &[u8]) -> Result<Self, CudaError> {
         let memory = Self::new(device, bytes.len())?;
         device.upload(memory.address, bytes)?;
@@ -226,7 +231,7 @@ impl<D: Device> Drop for Memory<D> {
     }
 }
 
-/// An argument of a kernel.
-pub(super) fn single(number: f32) -> u64 {
+/// A 32-bit float as a kernel argument.
+pub(super) fn f32_argument(number: f32) -> u64 {
     number.to_bits().into()
 }

@@ -1,164 +1,162 @@
-//! Why a GPU cannot be used; each message says what to do.
+//! Errors of the CUDA back end; each message says what to do.
 
 use crate::{ChunkError, EngineError, cpu::CpuError};
 use tandem_model::ModelError;
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
 
-/// What can go wrong on the way to a GPU, and on it.
+/// Why a GPU cannot be used, or why a step on it failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// There is no libcuda.
+    /// libcuda is not installed.
     #[error(
         "--engine cuda needs an NVIDIA driver, and this machine has none (libcuda.so.1 is not found); install it, or use --engine cpu"
     )]
     NoDriver,
-    /// The driver is there, what it drives is not.
+    /// The driver has no GPU with this ordinal.
     #[error(
         "there is no GPU number {device}: the driver knows {count}; choose another with --device (or fewer with --tp), or see CUDA_VISIBLE_DEVICES"
     )]
     NoDevice {
-        /// As set.
+        /// The ordinal, as set.
         device: u32,
-        /// How many there are.
+        /// Number of GPUs that the driver reports.
         count: i32,
     },
-    /// A library of CUDA's is not found.
+    /// A CUDA library is not found.
     #[error("{library} is not found; install CUDA 13 or pip's {package}, and put its folder in LD_LIBRARY_PATH")]
     NoLibrary {
-        /// Its file.
+        /// Its file name.
         library: &'static str,
-        /// The wheel that has it.
+        /// The Python wheel that contains it.
         package: &'static str,
     },
-    /// The kernels use instructions that came later.
+    /// The GPU lacks instructions that the kernels use.
     #[error("GPU number {device} has compute capability {major}.{minor}, and 8.0 is the least; use a later one, or --engine cpu")]
     TooOld {
-        /// As set.
+        /// Its ordinal.
         device: u32,
-        /// Of its compute capability.
+        /// Major number of its compute capability.
         major: i32,
-        /// Of its compute capability.
+        /// Minor number of its compute capability.
         minor: i32,
     },
-    /// NVRTC refused the kernels, which are tested with other versions.
+    /// NVRTC refused the kernels, which are tested with version 13.0.
     #[error("the kernels cannot be compiled for this GPU with this NVRTC ({log}); install NVRTC 13.0")]
     Compile {
-        /// What NVRTC said.
+        /// NVRTC's log.
         log: String,
     },
-    /// The driver refused something.
-    #[error("the GPU's driver failed while {doing} ({source}); see the system's log, and start anew")]
+    /// A driver call failed. The device cannot be used any more.
+    #[error("the GPU driver failed while {doing} ({source}); see the system log, and restart")]
     Driver {
-        /// What was asked of it.
+        /// What the call was for.
         doing: &'static str,
-        /// Its reason.
+        /// The driver's reason.
         source: Source,
     },
-    /// cuBLASLt refused a product.
-    #[error("a product of matrices failed ({source}); start anew, and see whether cuBLASLt is of CUDA 13")]
-    Product {
-        /// Its reason.
+    /// cuBLASLt refused a GEMM. The device cannot be used any more.
+    #[error("cuBLASLt failed at a matrix product ({source}); check that it is the one of CUDA 13, and restart")]
+    Gemm {
+        /// cuBLASLt's reason.
         source: Source,
     },
-    /// NCCL failed, or its other end. The communicator is of no use any more; the GPU is.
-    #[error("NCCL failed while {doing} ({source}); NCCL_DEBUG=WARN in the environment makes it say why")]
+    /// NCCL or its other end failed. The communicator cannot be used any more; the GPU can.
+    #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
     Nccl {
-        /// What was asked of it.
+        /// What the call was for.
         doing: &'static str,
-        /// Its reason.
+        /// NCCL's reason.
         source: Source,
     },
-    /// The model has other sizes than the kernels can take.
-    #[error("the GPU's kernels need {what}, and the model has {found}: choose another model, or --engine cpu")]
+    /// The model has a shape that the kernels do not support.
+    #[error("the GPU kernels need {what}, and the model has {found}: choose another model, or --engine cpu")]
     Shape {
         /// What they need.
         what: &'static str,
-        /// What there is.
+        /// The model's number.
         found: usize,
     },
-    /// Heads or feed-forward cannot be dealt out to so many GPUs.
+    /// Heads or feed-forward columns cannot be divided evenly among the GPUs.
     #[error(
         "--tp {ranks} does not fit the model: its {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns (by eights) must divide by it; {possible:?} do"
     )]
-    Split {
-        /// GPUs, as set.
+    TensorParallel {
+        /// Number of GPUs, as set.
         ranks: usize,
-        /// Of the model.
+        /// The model's query heads.
         heads: usize,
-        /// Of the model.
+        /// The model's key heads.
         kv_heads: usize,
-        /// Of the model.
+        /// The model's feed-forward columns.
         ffn: usize,
-        /// What `--tp` may be.
+        /// Values of `--tp` that fit the model.
         possible: Vec<usize>,
     },
-    /// One program is for all of them.
+    /// The GPUs differ, but the kernels are compiled for one kind.
     #[error(
         "--tp needs GPUs of one kind, and number {device} is {found} while the first is {first}; choose others with --device or CUDA_VISIBLE_DEVICES"
     )]
     Unlike {
-        /// Its number.
+        /// The ordinal of the GPU that differs.
         device: u32,
         /// Its architecture.
         found: String,
-        /// That of the first.
+        /// The first GPU's architecture.
         first: String,
     },
-    /// GPUs that compute one model could not add up their parts.
-    #[error(
-        "adding up what several GPUs computed failed ({source}); NCCL_DEBUG=WARN in the environment makes NCCL say why; start anew"
-    )]
-    Sum {
-        /// The reason.
+    /// An all-reduce among the GPUs of a tensor-parallel engine failed. The engine cannot be used any more.
+    #[error("the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart")]
+    AllReduce {
+        /// NCCL's reason.
         source: Source,
     },
-    /// No room for KV.
+    /// The KV memory does not fit.
     #[error(
         "{free_bytes} bytes are free for this worker on the GPU, and {needed_bytes} are needed for a step and its KV blocks; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
     )]
     Memory {
-        /// This engine's share.
+        /// This engine's share of the free memory.
         free_bytes: usize,
-        /// For a step's own numbers and one block.
+        /// What the buffers of a step and the KV blocks (at least one) take.
         needed_bytes: usize,
     },
-    /// The file is not one of a model that can be run.
+    /// The file is not a model that can be run.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// A weight cannot be read.
     #[error(transparent)]
     Weights(#[from] CpuError),
-    /// A weight is too large for half precision.
+    /// A weight is too large for IEEE half precision.
     #[error("tensor {name} has a number beyond half precision: take a BF16 conversion of the model")]
     BeyondHalf {
         /// The tensor.
         name: String,
     },
-    /// A step has a chunk that cannot be computed.
+    /// A chunk of a step cannot be computed.
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// More than the engine was made for.
+    /// A step is larger than the engine's limits.
     #[error(
-        "a step of {tokens} tokens, {sequences} of them single, is more than the {tokens_max} and {sequences_max} this engine has room for"
+        "a step of {tokens} tokens, {sequences} of them single, exceeds this engine's limits of {tokens_max} tokens and {sequences_max} single ones"
     )]
     StepTooLarge {
-        /// As asked for.
+        /// Tokens in the step.
         tokens: usize,
-        /// As asked for.
+        /// Sequences in the step that advance by a single token.
         sequences: usize,
-        /// As set.
+        /// Limit of `tokens`.
         tokens_max: usize,
-        /// As set.
+        /// Limit of `sequences`.
         sequences_max: usize,
     },
 }
 
-/// After the driver has refused something, it refuses all.
+/// After a failed driver call, all further calls fail.
 impl From<CudaError> for EngineError {
     fn from(error: CudaError) -> Self {
         match error {
-            CudaError::Driver { .. } | CudaError::Product { .. } | CudaError::Sum { .. } => Self::Lost(Box::new(error)),
+            CudaError::Driver { .. } | CudaError::Gemm { .. } | CudaError::AllReduce { .. } => Self::Lost(Box::new(error)),
             _ => Self::Step(Box::new(error)),
         }
     }

@@ -3,13 +3,13 @@
 //! Libraries are looked for before anything of theirs is called: `cudarc` panics where one is missing.
 
 mod driver;
+mod gemm;
 mod nccl;
-mod products;
 mod tuning;
 
 use super::{
     CudaError,
-    device::{Device, Factors, Kernel, Launch, Line, LineName, Memory, Product},
+    device::{CommunicatorId, Device, Gemm, Kernel, Launch, Memory, Operands, PeerCommunicator},
     pool::HANDLE_BYTES,
     shape::{Half, Shape},
 };
@@ -18,8 +18,8 @@ use cudarc::driver::{
     sys,
 };
 pub(super) use driver::Driver;
+use gemm::{ChosenAlgorithms, GemmPlans};
 use nccl::{Communicator, Nccl, Rank};
-use products::{Chosen, Products};
 use std::{
     ffi::CString,
     os::raw::{c_char, c_void},
@@ -34,10 +34,10 @@ const STAGING_BYTES: usize = 8 << 20;
 /// Held while a sum is started on all its GPUs, and while anything is taken or given back for which the driver may wait for all of a GPU, and let other
 /// threads' calls wait as well: else it could wait for a sum that has begun on one GPU, and whose start on the next one waits for this call.
 /// Nobody asks for another lock meanwhile but for a communicator's own. A link that waits for its other end may be waited for, until its limit.
-static ORDER: Mutex<()> = Mutex::new(());
+static DRIVER_LOCK: Mutex<()> = Mutex::new(());
 
-fn in_order() -> MutexGuard<'static, ()> {
-    ORDER.lock().expect("no call panics")
+fn driver_lock() -> MutexGuard<'static, ()> {
+    DRIVER_LOCK.lock().expect("no call panics")
 }
 
 fn failed(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
@@ -50,8 +50,8 @@ pub(super) struct Context {
     context: sys::CUcontext,
     module: sys::CUmodule,
     functions: [sys::CUfunction; Kernel::ALL.len()],
-    processors: usize,
-    chosen: Chosen,
+    multiprocessors: usize,
+    chosen: ChosenAlgorithms,
 }
 
 // SAFETY: the driver's handles may be used from any thread.
@@ -68,7 +68,7 @@ impl Context {
             CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_MAX,
         };
         let device = driver.device;
-        let _ordered = in_order();
+        let _locked = driver_lock();
         // SAFETY: the device is one that the driver gave. The image outlives the call, and is what NVRTC made for this device (or a file that
         // had its hash). Functions are of the module, which lives as long as they do.
         #[expect(unsafe_code)]
@@ -85,8 +85,15 @@ impl Context {
                 let set = result::function::set_function_attribute(functions[kernel as usize], SHARED_MAX, bytes as i32);
                 set.map_err(failed("reserving shared memory"))?;
             }
-            let processors = result::device::get_attribute(device, PROCESSORS).map_err(failed("telling what the GPU is"))?;
-            Ok(Self { device, context, module, functions, processors: processors.max(1) as usize, chosen: Chosen::default() })
+            let multiprocessors = result::device::get_attribute(device, PROCESSORS).map_err(failed("telling what the GPU is"))?;
+            Ok(Self {
+                device,
+                context,
+                module,
+                functions,
+                multiprocessors: multiprocessors.max(1) as usize,
+                chosen: ChosenAlgorithms::default(),
+            })
         }
     }
 
@@ -101,7 +108,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         if self.enter().is_ok() {
-            let _ordered = in_order();
+            let _locked = driver_lock();
             // SAFETY: nobody has the functions any more, and each is given back once. What the driver says to that changes nothing.
             #[expect(unsafe_code)]
             unsafe {
@@ -115,7 +122,7 @@ impl Drop for Context {
 /// A queue of a GPU.
 pub(super) struct Gpu {
     // Dropped in this order: what cuBLASLt holds is of the context.
-    products: Mutex<Products>,
+    gemms: Mutex<GemmPlans>,
     staging: Mutex<Staging>,
     stream: sys::CUstream,
     context: Arc<Context>,
@@ -150,7 +157,7 @@ impl Gpu {
 
     fn of(context: Arc<Context>) -> Result<Self, CudaError> {
         context.enter()?;
-        let ordered = in_order();
+        let locked = driver_lock();
         let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("making a queue"))?;
         // SAFETY: the size is not 0; the bytes are zeroed before anybody reads them, and given back once, in `drop`.
         #[expect(unsafe_code)]
@@ -159,9 +166,9 @@ impl Gpu {
             bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
             Staging(bytes.cast())
         };
-        drop(ordered);
+        drop(locked);
         Ok(Self {
-            products: Mutex::new(Products::new(Arc::clone(&context.chosen))?),
+            gemms: Mutex::new(GemmPlans::new(Arc::clone(&context.chosen))?),
             staging: Mutex::new(staging),
             stream,
             context,
@@ -181,7 +188,7 @@ impl Drop for Gpu {
             // A device that has failed has nothing left to wait for.
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
-            let _ordered = in_order();
+            let _locked = driver_lock();
             // SAFETY: nothing runs on the stream any more, and both are given back once.
             #[expect(unsafe_code)]
             unsafe {
@@ -194,17 +201,17 @@ impl Drop for Gpu {
 
 impl Gpu {
     /// Sends so many bytes over NCCL to another place of this GPU's memory, and says how long that took and whether they came.
-    pub fn send_to_itself(self: &Arc<Self>, bytes: usize) -> Result<(Duration, bool), CudaError> {
+    pub fn nccl_self_test(self: &Arc<Self>, bytes: usize) -> Result<(Duration, bool), CudaError> {
         const LIMIT: Duration = Duration::from_secs(30);
         let sent: Vec<u8> = (0..bytes).map(|byte| ((byte * 31) >> 3) as u8).collect();
         let (from, to) = (Memory::of(self, &sent)?, Memory::of(self, &vec![0; bytes])?);
         self.wait()?;
         let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
         let began = Instant::now();
-        // In pieces, as blocks are.
-        let pieces =
+        // In regions, as blocks are.
+        let regions =
             |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
-        ranks[0].send_to_itself(&pieces(&from), &pieces(&to), LIMIT)?;
+        ranks[0].nccl_self_test(&regions(&from), &regions(&to), LIMIT)?;
         let took = began.elapsed();
         let mut received = vec![0; bytes];
         self.download(to.address(), &mut received)?;
@@ -233,37 +240,37 @@ impl Drop for Graph {
 }
 
 impl Device for Gpu {
-    type Connection = Vec<Communicator>;
+    type Communicators = Vec<Communicator>;
 
     /// NCCL's buffers by channel, and what its kernels take of the stack: up to 1.6 GB were reported with eight GPUs.
-    const CONNECTION_BYTES: usize = 2 << 30;
+    const COMMUNICATOR_BYTES: usize = 2 << 30;
 
-    fn connect(ranks: &[Arc<Self>]) -> Result<Self::Connection, CudaError> {
+    fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError> {
         let contexts: Vec<Arc<Context>> = ranks.iter().map(|rank| Arc::clone(&rank.context)).collect();
         Communicator::all(&Nccl::load()?, &contexts)
     }
 
-    fn add_up(connection: &Self::Connection, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
-        let part = |(communicator, (gpu, address)): (_, &(&Self, u64))| nccl::Part {
+    fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
+        let buffer = |(communicator, (gpu, address)): (_, &(&Self, u64))| nccl::RankBuffer {
             communicator,
             stream: gpu.stream,
             address: *address,
         };
-        let parts: Vec<nccl::Part<'_>> = connection.iter().zip(ranks).map(part).collect();
-        nccl::sum(&parts, count).map_err(|source| CudaError::Sum { source: Box::new(source) })
+        let buffers: Vec<nccl::RankBuffer<'_>> = communicators.iter().zip(ranks).map(buffer).collect();
+        nccl::all_reduce_sum(&buffers, count).map_err(|source| CudaError::AllReduce { source: Box::new(source) })
     }
 
     type Graph = Graph;
 
-    fn beside(&self) -> Result<Self, CudaError> {
+    fn new_stream(&self) -> Result<Self, CudaError> {
         // What the other queue has been asked for (weights to copy) is done before this one begins.
         self.context.enter()?;
         self.idle()?;
         Self::of(Arc::clone(&self.context))
     }
 
-    fn processors(&self) -> usize {
-        self.context.processors
+    fn multiprocessors(&self) -> usize {
+        self.context.multiprocessors
     }
 
     fn free_bytes(&self) -> Result<usize, CudaError> {
@@ -273,7 +280,7 @@ impl Device for Gpu {
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         self.context.enter()?;
-        let _ordered = in_order();
+        let _locked = driver_lock();
         // Not from the stream's pool: other processes may be given a handle to this memory.
         // SAFETY: the size is not 0, and nobody reads the memory as anything but bytes.
         #[expect(unsafe_code)]
@@ -284,7 +291,7 @@ impl Device for Gpu {
         if self.context.enter().is_ok() {
             // A device that has failed keeps nothing.
             let _ = self.idle();
-            let _ordered = in_order();
+            let _locked = driver_lock();
             // SAFETY: the caller gives back what it was given, once, and nothing that runs uses it.
             #[expect(unsafe_code)]
             unsafe {
@@ -296,11 +303,11 @@ impl Device for Gpu {
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         self.context.enter()?;
         let mut staging = self.staging.lock().expect("no copy panics");
-        for (i, piece) in bytes.chunks(STAGING_BYTES).enumerate() {
+        for (i, chunk) in bytes.chunks(STAGING_BYTES).enumerate() {
             // The copy before has read its bytes.
             self.idle()?;
-            let staged = &mut staging.bytes()[..piece.len()];
-            staged.copy_from_slice(piece);
+            let staged = &mut staging.bytes()[..chunk.len()];
+            staged.copy_from_slice(chunk);
             let to = to + (i * STAGING_BYTES) as u64;
             // SAFETY: the destination is of the caller's memory; the source is not changed before the wait above, or that of the next call.
             #[expect(unsafe_code)]
@@ -312,14 +319,14 @@ impl Device for Gpu {
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError> {
         self.context.enter()?;
         let mut staging = self.staging.lock().expect("no copy panics");
-        for (i, piece) in into.chunks_mut(STAGING_BYTES).enumerate() {
-            let staged = &mut staging.bytes()[..piece.len()];
+        for (i, chunk) in into.chunks_mut(STAGING_BYTES).enumerate() {
+            let staged = &mut staging.bytes()[..chunk.len()];
             let from = from + (i * STAGING_BYTES) as u64;
             // SAFETY: the source is of the caller's memory; the destination is not touched before the copy is done.
             #[expect(unsafe_code)]
             unsafe { result::memcpy_dtoh_async(staged, from, self.stream) }.map_err(failed("copying from the GPU"))?;
             self.idle()?;
-            piece.copy_from_slice(staged);
+            chunk.copy_from_slice(staged);
         }
         Ok(())
     }
@@ -376,25 +383,25 @@ impl Device for Gpu {
         launched.map_err(failed("starting a kernel"))
     }
 
-    fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError> {
+    fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError> {
         self.context.enter()?;
-        self.products.lock().expect("no product panics").run(half, product, factors, self.stream)
+        self.gemms.lock().expect("no gemm panics").run(half, gemm, operands, self.stream)
     }
 
-    fn prepare(&self, half: Half, products: &[(Product, Factors)], limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, half: Half, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
         self.context.enter()?;
-        let (began, mut prepared) = (Instant::now(), self.products.lock().expect("no product panics"));
-        for (i, (product, factors)) in products.iter().enumerate() {
+        let (began, mut prepared) = (Instant::now(), self.gemms.lock().expect("no gemm panics"));
+        for (i, (gemm, operands)) in gemms.iter().enumerate() {
             if began.elapsed() > limit {
-                tracing::info!(left = products.len() - i, "products are left to be timed at their first use");
+                tracing::info!(left = gemms.len() - i, "gemms are left to be timed at their first use");
                 break;
             }
-            prepared.prepare(half, *product, *factors, self.stream)?;
+            prepared.prepare(half, *gemm, *operands, self.stream)?;
         }
         Ok(())
     }
 
-    fn record(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+    fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         self.context.enter()?;
         // What other queues do meanwhile (take memory, wait) is none of this one's business.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -438,11 +445,11 @@ impl Device for Gpu {
         let handle = sys::CUipcMemHandle { reserved: exported.map(|byte| byte as c_char) };
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
-        let ordered = in_order();
+        let locked = driver_lock();
         // SAFETY: the driver checks the handle, and gives the address of memory that lives until it is closed or its own process ends.
         #[expect(unsafe_code)]
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }.result();
-        drop(ordered);
+        drop(locked);
         opened.map_err(failed("opening another process's memory"))?;
         let (mut start, mut bytes) = (0, 0);
         // SAFETY: the address was mapped above; both numbers go to places of their sizes.
@@ -458,7 +465,7 @@ impl Device for Gpu {
     fn close(&self, address: u64) {
         if self.context.enter().is_ok() {
             let _ = self.idle();
-            let _ordered = in_order();
+            let _locked = driver_lock();
             // SAFETY: the address is of `import`, is closed once, and nothing that runs uses it.
             #[expect(unsafe_code)]
             unsafe {
@@ -467,27 +474,27 @@ impl Device for Gpu {
         }
     }
 
-    type Line = Communicator;
+    type PeerCommunicator = Communicator;
 
-    fn has_lines() -> bool {
+    fn nccl_available() -> bool {
         Nccl::load().is_ok()
     }
 
-    fn name_line() -> Result<LineName, CudaError> {
+    fn new_communicator_id() -> Result<CommunicatorId, CudaError> {
         Nccl::load()?.unique_id()
     }
 
-    fn line(&self, name: &LineName, end: u32, limit: Duration) -> Result<Communicator, CudaError> {
-        Communicator::new(&Nccl::load()?, &self.context, *name, Rank { rank: end, ranks: 2 }, limit)
+    fn connect_peer(&self, id: &CommunicatorId, rank: u32, limit: Duration) -> Result<Communicator, CudaError> {
+        Communicator::new(&Nccl::load()?, &self.context, *id, Rank { rank, ranks: 2 }, limit)
     }
 }
 
-impl Line for Communicator {
-    fn send(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
-        self.send(pieces, limit)
+impl PeerCommunicator for Communicator {
+    fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+        self.send(regions, limit)
     }
 
-    fn receive(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
-        self.receive(pieces, limit)
+    fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+        self.receive(regions, limit)
     }
 }

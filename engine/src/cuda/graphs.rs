@@ -6,7 +6,7 @@
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;
 
-/// Recordings that are kept: more than there are kinds of steps in a mixed load. One has a few hundred launches, and each of them takes a driver some
+/// Recordings that are entry: more than there are kinds of steps in a mixed load. One has a few hundred launches, and each of them takes a driver some
 /// kilobytes.
 const GRAPHS_MAX: usize = 256;
 
@@ -14,7 +14,7 @@ const GRAPHS_MAX: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
     pub rows: usize,
-    pub parts: usize,
+    pub partitions: usize,
     /// Alternatives that a row may want.
     pub top_max: usize,
 }
@@ -22,26 +22,26 @@ pub(super) struct Bucket {
 /// One engine's recordings.
 pub(super) struct Graphs<D: Device> {
     rows_max: usize,
-    parts_max: usize,
+    partitions_max: usize,
     /// Where the lists and results are that recordings name.
-    places: [u64; 2],
-    kept: HashMap<Bucket, Kept<D>>,
-    /// Steps so far: the time that `Kept` counts in.
+    addresses: [u64; 2],
+    entries: HashMap<Bucket, Entry<D>>,
+    /// Steps so far: the time that `Entry` counts in.
     steps: u64,
-    /// The device has refused a recording.
-    refused: bool,
+    /// The device has disabled a recording.
+    disabled: bool,
 }
 
-struct Kept<D: Device> {
+struct Entry<D: Device> {
     /// `None`: a step of this kind was run once. So all is there that the device makes at a first time.
     graph: Option<D::Graph>,
     used: u64,
 }
 
 impl<D: Device> Graphs<D> {
-    /// For steps of so many rows and parts at most; there is memory for them.
-    pub fn new(rows_max: usize, parts_max: usize) -> Self {
-        Self { rows_max, parts_max, places: [0; 2], kept: HashMap::new(), steps: 0, refused: false }
+    /// For steps of so many rows and partitions at most; there is memory for them.
+    pub fn new(rows_max: usize, partitions_max: usize) -> Self {
+        Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, disabled: false }
     }
 
     /// Of a step whose rows are all drawn, and so single tokens; `None` for others.
@@ -49,10 +49,10 @@ impl<D: Device> Graphs<D> {
         let rows = batch.rows();
         let bucket = || Bucket {
             rows: padded_rows(rows).min(self.rows_max),
-            parts: batch.parts.len().next_power_of_two().min(self.parts_max),
+            partitions: batch.partitions.len().next_power_of_two().min(self.partitions_max),
             top_max,
         };
-        (batch.drawn.len() == rows && rows <= self.rows_max).then(bucket)
+        (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
     /// Does the work of a step that was padded to this bucket, with its lists and results at these addresses. It may be asked for twice, and must
@@ -61,48 +61,48 @@ impl<D: Device> Graphs<D> {
         &mut self,
         device: &D,
         bucket: Bucket,
-        places: [u64; 2],
+        addresses: [u64; 2],
         work: impl Fn() -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        if self.refused {
+        if self.disabled {
             return work();
         }
-        if self.places != places {
-            self.kept.clear();
-            self.places = places;
+        if self.addresses != addresses {
+            self.entries.clear();
+            self.addresses = addresses;
         }
         self.steps += 1;
         let used = self.steps;
-        let Some(kept) = self.kept.get_mut(&bucket) else {
-            self.make_room();
-            self.kept.insert(bucket, Kept { graph: None, used });
+        let Some(entry) = self.entries.get_mut(&bucket) else {
+            self.evict_least_recently_used();
+            self.entries.insert(bucket, Entry { graph: None, used });
             return work();
         };
-        kept.used = used;
-        if let Some(graph) = &kept.graph {
+        entry.used = used;
+        if let Some(graph) = &entry.graph {
             return device.replay(graph);
         }
-        match device.record(&work).and_then(|graph| device.replay(&graph).map(|()| graph)) {
+        match device.capture(&work).and_then(|graph| device.replay(&graph).map(|()| graph)) {
             Ok(graph) => {
-                kept.graph = Some(graph);
+                entry.graph = Some(graph);
                 Ok(())
             }
             // If the device is lost, the work says so, too.
             Err(error) => {
                 tracing::warn!(%error, "steps are not recorded, so those of few sequences take longer");
-                self.refused = true;
-                self.kept.clear();
+                self.disabled = true;
+                self.entries.clear();
                 work()
             }
         }
     }
 
     /// Forgets the kind of step that has not come for the longest time.
-    fn make_room(&mut self) {
-        if self.kept.len() >= GRAPHS_MAX
-            && let Some(oldest) = self.kept.iter().min_by_key(|(_, kept)| kept.used).map(|(bucket, _)| *bucket)
+    fn evict_least_recently_used(&mut self) {
+        if self.entries.len() >= GRAPHS_MAX
+            && let Some(oldest) = self.entries.iter().min_by_key(|(_, entry)| entry.used).map(|(bucket, _)| *bucket)
         {
-            self.kept.remove(&oldest);
+            self.entries.remove(&oldest);
         }
     }
 }

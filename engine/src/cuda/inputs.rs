@@ -3,8 +3,8 @@
 use super::{
     CudaError,
     device::{Device, Memory},
-    draws::Draws,
     plan::Batch,
+    sampling::SampleInputs,
 };
 use std::sync::Arc;
 
@@ -25,11 +25,11 @@ pub(super) struct Lists {
     pub slots: u64,
     pub tables: u64,
     pub tiles: u64,
-    pub parts: u64,
+    pub partitions: u64,
     pub combined: u64,
-    pub wanted: u64,
-    pub drawn: u64,
-    pub draws: u64,
+    pub logit_rows: u64,
+    pub sampled_rows: u64,
+    pub sample_settings: u64,
 }
 
 impl<D: Device> Inputs<D> {
@@ -40,28 +40,29 @@ impl<D: Device> Inputs<D> {
 
     /// Copies a step's lists, each to a multiple of 16 bytes. Those whose length does not follow from the numbers of rows and parts come last: the
     /// others are where they are in every step that is padded to the same numbers.
-    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, draws: &Draws) -> Result<Lists, CudaError> {
+    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, draws: &SampleInputs) -> Result<Lists, CudaError> {
         self.bytes.clear();
         let mut lists = Lists {
-            draws: self.list(&draws.settings),
+            sample_settings: self.list(&draws.settings),
             tokens: self.numbers(&batch.tokens),
             positions: self.numbers(&batch.positions),
             slots: self.numbers(&batch.slots),
             tiles: self.numbers(batch.tiles.as_flattened()),
-            parts: self.numbers(batch.parts.as_flattened()),
+            partitions: self.numbers(batch.partitions.as_flattened()),
             combined: self.numbers(batch.combined.as_flattened()),
-            wanted: self.numbers(&batch.wanted),
-            drawn: self.numbers(&batch.drawn),
+            logit_rows: self.numbers(&batch.logit_rows),
+            sampled_rows: self.numbers(&batch.sampled_rows),
             tables: self.numbers(&batch.tables),
         };
         let adjustments = self.list(&draws.adjustments);
-        assert_eq!(adjustments, lists.tables + u64::from(batch.behind_tables()) * 16, "the draws say where they are");
+        assert_eq!(adjustments, lists.tables + u64::from(batch.offset_after_tables()) * 16, "the draws say where they are");
         if self.memory.bytes() < self.bytes.len() {
             self.memory = Memory::new(device, self.bytes.len().next_power_of_two())?;
         }
         device.upload(self.memory.address(), &self.bytes)?;
-        let Lists { tokens, positions, slots, tables, tiles, parts, combined, wanted, drawn, draws } = &mut lists;
-        for place in [tokens, positions, slots, tables, tiles, parts, combined, wanted, drawn, draws] {
+        let Lists { tokens, positions, slots, tables, tiles, partitions, combined, logit_rows, sampled_rows, sample_settings } =
+            &mut lists;
+        for place in [tokens, positions, slots, tables, tiles, partitions, combined, logit_rows, sampled_rows, sample_settings] {
             *place += self.memory.address();
         }
         Ok(lists)

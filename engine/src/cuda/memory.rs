@@ -1,69 +1,72 @@
-//! Who gets how much of a device's memory. Plain arithmetic.
+//! How a device's memory is divided among the buffers of an engine. Plain arithmetic.
 
-use super::{CudaError, CudaLimits, plan::parts_max, shape::Shape};
+use super::{CudaError, CudaLimits, plan::partitions_max, shape::Shape};
 
-/// Of the memory that the weights leave free, in hundredths: the rest is for cuBLASLt's workspace, the kernels' code, inputs of steps, and others.
+/// Percentage of the memory free after loading the weights that engines may use. The rest is for cuBLASLt's workspaces, the kernels' code, the inputs
+/// of steps, and other processes.
 const SHARE_PERCENT: usize = 90;
-/// Rows of logits that are computed at a time: each has the vocabulary's length.
-const LOGIT_ROWS_MAX: usize = 256;
+/// Rows of logits computed at a time; each is as long as the vocabulary.
+const HEAD_ROWS_MAX: usize = 256;
 
-/// Bytes of everything that an engine holds.
+/// Sizes of an engine's buffers, in bytes unless said otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
-    pub stream: usize,
+    pub residual: usize,
     pub normed: usize,
     pub qkv: usize,
     pub attended: usize,
     pub gates: usize,
     pub inner: usize,
-    pub turns: usize,
-    /// Parts of single tokens' attention, and their maxima and sums.
-    pub outs: usize,
-    pub sums: usize,
+    pub rope: usize,
+    /// Attention outputs of each partition of single tokens, and their maxima and sums.
+    pub partial_outputs: usize,
+    pub partial_sums: usize,
     pub logits: usize,
-    /// What a draw makes of the logits.
+    /// Working copy of the logits for sampling.
     pub scratch: usize,
-    pub logit_rows: usize,
-    pub parts_max: usize,
+    /// Rows of logits computed at a time.
+    pub head_rows_max: usize,
+    /// Partitions in a step.
+    pub partitions_max: usize,
     pub capacity_blocks: u32,
 }
 
-/// What a device has for the engines of a process.
+/// What a device offers to the engines of a process.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
-    pub processors: usize,
-    /// Free when the weights had come.
+pub(super) struct DeviceBudget {
+    pub multiprocessors: usize,
+    /// Bytes free after loading the weights.
     pub free_bytes: usize,
-    /// That each engine's connection to its other ranks takes; 0 without.
-    pub connection_bytes: usize,
+    /// Bytes that each engine's communicator with its other ranks takes; 0 on one GPU.
+    pub communicator_bytes: usize,
 }
 
 impl Sizes {
-    /// Blocks as set, or as many as fit.
-    pub fn new(shape: &Shape, limits: &CudaLimits, room: Room) -> Result<Self, CudaError> {
-        let Room { processors, free_bytes, connection_bytes } = room;
+    /// Sizes for these limits, with as many blocks as set, or else as fit. Fails if they do not fit.
+    pub fn new(shape: &Shape, limits: &CudaLimits, budget: DeviceBudget) -> Result<Self, CudaError> {
+        let DeviceBudget { multiprocessors, free_bytes, communicator_bytes } = budget;
         let rows = limits.step_tokens_max as usize;
-        let parts_max = parts_max(limits.sequences_max as usize, shape, processors);
-        let logit_rows = rows.min(LOGIT_ROWS_MAX);
+        let partitions_max = partitions_max(limits.sequences_max as usize, shape, multiprocessors);
+        let head_rows_max = rows.min(HEAD_ROWS_MAX);
         let mut sizes = Self {
-            stream: rows * shape.width * 4,
+            residual: rows * shape.width * 4,
             normed: rows * shape.width * 2,
             qkv: rows * shape.qkv_dim() * 2,
             attended: rows * shape.query_dim() * 2,
             gates: rows * 2 * shape.ffn * 2,
             inner: rows * shape.ffn * 2,
-            turns: rows * shape.head_dim * 4,
-            outs: parts_max * shape.query_dim() * 4,
-            sums: parts_max * shape.heads * 8,
-            logits: logit_rows * shape.vocab_size * 4,
-            scratch: logit_rows * shape.vocab_size * 4,
-            logit_rows,
-            parts_max,
+            rope: rows * shape.head_dim * 4,
+            partial_outputs: partitions_max * shape.query_dim() * 4,
+            partial_sums: partitions_max * shape.heads * 8,
+            logits: head_rows_max * shape.vocab_size * 4,
+            scratch: head_rows_max * shape.vocab_size * 4,
+            head_rows_max,
+            partitions_max,
             capacity_blocks: 0,
         };
-        let share = (free_bytes / 100 * SHARE_PERCENT / (limits.engines.max(1) as usize)).saturating_sub(connection_bytes);
+        let share = (free_bytes / 100 * SHARE_PERCENT / (limits.engines.max(1) as usize)).saturating_sub(communicator_bytes);
         let fit = share.saturating_sub(sizes.step_bytes()) / shape.block_bytes();
-        // Slots are counted in 32 bits.
+        // Slot numbers have 32 bits.
         let countable = u32::MAX as usize / shape.block_size;
         let wanted = limits.capacity_blocks.map_or(fit.min(countable), |blocks| blocks as usize);
         if wanted == 0 || wanted > fit || wanted > countable {
@@ -74,10 +77,11 @@ impl Sizes {
         Ok(sizes)
     }
 
-    /// Of a step's own numbers.
+    /// Bytes of all buffers but the KV memory.
     pub fn step_bytes(&self) -> usize {
-        let Self { stream, normed, qkv, attended, gates, inner, turns, outs, sums, logits, scratch, .. } = self;
-        stream + normed + qkv + attended + gates + inner + turns + outs + sums + logits + scratch
+        let Self { residual, normed, qkv, attended, gates, inner, rope, partial_outputs, partial_sums, logits, scratch, .. } =
+            self;
+        residual + normed + qkv + attended + gates + inner + rope + partial_outputs + partial_sums + logits + scratch
     }
 }
 
@@ -98,33 +102,33 @@ mod tests {
         vocab_size: 151_936,
         block_size: 16,
         pairs: Pairs::Halves,
-        little_shared: false,
+        small_shared_memory: false,
     };
     const LIMITS: CudaLimits = CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256 };
     const H200_FREE: usize = 123 << 30;
-    const H200: Room = Room { processors: 132, free_bytes: H200_FREE, connection_bytes: 0 };
+    const H200: DeviceBudget = DeviceBudget { multiprocessors: 132, free_bytes: H200_FREE, communicator_bytes: 0 };
 
     #[test]
-    fn kv_takes_what_is_left_of_nine_tenths() {
+    fn kv_memory_fills_ninety_percent_of_free_memory() {
         assert_eq!(QWEN3_8B.block_bytes(), 2_359_296, "147,456 bytes a token");
         let alone = Sizes::new(&QWEN3_8B, &LIMITS, H200).unwrap();
         let held = alone.step_bytes() + alone.capacity_blocks as usize * QWEN3_8B.block_bytes();
         let share = H200_FREE / 100 * 90;
         assert!(held <= share && share - held < QWEN3_8B.block_bytes());
-        assert!(alone.step_bytes() < 2 << 30, "a step of 8,448 tokens has {} bytes of its own", alone.step_bytes());
+        assert!(alone.step_bytes() < 2 << 30, "a step of 8,448 tokens takes {} bytes", alone.step_bytes());
         let third = Sizes::new(&QWEN3_8B, &CudaLimits { engines: 3, ..LIMITS }, H200).unwrap();
         assert!(third.capacity_blocks < alone.capacity_blocks / 3);
-        let connected = Room { connection_bytes: 2 << 30, ..H200 };
+        let connected = DeviceBudget { communicator_bytes: 2 << 30, ..H200 };
         for (engines, plain) in [(1, alone), (3, third)] {
             let rank = Sizes::new(&QWEN3_8B, &CudaLimits { engines, ..LIMITS }, connected).unwrap();
             let fewer = (plain.capacity_blocks - rank.capacity_blocks) as usize;
             let less = fewer * QWEN3_8B.block_bytes();
-            assert!(less.abs_diff(connected.connection_bytes) < QWEN3_8B.block_bytes(), "each engine has its own");
+            assert!(less.abs_diff(connected.communicator_bytes) < QWEN3_8B.block_bytes(), "each engine has its own communicator");
         }
     }
 
     #[test]
-    fn a_rank_of_two_has_half_of_what_heads_and_feed_forward_take() {
+    fn two_ranks_halve_buffers_of_heads_and_feed_forward() {
         let rank = Shape { heads: 16, kv_heads: 4, ffn: 6_144, ..QWEN3_8B };
         let limits = CudaLimits { capacity_blocks: Some(1_000), ..LIMITS };
         let [all, half] = [QWEN3_8B, rank].map(|shape| Sizes::new(&shape, &limits, H200).unwrap());
@@ -132,15 +136,15 @@ mod tests {
         {
             assert_eq!(all, 2 * half);
         }
-        assert_eq!((all.stream, all.normed, all.logits), (half.stream, half.normed, half.logits));
+        assert_eq!((all.residual, all.normed, all.logits), (half.residual, half.normed, half.logits));
         let alone = Sizes::new(&QWEN3_8B, &LIMITS, H200).unwrap();
-        let split = Sizes::new(&rank, &LIMITS, H200).unwrap();
-        assert!(split.capacity_blocks > 2 * alone.capacity_blocks, "a block's parts are half as large");
+        let shard = Sizes::new(&rank, &LIMITS, H200).unwrap();
+        assert!(shard.capacity_blocks > 2 * alone.capacity_blocks, "a rank's shard of a block is half as large");
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_with_numbers() {
-        let refused = |limits, free_bytes| match Sizes::new(&QWEN3_8B, &limits, Room { free_bytes, ..H200 }) {
+    fn oversized_kv_memory_is_refused_with_both_sizes() {
+        let refused = |limits, free_bytes| match Sizes::new(&QWEN3_8B, &limits, DeviceBudget { free_bytes, ..H200 }) {
             Err(CudaError::Memory { free_bytes, needed_bytes }) => (free_bytes, needed_bytes),
             other => panic!("{other:?}"),
         };

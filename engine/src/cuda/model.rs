@@ -2,10 +2,10 @@
 
 use super::{
     CudaError,
-    device::{Device, Into, Memory, Product},
+    device::{Device, Epilogue, Gemm, Memory},
     shape::Shape,
-    split::Split,
-    weights::{self, Piece},
+    shard::Shard,
+    weights::{self, MatrixSlice},
 };
 use crate::cpu::{CpuError, weights::vector};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tandem_model::{ModelConfig, ModelFile};
 /// Weights, and the device that has them. A rank has its share of heads and feed-forward, and all of the embedding and the norms.
 pub(super) struct Model<D: Device> {
     pub shape: Shape,
-    pub split: Split,
+    pub shard: Shard,
     pub context_length: u32,
     pub eps: f32,
     pub magnitude: f64,
@@ -46,12 +46,12 @@ pub(super) struct Layer<D: Device> {
 }
 
 /// What rows are multiplied with.
-pub(super) struct Products {
-    pub qkv: Product,
-    pub attention_out: Product,
-    pub gates: Product,
-    pub down: Product,
-    pub head: Product,
+pub(super) struct Gemms {
+    pub qkv: Gemm,
+    pub attention_out: Gemm,
+    pub gates: Gemm,
+    pub down: Gemm,
+    pub head: Gemm,
 }
 
 impl<D: Device> Model<D> {
@@ -60,27 +60,33 @@ impl<D: Device> Model<D> {
         file: &dyn ModelFile,
         block_size: usize,
         shared_max: usize,
-        split: Split,
+        shard: Shard,
         open: impl FnOnce(&Shape) -> Result<D, CudaError>,
     ) -> Result<Self, CudaError> {
         let config = file.config()?;
         let half = weights::half_of(file)?;
-        let shape = Shape::new(&config, half, block_size, shared_max, split)?;
+        let shape = Shape::new(&config, half, block_size, shared_max, shard)?;
         refuse_unread(file, &config)?;
         let device = Arc::new(open(&shape)?);
         let ModelConfig { width, ffn, vocab_size, head_dim, .. } = config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let matrix = |pieces: &[Piece]| Memory::of(&device, &weights::rows(file, half, pieces)?);
+        let matrix = |slices: &[MatrixSlice]| Memory::of(&device, &weights::rows(file, half, slices)?);
         let singles = |numbers: Vec<f32>| Memory::of(&device, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>());
         let layer = |i: usize| {
             let name = |part: &str| format!("blk.{i}.{part}.weight");
-            let rows = |part: &str, outputs| Piece { rows: split.share(outputs), ..Piece::whole(name(part), outputs, width) };
-            let columns = |part: &str, inputs| Piece { columns: split.share(inputs), ..Piece::whole(name(part), width, inputs) };
+            let rows = |part: &str, outputs| MatrixSlice {
+                rows: shard.range(outputs),
+                ..MatrixSlice::whole(name(part), outputs, width)
+            };
+            let columns = |part: &str, inputs| MatrixSlice {
+                columns: shard.range(inputs),
+                ..MatrixSlice::whole(name(part), width, inputs)
+            };
             let norm = |part: &str, len| singles(vector(file, &name(part), len)?);
             let biases = || {
                 let bias = |part: &str, len| {
                     let all = vector(file, &format!("blk.{i}.{part}.bias"), len)?;
-                    Ok::<_, CpuError>(all[split.share(len)].to_vec())
+                    Ok::<_, CpuError>(all[shard.range(len)].to_vec())
                 };
                 singles([bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?].concat())
             };
@@ -98,12 +104,12 @@ impl<D: Device> Model<D> {
         };
         let frequencies: Vec<u8> = config.rope.frequencies.iter().flat_map(|frequency| frequency.to_le_bytes()).collect();
         let layers = (0..config.layers).map(layer).collect::<Result<_, _>>()?;
-        let tokens = |name: &str| matrix(&[Piece::whole(name.to_owned(), vocab_size, width)]);
+        let tokens = |name: &str| matrix(&[MatrixSlice::whole(name.to_owned(), vocab_size, width)]);
         let (embedding, norm) = (tokens("token_embd.weight")?, singles(vector(file, "output_norm.weight", width)?)?);
-        let has_head = !config.tied && split.rank == 0;
+        let has_head = !config.tied && shard.rank == 0;
         Ok(Self {
             shape,
-            split,
+            shard,
             context_length: config.context_length,
             eps: config.eps,
             magnitude: config.rope.magnitude,
@@ -118,17 +124,17 @@ impl<D: Device> Model<D> {
     }
 
     /// Of so many rows.
-    pub fn products(&self, rows: usize) -> Products {
+    pub fn gemms(&self, rows: usize) -> Gemms {
         let Shape { width, ffn, vocab_size, .. } = self.shape;
-        let product = |inputs, outputs, into| Product { rows, inputs, outputs, into };
+        let gemm = |inputs, outputs, epilogue| Gemm { rows, inputs, outputs, epilogue };
         // The first rank adds to its stream, the others put their parts where theirs was: the sum of all is the stream again, on every rank.
-        let onto_stream = if self.split.rank == 0 { Into::Sum } else { Into::Singles };
-        Products {
-            qkv: product(width, self.shape.qkv_dim(), Into::Halves),
-            attention_out: product(self.shape.query_dim(), width, onto_stream),
-            gates: product(width, 2 * ffn, Into::Halves),
-            down: product(ffn, width, onto_stream),
-            head: product(width, vocab_size, Into::Singles),
+        let onto_stream = if self.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
+        Gemms {
+            qkv: gemm(width, self.shape.qkv_dim(), Epilogue::StoreHalf),
+            attention_out: gemm(self.shape.query_dim(), width, onto_stream),
+            gates: gemm(width, 2 * ffn, Epilogue::StoreHalf),
+            down: gemm(ffn, width, onto_stream),
+            head: gemm(width, vocab_size, Epilogue::StoreSingle),
         }
     }
 

@@ -1,14 +1,14 @@
 //! A step's chunks as the kernels take them. Plain data.
 
 use super::shape::Shape;
-use crate::{Chunk, Draw, Logits};
+use crate::{Chunk, Logits};
 
 /// Fewer positions in a part of a sequence are not worth a block of their own.
-const PART_POSITIONS_MIN: usize = 256;
+const PARTITION_POSITIONS_MIN: usize = 256;
 /// Where the KV of a padding row goes: nowhere. kernels/model.cu has it too.
 const NO_SLOT: u32 = u32::MAX;
 /// Blocks of `attend_token` for each multiprocessor: two run at a time, and the last ones are not waited for alone.
-const BLOCKS_EACH: usize = 4;
+const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
 /// One step's rows (a token each, those of a chunk one after the other) and what attention does with them.
 #[derive(Debug, Default)]
@@ -22,22 +22,20 @@ pub(super) struct Batch {
     /// First row, tokens, position of the first, place in `tables`: prompts in pieces, those with the most to read first.
     pub tiles: Vec<[u32; 4]>,
     /// Row, first position, position after the last, place in `tables`: parts of what single tokens read.
-    pub parts: Vec<[u32; 4]>,
+    pub partitions: Vec<[u32; 4]>,
     /// Row, first part, parts, nothing.
     pub combined: Vec<[u32; 4]>,
     /// Rows whose logits are wanted, and rows from whose logits a token is to be drawn.
-    pub wanted: Vec<u32>,
-    pub drawn: Vec<u32>,
+    pub logit_rows: Vec<u32>,
+    pub sampled_rows: Vec<u32>,
 }
 
 impl Batch {
-    /// `draws` may be shorter than `chunks`: the others have none.
-    pub fn new(chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>], shape: &Shape, processors: usize) -> Self {
+    pub fn new(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> Self {
         let mut batch = Self::default();
         let tile_tokens = Shape::PROMPT_ROWS / shape.group();
-        let part_positions = part_positions(chunks, shape, processors);
-        let draws = draws.iter().map(Option::is_some).chain(std::iter::repeat(false));
-        for (chunk, drawn) in chunks.iter().zip(draws) {
+        let partition_positions = partition_positions(chunks, shape, multiprocessors);
+        for chunk in chunks {
             let (first_row, table) = (batch.tokens.len() as u32, batch.tables.len() as u32);
             let len = chunk.tokens.len() as u32;
             batch.tokens.extend_from_slice(chunk.tokens);
@@ -49,12 +47,12 @@ impl Batch {
             let end = (chunk.start + len) as usize;
             batch.tables.extend(chunk.blocks[..end.div_ceil(shape.block_size)].iter().map(|block| block.0));
             if len == 1 {
-                let first = batch.parts.len() as u32;
-                let starts = (0..end).step_by(part_positions);
+                let first = batch.partitions.len() as u32;
+                let starts = (0..end).step_by(partition_positions);
                 batch
-                    .parts
-                    .extend(starts.map(|start| [first_row, start as u32, (start + part_positions).min(end) as u32, table]));
-                batch.combined.push([first_row, first, batch.parts.len() as u32 - first, 0]);
+                    .partitions
+                    .extend(starts.map(|start| [first_row, start as u32, (start + partition_positions).min(end) as u32, table]));
+                batch.combined.push([first_row, first, batch.partitions.len() as u32 - first, 0]);
             } else {
                 for done in (0..len).step_by(tile_tokens) {
                     batch.tiles.push([first_row + done, (len - done).min(tile_tokens as u32), chunk.start + done, table]);
@@ -62,13 +60,13 @@ impl Batch {
             }
             let rows = match chunk.logits {
                 Logits::None => 0..0,
-                Logits::Last => first_row + len - 1..first_row + len,
+                Logits::Last | Logits::Sample(_) => first_row + len - 1..first_row + len,
                 Logits::All => first_row..first_row + len,
             };
-            if drawn && chunk.logits == Logits::Last {
-                batch.drawn.extend(rows);
+            if matches!(chunk.logits, Logits::Sample(_)) {
+                batch.sampled_rows.extend(rows);
             } else {
-                batch.wanted.extend(rows);
+                batch.logit_rows.extend(rows);
             }
         }
         batch.tiles.sort_by_key(|[row, tokens, position, _]| (std::cmp::Reverse(position + tokens), *row));
@@ -80,36 +78,36 @@ impl Batch {
     }
 
     /// Adds rows that attend to nothing, leave no KV and are drawn like others, and parts without positions. The batch is of single tokens.
-    pub fn pad(&mut self, rows: usize, parts: usize) {
-        assert!(rows >= self.rows() && parts >= self.parts.len(), "a batch does not shrink");
+    pub fn pad(&mut self, rows: usize, partitions: usize) {
+        assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {
             self.tokens.push(0);
             self.positions.push(0);
             self.slots.push(NO_SLOT);
             self.combined.push([row, 0, 0, 0]);
-            self.drawn.push(row);
+            self.sampled_rows.push(row);
         }
-        self.parts.resize(parts, [0; 4]);
+        self.partitions.resize(partitions, [0; 4]);
     }
 
     /// Where what is 16 bytes long begins that lies behind `tables`, counted from where those begin.
-    pub fn behind_tables(&self) -> u32 {
+    pub fn offset_after_tables(&self) -> u32 {
         self.tables.len().div_ceil(4) as u32
     }
 }
 
 /// Positions in a part, so that single tokens keep all multiprocessors busy and have no more parts than that takes.
-fn part_positions(chunks: &[Chunk<'_>], shape: &Shape, processors: usize) -> usize {
+fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> usize {
     let ends = chunks.iter().filter(|chunk| chunk.tokens.len() == 1).map(|chunk| chunk.start as usize + 1);
-    let blocks_a_part = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
-    let parts = (BLOCKS_EACH * processors).div_ceil(blocks_a_part);
-    ends.sum::<usize>().div_ceil(parts).next_multiple_of(Shape::TOKEN_POSITIONS).max(PART_POSITIONS_MIN)
+    let blocks_per_partition = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
+    let parts = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks_per_partition);
+    ends.sum::<usize>().div_ceil(parts).next_multiple_of(Shape::TOKEN_POSITIONS).max(PARTITION_POSITIONS_MIN)
 }
 
 /// The most parts that so many single tokens can have.
-pub(super) fn parts_max(tokens: usize, shape: &Shape, processors: usize) -> usize {
-    let blocks_a_part = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
-    tokens + (BLOCKS_EACH * processors).div_ceil(blocks_a_part)
+pub(super) fn partitions_max(tokens: usize, shape: &Shape, multiprocessors: usize) -> usize {
+    let blocks_per_partition = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
+    tokens + (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks_per_partition)
 }
 
 /// To how many rows a step of so many single tokens is padded, so that few numbers of rows occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
@@ -136,10 +134,10 @@ mod tests {
         vocab_size: 50,
         block_size: 16,
         pairs: Pairs::Halves,
-        little_shared: false,
+        small_shared_memory: false,
     };
 
-    fn chunk<'a>(tokens: &'a [u32], start: u32, blocks: &'a [BlockId], logits: Logits) -> Chunk<'a> {
+    fn chunk<'a>(tokens: &'a [u32], start: u32, blocks: &'a [BlockId], logits: Logits<'a>) -> Chunk<'a> {
         Chunk { tokens, start, blocks, logits }
     }
 
@@ -154,9 +152,9 @@ mod tests {
             chunk(&tokens[..2], 16, &blocks[7..], Logits::All),
             chunk(&tokens[..300], 0, &blocks, Logits::Last),
         ];
-        let batch = Batch::new(&chunks, &[], &SHAPE, 4);
+        let batch = Batch::new(&chunks, &SHAPE, 4);
         assert_eq!(batch.rows(), 374);
-        assert_eq!(batch.wanted, [70, 71, 72, 73, 373]);
+        assert_eq!(batch.logit_rows, [70, 71, 72, 73, 373]);
         assert_eq!(batch.slots[..3], [398 * 16 + 14, 398 * 16 + 15, 397 * 16]);
         let mut attended = vec![0; batch.rows()];
         for [row, tokens, position, table] in &batch.tiles {
@@ -170,7 +168,7 @@ mod tests {
         }
         for [row, first, parts, _] in &batch.combined {
             attended[*row as usize] += 1;
-            let parts = &batch.parts[*first as usize..(first + parts) as usize];
+            let parts = &batch.partitions[*first as usize..(first + parts) as usize];
             let mut next = 0;
             for part in parts {
                 assert_eq!((part[0], part[1]), (*row, next), "parts follow each other");
@@ -182,7 +180,7 @@ mod tests {
         assert!(attended.iter().all(|times| *times == 1));
         let ends: Vec<u32> = batch.tiles.iter().map(|[_, tokens, position, _]| tokens + position).collect();
         assert!(ends.is_sorted_by(|longer, shorter| longer >= shorter), "the most work begins first");
-        assert!(batch.parts.len() <= parts_max(2, &SHAPE, 4));
+        assert!(batch.partitions.len() <= partitions_max(2, &SHAPE, 4));
     }
 
     #[test]
@@ -197,26 +195,26 @@ mod tests {
     fn padding_leaves_the_batch_as_it_is_and_its_lists_where_they_are() {
         let blocks: Vec<BlockId> = (0..40).map(BlockId).collect();
         let chunks = [600, 3, 20].map(|position| chunk(&[7], position, &blocks, Logits::Last));
-        let mut batch = Batch::new(&chunks, &[], &SHAPE, 4);
-        let (plain, tables) = (Batch::new(&chunks, &[], &SHAPE, 4), batch.tables.clone());
+        let mut batch = Batch::new(&chunks, &SHAPE, 4);
+        let (plain, tables) = (Batch::new(&chunks, &SHAPE, 4), batch.tables.clone());
         batch.pad(4, 8);
-        assert_eq!((batch.rows(), batch.parts.len(), batch.combined.len()), (4, 8, 4));
+        assert_eq!((batch.rows(), batch.partitions.len(), batch.combined.len()), (4, 8, 4));
         assert_eq!(
-            (&batch.slots[..3], &batch.parts[..5], &batch.combined[..3]),
-            (&plain.slots[..], &plain.parts[..], &plain.combined[..])
+            (&batch.slots[..3], &batch.partitions[..5], &batch.combined[..3]),
+            (&plain.slots[..], &plain.partitions[..], &plain.combined[..])
         );
-        assert_eq!((batch.slots[3], batch.combined[3], batch.parts[5]), (NO_SLOT, [3, 0, 0, 0], [0; 4]));
+        assert_eq!((batch.slots[3], batch.combined[3], batch.partitions[5]), (NO_SLOT, [3, 0, 0, 0], [0; 4]));
         assert_eq!(batch.tables, tables);
     }
 
     #[test]
     fn single_tokens_have_as_many_parts_as_keep_the_device_busy() {
         let blocks: Vec<BlockId> = (0..8_192).map(BlockId).collect();
-        let parts = |sequences: usize, position: u32, processors: usize| {
+        let parts = |sequences: usize, position: u32, multiprocessors: usize| {
             let chunks = vec![chunk(&[1], position, &blocks, Logits::Last); sequences];
-            let batch = Batch::new(&chunks, &[], &SHAPE, processors);
-            assert!(batch.parts.len() <= parts_max(sequences, &SHAPE, processors), "{sequences} at {position}");
-            batch.parts.len()
+            let batch = Batch::new(&chunks, &SHAPE, multiprocessors);
+            assert!(batch.partitions.len() <= partitions_max(sequences, &SHAPE, multiprocessors), "{sequences} at {position}");
+            batch.partitions.len()
         };
         // Two key heads: half as many parts as blocks, as far as whole tiles allow.
         assert_eq!(parts(1, 100_000, 132), 261);

@@ -2,13 +2,14 @@
 
 use super::{
     CudaError,
-    device::{Device, Line, LineName, Memory},
+    device::{CommunicatorId, Device, Memory, PeerCommunicator},
 };
 use crate::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
+use parking_lot::Mutex;
 use std::{
     any::Any,
     collections::BTreeMap,
-    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    sync::{Arc, OnceLock, Weak},
     time::Duration,
 };
 use tandem_kv::BlockId;
@@ -108,7 +109,7 @@ fn broken(error: CudaError) -> MoveError {
 
 impl<D: Device> Pool<D> {
     pub fn new(parts: Vec<Part<D>>, block_bytes: usize, blocks: u32) -> Self {
-        let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pools = POOLS.lock();
         pools.retain(|_, pool| pool.strong_count() > 0);
         let number = pools.keys().next_back().map_or(0, |last| last + 1);
         let parts = Arc::new(Parts { number, parts, block_bytes, blocks });
@@ -144,7 +145,7 @@ impl<D: Device> KvMemory for Pool<D> {
         }
         let mut peer = Peer { pool: Arc::clone(ours), addresses: Vec::new(), blocks: handle.blocks, owner: None };
         if handle.process == process() {
-            let pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+            let pools = POOLS.lock();
             let owner = pools.get(&handle.number).and_then(Weak::upgrade).and_then(|pool| pool.downcast::<Parts<D>>().ok());
             let owner = owner.ok_or_else(|| unreachable("its engine has ended"))?;
             (peer.addresses, peer.blocks) = (owner.parts.iter().map(|part| part.kv.address()).collect(), owner.blocks);
@@ -163,12 +164,12 @@ impl<D: Device> KvMemory for Pool<D> {
     }
 
     fn link_devices(&self) -> u32 {
-        if D::has_lines() { self.0.parts.len() as u32 } else { 0 }
+        if D::nccl_available() { self.0.parts.len() as u32 } else { 0 }
     }
 
     fn name_link(&self) -> Result<Vec<u8>, MoveError> {
-        let names = self.0.parts.iter().map(|_| D::name_line().map_err(broken));
-        Ok(names.collect::<Result<Vec<LineName>, _>>()?.concat())
+        let names = self.0.parts.iter().map(|_| D::new_communicator_id().map_err(broken));
+        Ok(names.collect::<Result<Vec<CommunicatorId>, _>>()?.concat())
     }
 
     fn link(&self, name: &[u8], end: LinkEnd) -> Result<Arc<dyn Link>, MoveError> {
@@ -182,8 +183,8 @@ impl<D: Device> KvMemory for Pool<D> {
             LinkEnd::Receives => 1,
         };
         let nowhere_bytes = if end == LinkEnd::Receives { ours.block_bytes } else { 0 };
-        let line = |(part, name): (&Part<D>, &LineName)| {
-            let line = part.device.line(name, rank, LINK_MAX).map_err(broken)?;
+        let line = |(part, name): (&Part<D>, &CommunicatorId)| {
+            let line = part.device.connect_peer(name, rank, LINK_MAX).map_err(broken)?;
             Ok((line, Memory::new(&part.device, nowhere_bytes).map_err(broken)?))
         };
         let lines = ours.parts.iter().zip(names).map(line).collect::<Result<_, _>>()?;
@@ -233,13 +234,16 @@ impl<D: Device> PeerMemory for Peer<D> {
 
 /// One end of a link: a line for each part, and a place for what is received and not wanted.
 struct Between<D: Device> {
-    lines: Vec<(D::Line, Memory<D>)>,
+    lines: Vec<(D::PeerCommunicator, Memory<D>)>,
     pool: Arc<Parts<D>>,
 }
 
 impl<D: Device> Between<D> {
     /// All parts beside each other: who sends and who receives need not be at the same one.
-    fn on_all(&self, moves: impl Fn(&Part<D>, &(D::Line, Memory<D>)) -> Result<(), CudaError> + Sync) -> Result<(), MoveError> {
+    fn on_all(
+        &self,
+        moves: impl Fn(&Part<D>, &(D::PeerCommunicator, Memory<D>)) -> Result<(), CudaError> + Sync,
+    ) -> Result<(), MoveError> {
         let moved: Vec<_> = std::thread::scope(|scope| {
             let parts = self.pool.parts.iter().zip(&self.lines);
             let moving: Vec<_> = parts.map(|(part, line)| scope.spawn(|| moves(part, line))).collect();
@@ -253,8 +257,8 @@ impl<D: Device> Link for Between<D> {
     fn send(&self, blocks: &[BlockId]) -> Result<(), MoveError> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, _)| {
-            let pieces: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
-            line.send(&pieces, move_max(blocks.len(), block_bytes))
+            let regions: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
+            line.send(&regions, move_max(blocks.len(), block_bytes))
         })
     }
 
@@ -262,8 +266,8 @@ impl<D: Device> Link for Between<D> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, nowhere)| {
             let place = |block: &Option<BlockId>| block.map_or(nowhere.address(), |block| self.pool.address(part, block));
-            let pieces: Vec<_> = blocks.iter().map(|block| (place(block), block_bytes)).collect();
-            line.receive(&pieces, move_max(blocks.len(), block_bytes))
+            let regions: Vec<_> = blocks.iter().map(|block| (place(block), block_bytes)).collect();
+            line.receive(&regions, move_max(blocks.len(), block_bytes))
         })
     }
 }

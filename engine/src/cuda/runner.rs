@@ -2,30 +2,30 @@
 
 use super::{
     CudaError, CudaLimits,
-    device::{Device, Factors, Kernel, Launch, Memory, Product, single},
-    draws::{Draws, LIKELIHOOD_BYTES, ROW_BYTES},
+    device::{Device, Gemm, Kernel, Launch, Memory, Operands, f32_argument},
     graphs::Graphs,
     inputs::{self, Inputs, Lists},
-    memory::{Room, Sizes},
-    model::{Layer, Model, Products},
+    memory::{DeviceBudget, Sizes},
+    model::{Gemms, Layer, Model},
     plan::{Batch, padded_rows},
     pool::{Part, Pool},
+    sampling::{LOGPROB_BYTES, ROW_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Draw, Drawn, Engine, EngineError, EngineInfo, KvMemory, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, KvMemory, Logits, SampleRequest, SampledToken, StepOutput};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::BlockId;
 
 /// Layers that several ranks are told of ahead. A driver that has been told of a thousand launches lets the host wait for the first of them, and no
 /// error would end that while one rank's sum waits for another's.
-const LAYERS_AHEAD: usize = 32;
-/// For the products of steps to be prepared on a device, which takes a second or two as a rule.
+const LAYERS_IN_FLIGHT: usize = 32;
+/// For the gemms of steps to be prepared on a device, which takes a second or two as a rule.
 const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Computes one worker's steps.
 pub(super) struct Runner<D: Device> {
     /// `None` on one device, and when a step has failed: what waits for a rank that is lost must end before anything is given back.
-    connection: Option<D::Connection>,
+    communicators: Option<D::Communicators>,
     /// Of one rank; several run every step plainly.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
@@ -46,41 +46,41 @@ struct Rank<D: Device> {
 
 /// Used again in every step.
 struct Buffers<D: Device> {
-    stream: Memory<D>,
+    residual: Memory<D>,
     normed: Memory<D>,
     qkv: Memory<D>,
     attended: Memory<D>,
     gates: Memory<D>,
     inner: Memory<D>,
-    turns: Memory<D>,
-    outs: Memory<D>,
-    sums: Memory<D>,
+    rope: Memory<D>,
+    partial_outputs: Memory<D>,
+    partial_sums: Memory<D>,
     logits: Memory<D>,
     scratch: Memory<D>,
     /// Tokens that were drawn, and their logprobs.
-    drawn: Memory<D>,
+    sampled: Memory<D>,
 }
 
 impl<D: Device> Runner<D> {
     /// Takes all memory that steps will need, of a model with all its ranks.
     pub fn new(models: Arc<[Model<D>]>, limits: CudaLimits) -> Result<Self, CudaError> {
         let free_bytes = models.iter().map(|model| model.free_bytes).min().expect("a model has a rank");
-        let connection_bytes = if models.len() > 1 { D::CONNECTION_BYTES } else { 0 };
-        let room = Room { processors: models[0].device.processors(), free_bytes, connection_bytes };
-        let sizes = Sizes::new(&models[0].shape, &limits, room)?;
+        let communicator_bytes = if models.len() > 1 { D::COMMUNICATOR_BYTES } else { 0 };
+        let budget = DeviceBudget { multiprocessors: models[0].device.multiprocessors(), free_bytes, communicator_bytes };
+        let sizes = Sizes::new(&models[0].shape, &limits, budget)?;
         let ranks = models.iter().map(|model| Rank::new(model, &sizes)).collect::<Result<Vec<_>, _>>()?;
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
-        let connection = (devices.len() > 1).then(|| D::connect(&devices)).transpose()?;
-        if let Some(connection) = &connection {
+        let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
+        if let Some(communicators) = &communicators {
             // What the first sum takes, or refuses, it does before anybody relies on this engine. What is added up means nothing yet.
-            let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.stream.address())).collect();
-            D::add_up(connection, &streams, models[0].shape.width)?;
+            let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.residual.address())).collect();
+            D::all_reduce_sum(communicators, &streams, models[0].shape.width)?;
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
         }
-        let rows_max = sizes.logit_rows.min(limits.sequences_max as usize);
+        let rows_max = sizes.head_rows_max.min(limits.sequences_max as usize);
         ranks.iter().zip(&*models).try_for_each(|(rank, model)| rank.prepare(model, rows_max))?;
-        let graphs = (devices.len() == 1).then(|| Graphs::new(rows_max, sizes.parts_max));
-        Ok(Self { connection, graphs, ranks, limits, sizes, models })
+        let graphs = (devices.len() == 1).then(|| Graphs::new(rows_max, sizes.partitions_max));
+        Ok(Self { communicators, graphs, ranks, limits, sizes, models })
     }
 
     /// Every step is run plainly.
@@ -92,10 +92,10 @@ impl<D: Device> Runner<D> {
 
     /// All that grows begins with nothing, and so moves.
     #[cfg(test)]
-    pub fn without_room(mut self) -> Self {
+    pub fn with_empty_buffers(mut self) -> Self {
         for Rank { device, buffers, inputs, .. } in &mut self.ranks {
             *inputs = Inputs::new(device, 0).expect("nothing is little");
-            buffers.drawn = Memory::new(device, 0).expect("nothing is little");
+            buffers.sampled = Memory::new(device, 0).expect("nothing is little");
         }
         self
     }
@@ -110,32 +110,35 @@ impl<D: Device> Runner<D> {
         &self.ranks[0].device
     }
 
-    fn run(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, CudaError> {
+    fn run(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, CudaError> {
         let info = self.describe();
         for chunk in chunks {
             info.check_chunk(chunk)?;
         }
-        let mut batch = Batch::new(chunks, draws, self.shape(), self.ranks[0].device.processors());
+        let mut batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
         let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
         if batch.rows() > tokens_max || batch.combined.len() > sequences_max {
             let (tokens, sequences) = (batch.rows(), batch.combined.len());
             return Err(CudaError::StepTooLarge { tokens, sequences, tokens_max, sequences_max });
         }
         if chunks.is_empty() {
-            return Ok(StepOutput::default());
+            return Ok(StepOutput::Sampled { tokens: Vec::new(), logits: Vec::new() });
         }
-        let given: Vec<Draw<'_>> = draws.iter().flatten().copied().collect();
-        assert_eq!(given.len(), batch.drawn.len(), "whoever has a draw wants the last token's logits");
-        let mut draws = Draws::new(&given, &[], batch.behind_tables(), self.shape().vocab_size);
+        let requests = chunks.iter().filter_map(|chunk| match chunk.logits {
+            Logits::Sample(request) => Some(request),
+            _ => None,
+        });
+        let requests: Vec<SampleRequest<'_>> = requests.collect();
+        let mut draws = SampleInputs::new(&requests, &[], batch.offset_after_tables(), self.shape().vocab_size);
         let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, draws.top_max()));
         if let Some(bucket) = bucket {
-            batch.pad(bucket.rows, bucket.parts);
+            batch.pad(bucket.rows, bucket.partitions);
             draws.pad(bucket.rows);
         }
-        let drawn_bytes = draws.rows().min(self.sizes.logit_rows) * (1 + draws.top_max()) * LIKELIHOOD_BYTES;
+        let drawn_bytes = draws.rows().min(self.sizes.head_rows_max) * (1 + draws.top_max()) * LOGPROB_BYTES;
         let Rank { device, buffers, .. } = &mut self.ranks[0];
-        if buffers.drawn.bytes() < drawn_bytes {
-            buffers.drawn = Memory::new(device, drawn_bytes.next_power_of_two())?;
+        if buffers.sampled.bytes() < drawn_bytes {
+            buffers.sampled = Memory::new(device, drawn_bytes.next_power_of_two())?;
         }
         let lists = self.ranks.iter_mut().map(|rank| rank.inputs.upload(&rank.device, &batch, &draws));
         let lists = lists.collect::<Result<Vec<_>, _>>()?;
@@ -145,11 +148,11 @@ impl<D: Device> Runner<D> {
         };
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
         // All ranks have the stream, and the first one the head.
-        let (first, layers) = (&steps[0], || layers(&steps, self.connection.as_ref()));
+        let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
         let (logits, mut drawn) = match (bucket, &mut self.graphs) {
             (Some(bucket), Some(graphs)) => {
                 let Rank { device, inputs, buffers, .. } = &self.ranks[0];
-                graphs.run(device, bucket, [inputs.memory.address(), buffers.drawn.address()], || {
+                graphs.run(device, bucket, [inputs.memory.address(), buffers.sampled.address()], || {
                     layers()?;
                     first.sample(0, bucket.rows, bucket.top_max)
                 })?;
@@ -157,26 +160,26 @@ impl<D: Device> Runner<D> {
             }
             _ => {
                 layers()?;
-                (first.logits(self.sizes.logit_rows)?, first.draw(self.sizes.logit_rows, &draws)?)
+                (first.logits(self.sizes.head_rows_max)?, first.draw(self.sizes.head_rows_max, &draws)?)
             }
         };
-        drawn.truncate(given.len());
+        drawn.truncate(requests.len());
         // Whoever measures the step measures all of it, and what fails fails here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
-        Ok(StepOutput { logits, drawn, simulated: Duration::ZERO })
+        Ok(StepOutput::Sampled { tokens: drawn, logits })
     }
 }
 
 /// Embedding, then all layers, on all ranks; the stream of all rows is left, or only the KV where no logits are wanted.
 ///
 /// Several ranks are done when it returns. Nothing else must wait for one of them before: if another one is lost, its sums never end.
-fn layers<'a, D: Device>(steps: &[Step<'a, D>], connection: Option<&D::Connection>) -> Result<(), CudaError> {
+fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Communicators>) -> Result<(), CudaError> {
     let each =
         |work: fn(&Step<'a, D>, usize) -> Result<(), CudaError>, layer| steps.iter().try_for_each(|step| work(step, layer));
-    let streams: Vec<(&D, u64)> = steps.iter().map(|step| (step.device, step.buffers.stream.address())).collect();
+    let streams: Vec<(&D, u64)> = steps.iter().map(|step| (step.device, step.buffers.residual.address())).collect();
     let Step { batch, model, .. } = &steps[0];
-    let add_up = || match connection {
-        Some(connection) => D::add_up(connection, &streams, batch.rows() * model.shape.width),
+    let all_reduce_sum = || match communicators {
+        Some(communicators) => D::all_reduce_sum(communicators, &streams, batch.rows() * model.shape.width),
         None => {
             assert_eq!(steps.len(), 1, "an engine that was lost computes no more");
             Ok(())
@@ -186,39 +189,39 @@ fn layers<'a, D: Device>(steps: &[Step<'a, D>], connection: Option<&D::Connectio
     let settle = || if devices.len() > 1 { D::wait_all(&devices) } else { Ok(()) };
     steps.iter().try_for_each(Step::embed)?;
     for layer in 0..model.layers.len() {
-        if layer > 0 && layer.is_multiple_of(LAYERS_AHEAD) {
+        if layer > 0 && layer.is_multiple_of(LAYERS_IN_FLIGHT) {
             settle()?;
         }
         each(Step::keys, layer)?;
-        if layer + 1 == model.layers.len() && batch.wanted.is_empty() && batch.drawn.is_empty() {
+        if layer + 1 == model.layers.len() && batch.logit_rows.is_empty() && batch.sampled_rows.is_empty() {
             break;
         }
         each(Step::attention, layer)?;
-        add_up()?;
+        all_reduce_sum()?;
         each(Step::feed_forward, layer)?;
-        add_up()?;
+        all_reduce_sum()?;
     }
     settle()
 }
 
 impl<D: Device> Rank<D> {
     fn new(model: &Model<D>, sizes: &Sizes) -> Result<Self, CudaError> {
-        let device = Arc::new(model.device.beside()?);
+        let device = Arc::new(model.device.new_stream()?);
         let memory = |bytes| Memory::new(&device, bytes);
-        let of_first = |bytes| memory(if model.split.rank == 0 { bytes } else { 0 });
+        let on_first = |bytes| memory(if model.shard.rank == 0 { bytes } else { 0 });
         let buffers = Buffers {
-            stream: memory(sizes.stream)?,
+            residual: memory(sizes.residual)?,
             normed: memory(sizes.normed)?,
             qkv: memory(sizes.qkv)?,
             attended: memory(sizes.attended)?,
             gates: memory(sizes.gates)?,
             inner: memory(sizes.inner)?,
-            turns: memory(sizes.turns)?,
-            outs: memory(sizes.outs)?,
-            sums: memory(sizes.sums)?,
-            logits: of_first(sizes.logits)?,
-            scratch: of_first(sizes.scratch)?,
-            drawn: of_first(sizes.logit_rows * ROW_BYTES)?,
+            rope: memory(sizes.rope)?,
+            partial_outputs: memory(sizes.partial_outputs)?,
+            partial_sums: memory(sizes.partial_sums)?,
+            logits: on_first(sizes.logits)?,
+            scratch: on_first(sizes.scratch)?,
+            sampled: on_first(sizes.head_rows_max * ROW_BYTES)?,
         };
         let inputs = Inputs::new(&device, inputs::BYTES)?;
         let kv = Arc::new(memory(sizes.capacity_blocks as usize * model.shape.block_bytes())?);
@@ -231,19 +234,19 @@ impl<D: Device> Rank<D> {
         let buffers = &self.buffers;
         let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
         all_rows.dedup();
-        let factors = |weights, inputs: &Memory<D>| Factors { weights, inputs: inputs.address(), outputs: 0 };
-        let products = all_rows.into_iter().flat_map(|rows| {
-            let all = model.products(rows);
-            let head = (model.split.rank == 0).then(|| (all.head, factors(model.head(), &buffers.normed)));
+        let operands = |weights, inputs: &Memory<D>| Operands { weights, inputs: inputs.address(), outputs: 0 };
+        let gemms = all_rows.into_iter().flat_map(|rows| {
+            let all = model.gemms(rows);
+            let head = (model.shard.rank == 0).then(|| (all.head, operands(model.head(), &buffers.normed)));
             let of_layer = [
-                (all.qkv, factors(layer.qkv.address(), &buffers.normed)),
-                (all.attention_out, factors(layer.attention_out.address(), &buffers.attended)),
-                (all.gates, factors(layer.gates.address(), &buffers.normed)),
-                (all.down, factors(layer.down.address(), &buffers.inner)),
+                (all.qkv, operands(layer.qkv.address(), &buffers.normed)),
+                (all.attention_out, operands(layer.attention_out.address(), &buffers.attended)),
+                (all.gates, operands(layer.gates.address(), &buffers.normed)),
+                (all.down, operands(layer.down.address(), &buffers.inner)),
             ];
             of_layer.into_iter().chain(head)
         });
-        self.device.prepare(model.shape.half, &products.collect::<Vec<_>>(), PREPARE_MAX)
+        self.device.prepare(model.shape.half, &gemms.collect::<Vec<_>>(), PREPARE_MAX)
     }
 
     /// Where this rank's part of a block is.
@@ -267,13 +270,9 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        self.step_and_draw(chunks, &[])
-    }
-
-    fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        let output = self.run(chunks, draws).map_err(EngineError::from);
+        let output = self.run(chunks).map_err(EngineError::from);
         if matches!(output, Err(EngineError::Lost(_))) {
-            self.connection = None;
+            self.communicators = None;
         }
         output
     }
@@ -287,7 +286,7 @@ impl<D: Device> Engine for Runner<D> {
         let mut part = vec![0; shape.block_bytes()];
         for (rank, model) in self.ranks.iter().zip(&*self.models) {
             rank.device.download(rank.block(shape, block), &mut part)?;
-            model.split.join(&part, shape.kv_row_bytes(), into);
+            model.shard.merge_into(&part, shape.kv_row_bytes(), into);
         }
         Ok(())
     }
@@ -299,17 +298,17 @@ impl<D: Device> Engine for Runner<D> {
             return Ok(rank.device.upload(rank.block(shape, block), bytes)?);
         }
         for (rank, model) in self.ranks.iter().zip(&*self.models) {
-            let part = model.split.part(bytes, shape.kv_row_bytes());
+            let part = model.shard.extract(bytes, shape.kv_row_bytes());
             rank.device.upload(rank.block(shape, block), &part)?;
         }
         Ok(())
     }
 
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
-        let part = |rank: &Rank<D>| Ok(Part { device: Arc::new(rank.device.beside()?), kv: Arc::clone(&rank.kv) });
-        let parts: Result<_, CudaError> = self.ranks.iter().map(part).collect();
-        let parts = parts.inspect_err(|error| tracing::warn!(%error, "KV goes through the host")).ok()?;
-        Some(Arc::new(Pool::new(parts, self.shape().block_bytes(), self.sizes.capacity_blocks)))
+        let part = |rank: &Rank<D>| Ok(Part { device: Arc::new(rank.device.new_stream()?), kv: Arc::clone(&rank.kv) });
+        let partitions: Result<_, CudaError> = self.ranks.iter().map(part).collect();
+        let partitions = partitions.inspect_err(|error| tracing::warn!(%error, "KV goes through the host")).ok()?;
+        Some(Arc::new(Pool::new(partitions, self.shape().block_bytes(), self.sizes.capacity_blocks)))
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
@@ -331,8 +330,8 @@ struct Step<'a, D: Device> {
     lists: Lists,
 }
 
-/// The places of a layer's numbers that a product reads and writes.
-struct Places<'a, D: Device> {
+/// The gemm_buffers of a layer's numbers that a product reads and writes.
+struct GemmBuffers<'a, D: Device> {
     weights: &'a Memory<D>,
     inputs: &'a Memory<D>,
     outputs: &'a Memory<D>,
@@ -341,11 +340,11 @@ struct Places<'a, D: Device> {
 impl<D: Device> Step<'_, D> {
     fn embed(&self) -> Result<(), CudaError> {
         let (rows, buffers) = (self.batch.rows(), self.buffers);
-        let turns =
-            [self.lists.positions, self.model.frequencies.address(), buffers.turns.address(), self.model.magnitude.to_bits()];
-        self.launch(Kernel::Turns, [rows, 1, 1], turns)?;
+        let rope =
+            [self.lists.positions, self.model.frequencies.address(), buffers.rope.address(), self.model.magnitude.to_bits()];
+        self.launch(Kernel::Rope, [rows, 1, 1], rope)?;
         let width = self.model.shape.width as u64;
-        let embed = [self.lists.tokens, self.model.embedding.address(), buffers.stream.address(), width];
+        let embed = [self.lists.tokens, self.model.embedding.address(), buffers.residual.address(), width];
         self.launch(Kernel::Embed, [rows, 1, 1], embed)
     }
 
@@ -353,37 +352,37 @@ impl<D: Device> Step<'_, D> {
     fn keys(&self, index: usize) -> Result<(), CudaError> {
         let (layer, rows) = (&self.model.layers[index], self.batch.rows());
         self.norm(rows, 0, &layer.attention_norm)?;
-        let Products { qkv, .. } = self.model.products(rows);
-        self.multiply(qkv, Places { weights: &layer.qkv, inputs: &self.buffers.normed, outputs: &self.buffers.qkv })?;
+        let Gemms { qkv, .. } = self.model.gemms(rows);
+        self.gemm(qkv, GemmBuffers { weights: &layer.qkv, inputs: &self.buffers.normed, outputs: &self.buffers.qkv })?;
         self.store_kv(index, layer)
     }
 
     fn attention(&self, index: usize) -> Result<(), CudaError> {
         let (layer, buffers) = (&self.model.layers[index], self.buffers);
         self.attend(index)?;
-        let Products { attention_out, .. } = self.model.products(self.batch.rows());
-        let places = Places { weights: &layer.attention_out, inputs: &buffers.attended, outputs: &buffers.stream };
-        self.multiply(attention_out, places)
+        let Gemms { attention_out, .. } = self.model.gemms(self.batch.rows());
+        let gemm_buffers = GemmBuffers { weights: &layer.attention_out, inputs: &buffers.attended, outputs: &buffers.residual };
+        self.gemm(attention_out, gemm_buffers)
     }
 
     fn feed_forward(&self, index: usize) -> Result<(), CudaError> {
         let (layer, shape, rows, buffers) = (&self.model.layers[index], &self.model.shape, self.batch.rows(), self.buffers);
         self.norm(rows, 0, &layer.ffn_norm)?;
-        let Products { gates, down, .. } = self.model.products(rows);
-        self.multiply(gates, Places { weights: &layer.gates, inputs: &buffers.normed, outputs: &buffers.gates })?;
+        let Gemms { gates, down, .. } = self.model.gemms(rows);
+        self.gemm(gates, GemmBuffers { weights: &layer.gates, inputs: &buffers.normed, outputs: &buffers.gates })?;
         let eights = rows * shape.ffn / 8;
         let swiglu = [buffers.gates.address(), buffers.inner.address(), shape.ffn as u64, rows as u64];
         self.launch(Kernel::Swiglu, [eights.div_ceil(Kernel::Swiglu.threads() as usize), 1, 1], swiglu)?;
-        self.multiply(down, Places { weights: &layer.down, inputs: &buffers.inner, outputs: &buffers.stream })
+        self.gemm(down, GemmBuffers { weights: &layer.down, inputs: &buffers.inner, outputs: &buffers.residual })
     }
 
     /// The head, for the rows whose logits are wanted, so many at a time.
     fn logits(&self, each: usize) -> Result<Vec<f32>, CudaError> {
-        let (shape, wanted) = (&self.model.shape, self.batch.wanted.len());
+        let (shape, wanted) = (&self.model.shape, self.batch.logit_rows.len());
         let mut logits = vec![0.0; wanted * shape.vocab_size];
         for (i, into) in logits.chunks_mut(each * shape.vocab_size).enumerate() {
             let rows = into.len() / shape.vocab_size;
-            self.head(rows, self.lists.wanted + (i * each * 4) as u64)?;
+            self.head(rows, self.lists.logit_rows + (i * each * 4) as u64)?;
             let mut bytes = vec![0; size_of_val(into)];
             self.device.download(self.buffers.logits.address(), &mut bytes)?;
             for (into, bytes) in into.iter_mut().zip(bytes.as_chunks::<4>().0) {
@@ -394,7 +393,7 @@ impl<D: Device> Step<'_, D> {
     }
 
     /// Tokens of the rows that have a draw, so many at a time.
-    fn draw(&self, each: usize, draws: &Draws) -> Result<Vec<Drawn>, CudaError> {
+    fn draw(&self, each: usize, draws: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
         let mut drawn = Vec::with_capacity(draws.rows());
         for first in (0..draws.rows()).step_by(each) {
             let rows = each.min(draws.rows() - first);
@@ -404,30 +403,30 @@ impl<D: Device> Step<'_, D> {
         Ok(drawn)
     }
 
-    /// Draws the tokens of some of the rows that have a draw, each with so many alternatives at most.
+    /// SampleInputs the tokens of some of the rows that have a draw, each with so many alternatives at most.
     fn sample(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
         let (buffers, lists) = (self.buffers, &self.lists);
-        self.head(rows, lists.drawn + (first * 4) as u64)?;
-        let tokens = buffers.drawn.address();
+        self.head(rows, lists.sampled_rows + (first * 4) as u64)?;
+        let tokens = buffers.sampled.address();
         let arguments = [
             buffers.logits.address(),
             buffers.scratch.address(),
             self.model.shape.vocab_size as u64,
-            lists.draws + Draws::offset(first),
+            lists.sample_settings + SampleInputs::offset(first),
             // The draws count their adjustments from here.
             lists.tables,
             0,
             tokens,
-            tokens + (rows * LIKELIHOOD_BYTES) as u64,
+            tokens + (rows * LOGPROB_BYTES) as u64,
             top_max as u64,
         ];
         self.launch(Kernel::Sample, [rows, 1, 1], arguments)
     }
 
     /// Waits for tokens that `sample` draws.
-    fn read(&self, first: usize, rows: usize, draws: &Draws) -> Result<Vec<Drawn>, CudaError> {
-        let mut bytes = vec![0; rows * (1 + draws.top_max()) * LIKELIHOOD_BYTES];
-        self.device.download(self.buffers.drawn.address(), &mut bytes)?;
+    fn read(&self, first: usize, rows: usize, draws: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
+        let mut bytes = vec![0; rows * (1 + draws.top_max()) * LOGPROB_BYTES];
+        self.device.download(self.buffers.sampled.address(), &mut bytes)?;
         Ok(draws.read(first, rows, &bytes))
     }
 
@@ -435,15 +434,15 @@ impl<D: Device> Step<'_, D> {
     fn head(&self, rows: usize, list: u64) -> Result<(), CudaError> {
         self.norm(rows, list, &self.model.norm)?;
         let (inputs, outputs) = (self.buffers.normed.address(), self.buffers.logits.address());
-        let (head, factors) = (self.model.products(rows).head, Factors { weights: self.model.head(), inputs, outputs });
-        self.device.multiply(self.model.shape.half, head, factors)
+        let (head, operands) = (self.model.gemms(rows).head, Operands { weights: self.model.head(), inputs, outputs });
+        self.device.gemm(self.model.shape.half, head, operands)
     }
 
     /// Normalised rows of the stream: those of the list at this address, or the first ones where there is none (0).
     fn norm(&self, rows: usize, list: u64, weight: &Memory<D>) -> Result<(), CudaError> {
-        let (stream, normed) = (self.buffers.stream.address(), self.buffers.normed.address());
+        let (stream, normed) = (self.buffers.residual.address(), self.buffers.normed.address());
         let width = self.model.shape.width as u64;
-        self.launch(Kernel::RmsNorm, [rows, 1, 1], [stream, list, weight.address(), normed, width, single(self.model.eps)])
+        self.launch(Kernel::RmsNorm, [rows, 1, 1], [stream, list, weight.address(), normed, width, f32_argument(self.model.eps)])
     }
 
     fn store_kv(&self, index: usize, layer: &Layer<D>) -> Result<(), CudaError> {
@@ -456,41 +455,41 @@ impl<D: Device> Step<'_, D> {
             optional(&layer.qkv_biases),
             optional(&layer.query_norm),
             optional(&layer.key_norm),
-            self.buffers.turns.address(),
+            self.buffers.rope.address(),
             self.lists.slots,
             self.kv,
             index as u64,
-            single(self.model.eps),
+            f32_argument(self.model.eps),
         ];
         let grid = [self.batch.rows(), (shape.heads + 2 * shape.kv_heads).div_ceil(HEADS), 1];
         self.launch(Kernel::StoreKv, grid, arguments)
     }
 
-    /// Prompts by tiles, single tokens by parts.
+    /// Prompts by tiles, single tokens by partitions.
     fn attend(&self, index: usize) -> Result<(), CudaError> {
         let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
         let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());
         // Exponentials are powers of two.
-        let scale = single((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
-        let (tiles, parts, combined) = (self.batch.tiles.len(), self.batch.parts.len(), self.batch.combined.len());
+        let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
+        let (tiles, partitions, combined) = (self.batch.tiles.len(), self.batch.partitions.len(), self.batch.combined.len());
         if tiles > 0 {
             let launch =
                 Launch { kernel: Kernel::AttendPrompt, grid: [tiles, shape.kv_heads, 1], shared_bytes: shape.prompt_bytes() };
             self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.tiles, attended, index as u64, scale])?;
         }
-        if parts > 0 {
-            let (outs, sums) = (buffers.outs.address(), buffers.sums.address());
-            let grid = [parts, shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
+        if partitions > 0 {
+            let (outs, sums) = (buffers.partial_outputs.address(), buffers.partial_sums.address());
+            let grid = [partitions, shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
             let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
-            self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.parts, outs, sums, index as u64, scale])?;
+            self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.partitions, outs, sums, index as u64, scale])?;
             self.launch(Kernel::Combine, [combined, shape.heads, 1], [outs, sums, lists.combined, attended])?;
         }
         Ok(())
     }
 
-    fn multiply(&self, product: Product, Places { weights, inputs, outputs }: Places<'_, D>) -> Result<(), CudaError> {
-        let factors = Factors { weights: weights.address(), inputs: inputs.address(), outputs: outputs.address() };
-        self.device.multiply(self.model.shape.half, product, factors)
+    fn gemm(&self, gemm: Gemm, GemmBuffers { weights, inputs, outputs }: GemmBuffers<'_, D>) -> Result<(), CudaError> {
+        let operands = Operands { weights: weights.address(), inputs: inputs.address(), outputs: outputs.address() };
+        self.device.gemm(self.model.shape.half, gemm, operands)
     }
 
     fn launch<const N: usize>(&self, kernel: Kernel, grid: [usize; 3], mut arguments: [u64; N]) -> Result<(), CudaError> {

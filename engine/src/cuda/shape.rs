@@ -1,6 +1,6 @@
 //! What the kernels are compiled for, and what the host must know of them.
 
-use super::{CudaError, split::Split};
+use super::{CudaError, shard::Shard};
 use tandem_model::{ModelConfig, Pairs};
 
 /// The kernels' sources, in the order in which they use each other. `kernels/primitives.cu` comes first on a device.
@@ -39,13 +39,13 @@ pub(super) struct Shape {
     pub block_size: usize,
     pub pairs: Pairs,
     /// The kernels' tiles are smaller, for GPUs with less shared memory than data centres' have.
-    pub little_shared: bool,
+    pub small_shared_memory: bool,
 }
 
 impl Shape {
     /// Of one of so many ranks. Refuses what the kernels cannot do: their copies are of 16 bytes. A block may have `shared_max` bytes of shared
     /// memory.
-    pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, split: Split) -> Result<Self, CudaError> {
+    pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, shard: Shard) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
         let refused = |what, found| Err(CudaError::Shape { what, found });
         if !head_dim.is_multiple_of(8) || head_dim > HEAD_DIM_MAX {
@@ -60,12 +60,12 @@ impl Shape {
         if heads / kv_heads > Self::PROMPT_ROWS {
             return refused("at most 128 query heads for a key head", heads / kv_heads);
         }
-        split.check(config)?;
-        let [heads, kv_heads, ffn] = [heads, kv_heads, ffn].map(|all| split.share(all).len());
-        let (pairs, little_shared) = (config.rope.pairs, false);
+        shard.check(config)?;
+        let [heads, kv_heads, ffn] = [heads, kv_heads, ffn].map(|all| shard.range(all).len());
+        let (pairs, small_shared_memory) = (config.rope.pairs, false);
         let mut shape =
-            Self { half, layers, width, heads, kv_heads, head_dim, ffn, vocab_size, block_size, pairs, little_shared };
-        shape.little_shared = shape.prompt_bytes().max(shape.token_bytes()) > shared_max;
+            Self { half, layers, width, heads, kv_heads, head_dim, ffn, vocab_size, block_size, pairs, small_shared_memory };
+        shape.small_shared_memory = shape.prompt_bytes().max(shape.token_bytes()) > shared_max;
         Ok(shape)
     }
 
@@ -79,7 +79,7 @@ impl Shape {
             definition("KV_HEADS", self.kv_heads),
             definition("HEAD_DIM", self.head_dim),
             definition("BLOCK_SIZE", self.block_size),
-            definition("LITTLE_SHARED", self.little_shared.into()),
+            definition("SMALL_SHARED_MEMORY", self.small_shared_memory.into()),
             definition("PAIRS_ADJACENT", (self.pairs == Pairs::Adjacent).into()),
         ]
     }
@@ -124,13 +124,13 @@ impl Shape {
 
     /// Bytes of shared memory of `attend_prompt`.
     pub fn prompt_bytes(&self) -> usize {
-        let tile = if self.little_shared { 32 } else { 64 };
+        let tile = if self.small_shared_memory { 32 } else { 64 };
         (Self::PROMPT_ROWS + 4 * tile) * (self.head_pad() + 8) * 2
     }
 
     /// Bytes of shared memory of `attend_token`.
     pub fn token_bytes(&self) -> usize {
-        let stages = if self.little_shared { 2 } else { 3 };
+        let stages = if self.small_shared_memory { 2 } else { 3 };
         let copies = (Self::TOKEN_ROWS + stages * 2 * Self::TOKEN_POSITIONS) * (self.head_pad() + 8) * 2;
         copies.max(4 * Self::TOKEN_ROWS * (self.head_pad() + 2) * 4)
     }

@@ -10,18 +10,25 @@ mod sampling;
 
 use super::{
     CudaError, CudaLimits,
-    device::{Device, Kernel, Launch, Memory, single},
-    draws::{Draws, LIKELIHOOD_BYTES},
+    device::{Device, Kernel, Launch, Memory, f32_argument},
     model::Model,
     runner::Runner,
+    sampling::{LOGPROB_BYTES, SampleInputs},
     shape::{Half, Shape},
-    split::Split,
+    shard::Shard,
 };
 use crate::{
-    Chunk, Draw, Engine, EngineError, Logits,
+    Chunk, Engine, EngineError, Logits, SampleRequest, SampledToken, StepOutput,
     cpu::tests::{Random, Sizes, file, gguf, goldens},
     sampling::{Sampler, Sampling},
 };
 use emulated::Emulated;
 use std::sync::Arc;
 use tandem_kv::{BlockId, TokenId};
+
+fn sampled(output: StepOutput) -> Vec<SampledToken> {
+    match output {
+        StepOutput::Sampled { tokens, .. } => tokens,
+        StepOutput::Logits(_) => panic!("the device samples"),
+    }
+}

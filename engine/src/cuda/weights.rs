@@ -13,7 +13,7 @@ pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
 }
 
 /// A matrix of the file, and what is taken of it.
-pub(super) struct Piece {
+pub(super) struct MatrixSlice {
     pub name: String,
     /// Rows and columns that the file has.
     pub outputs: usize,
@@ -22,23 +22,23 @@ pub(super) struct Piece {
     pub columns: Range<usize>,
 }
 
-impl Piece {
+impl MatrixSlice {
     pub fn whole(name: String, outputs: usize, inputs: usize) -> Self {
         Self { name, outputs, inputs, rows: 0..outputs, columns: 0..inputs }
     }
 }
 
 /// The rows of several matrices, one matrix after the other.
-pub(super) fn rows(file: &dyn ModelFile, half: Half, pieces: &[Piece]) -> Result<Vec<u8>, CudaError> {
-    let mut bytes = Vec::with_capacity(pieces.iter().map(|piece| piece.rows.len() * piece.columns.len() * 2).sum());
-    for piece in pieces {
-        append(file, half, piece, &mut bytes)?;
+pub(super) fn rows(file: &dyn ModelFile, half: Half, slices: &[MatrixSlice]) -> Result<Vec<u8>, CudaError> {
+    let mut bytes = Vec::with_capacity(slices.iter().map(|slice| slice.rows.len() * slice.columns.len() * 2).sum());
+    for slice in slices {
+        append(file, half, slice, &mut bytes)?;
     }
     Ok(bytes)
 }
 
-fn append(file: &dyn ModelFile, half: Half, piece: &Piece, into: &mut Vec<u8>) -> Result<(), CudaError> {
-    let Piece { name, outputs, inputs, rows, columns } = piece;
+fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<u8>) -> Result<(), CudaError> {
+    let MatrixSlice { name, outputs, inputs, rows, columns } = slice;
     let tensor = file.tensor_of(name, &[*inputs as u64, *outputs as u64])?;
     let first = into.len();
     let as_it_is = matches!((tensor.kind, half), (TensorType::F16, Half::Float16) | (TensorType::BF16, Half::BFloat16));

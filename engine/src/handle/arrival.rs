@@ -1,6 +1,7 @@
 //! Blocks that are written beside the steps.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use tandem_kv::{BlockId, Ticket};
 use tokio::sync::Notify;
 
@@ -13,7 +14,7 @@ pub(super) struct Ended(Arc<Mutex<Vec<End>>>);
 
 impl Ended {
     pub fn take(&self) -> Vec<End> {
-        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.0.lock())
     }
 }
 
@@ -48,7 +49,7 @@ impl Arrival {
 impl Drop for Arrival {
     fn drop(&mut self) {
         let end = (self.ticket, std::mem::take(&mut self.indices), self.whole);
-        self.ended.0.lock().unwrap_or_else(PoisonError::into_inner).push(end);
+        self.ended.0.lock().push(end);
         self.wake.notify_one();
     }
 }

@@ -17,17 +17,22 @@ const SETTINGS: EngineSettings = EngineSettings {
 };
 
 fn start() -> EngineHandle {
-    start_engine(SimEngine::new(SimSettings::default()))
+    start_with(SimEngine::new(SimSettings::default()), SETTINGS)
 }
 
-fn start_engine(engine: impl Engine) -> EngineHandle {
-    start_with(engine, SETTINGS)
+/// Starts a device whose steps take no time.
+fn start_device(device: impl Engine) -> EngineHandle {
+    spawn(EngineHandle::simulated(Box::new(device), SimClock::default(), SETTINGS, 7))
+}
+
+fn start_with(engine: SimEngine, settings: EngineSettings) -> EngineHandle {
+    let clock = engine.clock();
+    spawn(EngineHandle::simulated(Box::new(engine), clock, settings, 7))
 }
 
 #[expect(clippy::disallowed_methods, reason = "the test's runtime ends it")]
-fn start_with(engine: impl Engine, settings: EngineSettings) -> EngineHandle {
-    let (handle, driving) = EngineHandle::driven(Box::new(engine), settings, 7);
-    tokio::spawn(driving);
+fn spawn((handle, running): (EngineHandle, impl Future<Output = ()> + Send + 'static)) -> EngineHandle {
+    tokio::spawn(running);
     handle
 }
 
@@ -110,8 +115,10 @@ async fn a_job_that_is_not_read_pauses_and_goes_on_when_it_is_read_again() {
 
 #[tokio::test(start_paused = true)]
 async fn a_paused_job_hears_of_a_failure() {
-    let engine = Failing(SimEngine::new(SimSettings::default()));
-    let engine = start_with(engine, EngineSettings { unheard_max: 1, ..SETTINGS });
+    let sim = SimEngine::new(SimSettings::default());
+    let clock = sim.clock();
+    let settings = EngineSettings { unheard_max: 1, ..SETTINGS };
+    let engine = spawn(EngineHandle::simulated(Box::new(Failing(sim)), clock, settings, 7));
     let fine = Generate { prompt: vec![1, 2], samples: 3, ..generate(50) };
     let mut unread = engine.generate(fine).await.expect("it fits");
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -151,9 +158,9 @@ async fn a_watcher_sees_every_change_once() {
     let mut job = engine.generate(generate(40)).await.expect("it fits");
     while job.next().await.is_some() {}
     let (snapshot, _second) = engine.watch().await.expect("the engine runs");
-    let (mut ids, mut hashes, mut taken_in) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut ids, mut hashes, mut included_request_ids) = (Vec::new(), Vec::new(), Vec::new());
     while let Ok(batch) = first.try_recv() {
-        taken_in.extend(batch.taken_in.clone());
+        included_request_ids.extend(batch.included_request_ids.clone());
         for event in &batch.events {
             ids.push(event.event_id);
             if let Change::Stored(chain) = &event.change {
@@ -161,7 +168,7 @@ async fn a_watcher_sees_every_change_once() {
             }
         }
     }
-    assert_eq!(taken_in, ["request"]);
+    assert_eq!(included_request_ids, ["request"]);
     assert_eq!(ids, (1..=snapshot.at_event_id).collect::<Vec<_>>());
     let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(stored, hashes);
@@ -220,7 +227,7 @@ impl Engine for Failing {
 
 #[tokio::test(start_paused = true)]
 async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
-    let engine = start_engine(Failing(SimEngine::new(SimSettings::default())));
+    let engine = start_device(Failing(SimEngine::new(SimSettings::default())));
     let mut job = engine.generate(generate(3)).await.expect("it fits");
     let mut last = None;
     while let Some(event) = job.next().await {

@@ -56,7 +56,7 @@ impl Machine {
             role: Role::Prefill(Sending::default()),
         });
         self.live.insert(job, 1);
-        self.taken_in.push(prefill.request_id);
+        self.included_request_ids.push(prefill.request_id);
         Ok(())
     }
 
@@ -105,7 +105,7 @@ impl Machine {
             chunks: Vec::new(),
             role: Role::Prompt(Box::new(prompt)),
         });
-        self.taken_in.push(generate.request_id);
+        self.included_request_ids.push(generate.request_id);
         Ok(())
     }
 

@@ -184,11 +184,11 @@ impl Sequence {
         }
     }
 
-    /// Logits wanted of a chunk that ends at `end`.
-    pub fn logits(&self, end: usize) -> Logits {
+    /// The logits to request for a chunk that ends before position `end`.
+    pub fn logits(&self, end: usize) -> Logits<'_> {
         match &self.role {
             Role::Prompt(prompt) if prompt.logprobs.is_some() => Logits::All,
-            Role::Sample(_) if end == self.tokens.len() => Logits::Last,
+            Role::Sample(sample) if end == self.tokens.len() => Logits::Sample(sample.sampler.request(end as u32)),
             _ => Logits::None,
         }
     }

@@ -81,7 +81,7 @@ impl World {
         let budget = self.machine.settings.chunk_budget as usize;
         assert!(prefill <= budget.max(PREFILL_TOKENS_MIN), "{prefill} prompt tokens in a step, the budget is {budget}");
         let output = self.engine.step(&chunks).expect("the simulator does not fail");
-        self.machine.complete(&plan, &output, Duration::from_millis(1), self.now);
+        self.machine.complete(&plan, output, Duration::from_millis(1), self.now);
         self.steps += 1;
         self.act();
         true

@@ -12,10 +12,11 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, TokenId};
 use tandem_node::trace::Span;
 use tandem_proto::{
-    link::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
+    channel::{Channels, InvalidAddress, MESSAGE_BYTES_MAX, Network},
     v1::{
-        AttemptFailed, Candidate, ExplainReply, ExplainRequest, Failure, GenerateReply, GenerateRequest, Generated, Placement,
-        PrefillChunk, Reason, Sampling, Scheduled, Started, decode_client::DecodeClient, generate_reply, worker_info::Role,
+        AttemptFailed, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, GenerateReply,
+        GenerateRequest, Placement, PrefillChunk, ResumedSample, Sampling, Scheduled, decode_client::DecodeClient,
+        generate_reply, worker_info::Role,
     },
 };
 use tokio::time::Instant;
@@ -31,7 +32,7 @@ pub(crate) enum DispatchError {
     #[error("The request cannot run here: {message}. Lower n or max_tokens, or shorten the prompt.")]
     Refused { message: String },
     #[error("No worker can take the request now ({}); try again shortly.", .reason.label())]
-    NoWorker { reason: Reason },
+    NoWorker { reason: FailureReason },
     #[error("The router cannot be reached; try again shortly.")]
     Router(#[source] Box<Status>),
     #[error("This server and its cluster do not fit together; its operator has to correct that.")]
@@ -39,11 +40,11 @@ pub(crate) enum DispatchError {
     #[error("The router went away before it placed the request; try again shortly.")]
     RouterClosed,
     #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", .reason.label())]
-    Attempts { attempts: u32, reason: Reason },
+    Attempts { attempts: u32, reason: FailureReason },
     #[error("The first token did not come within {} seconds; try again later.", .limit.as_secs_f64())]
     Timeout { limit: Duration },
     #[error("The worker was lost while it generated ({}); send the request again.", .reason.label())]
-    Lost { reason: Reason },
+    Lost { reason: FailureReason },
     #[error("This server is shutting down; send the request again.")]
     Stopped,
 }
@@ -74,13 +75,13 @@ pub(crate) struct Prompt {
 pub(crate) struct Facts {
     pub(crate) placement: Placement,
     pub(crate) scheduled: Option<Scheduled>,
-    pub(crate) started: Started,
+    pub(crate) started: DecodeStarted,
     /// Empty if they were not told yet.
     pub(crate) chunks: Vec<PrefillChunk>,
     pub(crate) times: Times,
     pub(crate) first_token_at: Instant,
     /// Attempts before, each with when and why it ended.
-    pub(crate) failed: Vec<(Instant, Reason)>,
+    pub(crate) failed: Vec<(Instant, FailureReason)>,
 }
 
 /// The way to the first token.
@@ -114,7 +115,7 @@ pub(crate) struct Attempt {
 pub(crate) struct Failed {
     /// The instance to leave out.
     instance_id: String,
-    reason: Reason,
+    reason: FailureReason,
     /// For the client if the reason is that the request is invalid.
     message: String,
 }
@@ -124,7 +125,7 @@ pub(crate) struct Failed {
 struct Work<'a> {
     prompt: &'a Prompt,
     /// Samples that go on; empty: all begin.
-    generated: &'a [Generated],
+    generated: &'a [ResumedSample],
 }
 
 /// Connections to the routers and the decode workers.
@@ -191,7 +192,7 @@ impl Dispatcher {
         lost: Attempt,
         failed: Failed,
         prompt: &Prompt,
-        generated: &[Generated],
+        generated: &[ResumedSample],
     ) -> Result<Attempt, DispatchError> {
         let Attempt { facts, number, resumes, replies, mut route, .. } = lost;
         // A worker that only seemed lost must not go on beside its successor.
@@ -258,7 +259,7 @@ impl Dispatcher {
                 .event("attempt failed", &[("tandem.attempt", (*number).into()), ("error.type", failed.reason.label().into())]);
             let request_id = &work.prompt.request_id;
             tracing::debug!(%request_id, number, reason = failed.reason.label(), instance = %failed.instance_id, "attempt failed");
-            if failed.reason == Reason::Invalid {
+            if failed.reason == FailureReason::InvalidRequest {
                 return Err(DispatchError::Refused { message: failed.message });
             }
             if *number >= last {
@@ -281,14 +282,15 @@ impl Dispatcher {
         let mut times = Times { asked_at: now, placed_at: now, scheduled_at: None, started_at: None };
         let decode = placement.decode.as_ref().and_then(|candidate| candidate.worker.as_ref());
         let Some(decode) = decode else {
-            return Err(Failed { instance_id: String::new(), reason: Reason::Unspecified, message: String::new() });
+            return Err(Failed { instance_id: String::new(), reason: FailureReason::Unspecified, message: String::new() });
         };
         let instance_id = decode.instance_id.clone();
         if !decode.is_vouched(Role::Decode, self.decoders.network().key()) {
             tracing::warn!(instance = %instance_id, "a placement's address lacks the cluster's signature; it is ignored");
-            return Err(Failed { instance_id, reason: Reason::Unspecified, message: String::new() });
+            return Err(Failed { instance_id, reason: FailureReason::Unspecified, message: String::new() });
         }
-        let unreachable = || Failed { instance_id: instance_id.clone(), reason: Reason::Unspecified, message: String::new() };
+        let unreachable =
+            || Failed { instance_id: instance_id.clone(), reason: FailureReason::Unspecified, message: String::new() };
         let request = GenerateRequest {
             request_id: prompt.request_id.clone(),
             traceparent: prompt.traceparent.clone(),
@@ -303,12 +305,12 @@ impl Dispatcher {
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| work.generated.is_empty()),
             generated: work.generated.to_vec(),
             account: prompt.account.clone(),
-            start_within_ms: limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
+            prefill_start_timeout_ms: limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
         };
         let channel = self.decoders.to(&decode.address).map_err(|_: InvalidAddress| unreachable())?;
         let mut client = DecodeClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let failed = |status: Status| failed_by(&status, &instance_id);
-        let silent = || Failed { instance_id: instance_id.clone(), reason: Reason::Timeout, message: String::new() };
+        let silent = || Failed { instance_id: instance_id.clone(), reason: FailureReason::Timeout, message: String::new() };
         // The worker knows who is late, and says so; if it does not, it is the culprit.
         let begins_by = limit.map(|limit| Instant::now() + limit + LATE);
         let opening = in_time(begins_by, client.generate(request)).await.ok_or_else(silent)?;
@@ -321,10 +323,10 @@ impl Dispatcher {
                 Some(generate_reply::Message::Scheduled(message)) => {
                     (scheduled, times.scheduled_at) = (Some(message), Some(Instant::now()));
                 }
-                Some(generate_reply::Message::Started(message)) => {
+                Some(generate_reply::Message::DecodeStarted(message)) => {
                     (started, times.started_at) = (Some(message), Some(Instant::now()));
                 }
-                Some(generate_reply::Message::Prefilled(message)) => chunks = message.chunks,
+                Some(generate_reply::Message::PrefillTimeline(message)) => chunks = message.chunks,
                 Some(generate_reply::Message::Failure(failure)) => return Err(Failed::by_worker(failure, &instance_id)),
                 Some(
                     first @ (generate_reply::Message::PromptLogprobs(_)
@@ -364,7 +366,7 @@ impl Attempt {
                 reply = self.replies.message() => reply.map_err(|status| failed_by(&status, &self.instance_id))?,
                 never = self.route.keep(prompt) => match never {},
             };
-            match reply.ok_or_else(|| self.failed(Reason::Unspecified))?.message {
+            match reply.ok_or_else(|| self.failed(FailureReason::Unspecified))?.message {
                 Some(generate_reply::Message::Failure(failure)) => return Err(Failed::by_worker(failure, &self.instance_id)),
                 Some(message) => return Ok(message),
                 // Of a kind that came after this build.
@@ -374,7 +376,7 @@ impl Attempt {
     }
 
     /// This attempt is no use any more, because of its decode worker.
-    pub(crate) fn failed(&self, reason: Reason) -> Failed {
+    pub(crate) fn failed(&self, reason: FailureReason) -> Failed {
         Failed { instance_id: self.instance_id.clone(), reason, message: String::new() }
     }
 
@@ -410,13 +412,13 @@ fn failed_by(status: &Status, instance_id: &str) -> Failed {
     Failed { instance_id: instance_id.to_owned(), reason: reason_of(status), message: status.message().to_owned() }
 }
 
-fn reason_of(status: &Status) -> Reason {
+fn reason_of(status: &Status) -> FailureReason {
     match status.code() {
-        Code::InvalidArgument | Code::OutOfRange => Reason::Invalid,
-        Code::ResourceExhausted => Reason::Full,
-        Code::FailedPrecondition => Reason::WrongInstance,
-        Code::DeadlineExceeded => Reason::Timeout,
-        Code::Internal | Code::DataLoss => Reason::Engine,
+        Code::InvalidArgument | Code::OutOfRange => FailureReason::InvalidRequest,
+        Code::ResourceExhausted => FailureReason::AtCapacity,
+        Code::FailedPrecondition => FailureReason::WrongInstance,
+        Code::DeadlineExceeded => FailureReason::Timeout,
+        Code::Internal | Code::DataLoss => FailureReason::EngineFailed,
         Code::Ok
         | Code::Cancelled
         | Code::Unknown
@@ -426,6 +428,6 @@ fn reason_of(status: &Status) -> Reason {
         | Code::Aborted
         | Code::Unimplemented
         | Code::Unavailable
-        | Code::Unauthenticated => Reason::Unspecified,
+        | Code::Unauthenticated => FailureReason::Unspecified,
     }
 }

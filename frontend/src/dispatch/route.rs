@@ -7,8 +7,8 @@ use super::{DispatchError, Prompt, Routers, routers::Router};
 use futures::{FutureExt, future::BoxFuture};
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_proto::v1::{
-    AttemptFailed, Placement, PrefillReleased, Reason, RoutePrompt, RouteReply, RouteRequest, Running, route_reply,
-    route_request::Message,
+    AttemptFailed, ExistingPlacement, FailureReason, Placement, PrefillFinished, RoutePrompt, RouteReply, RouteRequest,
+    route_reply, route_request::Message,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -27,7 +27,7 @@ pub(super) struct Route {
     /// Resolves to who has the booking then.
     moving: Option<BoxFuture<'static, Held>>,
     /// Where the request is.
-    running: Running,
+    existing: ExistingPlacement,
 }
 
 /// The stream.
@@ -42,8 +42,8 @@ impl Route {
     /// Has the prompt placed.
     pub(super) async fn open(routers: &Arc<Routers>, prompt: &Prompt) -> Result<(Self, Placement), DispatchError> {
         let (held, placement) = routers.place(prompt).await?;
-        let running = running(&placement);
-        Ok((Self { routers: Arc::clone(routers), held: Some(held), moving: None, running }, placement))
+        let existing = existing(&placement);
+        Ok((Self { routers: Arc::clone(routers), held: Some(held), moving: None, existing }, placement))
     }
 
     /// Has the prompt placed anew after a failure; by another router if its own is gone.
@@ -55,7 +55,7 @@ impl Route {
                 Some(held) if !held.leaving => held,
                 leaving => {
                     // Whoever books it first learns where it was, and so what to leave out.
-                    let anew = self.routers.book(&self.routers.prompt(prompt, Some(self.running.clone()))).await;
+                    let anew = self.routers.book(&self.routers.prompt(prompt, Some(self.existing.clone()))).await;
                     anew.or_else(|error| leaving.ok_or(error))?
                 }
             };
@@ -64,7 +64,7 @@ impl Route {
             let placed = if self.routers.len() > 1 { self.routers.in_time(placing).await } else { placing.await };
             match placed {
                 Ok(placement) => {
-                    (self.held, self.running) = (Some(held), running(&placement));
+                    (self.held, self.existing) = (Some(held), existing(&placement));
                     return Ok(placement);
                 }
                 Err(gone @ (DispatchError::Router(_) | DispatchError::RouterClosed)) => {
@@ -79,11 +79,11 @@ impl Route {
 
     /// The attempt's first token is there.
     pub(super) async fn release_prefill(&mut self, cached_tokens: Option<u32>) {
-        self.running.computing = false;
+        self.existing.prefilling = false;
         // It would be booked as it was.
         self.moving = None;
         if let Some(held) = &self.held {
-            held.tell(Message::PrefillReleased(PrefillReleased { cached_tokens })).await;
+            held.tell(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
         }
     }
 
@@ -91,7 +91,7 @@ impl Route {
     pub(super) async fn keep(&mut self, prompt: &Prompt) -> Infallible {
         loop {
             if self.moving.is_none() && self.held.as_ref().is_none_or(|held| held.leaving) {
-                let prompt = self.routers.prompt(prompt, Some(self.running.clone()));
+                let prompt = self.routers.prompt(prompt, Some(self.existing.clone()));
                 self.moving = Some(Arc::clone(&self.routers).book_sometime(prompt).boxed());
             }
             let (moving, held) = (&mut self.moving, &mut self.held);
@@ -111,7 +111,7 @@ impl Route {
     fn told(&mut self, told: Result<Option<RouteReply>, Status>) {
         let Some(held) = &mut self.held else { return };
         match told {
-            Ok(Some(RouteReply { message: Some(route_reply::Message::Leaving(_)) })) => held.leaving = true,
+            Ok(Some(RouteReply { message: Some(route_reply::Message::Draining(_)) })) => held.leaving = true,
             Ok(Some(_)) => return,
             Ok(None) | Err(_) => {
                 let held = self.held.take().expect("it was a moment ago");
@@ -151,10 +151,10 @@ impl Held {
             return match reply.ok_or(DispatchError::RouterClosed)?.message {
                 Some(route_reply::Message::Placement(placement)) => Ok(placement),
                 Some(route_reply::Message::Failure(failure)) => match failure.reason() {
-                    Reason::Invalid => Err(DispatchError::Refused { message: failure.message }),
+                    FailureReason::InvalidRequest => Err(DispatchError::Refused { message: failure.message }),
                     reason => Err(DispatchError::NoWorker { reason }),
                 },
-                Some(route_reply::Message::Leaving(_)) => {
+                Some(route_reply::Message::Draining(_)) => {
                     self.leaving = true;
                     continue;
                 }
@@ -170,13 +170,13 @@ impl Held {
 }
 
 /// A request whose first token is still to come.
-fn running(placement: &Placement) -> Running {
+fn existing(placement: &Placement) -> ExistingPlacement {
     let instance = |candidate: &Option<tandem_proto::v1::Candidate>| {
         candidate.as_ref().and_then(|candidate| candidate.worker.as_ref()).map(|worker| worker.instance_id.clone())
     };
-    Running {
+    ExistingPlacement {
         decode_instance_id: instance(&placement.decode).unwrap_or_default(),
         prefill_instance_id: instance(&placement.prefill),
-        computing: true,
+        prefilling: true,
     }
 }

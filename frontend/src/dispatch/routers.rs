@@ -6,15 +6,16 @@
 use super::{DispatchError, Prompt, route::Held};
 use crate::metrics::FrontendMetrics;
 use futures::{Stream, stream::FuturesUnordered};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tandem_proto::{
-    link::{Channel, Network, endpoint},
+    channel::{Channel, Network, endpoint},
     v1::{
-        ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, Running, WorkersReply, WorkersRequest,
+        ExistingPlacement, ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, WorkersReply, WorkersRequest,
         router_client::RouterClient,
     },
 };
@@ -95,7 +96,8 @@ impl Routers {
         let ask = |Router { address, mut client }: Router| async move {
             let view = answer(client.workers(WorkersRequest {})).await;
             let can_place = |view: &WorkersReply| {
-                view.unready.is_none() && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
+                view.unavailable_reason.is_none()
+                    && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
             };
             self.found(&address, view.as_ref().is_ok_and(can_place));
             (address, view)
@@ -171,7 +173,7 @@ impl Routers {
     }
 
     /// The prompt as routers see it.
-    pub(super) fn prompt(&self, prompt: &Prompt, running: Option<Running>) -> RoutePrompt {
+    pub(super) fn prompt(&self, prompt: &Prompt, existing: Option<ExistingPlacement>) -> RoutePrompt {
         RoutePrompt {
             request_id: prompt.request_id.clone(),
             traceparent: prompt.traceparent.clone(),
@@ -182,7 +184,7 @@ impl Routers {
             samples: prompt.samples,
             prompt_logits: prompt.prompt_logprobs.is_some(),
             identity: Some(self.identity.clone()),
-            running,
+            existing,
         }
     }
 
@@ -264,7 +266,7 @@ impl Routers {
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 }
 

@@ -23,7 +23,7 @@ use axum::{
 };
 use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
-use tandem_proto::v1::Reason;
+use tandem_proto::v1::FailureReason;
 use tokio::time::{Instant, timeout};
 
 /// A request ready to run.
@@ -150,7 +150,7 @@ impl Run {
             Piece::PromptLogprobs(logprobs) => logprobs.clone(),
             // The worker was asked for the prompt's logprobs and goes on without.
             Piece::Delta(_) | Piece::Finished => {
-                let error = ApiError::from(DispatchError::Lost { reason: Reason::Engine });
+                let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
                 self.progress.fail(error.status());
                 return Err(error);
             }

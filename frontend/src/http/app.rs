@@ -16,7 +16,7 @@ use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
-use tandem_proto::{link::Network, v1::Identity};
+use tandem_proto::{channel::Network, v1::Identity};
 
 /// The longest name of an account, in bytes.
 const ACCOUNT_MAX: usize = 64;

@@ -30,7 +30,7 @@ fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
         "reusable_blocks": prompt.sequence_hashes.len(),
         "prefill_worker": name(placement.and_then(|placement| placement.prefill.as_ref())),
         "decode_worker": name(placement.and_then(|placement| placement.decode.as_ref())),
-        "verdict": reply.verdict,
+        "explanation": reply.explanation,
         "workers": reply.workers.iter().map(worker).collect::<Vec<_>>(),
     })
 }
@@ -55,10 +55,10 @@ fn cost(cost: &Cost) -> Value {
         "total_ms": cost.total_ms,
         "queue_ms": cost.queue_ms,
         "compute_ms": cost.compute_ms,
-        "others_ms": cost.others_ms,
+        "interference_ms": cost.interference_ms,
         "transfer_ms": cost.transfer_ms,
         "handoff_ms": cost.handoff_ms,
-        "streams_ms": cost.streams_ms,
+        "decode_load_ms": cost.decode_load_ms,
         "rank": cost.rank,
     })
 }

@@ -11,7 +11,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::{net::IpAddr, sync::Arc};
-use tandem_proto::link::Listener;
+use tandem_proto::channel::Listener;
 
 /// Names that `Host` may have besides IP addresses; `None`: any.
 type Hosts = Option<Arc<[String]>>;

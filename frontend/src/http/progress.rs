@@ -11,7 +11,7 @@ use axum::http::StatusCode;
 use serde::Serialize;
 use std::{collections::BTreeMap, sync::Arc};
 use tandem_node::trace::Span;
-use tandem_proto::v1::Reason;
+use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
 /// The status of a request whose client went away, as in the metrics.
@@ -204,13 +204,13 @@ impl PromptProgress {
         // Counted from there, on the worker's clock.
         let chunks = scheduled_ms.zip(facts).map(|(from, facts)| {
             let chunk = |chunk: &tandem_proto::v1::PrefillChunk| Chunk {
-                from_ms: from + f64::from(chunk.begun_ms),
-                took_ms: chunk.took_ms.into(),
+                start_ms: from + f64::from(chunk.start_ms),
+                duration_ms: chunk.duration_ms.into(),
                 tokens: chunk.tokens,
             };
             facts.chunks.iter().map(chunk).collect()
         });
-        let failed = |(at, reason): &(Instant, Reason)| FailedAttempt { at_ms: ms(*at), reason: reason.label() };
+        let failed = |(at, reason): &(Instant, FailureReason)| FailedAttempt { at_ms: ms(*at), reason: reason.label() };
         Steps {
             asked_ms: facts.map(|facts| ms(facts.times.asked_at)),
             placed_ms: facts.map(|facts| ms(facts.times.placed_at)),

@@ -56,7 +56,7 @@ impl App {
             _ => Unready::Router,
         })?;
         self.dispatcher.routers().identity().fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
-        view.unready.as_ref().map_or(Ok(()), |why| Err(Unready::Cluster(why.clone())))
+        view.unavailable_reason.as_ref().map_or(Ok(()), |why| Err(Unready::Cluster(why.clone())))
     }
 
     /// What all routers' answers come to.

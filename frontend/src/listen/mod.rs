@@ -18,7 +18,7 @@ use hyper::{
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
 use places::Place;
 use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Duration};
-use tandem_proto::link::{Arrivals, Listener};
+use tandem_proto::channel::{Arrivals, Listener};
 use timed::Timed;
 use tokio::{
     io::{AsyncRead, AsyncWrite},

@@ -2,10 +2,11 @@
 
 use crate::metrics::FrontendMetrics;
 use ipnet::IpNet;
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::HashMap,
     net::{IpAddr, Ipv6Addr},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 
 /// Where a request's connection comes from: an extension of every request that came over TCP.
@@ -76,7 +77,7 @@ impl Places {
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+        self.taken.lock()
     }
 }
 

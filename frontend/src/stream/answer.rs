@@ -12,7 +12,7 @@ use crate::{
 use futures::{Stream, StreamExt, stream};
 use std::{collections::VecDeque, sync::Arc};
 use tandem_kv::TokenId;
-use tandem_proto::v1::{Finished, Generated, Reason, Token, Tokens, finished, generate_reply};
+use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Token, Tokens, finished, generate_reply};
 
 /// Places the prompt, waits for its first token, and gives what comes, also from those who go on after a loss. The stream owns the prompt's attempt: dropping it ends
 /// the request everywhere, and it is let go when the last sample has ended, whatever decode computes ahead.
@@ -133,13 +133,13 @@ impl Samples {
     }
 
     /// What those that have not ended have generated.
-    fn unfinished(&self) -> Vec<Generated> {
-        let generated = |(sample, state): (u32, &Sample)| Generated { sample, tokens: state.tokens.clone() };
+    fn unfinished(&self) -> Vec<ResumedSample> {
+        let generated = |(sample, state): (u32, &Sample)| ResumedSample { sample, tokens: state.tokens.clone() };
         (0..).zip(&self.samples).filter(|(_, state)| !state.ended).map(generated).collect()
     }
 
     /// Fails with the reason why its attempt is no use any more.
-    fn apply(&mut self, reply: generate_reply::Message) -> Result<(), Reason> {
+    fn apply(&mut self, reply: generate_reply::Message) -> Result<(), FailureReason> {
         match reply {
             generate_reply::Message::Tokens(tokens) => self.tokens(tokens),
             generate_reply::Message::Finished(finished) => self.finished(finished),
@@ -148,21 +148,21 @@ impl Samples {
                 self.pieces.push_back(piece);
                 Ok(())
             }
-            generate_reply::Message::Prefilled(prefilled) => {
+            generate_reply::Message::PrefillTimeline(prefilled) => {
                 self.pieces.push_back(Piece::Prefilled(prefilled.chunks));
                 Ok(())
             }
             generate_reply::Message::Failure(failure) => Err(failure.reason()),
             // They belong before the first token and change nothing now: the facts are frozen.
-            generate_reply::Message::Scheduled(_) | generate_reply::Message::Started(_) => Ok(()),
+            generate_reply::Message::Scheduled(_) | generate_reply::Message::DecodeStarted(_) => Ok(()),
         }
     }
 
-    fn sample(&mut self, index: u32) -> Result<&mut Sample, Reason> {
-        self.samples.get_mut(index as usize).ok_or(Reason::Engine)
+    fn sample(&mut self, index: u32) -> Result<&mut Sample, FailureReason> {
+        self.samples.get_mut(index as usize).ok_or(FailureReason::EngineFailed)
     }
 
-    fn tokens(&mut self, Tokens { sample: index, tokens }: Tokens) -> Result<(), Reason> {
+    fn tokens(&mut self, Tokens { sample: index, tokens }: Tokens) -> Result<(), FailureReason> {
         let (model, min_tokens, logprobs) = (Arc::clone(&self.model), self.min_tokens, self.logprobs);
         let sample = self.sample(index)?;
         let mut delta = Delta { sample: index, ..Delta::default() };
@@ -178,11 +178,11 @@ impl Samples {
         Ok(())
     }
 
-    fn finished(&mut self, finished: Finished) -> Result<(), Reason> {
+    fn finished(&mut self, finished: Finished) -> Result<(), FailureReason> {
         let finish = match finished.reason() {
             finished::FinishReason::Stop => Finish::Stop,
             finished::FinishReason::Length => Finish::Length,
-            finished::FinishReason::Unspecified => return Err(Reason::Engine),
+            finished::FinishReason::Unspecified => return Err(FailureReason::EngineFailed),
         };
         let sample = self.sample(finished.sample)?;
         if sample.ended {

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
-use tandem_proto::link::{Arrivals, Listener, Network};
+use tandem_proto::channel::{Arrivals, Listener, Network};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
     net::TcpStream,

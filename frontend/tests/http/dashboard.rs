@@ -3,7 +3,7 @@
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
-use tandem_proto::v1::{PrefillChunk, Prefilled, Reason, finished::FinishReason, generate_reply};
+use tandem_proto::v1::{FailureReason, PrefillChunk, PrefillTimeline, finished::FinishReason, generate_reply};
 
 /// The remembered prompts, once there are so many.
 async fn remembered(cluster: &Cluster, count: usize) -> Vec<Value> {
@@ -61,8 +61,9 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
     call.begin(Some(32)).await;
     call.say(tokens(0, b"lil")).await;
     // What a prefill worker says of its chunks may come when the answer has begun.
-    let chunks = [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(begun_ms, took_ms, tokens)| PrefillChunk { begun_ms, took_ms, tokens });
-    call.say(generate_reply::Message::Prefilled(Prefilled { chunks: chunks.into() })).await;
+    let chunks =
+        [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(start_ms, duration_ms, tokens)| PrefillChunk { start_ms, duration_ms, tokens });
+    call.say(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
     call.say(tokens(0, b"ac")).await;
     call.say(finished(0, FinishReason::Length, None)).await;
     let answer = asked.await.expect("it is answered").json().await.1;
@@ -97,11 +98,11 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
     let scheduled = steps["scheduled_ms"].as_f64().expect("it was");
     let chunks = steps["chunks"].as_array().expect("a list");
     let number = |chunk: &Value, field: &str| chunk[field].as_f64().expect("a number");
-    let told = chunks.iter().map(|chunk| (number(chunk, "took_ms"), number(chunk, "tokens")));
+    let told = chunks.iter().map(|chunk| (number(chunk, "duration_ms"), number(chunk, "tokens")));
     assert_eq!(told.collect::<Vec<_>>(), [(1.0, 64.0), (2.0, 8.0)]);
     // Numbers lose their last digit on the way.
     for (chunk, begun) in chunks.iter().zip([0.5, 1.5]) {
-        assert!((number(chunk, "from_ms") - scheduled - begun).abs() < 1e-6, "{steps}");
+        assert!((number(chunk, "start_ms") - scheduled - begun).abs() < 1e-6, "{steps}");
     }
     let text = records[0].to_string();
     assert!(!text.contains("wisteria") && !text.contains("lilac"), "{text}");
@@ -125,7 +126,7 @@ async fn every_end_is_remembered_and_the_oldest_are_forgotten() {
     assert_eq!((told(&first), first["number"].as_u64()), ((Some(499), None, false), Some(1)));
     assert_eq!((&first["decode_worker"], &first["streamed"]), (&Value::Null, &json!(true)));
     // No worker takes it.
-    cluster.place(tandem_proto::v1::route_reply::Message::Failure(failure(Reason::Full, "")));
+    cluster.place(tandem_proto::v1::route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     assert_eq!(cluster.post(CHAT, &chat(json!({}))).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(told(&remembered(&cluster, 2).await[1]), (Some(503), None, false));
     // Its worker is lost after the first token, and nobody goes on.
@@ -182,19 +183,19 @@ async fn without_a_memory_there_is_no_page() {
 async fn it_shows_who_is_there_and_says_so_when_nobody_is() {
     let cluster = Cluster::start().await;
     let (_, seen) = cluster.get("/dashboard/cluster").await;
-    assert_eq!((&seen["model"], &seen["unready"], &seen["block_size"]), (&json!("m"), &Value::Null, &json!(16)));
+    assert_eq!((&seen["model"], &seen["unavailable_reason"], &seen["block_size"]), (&json!("m"), &Value::Null, &json!(16)));
     let workers = seen["workers"].as_array().expect("a list").iter();
     let named: Vec<_> =
         workers.map(|worker| (worker["worker"].clone(), worker["role"].clone(), worker["cache"].clone())).collect();
     assert_eq!(named, [(json!("d0"), json!("decode"), Value::Null), (json!("p0"), json!("prefill"), Value::Null)]);
     assert_eq!(seen["routers"][0]["problem"], Value::Null);
     *cluster.decode_workers.lock().expect("no test panics with it") = 0;
-    assert_eq!(cluster.get("/dashboard/cluster").await.1["unready"], "no decode worker");
+    assert_eq!(cluster.get("/dashboard/cluster").await.1["unavailable_reason"], "no decode worker");
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     let (status, seen) = unreachable.get("/dashboard/cluster").await;
     assert_eq!((status, &seen["workers"]), (StatusCode::OK, &json!([])));
     let problem = "router unreachable; start it, or set --router to where it is";
-    assert_eq!((&seen["unready"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
+    assert_eq!((&seen["unavailable_reason"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use hyper::StatusCode;
 use serde_json::json;
 use std::time::Duration;
 use tandem_proto::v1::{
-    AttemptFailed, Reason, finished::FinishReason, generate_reply, route_reply, route_request::Message as RouteMessage,
+    AttemptFailed, FailureReason, finished::FinishReason, generate_reply, route_reply, route_request::Message as RouteMessage,
 };
 use tonic::Status;
 
@@ -18,7 +18,7 @@ async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
     (call, soon(reply).await.expect("the client lives"))
 }
 
-fn told_failure(instance_id: &str, reason: Reason) -> Told {
+fn told_failure(instance_id: &str, reason: FailureReason) -> Told {
     let instance_id = instance_id.to_owned();
     Told::Message(RouteMessage::Failed(AttemptFailed { instance_id, reason: reason.into(), generated_tokens: 0 }))
 }
@@ -33,7 +33,7 @@ async fn attempts_that_fail_before_the_first_token_are_placed_anew() {
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (2, true));
     call.say(scheduled(Some(0))).await;
-    call.say(generate_reply::Message::Failure(failure(Reason::PrefillLost, "p0-instance"))).await;
+    call.say(generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
     let second = call.request.clone();
     call.closed().await;
     let call = cluster.call().await;
@@ -45,9 +45,9 @@ async fn attempts_that_fail_before_the_first_token_are_placed_anew() {
     let (_, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
     assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
-    assert_eq!(cluster.told().await, told_failure("gone-instance", Reason::Unspecified));
-    assert_eq!(cluster.told().await, told_failure("p0-instance", Reason::PrefillLost));
-    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::PrefillReleased(_))));
+    assert_eq!(cluster.told().await, told_failure("gone-instance", FailureReason::Unspecified));
+    assert_eq!(cluster.told().await, told_failure("p0-instance", FailureReason::PrefillLost));
+    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::PrefillFinished(_))));
     assert_eq!(cluster.told().await, Told::Closed);
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
@@ -69,7 +69,7 @@ async fn attempts_are_bounded_and_then_the_client_is_told_to_come_again() {
         cluster.routes_closed(1).await;
     }
     assert!(cluster.no_call());
-    cluster.counted(r#"tandem_frontend_attempts_failed_total{reason="full"} 2"#).await;
+    cluster.counted(r#"tandem_frontend_attempts_failed_total{reason="at_capacity"} 2"#).await;
     cluster.counted(r#"tandem_frontend_attempts_failed_total{reason="wrong_instance"} 2"#).await;
 }
 
@@ -102,7 +102,7 @@ async fn messages_of_kinds_that_came_later_are_skipped() {
 async fn what_can_never_run_is_refused_and_not_tried_again() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({})));
-    let invalid = failure(Reason::Invalid, "");
+    let invalid = failure(FailureReason::InvalidRequest, "");
     cluster.call().await.say(generate_reply::Message::Failure(invalid.clone())).await;
     let (status, retry_after, code) = refused(reply).await;
     assert_eq!((status, retry_after, code), (StatusCode::BAD_REQUEST, None, json!("request_refused")));
@@ -125,7 +125,7 @@ async fn what_can_never_run_is_refused_and_not_tried_again() {
 #[tokio::test]
 async fn no_worker_and_no_router_are_503() {
     let mut cluster = Cluster::start().await;
-    cluster.place(route_reply::Message::Failure(failure(Reason::Full, "")));
+    cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     let reply = cluster.ask(CHAT, chat(json!({})));
     let (status, retry_after, code) = refused(reply).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("no_worker")));
@@ -218,7 +218,7 @@ async fn with_resuming_off_an_error_after_the_first_token_is_an_event_and_no_don
         call.say(tokens(0, b"ab")).await;
         match ending {
             Some(status) => call.break_off(status).await,
-            None => call.say(generate_reply::Message::Failure(failure(Reason::Engine, "d0-instance"))).await,
+            None => call.say(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await,
         }
         let (mut events, done) = soon(reply).await.expect("the client lives").events().await;
         let last = events.pop().expect("there is one");
@@ -248,7 +248,7 @@ async fn one_prompt_of_a_batch_that_fails_ends_all() {
     let reply = cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({})));
     let (first, second) = (cluster.call().await, cluster.call().await);
     first.begin(Some(0)).await;
-    second.say(generate_reply::Message::Failure(failure(Reason::Invalid, ""))).await;
+    second.say(generate_reply::Message::Failure(failure(FailureReason::InvalidRequest, ""))).await;
     assert_eq!(refused(reply).await.0, StatusCode::BAD_REQUEST);
     first.closed().await;
     cluster.routes_closed(2).await;

@@ -5,13 +5,13 @@ use hyper::StatusCode;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tandem_proto::v1::{
-    AttemptFailed, Generated, PrefillReleased, Reason, Tokens, finished::FinishReason, generate_reply, route_reply,
+    AttemptFailed, FailureReason, PrefillFinished, ResumedSample, Tokens, finished::FinishReason, generate_reply, route_reply,
     route_request::Message as RouteMessage,
 };
 use tonic::Status;
 
-fn generated(sample: u32, text: &[u8]) -> Generated {
-    Generated { sample, tokens: text.iter().map(|byte| (*byte).into()).collect() }
+fn generated(sample: u32, text: &[u8]) -> ResumedSample {
+    ResumedSample { sample, tokens: text.iter().map(|byte| (*byte).into()).collect() }
 }
 
 fn text(events: &[Value], pointer: &str, choice: u64) -> String {
@@ -19,7 +19,7 @@ fn text(events: &[Value], pointer: &str, choice: u64) -> String {
     choices.filter(|of| of["index"] == choice).filter_map(|of| of.pointer(pointer)?.as_str()).collect()
 }
 
-fn lost(instance_id: &str, reason: Reason, generated_tokens: u32) -> Told {
+fn lost(instance_id: &str, reason: FailureReason, generated_tokens: u32) -> Told {
     Told::Message(RouteMessage::Failed(AttemptFailed {
         instance_id: instance_id.to_owned(),
         reason: reason.into(),
@@ -48,7 +48,7 @@ async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
     // The second attempt finds more in its cache: nobody's business.
     second.begin(Some(32)).await;
     second.say(tokens(0, &"aé".as_bytes()[2..])).await;
-    second.say(generate_reply::Message::Failure(failure(Reason::Engine, "d0-instance"))).await;
+    second.say(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await;
     let third = cluster.call().await;
     assert_eq!((third.request.attempt, &third.request.generated), (3, &vec![generated(0, "aé".as_bytes())]));
     third.begin(None).await;
@@ -66,11 +66,11 @@ async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
     );
     assert_eq!(last["tandem"]["migrations"], 2);
     assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
-    let released = |cached_tokens| Told::Message(RouteMessage::PrefillReleased(PrefillReleased { cached_tokens }));
+    let released = |cached_tokens| Told::Message(RouteMessage::PrefillFinished(PrefillFinished { cached_tokens }));
     assert_eq!(cluster.told().await, released(Some(16)));
-    assert_eq!(cluster.told().await, lost("d0-instance", Reason::Unspecified, 2));
+    assert_eq!(cluster.told().await, lost("d0-instance", FailureReason::Unspecified, 2));
     assert_eq!(cluster.told().await, released(None), "a longer prompt is not held against what was foreseen");
-    assert_eq!(cluster.told().await, lost("d0-instance", Reason::Engine, 3));
+    assert_eq!(cluster.told().await, lost("d0-instance", FailureReason::EngineFailed, 3));
     assert_eq!(cluster.told().await, released(None));
     assert_eq!(cluster.told().await, Told::Closed);
     cluster.counted("tandem_frontend_migrations_total 2").await;
@@ -150,7 +150,7 @@ async fn resuming_is_bounded_and_ends_with_an_event() {
     call.say(tokens(0, b"a")).await;
     call.break_off(Status::unavailable("killed")).await;
     for _ in 0..3 {
-        cluster.call().await.say(generate_reply::Message::Failure(failure(Reason::Full, ""))).await;
+        cluster.call().await.say(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     }
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
@@ -160,7 +160,7 @@ async fn resuming_is_bounded_and_ends_with_an_event() {
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.say(tokens(0, b"a")).await;
-    cluster.place(route_reply::Message::Failure(failure(Reason::Full, "")));
+    cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     call.break_off(Status::unavailable("killed")).await;
     let (events, _) = soon(reply).await.expect("the client lives").events().await;
     assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "nobody is left");
@@ -179,7 +179,7 @@ async fn no_two_attempts_have_one_number_when_the_router_is_lost_between_them() 
     let second = cluster.call().await;
     second.say(scheduled(Some(0))).await;
     cluster.hang_up();
-    second.say(generate_reply::Message::Failure(failure(Reason::Full, ""))).await;
+    second.say(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     let third = cluster.call().await;
     assert_eq!((second.request.attempt, third.request.attempt), (2, 3));
     third.begin(Some(0)).await;
@@ -194,7 +194,7 @@ async fn a_worker_that_says_nothing_costs_one_attempt_and_not_the_whole_wait() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     let hung = cluster.call().await;
-    assert_eq!(hung.request.start_within_ms, Some(50), "the worker may say first who is late");
+    assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker may say first who is late");
     hung.closed().await;
     let second = cluster.call().await;
     // A prefill that has begun takes its time.
@@ -203,14 +203,14 @@ async fn a_worker_that_says_nothing_costs_one_attempt_and_not_the_whole_wait() {
     second.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
     assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
-    assert_eq!(cluster.told().await, lost("d0-instance", Reason::Timeout, 0));
+    assert_eq!(cluster.told().await, lost("d0-instance", FailureReason::Timeout, 0));
     // The last attempt may take what is left of the first token's limit.
     let reply = cluster.ask(CHAT, chat(json!({})));
     for _ in 0..2 {
-        cluster.call().await.say(generate_reply::Message::Failure(failure(Reason::Timeout, ""))).await;
+        cluster.call().await.say(generate_reply::Message::Failure(failure(FailureReason::Timeout, ""))).await;
     }
     let last = cluster.call().await;
-    assert_eq!(last.request.start_within_ms, None);
+    assert_eq!(last.request.prefill_start_timeout_ms, None);
     last.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
 }

@@ -8,8 +8,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Failure, Leaving, Placement, PrefillReleased,
-    Reason, RoutePrompt, RouteReply, RouteRequest, Running, WorkerRef, WorkersReply, WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure, FailureReason,
+    Placement, PrefillFinished, RoutePrompt, RouteReply, RouteRequest, WorkerRef, WorkersReply, WorkersRequest,
     finished::FinishReason,
     route_reply,
     route_request::Message,
@@ -76,19 +76,19 @@ impl Router for Fake {
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
         match *self.mode.lock().expect("not poisoned") {
-            Mode::Well => Ok(tonic::Response::new(ExplainReply { verdict: self.number.to_string(), ..Default::default() })),
+            Mode::Well => Ok(tonic::Response::new(ExplainReply { explanation: self.number.to_string(), ..Default::default() })),
             Mode::Unready | Mode::Silent => Err(Status::unavailable("not now")),
         }
     }
 
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
         let mode = *self.mode.lock().expect("not poisoned");
-        let unready = match mode {
+        let unavailable_reason = match mode {
             Mode::Well => None,
             Mode::Unready => Some("no decode worker".to_owned()),
             Mode::Silent => std::future::pending().await,
         };
-        Ok(tonic::Response::new(WorkersReply { unready, ..Default::default() }))
+        Ok(tonic::Response::new(WorkersReply { unavailable_reason, ..Default::default() }))
     }
 }
 
@@ -103,7 +103,7 @@ async fn two() -> (Cluster, Routers) {
         modes.push(Arc::clone(&mode));
         let fake = Fake { number, mode, opened: opened.clone() };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
-        tokio::spawn(serve.serve_with_incoming(tandem_proto::link::incoming(listener)));
+        tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(listener)));
     }
     let cluster = Cluster::with(|settings| settings.routers = addresses.into_iter().collect()).await;
     let modes = modes.try_into().expect("two were made");
@@ -141,9 +141,9 @@ impl Opened {
     }
 }
 
-fn running(computing: bool) -> Option<Running> {
+fn existing(prefilling: bool) -> Option<ExistingPlacement> {
     let prefill_instance_id = Some("p0-instance".to_owned());
-    Some(Running { decode_instance_id: "d0-instance".to_owned(), prefill_instance_id, computing })
+    Some(ExistingPlacement { decode_instance_id: "d0-instance".to_owned(), prefill_instance_id, prefilling })
 }
 
 #[tokio::test]
@@ -179,7 +179,7 @@ async fn requests_go_in_turn_to_those_that_are_well() {
     assert!(seen[0] <= 3 && seen[1] == 8, "who has failed is left alone: {seen:?}");
     assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one is enough");
     let explained = cluster.send(hyper::Method::POST, CHAT, &[("x-tandem-explain", "true")], chat(json!({})).to_string()).await;
-    assert_eq!(explained.json().await.1["prompts"][0]["verdict"], "1");
+    assert_eq!(explained.json().await.1["prompts"][0]["explanation"], "1");
     routers.set(1, Mode::Unready);
     let (status, body) = cluster.get("/ready").await;
     assert_eq!((status, &body["status"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("no decode worker")));
@@ -222,7 +222,7 @@ async fn that_one_router_has_no_worker_is_told_although_another_says_nothing() {
                 break opened;
             }
         };
-        let failure = Failure { reason: Reason::Full.into(), ..Failure::default() };
+        let failure = Failure { reason: FailureReason::AtCapacity.into(), ..Failure::default() };
         opened.say(route_reply::Message::Failure(failure)).await;
         assert_eq!(refused(reply).await, (StatusCode::SERVICE_UNAVAILABLE, Some("1".to_owned()), json!("no_worker")));
     }
@@ -233,7 +233,7 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     let (mut cluster, mut routers) = two().await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let first = routers.opened().await;
-    assert_eq!(first.prompt.running, None);
+    assert_eq!(first.prompt.existing, None);
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     // Before the first token.
@@ -243,10 +243,10 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     if second.router == first.router {
         second = routers.opened().await;
     }
-    assert_eq!(second.prompt, RoutePrompt { running: running(true), ..first.prompt.clone() });
+    assert_eq!(second.prompt, RoutePrompt { existing: existing(true), ..first.prompt.clone() });
     call.begin(Some(0)).await;
     call.say(tokens(0, b"ab")).await;
-    assert_eq!(second.hears().await, Some(Message::PrefillReleased(PrefillReleased { cached_tokens: Some(0) })));
+    assert_eq!(second.hears().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: Some(0) })));
     // And after it. Nobody is there at first: the answer goes on.
     routers.set(second.router, Mode::Unready);
     cluster.counted("tandem_frontend_rebooked_total 1").await;
@@ -258,7 +258,7 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     while third.router != first.router {
         third = routers.opened().await;
     }
-    assert_eq!(third.prompt.running, running(false));
+    assert_eq!(third.prompt.existing, existing(false));
     cluster.counted("tandem_frontend_rebooked_total 2").await;
     // The worker is lost, too: this router has it placed anew.
     call.break_off(Status::unavailable("killed")).await;
@@ -273,7 +273,7 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     let text: String = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
     assert!(done && text == "abcdef", "{text}");
-    assert_eq!(third.hears().await, Some(Message::PrefillReleased(PrefillReleased { cached_tokens: None })));
+    assert_eq!(third.hears().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: None })));
     assert_eq!(third.hears().await, None, "the booking is given back");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
@@ -288,13 +288,13 @@ async fn a_failure_whose_router_is_gone_is_placed_by_another_that_leaves_the_cul
     routers.set(first.router, Mode::Unready);
     // Both at once: the frontend may notice either first.
     drop(first.replies);
-    call.say(tandem_proto::v1::generate_reply::Message::Failure(failure(Reason::PrefillLost, "p0-instance"))).await;
+    call.say(tandem_proto::v1::generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
     let heard = loop {
         let mut second = routers.opened().await;
         if second.router != first.router
             && let Some(heard) = second.hears().await
         {
-            assert_eq!(second.prompt.running, running(true));
+            assert_eq!(second.prompt.existing, existing(true));
             second.place(cluster.decode).await;
             break (heard, second);
         }
@@ -315,11 +315,11 @@ async fn a_router_that_leaves_keeps_its_requests_until_another_has_them() {
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.say(tokens(0, b"ab")).await;
-    assert!(matches!(first.hears().await, Some(Message::PrefillReleased(_))));
+    assert!(matches!(first.hears().await, Some(Message::PrefillFinished(_))));
     routers.set(0, Mode::Unready);
     routers.set(1, Mode::Unready);
     cluster.counted("tandem_frontend_routers 0").await;
-    first.say(route_reply::Message::Leaving(Leaving {})).await;
+    first.say(route_reply::Message::Draining(Draining {})).await;
     // Nobody else is there: who leaves places anew once more.
     call.break_off(Status::unavailable("killed")).await;
     assert!(matches!(first.hears().await, Some(Message::Failed(_))));
@@ -327,10 +327,10 @@ async fn a_router_that_leaves_keeps_its_requests_until_another_has_them() {
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.say(tokens(0, b"cd")).await;
-    assert!(matches!(first.hears().await, Some(Message::PrefillReleased(_))));
+    assert!(matches!(first.hears().await, Some(Message::PrefillFinished(_))));
     routers.set(other, Mode::Well);
     let mut second = routers.opened().await;
-    while second.router != other || second.prompt.running != running(false) {
+    while second.router != other || second.prompt.existing != existing(false) {
         second = routers.opened().await;
     }
     assert_eq!(first.hears().await, None, "it is let go once another has the booking");

@@ -15,9 +15,9 @@ use std::{
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, ExplainReply, ExplainRequest, Failure, Finished, GenerateReply, GenerateRequest,
-    Placement, PromptLogprobs, Reason, RouteReply, RouteRequest, Scheduled, Started, Token, Tokens, WorkerInfo, WorkerRef,
-    WorkerView, WorkersReply, WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, Finished,
+    GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled, Token, Tokens, WorkerInfo,
+    WorkerRef, WorkerView, WorkersReply, WorkersRequest,
     decode_server::{Decode, DecodeServer},
     finished::FinishReason,
     generate_reply, route_reply, route_request,
@@ -90,7 +90,7 @@ impl Router for FakeRouter {
         let mut requests = request.into_inner();
         tokio::spawn(async move {
             while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
-                let asks = !matches!(message, route_request::Message::PrefillReleased(_));
+                let asks = !matches!(message, route_request::Message::PrefillFinished(_));
                 told.send(Told::Message(message)).ok();
                 if asks {
                     let scripted = placements.lock().expect("no test panics with it").pop_front();
@@ -112,7 +112,7 @@ impl Router for FakeRouter {
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
-        Ok(tonic::Response::new(ExplainReply { verdict: "because".to_owned(), ..ExplainReply::default() }))
+        Ok(tonic::Response::new(ExplainReply { explanation: "because".to_owned(), ..ExplainReply::default() }))
     }
 
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
@@ -122,8 +122,8 @@ impl Router for FakeRouter {
         let workers = std::iter::once(view(Role::Prefill, "p0".to_owned()))
             .chain((0..decode).map(|number| view(Role::Decode, format!("d{number}"))))
             .collect();
-        let unready = (decode == 0).then(|| "no decode worker".to_owned());
-        Ok(tonic::Response::new(WorkersReply { workers, unready, ..WorkersReply::default() }))
+        let unavailable_reason = (decode == 0).then(|| "no decode worker".to_owned());
+        Ok(tonic::Response::new(WorkersReply { workers, unavailable_reason, ..WorkersReply::default() }))
     }
 }
 
@@ -170,9 +170,9 @@ impl Cluster {
         let (placements, decode_workers) = (Arc::default(), Arc::new(Mutex::new(1)));
         let fake = FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, told };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
-        tokio::spawn(serve.serve_with_incoming(tandem_proto::link::incoming(router_listener)));
+        tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(router_listener)));
         let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode(call)));
-        tokio::spawn(serve.serve_with_incoming(tandem_proto::link::incoming(decode_listener)));
+        tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(decode_listener)));
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));
         change(&mut settings);
@@ -377,8 +377,8 @@ impl Call {
     /// The blocks are taken and the KV is there.
     pub async fn begin(&self, cached_tokens: Option<u32>) {
         self.say(scheduled(cached_tokens)).await;
-        let started = Started { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
-        self.say(generate_reply::Message::Started(started)).await;
+        let started = DecodeStarted { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
+        self.say(generate_reply::Message::DecodeStarted(started)).await;
     }
 
     /// A whole generation: every sample says `text` and ends at its limit.
@@ -421,7 +421,7 @@ pub fn finished(sample: u32, reason: FinishReason, stop_token: Option<u32>) -> g
     generate_reply::Message::Finished(Finished { sample, reason: reason.into(), stop_token })
 }
 
-pub fn failure(reason: Reason, instance_id: &str) -> Failure {
+pub fn failure(reason: FailureReason, instance_id: &str) -> Failure {
     Failure { reason: reason.into(), message: "because of the test".to_owned(), instance_id: instance_id.to_owned() }
 }
 

@@ -76,7 +76,7 @@ async fn the_attempt_that_led_to_the_first_token_gives_the_number() {
     let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({})));
     let first = cluster.call().await;
     first.say(scheduled(Some(48))).await;
-    let failure = failure(tandem_proto::v1::Reason::PrefillLost, "p0-instance");
+    let failure = failure(tandem_proto::v1::FailureReason::PrefillLost, "p0-instance");
     first.say(tandem_proto::v1::generate_reply::Message::Failure(failure)).await;
     let second = cluster.call().await;
     second.begin(Some(16)).await;
@@ -91,7 +91,7 @@ async fn the_attempt_that_led_to_the_first_token_gives_the_number() {
     // The router learns what was reported, to measure its prediction.
     let mut released = None;
     while released.is_none() {
-        if let Told::Message(RouteMessage::PrefillReleased(message)) = cluster.told().await {
+        if let Told::Message(RouteMessage::PrefillFinished(message)) = cluster.told().await {
             released = Some(message.cached_tokens);
         }
     }

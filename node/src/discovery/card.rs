@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use tandem_proto::{
-    ClusterKey, Purpose, link,
+    ClusterKey, Purpose, channel,
     v1::{WorkerInfo, worker_info},
 };
 
@@ -80,7 +80,7 @@ pub(super) enum BadCard {
     #[error("it is not the JSON of a card")]
     Json(#[from] serde_json::Error),
     #[error("its address is not host:port")]
-    Address(#[from] link::InvalidAddress),
+    Address(#[from] channel::InvalidAddress),
     #[error("it is not signed with this cluster's key; give all processes the same --cluster-key-file")]
     Unsigned,
 }
@@ -126,7 +126,7 @@ impl Card {
     /// The card that was registered at `at`, which is signed if the cluster has a key.
     pub(super) fn from_json(value: &[u8], at: &str, key: &ClusterKey) -> Result<Self, BadCard> {
         let card: Self = serde_json::from_slice(value)?;
-        link::endpoint(&card.address)?;
+        channel::endpoint(&card.address)?;
         if !key.verifies(Purpose::Registration, &[at.as_bytes(), card.address.as_bytes()], &card.signature) {
             return Err(BadCard::Unsigned);
         }

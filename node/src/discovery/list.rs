@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use tandem_proto::link::{self, InvalidAddress};
+use tandem_proto::channel::{self, InvalidAddress};
 
 /// Between two looks at a file: a worker that is added is found within two of them, and a look costs next to nothing.
 const LOOK: Duration = Duration::from_millis(500);
@@ -85,7 +85,7 @@ fn parsed(text: &str) -> Result<BTreeSet<String>, DiscoveryError> {
 pub(super) fn checked(addresses: impl Iterator<Item = String>) -> Result<BTreeSet<String>, DiscoveryError> {
     let mut all = BTreeSet::new();
     for address in addresses {
-        link::endpoint(&address).map_err(|InvalidAddress| DiscoveryError::Address { address: address.clone() })?;
+        channel::endpoint(&address).map_err(|InvalidAddress| DiscoveryError::Address { address: address.clone() })?;
         all.insert(address);
     }
     if all.len() > ADDRESSES_MAX { Err(DiscoveryError::TooMany { found: all.len() }) } else { Ok(all) }

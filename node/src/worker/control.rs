@@ -84,9 +84,9 @@ impl Control for ControlService {
     type WatchStream = Replies<WatchReply>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let WatchRequest { instance_id, published_elsewhere } = request.into_inner();
+        let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         self.admit(&instance_id)?;
-        let (shutdown, broker) = (self.shutdown.clone(), self.broker.clone().filter(|_| published_elsewhere));
+        let (shutdown, broker) = (self.shutdown.clone(), self.broker.clone().filter(|_| events_over_nats));
         let (watched, hung, metrics) = ((self.watch.start)(), (self.watch.hung)(), self.metrics.clone());
         let replies = self.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
@@ -96,7 +96,7 @@ impl Control for ControlService {
                 () = shutdown.draining() => draining(),
                 // Not routed to until it moves: who asks again hears this again.
                 () = hung => engine_hangs(),
-                ended = async { watcher.run(watched.await, published_elsewhere).await } => ended?,
+                ended = async { watcher.run(watched.await, events_over_nats).await } => ended?,
             };
             watcher.replies.fail(error).await
         });
@@ -178,7 +178,7 @@ impl Watcher {
                         newest.last_event_id = batch.last_event_id.max(above);
                         newest.load = batch.load.clone();
                         let has_news = !self.is_published() && batch.events.last().is_some_and(|last| last.event_id > above);
-                        if has_news || !batch.taken_in.is_empty() {
+                        if has_news || !batch.included_request_ids.is_empty() {
                             told = self.tell(&batch, above).await?;
                         }
                     }

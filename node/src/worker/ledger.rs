@@ -9,6 +9,7 @@
 
 use crate::Metrics;
 use ::metrics::Counter;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -17,7 +18,7 @@ use std::{
     os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::Path,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         mpsc::{Receiver, SyncSender, sync_channel},
     },
     thread::JoinHandle,
@@ -263,7 +264,7 @@ impl LedgerEntry {
     }
 
     fn settle(&self, outcome: Option<Outcome>) {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let open = self.open.lock().take();
         let Some((request_id, attempt, begun)) = open else { return };
         let outcome = outcome.unwrap_or(begun);
         self.ledger.append(|worker| LedgerLine::Ended { request_id, attempt, worker, outcome });
@@ -294,7 +295,7 @@ mod tests {
             if self.refuses {
                 return Err(io::ErrorKind::StorageFull.into());
             }
-            self.text.lock().expect("nobody panics with it").extend(bytes);
+            self.text.lock().extend(bytes);
             Ok(bytes.len())
         }
 
@@ -310,7 +311,7 @@ mod tests {
     }
 
     fn outcomes(disk: &Disk) -> Vec<Outcome> {
-        let text = String::from_utf8(disk.text.lock().expect("nobody panics with it").clone()).expect("text");
+        let text = String::from_utf8(disk.text.lock().clone()).expect("text");
         let lines = text.lines().map(|line| serde_json::from_str(line).expect("what is written can be read"));
         lines.filter_map(|line| if let LedgerLine::Ended { outcome, .. } = line { Some(outcome) } else { None }).collect()
     }
@@ -329,7 +330,7 @@ mod tests {
         drop(worker.attempt("a", 4, true));
         drop((won, worker, ledger));
         assert_eq!(outcomes(&disk), [Outcome::Won, Outcome::Superseded, Outcome::Failed, Outcome::Cancelled]);
-        let text = String::from_utf8(disk.text.lock().expect("nobody panics with it").clone()).expect("text");
+        let text = String::from_utf8(disk.text.lock().clone()).expect("text");
         let first = text.lines().next().expect("a line");
         let (before, after) = first.split_once(",\"at\":").expect("it says when");
         let expected = r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}"#;
@@ -348,7 +349,7 @@ mod tests {
     #[test]
     fn lines_that_do_not_fit_or_cannot_be_written_are_counted() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
-        let held = disk.text.lock().expect("nobody panics with it");
+        let held = disk.text.lock();
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
         // One batch may be on its way to the disk, which is held.
@@ -359,7 +360,7 @@ mod tests {
         assert!(dropped >= 1 && dropped <= LINES_MAX as u64 + 2, "{dropped}");
         drop(held);
         drop((worker, ledger));
-        let lines = disk.text.lock().expect("nobody panics with it").iter().filter(|byte| **byte == b'\n').count();
+        let lines = disk.text.lock().iter().filter(|byte| **byte == b'\n').count();
         assert_eq!(lines as u64 + dropped, 2 * LINES_MAX as u64 + 2);
 
         let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("a thread");
@@ -412,7 +413,7 @@ mod tests {
         struct Log(Arc<Mutex<Vec<u8>>>);
         impl Write for Log {
             fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-                self.0.lock().expect("no test panics with it").extend(bytes);
+                self.0.lock().extend(bytes);
                 Ok(bytes.len())
             }
 
@@ -428,7 +429,7 @@ mod tests {
             let writer = log.clone();
             let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
             tracing::subscriber::with_default(subscriber, || drop(Ledger::open(path).expect("it can be opened")));
-            String::from_utf8(log.0.lock().expect("no test panics with it").clone()).expect("text")
+            String::from_utf8(log.0.lock().clone()).expect("text")
         };
         let made = folder.path().join("made");
         assert_eq!((opened(&made), mode(&made)), (String::new(), 0o600));

@@ -3,15 +3,16 @@
 use super::Watched;
 use crate::Metrics;
 use ::metrics::{Counter, Gauge, Histogram};
+use parking_lot::Mutex;
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
 use tandem_kv::{KvBatch, Load, StepStats};
-use tandem_proto::{link::OnRefused, v1};
+use tandem_proto::{channel::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
 
 /// The handles of one worker's families; label `worker`.
@@ -172,7 +173,7 @@ impl WorkerMetrics {
         self.prompt_tokens.increment(prompt_tokens.into());
         self.cached_tokens.increment(cached_tokens.into());
         let totals = {
-            let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut totals = self.totals.lock();
             totals.observe(prompt_tokens, cached_tokens);
             *totals
         };
@@ -190,7 +191,7 @@ impl WorkerMetrics {
     }
 
     fn totals(&self) -> CacheTotals {
-        *self.totals.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.totals.lock()
     }
 
     /// What the counters of this worker's cache say, for the router's view.
@@ -243,13 +244,13 @@ impl WorkerMetrics {
             return;
         }
         let measured = bytes as f64 / busy.as_secs_f64();
-        let mut average = self.transfer_bytes_per_second.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut average = self.transfer_bytes_per_second.lock();
         *average = if *average == 0.0 { measured } else { *average + NEWEST * (measured - *average) };
     }
 
     /// What has been measured; 0 before the first transfer.
     pub(super) fn transfer_bytes_per_second(&self) -> f64 {
-        *self.transfer_bytes_per_second.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.transfer_bytes_per_second.lock()
     }
 
     /// Keeps gauges and step histograms up to date until the engine ends.
@@ -320,7 +321,7 @@ mod tests {
 
     impl std::io::Write for Lines {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().expect("not poisoned").write(bytes)
+            self.0.lock().write(bytes)
         }
 
         fn flush(&mut self) -> std::io::Result<()> {
@@ -342,7 +343,7 @@ mod tests {
                 metrics.observe_scheduled(100, 0);
                 metrics.observe_scheduled(100, 96);
             });
-            let bytes = lines.0.lock().expect("not poisoned").clone();
+            let bytes = lines.0.lock().clone();
             String::from_utf8(bytes).expect("text")
         };
         let debug = logged(tracing::Level::DEBUG);

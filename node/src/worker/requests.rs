@@ -12,7 +12,7 @@ use std::{
     pin::Pin,
     task::{Context, Poll, ready},
 };
-use tandem_proto::link::{self, Listener};
+use tandem_proto::channel::{self, Listener};
 use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
@@ -146,7 +146,7 @@ impl Requests {
         routes: Routes,
         metrics: &WorkerMetrics,
     ) -> Result<(), tonic::transport::Error> {
-        let serving = listener.serve(link::server(), routes, metrics.count_unauthenticated(), self.drained());
+        let serving = listener.serve(channel::server(), routes, metrics.count_unauthenticated(), self.drained());
         tokio::select! {
             biased;
             result = serving => result,

@@ -11,7 +11,7 @@ use tandem_node::{
     Metrics, Shutdown,
     worker::{Ledger, Requests, WorkerMetrics},
 };
-use tandem_proto::link::Network;
+use tandem_proto::channel::Network;
 use tandem_transfer::{Loopback, Piece, Refused, Sink};
 use tokio::{task::JoinSet, time::sleep};
 
@@ -92,8 +92,10 @@ impl Pair {
         };
         let mut drivers = JoinSet::new();
         let mut start = || {
-            let (engine, driving) = EngineHandle::driven(Box::new(pace.engine()), settings, 7);
-            drivers.spawn(driving);
+            let engine = pace.engine();
+            let clock = engine.clock();
+            let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
+            drivers.spawn(running);
             engine
         };
         let (engine, decode, alone, loopback) = (start(), start(), start(), Loopback::default());

@@ -70,17 +70,17 @@ impl State {
 
     /// Books a request where another router has placed it, until [`State::release`]. Its workers know it by now: it adds
     /// nothing to their reports. They need not be members yet.
-    pub(crate) fn rebook(&mut self, asked: &Asked, running: v1::Running) -> Result<BookingId, NotPlaced> {
+    pub(crate) fn rebook(&mut self, asked: &Asked, existing: v1::ExistingPlacement) -> Result<BookingId, NotPlaced> {
         if self.bookings.len() >= self.settings.bookings_max {
             return Err(NotPlaced::TooManyBookings);
         }
-        let v1::Running { decode_instance_id: decode, prefill_instance_id: prefill, computing } = running;
-        let hashes = if computing && !asked.prompt_logits { asked.hashes.clone() } else { [].into() };
+        let v1::ExistingPlacement { decode_instance_id: decode, prefill_instance_id: prefill, prefilling } = existing;
+        let hashes = if prefilling && !asked.prompt_logits { asked.hashes.clone() } else { [].into() };
         let booking = Booking {
             key: self.new_key(asked.request_id.clone()),
             prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
             decode: decode.into(),
-            computing,
+            computing: prefilling,
             answering: None,
             hashes,
             overlap_tokens: None,
@@ -113,7 +113,7 @@ impl State {
     }
 
     /// The request failed because of an instance it was placed on.
-    pub(crate) fn failed(&mut self, id: BookingId, instance_id: &str, reason: v1::Reason) {
+    pub(crate) fn failed(&mut self, id: BookingId, instance_id: &str, reason: v1::FailureReason) {
         if !is_fault(reason) {
             return;
         }

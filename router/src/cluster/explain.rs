@@ -11,7 +11,7 @@ impl State {
     pub(crate) fn explain(&self, asked: &Asked) -> v1::ExplainReply {
         let (question, hashes) = match self.question(asked, 1) {
             Ok(found) => found,
-            Err(why) => return v1::ExplainReply { verdict: why.to_string(), ..Default::default() },
+            Err(why) => return v1::ExplainReply { explanation: why.to_string(), ..Default::default() },
         };
         let candidates = self.candidates(hashes, &BTreeSet::new(), Some(Instant::now()));
         let turn = Turn { seed: self.settings.seed, number: self.turns };
@@ -47,23 +47,23 @@ fn reply(
         alone: uses.local.map(cost),
     });
     let describe = |at: usize| members[at].describe(&candidates[at]);
-    let (placement, verdict) = match choice {
+    let (placement, explanation) = match choice {
         Ok(Choice { decode, prefill }) => {
             let placement = v1::Placement { decode: Some(describe(decode)), prefill: prefill.map(describe), block_size };
-            (Some(placement), verdict(members, uses, decode, prefill))
+            (Some(placement), explanation(members, uses, decode, prefill))
         }
         Err(why) => (None, why.to_string()),
     };
-    v1::ExplainReply { workers: workers.collect(), block_size, placement, verdict }
+    v1::ExplainReply { workers: workers.collect(), block_size, placement, explanation }
 }
 
 fn cost(cost: Cost) -> v1::Cost {
-    let Cost { queue_ms, compute_ms, others_ms, transfer_ms, handoff_ms, streams_ms, rank } = cost;
-    v1::Cost { total_ms: cost.total(), queue_ms, compute_ms, others_ms, transfer_ms, handoff_ms, streams_ms, rank }
+    let Cost { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank } = cost;
+    v1::Cost { total_ms: cost.total(), queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank }
 }
 
 /// The chosen way, and the best of the other ways.
-fn verdict(members: &[&Member], uses: &[Uses], decode: usize, prefill: Option<usize>) -> String {
+fn explanation(members: &[&Member], uses: &[Uses], decode: usize, prefill: Option<usize>) -> String {
     let name = |at: usize| members[at].info.worker_id.as_str();
     let total = |cost: Option<Cost>| cost.as_ref().map(Cost::total);
     let least = |use_of: fn(&Uses) -> Option<Cost>, but: usize| {

@@ -24,17 +24,18 @@ use crate::{
 };
 use bookings::Bookings;
 use members::{Member, Members};
+use parking_lot::{Mutex, MutexGuard};
 use peers::Peer;
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::{
     Difference,
-    link::OnRefused,
+    channel::OnRefused,
     v1::{self, Identity, WorkerInfo, worker_info},
 };
 use tokio::{sync::Notify, time::Instant};
@@ -103,7 +104,7 @@ pub(crate) struct State {
     index: PrefixIndex,
     members: Members,
     /// Listed workers that are no members, by address.
-    absent: BTreeMap<String, v1::AbsentWorker>,
+    absent: BTreeMap<String, v1::UnavailableWorker>,
     /// Workers that were listed at the start, and have neither joined nor failed to yet.
     awaited: BTreeSet<String>,
     /// There are none of them any more, and will be none.
@@ -149,7 +150,7 @@ impl Cluster {
     /// For a moment, never across an await. A panic under the lock has been reported; what it left is still sound enough to
     /// route by.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The worker's news. A long list of events is applied in slices, between which others have the state: what a worker sends
@@ -165,7 +166,7 @@ impl Cluster {
                 let mut state = self.lock();
                 state.apply_events(id, now)?;
                 if later.is_empty() {
-                    state.report(id, batch.load, beside, &batch.taken_in);
+                    state.report(id, batch.load, beside, &batch.included_request_ids);
                     return Ok(());
                 }
             }
@@ -320,7 +321,8 @@ impl State {
     /// A listed worker is not there, or must not join as it is.
     pub(crate) fn absent(&mut self, address: &str, reason: String, refused: bool) {
         self.answered(address);
-        self.absent.insert(address.to_owned(), v1::AbsentWorker { address: address.to_owned(), reason, refused });
+        self.absent
+            .insert(address.to_owned(), v1::UnavailableWorker { address: address.to_owned(), reason, incompatible: refused });
         self.count_workers();
     }
 
@@ -332,7 +334,7 @@ impl State {
     }
 
     fn count_workers(&self) {
-        let refused = self.absent.values().filter(|worker| worker.refused).count();
+        let refused = self.absent.values().filter(|worker| worker.incompatible).count();
         self.metrics.joined.set(self.members.len() as f64);
         self.metrics.refused_workers.set(refused as f64);
         self.metrics.unreachable.set((self.absent.len() - refused) as f64);
@@ -423,7 +425,7 @@ impl State {
     }
 
     /// The worker's load, after all events that came with it, and the requests that the load has come to include.
-    pub(crate) fn report(&mut self, id: MemberId, load: Load, beside: Beside, taken_in: &[String]) {
+    pub(crate) fn report(&mut self, id: MemberId, load: Load, beside: Beside, included_request_ids: &[String]) {
         let Some(member) = self.members.get_mut(id) else { return };
         let now = Instant::now();
         if load.prefill_measurements != member.load.prefill_measurements {
@@ -433,8 +435,8 @@ impl State {
             member.decoded_at = now;
         }
         (member.load, member.beside) = (load, beside);
-        for request_id in taken_in {
-            member.booked.taken_in(request_id);
+        for request_id in included_request_ids {
+            member.booked.included_request_ids(request_id);
         }
     }
 
@@ -467,20 +469,20 @@ impl State {
             bookings: member.booked.bookings(),
             load: Some(member.beside.fill((&member.load).into())),
             placements: Some(member.placed),
-            left_alone: !member.breaker.admits(now),
+            circuit_open: !member.breaker.admits(now),
         });
         let (read, listed) = self.read();
         v1::WorkersReply {
             workers: workers.collect(),
             bookings: self.bookings.len() as u32,
             identity: Some(self.identity()),
-            unready: self.unready(),
-            absent: self.absent.values().cloned().collect(),
+            unavailable_reason: self.unready(),
+            unavailable: self.absent.values().cloned().collect(),
             instance_id: self.instance_id.to_string(),
             peer_bookings: self.peer_bookings() as u32,
             peers: self.peers.len() as u32,
-            workers_read: read as u32,
-            workers_listed: listed as u32,
+            synced_workers: read as u32,
+            known_workers: listed as u32,
         }
     }
 }

@@ -11,7 +11,7 @@ impl State {
     /// All news at once.
     pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, beside: Beside) {
         self.apply_events(id, &batch.events).expect("the worker can hold what it stores");
-        self.report(id, batch.load, beside, &batch.taken_in);
+        self.report(id, batch.load, beside, &batch.included_request_ids);
     }
 }
 
@@ -48,7 +48,7 @@ fn hashes(name: u64, shared: u64, blocks: u64) -> Arc<[SequenceHash]> {
 impl Story {
     fn new(settings: RouterSettings) -> Self {
         let recorder = Metrics::default();
-        let state = Cluster::new(settings, recorder.clone()).state.into_inner().expect("nobody else has it");
+        let state = Cluster::new(settings, recorder.clone()).state.into_inner();
         Self { state, recorder, requests: 0 }
     }
 
@@ -92,10 +92,10 @@ impl Story {
         self.place(&asked)
     }
 
-    fn says(&mut self, name: &str, events: Vec<KvEvent>, load: Load, taken_in: &[&str]) {
-        let taken_in = taken_in.iter().map(|id| (*id).to_owned()).collect();
+    fn says(&mut self, name: &str, events: Vec<KvEvent>, load: Load, included_request_ids: &[&str]) {
+        let included_request_ids = included_request_ids.iter().map(|id| (*id).to_owned()).collect();
         let id = self.member(name);
-        self.state.apply(id, KvBatch { events, load, taken_in, ..Default::default() }, Beside::default());
+        self.state.apply(id, KvBatch { events, load, included_request_ids, ..Default::default() }, Beside::default());
     }
 
     fn stored(&mut self, name: &str, hashes: &[SequenceHash]) {
@@ -167,7 +167,7 @@ fn a_remote_prompt_counts_on_both_sides_until_each_has_taken_it_in() {
     assert_eq!(told, Some((7.0, cache, steps)));
     assert_eq!(decode.placements, Some(v1::PlacementTotals { decode: 1, ..Default::default() }));
     assert_eq!(decode.load.map(|load| load.cache), Some(None), "it has told nothing");
-    assert!(!prefill.left_alone && !decode.left_alone);
+    assert!(!prefill.circuit_open && !decode.circuit_open);
 }
 
 #[test]
@@ -228,7 +228,7 @@ fn a_worker_that_leaves_takes_its_entries_and_its_bookings_along() {
     story.state.release(first);
     assert_eq!(story.booked("p0"), (99, 1, 1), "the old instance's booking is not taken from the new one");
     // News of the old instance that comes late is nobody's.
-    story.state.apply(gone, KvBatch { taken_in: vec!["r3".to_owned()], ..Default::default() }, Beside::default());
+    story.state.apply(gone, KvBatch { included_request_ids: vec!["r3".to_owned()], ..Default::default() }, Beside::default());
     story.state.replace(gone, &Snapshot { at_event_id: 1, stored: Vec::new() });
     assert_eq!(story.booked("p0"), (99, 1, 1));
     story.state.release(second);
@@ -401,20 +401,25 @@ fn a_worker_that_fails_requests_is_left_alone_but_never_when_it_is_the_last() {
         story.state.failed(booking, instance, reason);
         story.state.release(booking);
     };
-    for reason in [v1::Reason::Full, v1::Reason::Invalid, v1::Reason::Draining, v1::Reason::WrongInstance] {
+    for reason in [
+        v1::FailureReason::AtCapacity,
+        v1::FailureReason::InvalidRequest,
+        v1::FailureReason::Draining,
+        v1::FailureReason::WrongInstance,
+    ] {
         (0..10).for_each(|_| fail(&mut story, reason, "d0-1"));
     }
-    (0..10).for_each(|_| fail(&mut story, v1::Reason::Engine, "nobody"));
-    let open = |story: &Story| story.state.view().workers.iter().filter(|view| view.left_alone).count();
+    (0..10).for_each(|_| fail(&mut story, v1::FailureReason::EngineFailed, "nobody"));
+    let open = |story: &Story| story.state.view().workers.iter().filter(|view| view.circuit_open).count();
     assert_eq!(open(&story), 0, "what is full, leaving, nonsense or somebody else's is no fault");
-    (0..20).for_each(|_| fail(&mut story, v1::Reason::PrefillLost, "p0-1"));
+    (0..20).for_each(|_| fail(&mut story, v1::FailureReason::PrefillLost, "p0-1"));
     assert_eq!(open(&story), 1);
     (0..8).for_each(|_| {
         let (booking, placement) = story.place(&asked);
         assert_eq!(name(&placement.prefill), "p1");
         story.state.release(booking);
     });
-    (0..3).for_each(|_| fail(&mut story, v1::Reason::Timeout, "d0-1"));
+    (0..3).for_each(|_| fail(&mut story, v1::FailureReason::Timeout, "d0-1"));
     assert_eq!(open(&story), 2);
     let (booking, placement) = story.place(&asked);
     assert_eq!(name(&placement.decode), "d0", "there is no other");
@@ -444,22 +449,26 @@ fn an_explanation_is_what_would_be_placed_and_books_nothing() {
             for ((cost, expected), allowed) in costs.into_iter().zip(expected).zip(allowed) {
                 assert_eq!(cost.is_some(), expected && allowed, "{place:?} {worker:?}");
                 let Some(cost) = cost else { continue };
-                let parts =
-                    cost.queue_ms + cost.compute_ms + cost.others_ms + cost.transfer_ms + cost.handoff_ms + cost.streams_ms;
+                let parts = cost.queue_ms
+                    + cost.compute_ms
+                    + cost.interference_ms
+                    + cost.transfer_ms
+                    + cost.handoff_ms
+                    + cost.decode_load_ms;
                 assert!((cost.total_ms - parts).abs() < 1e-9 && cost.total_ms > 0.0, "{cost:?}");
             }
         }
         let (booking, placement) = story.place(&asked);
-        assert_eq!(explained.placement, Some(placement.clone()), "{}", explained.verdict);
+        assert_eq!(explained.placement, Some(placement.clone()), "{}", explained.explanation);
         let chosen = placement.prefill.as_ref().map_or(name(&placement.decode) + " alone", |_| name(&placement.prefill));
-        assert!(explained.verdict.contains(&chosen) && explained.verdict.contains("ms; "), "{}", explained.verdict);
+        assert!(explained.explanation.contains(&chosen) && explained.explanation.contains("ms; "), "{}", explained.explanation);
         story.state.release(booking);
         story.assert_idle();
     }
     let mut story = Story::new(settings(PrefillPlace::Auto));
     let asked = story.ask(10, hashes(1, 0, 0));
     let explained = story.state.explain(&asked);
-    assert!(explained.placement.is_none() && explained.verdict.contains("no decode worker"), "{}", explained.verdict);
+    assert!(explained.placement.is_none() && explained.explanation.contains("no decode worker"), "{}", explained.explanation);
 }
 
 #[tokio::test]

@@ -499,7 +499,7 @@ impl Simulation<'_> {
         self.start(now, to);
     }
 
-    fn report(&mut self, number: usize, taken_in: Vec<String>) {
+    fn report(&mut self, number: usize, included_request_ids: Vec<String>) {
         let worker = &mut self.workers[number];
         let load = worker.load(self.prompts);
         let events = worker.cache.take_events();
@@ -512,7 +512,7 @@ impl Simulation<'_> {
                 Change::Cleared => worker.cached.clear(),
             }
         }
-        let batch = KvBatch { last_event_id: worker.cache.last_event_id(), events, load, taken_in, step: None };
+        let batch = KvBatch { last_event_id: worker.cache.last_event_id(), events, load, included_request_ids, step: None };
         let beside = Beside { steps: Some(worker.totals), ..Beside::default() };
         self.router.lock().apply(worker.member, batch, beside);
     }

@@ -260,7 +260,7 @@ impl Simulation<'_> {
         self.at(now + self.setup.decode, Event::Ends(request));
     }
 
-    fn report(&mut self, number: usize, taken_in: Vec<String>) {
+    fn report(&mut self, number: usize, included_request_ids: Vec<String>) {
         let rate = 1e6 / self.setup.block as f64;
         let worker = &mut self.workers[number];
         let counts = worker.cache.counts();
@@ -282,13 +282,13 @@ impl Simulation<'_> {
                 Change::Cleared => worker.cached.clear(),
             }
         }
-        let batch = KvBatch { last_event_id: worker.cache.last_event_id(), events, load, taken_in, step: None };
+        let batch = KvBatch { last_event_id: worker.cache.last_event_id(), events, load, included_request_ids, step: None };
         self.router.lock().apply(worker.member, batch, Beside::default());
     }
 
-    fn report_decode(&self, taken_in: Vec<String>) {
+    fn report_decode(&self, included_request_ids: Vec<String>) {
         let load = Load { running_sequences: self.decoding, ..Default::default() };
-        self.router.lock().apply(self.decode, KvBatch { load, taken_in, ..Default::default() }, Beside::default());
+        self.router.lock().apply(self.decode, KvBatch { load, included_request_ids, ..Default::default() }, Beside::default());
     }
 
     fn outcome(self) -> Outcome {

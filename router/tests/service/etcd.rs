@@ -69,7 +69,7 @@ async fn a_worker_whose_stream_lives_stays_whatever_etcd_says() {
     // Without its stream it is nobody: it is not even looked for.
     story.delete(&other).await;
     drop(watch);
-    router.until(|view| view.workers.is_empty() && view.absent.is_empty()).await;
+    router.until(|view| view.workers.is_empty() && view.unavailable.is_empty()).await;
     story.put(&stays).await;
     let watch = stays.join().await;
     router.until_indexed("stays", 0).await;

@@ -9,9 +9,9 @@ use std::{
 use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot, StoredChain};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
-    event_batch, link, snapshot_chunks,
+    channel, event_batch, snapshot_chunks,
     v1::{
-        AttemptFailed, Candidate, DescribeRequest, Failure, Placement, PrefillReleased, Reason, RoutePrompt, RouteReply,
+        AttemptFailed, Candidate, DescribeRequest, Failure, FailureReason, Placement, PrefillFinished, RoutePrompt, RouteReply,
         RouteRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, WorkerView, WorkersReply,
         WorkersRequest,
         control_server::{Control, ControlServer},
@@ -61,7 +61,7 @@ pub struct FakeSnapshot {
 pub struct FakeWatch {
     instance_id: String,
     /// The router hears of events by NATS.
-    pub published_elsewhere: bool,
+    pub events_over_nats: bool,
     replies: UnboundedSender<Result<WatchReply, Status>>,
 }
 
@@ -80,12 +80,12 @@ impl Control for Service {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let WatchRequest { instance_id, published_elsewhere } = request.into_inner();
+        let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         if instance_id != self.info.lock().expect("not poisoned").instance_id {
             return Err(Status::failed_precondition("another instance"));
         }
         let (replies, stream) = unbounded_channel();
-        self.watches.send(FakeWatch { instance_id, published_elsewhere, replies }).map_err(over)?;
+        self.watches.send(FakeWatch { instance_id, events_over_nats, replies }).map_err(over)?;
         Ok(Response::new(Box::pin(UnboundedReceiverStream::new(stream))))
     }
 
@@ -121,7 +121,7 @@ impl FakeWorker {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("bound").to_string();
         let service = ControlServer::new(Service { info: info.clone(), watches, snapshots });
-        tokio::spawn(link::server().add_service(service).serve_with_incoming(link::incoming(listener)));
+        tokio::spawn(channel::server().add_service(service).serve_with_incoming(channel::incoming(listener)));
         Self { address, info, watches: received, snapshots: asked }
     }
 
@@ -184,9 +184,9 @@ impl FakeWatch {
     }
 
     /// No events; `last_event_id` is what the worker says to have made.
-    pub fn heartbeat(&self, last_event_id: u64, load: Load, taken_in: &[&str]) {
-        let taken_in = taken_in.iter().map(|id| (*id).to_owned()).collect();
-        self.batch(KvBatch { last_event_id, load, taken_in, ..Default::default() });
+    pub fn heartbeat(&self, last_event_id: u64, load: Load, included_request_ids: &[&str]) {
+        let included_request_ids = included_request_ids.iter().map(|id| (*id).to_owned()).collect();
+        self.batch(KvBatch { last_event_id, load, included_request_ids, ..Default::default() });
     }
 
     fn batch(&self, batch: KvBatch) {
@@ -250,7 +250,7 @@ impl TestRouter {
     }
 
     pub async fn connect(address: SocketAddr) -> Channel {
-        link::endpoint(&address.to_string()).expect("an address").connect().await.expect("the router listens")
+        channel::endpoint(&address.to_string()).expect("an address").connect().await.expect("the router listens")
     }
 
     pub async fn view(&self) -> WorkersReply {
@@ -327,7 +327,7 @@ impl Route {
 
     pub async fn leaving(&mut self) {
         let reply = self.reply().await.expect("no error").expect("a reply").message;
-        assert!(matches!(reply, Some(route_reply::Message::Leaving(_))), "{reply:?}");
+        assert!(matches!(reply, Some(route_reply::Message::Draining(_))), "{reply:?}");
     }
 
     pub async fn failure(&mut self) -> Failure {
@@ -343,12 +343,12 @@ impl Route {
 
     pub fn failed(&self, instance_id: &str) {
         let failed =
-            AttemptFailed { instance_id: instance_id.to_owned(), reason: Reason::PrefillLost.into(), generated_tokens: 0 };
+            AttemptFailed { instance_id: instance_id.to_owned(), reason: FailureReason::PrefillLost.into(), generated_tokens: 0 };
         self.say(route_request::Message::Failed(failed));
     }
 
-    pub fn prefill_released(&self, cached_tokens: Option<u32>) {
-        self.say(route_request::Message::PrefillReleased(PrefillReleased { cached_tokens }));
+    pub fn prefill_finished(&self, cached_tokens: Option<u32>) {
+        self.say(route_request::Message::PrefillFinished(PrefillFinished { cached_tokens }));
     }
 }
 

@@ -12,7 +12,7 @@ use tandem_kv::{Change, Load, Snapshot};
 use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_proto::{
     snapshot_chunks,
-    v1::{Reason, RoutePrompt, WorkerRef, route_request, watch_reply, worker_info::Role},
+    v1::{FailureReason, RoutePrompt, WorkerRef, route_request, watch_reply, worker_info::Role},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tonic::{Code, Status};
@@ -137,7 +137,9 @@ async fn more_blocks_than_a_worker_has_end_its_membership_and_are_not_indexed() 
         router.until_gone("d").await;
     }
     router
-        .until(|view| view.absent.iter().any(|worker| worker.reason.contains("more blocks than its reported capacity of 10")))
+        .until(|view| {
+            view.unavailable.iter().any(|worker| worker.reason.contains("more blocks than its reported capacity of 10"))
+        })
         .await;
     // A snapshot is no way around it.
     let watch = decode.watched().await;
@@ -163,7 +165,7 @@ async fn a_worker_whose_stream_ends_or_falls_silent_is_gone_and_may_return() {
         }
         router.until_gone("d").await;
         let failure = router.route(prompt("r", &[1])).await.failure().await;
-        assert_eq!(refusal(failure), (Reason::Full, true));
+        assert_eq!(refusal(failure), (FailureReason::AtCapacity, true));
     }
     let watch = decode.join().await;
     router.until_indexed("d", 0).await;
@@ -219,7 +221,7 @@ async fn a_booking_lives_as_long_as_its_stream() {
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
     // One has its first token; what was foreseen (two blocks) is compared with what was found.
-    routes[0].prefill_released(Some(16));
+    routes[0].prefill_finished(Some(16));
     router.until(bookings(2, 3, 3)).await;
     assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
     // One closes its side; one vanishes with its connection's stream.
@@ -284,7 +286,7 @@ async fn a_failed_attempt_is_placed_elsewhere_until_nobody_is_left() {
     assert_eq!(moved(&router.view().await), (Some(0), Some(1), 1), "the load has moved along");
     route.failed(&second);
     let failure = route.failure().await;
-    assert_eq!((failure.reason(), failure.message.contains("try again later")), (Reason::Full, true));
+    assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::AtCapacity, true));
     assert_eq!(router.view().await.bookings, 0, "a refused request holds nothing");
     assert_eq!(router.metric("tandem_router_refused_total"), Some(1.0));
 }
@@ -320,7 +322,7 @@ async fn streams_that_break_the_rules_are_refused_and_hold_nothing() {
     let _watch = decode.join().await;
     router.until_indexed("d", 0).await;
     let good = || route_request::Message::Prompt(prompt("r", &[1]));
-    let released = || route_request::Message::PrefillReleased(Default::default());
+    let released = || route_request::Message::PrefillFinished(Default::default());
     let bad = |bad: RoutePrompt| vec![route_request::Message::Prompt(bad)];
     for (messages, code) in [
         (vec![released(), good()], Code::InvalidArgument),
@@ -340,8 +342,8 @@ async fn streams_that_break_the_rules_are_refused_and_hold_nothing() {
     // What names nobody excludes nobody, and a release without a booking releases nothing.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
-    odd.prefill_released(None);
-    odd.prefill_released(Some(u32::MAX));
+    odd.prefill_finished(None);
+    odd.prefill_finished(Some(u32::MAX));
     odd.failed("");
     odd.placement().await;
     assert_eq!(router.view().await.bookings, 1);

@@ -77,7 +77,7 @@ impl Story {
     /// The next stream, which is to be accompanied by NATS, and its snapshot.
     async fn joins(&mut self, at_event_id: u64) -> FakeWatch {
         let watch = soon(self.worker.watched()).await;
-        assert!(watch.published_elsewhere);
+        assert!(watch.events_over_nats);
         watch.heartbeat(at_event_id, Load::default(), &[]);
         self.worker.asked().await.answer(at_event_id, &(1..=at_event_id).collect::<Vec<_>>());
         self.router.until_indexed("d", at_event_id).await;
@@ -180,7 +180,7 @@ async fn without_nats_the_stream_brings_everything_and_nats_that_is_back_is_used
         story.server.kill();
         // The worker stays a member all the time.
         let direct = soon(story.worker.watched()).await;
-        assert!(!direct.published_elsewhere);
+        assert!(!direct.events_over_nats);
         watch.abandoned().await;
         direct.snapshot(at, &(1..=at).collect::<Vec<_>>());
         story.router.until_indexed("d", at).await;
@@ -210,7 +210,7 @@ async fn nats_that_brings_nothing_is_left_alone() {
         }
     }
     let direct = soon(story.worker.watched()).await;
-    assert!(!direct.published_elsewhere);
+    assert!(!direct.events_over_nats);
     direct.snapshot(3, &[1, 2, 3]);
     story.router.until_indexed("d", 3).await;
 }

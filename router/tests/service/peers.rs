@@ -6,7 +6,7 @@ use crate::{
 };
 use std::time::Duration;
 use tandem_node::discovery::Workers;
-use tandem_proto::v1::{BookingsRequest, Identity, RoutePrompt, Running, WorkersReply, worker_info::Role};
+use tandem_proto::v1::{BookingsRequest, ExistingPlacement, Identity, RoutePrompt, WorkersReply, worker_info::Role};
 use tandem_router::RouterSettings;
 use tokio::net::TcpListener;
 use tonic::Code;
@@ -70,7 +70,7 @@ async fn each_counts_what_the_others_have_booked_as_long_as_they_live() {
     third.until(counts(0, 3, 3)).await;
     assert_eq!(third.metric("tandem_router_peer_bookings"), Some(3.0));
     assert_eq!(third.metric("tandem_router_peers"), Some(2.0));
-    first.prefill_released(None);
+    first.prefill_finished(None);
     other.until(|view| worker(view, &computes[..2]).is_some_and(|prefill| prefill.bookings == 1)).await;
     drop(another);
     third.until(counts(0, 2, 2)).await;
@@ -100,8 +100,8 @@ async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
     let shutdown = one.shutdown.clone();
     let leaving = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
     route.leaving().await;
-    let running = Running { decode_instance_id: instance.clone(), prefill_instance_id: None, computing: true };
-    let mut moved = other.route(RoutePrompt { running: Some(running.clone()), ..prompt("r", &[1, 2]) }).await;
+    let existing = ExistingPlacement { decode_instance_id: instance.clone(), prefill_instance_id: None, prefilling: true };
+    let mut moved = other.route(RoutePrompt { existing: Some(existing.clone()), ..prompt("r", &[1, 2]) }).await;
     drop(route);
     soon(leaving).await.expect("the last stream has closed");
     soon(one.ended).await.expect("it was not stopped").expect("an orderly end");
@@ -121,7 +121,7 @@ async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
     drop(moved);
     other.until(on(&instance, 0)).await;
 
-    let nowhere = RoutePrompt { running: Some(Running::default()), ..prompt("r", &[1]) };
+    let nowhere = RoutePrompt { existing: Some(ExistingPlacement::default()), ..prompt("r", &[1]) };
     let Err(status) = other.open(vec![tandem_proto::v1::route_request::Message::Prompt(nowhere)]).await else {
         panic!("it names no worker")
     };
@@ -138,8 +138,8 @@ async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_other
         let router = TestRouter::start(&[&decode, &late], RouterSettings { peers, ..local() }).await;
         let (_decode, slow) = (decode.join().await, late.watched().await);
         let view = router.until(|view| view.workers.len() == 1).await;
-        assert_eq!((view.workers_read, view.workers_listed), (1, 2));
-        assert!(view.unready.is_some_and(|why| why.contains("1 of 2 workers read")));
+        assert_eq!((view.synced_workers, view.known_workers), (1, 2));
+        assert!(view.unavailable_reason.is_some_and(|why| why.contains("1 of 2 workers read")));
         assert_eq!(router.metric("tandem_router_index_complete_ratio"), Some(0.5));
         let asked = || vec![tandem_proto::v1::route_request::Message::Prompt(prompt("r", &[1]))];
         match router.open(asked()).await {
@@ -147,11 +147,12 @@ async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_other
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
         // What runs is booked all the same.
-        let running = Running { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, computing: false };
-        let held = router.route(RoutePrompt { running: Some(running), ..prompt("s", &[1]) }).await;
+        let existing =
+            ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
+        let held = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;
         router.until(|view| view.bookings == 1).await;
         slow.snapshot(0, &[]);
-        let view = router.until(|view| view.unready.is_none()).await;
+        let view = router.until(|view| view.unavailable_reason.is_none()).await;
         assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts where it runs");
         let mut route = router.route(prompt("t", &[1])).await;
         assert!(chosen(route.placement().await.decode).is_some());

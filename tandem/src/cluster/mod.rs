@@ -19,7 +19,7 @@ use tandem_engine::EngineHandle;
 use tandem_node::{Metrics, Shutdown, discovery::Workers};
 use tandem_proto::{
     ClusterKey,
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{WorkersRequest, router_client::RouterClient, worker_info::Role},
 };
 use tokio::{
@@ -111,7 +111,7 @@ impl Cluster {
 
     /// Returns a connection to the router, authenticated with the cluster key. Must be called within a runtime.
     pub fn to_router(&self) -> Channel {
-        let endpoint = link::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint");
+        let endpoint = channel::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint");
         Network::tcp(self.parts.key.clone()).connect_lazy(&endpoint)
     }
 

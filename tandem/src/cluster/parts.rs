@@ -16,7 +16,7 @@ use tandem_node::{
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
-    link::Listener,
+    channel::Listener,
     v1::{Identity, worker_info::Role},
 };
 use tandem_router::RouterSettings;

@@ -17,7 +17,7 @@ use tandem_node::{
 };
 use tandem_proto::{
     ClusterKey,
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient, worker_info::Role},
 };
 use tokio::{
@@ -229,7 +229,7 @@ impl Drop for Process {
 
 /// Connects to the process itself.
 fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
-    let endpoint = link::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
+    let endpoint = channel::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
     Network::tcp(key.clone()).connect_lazy(&endpoint)
 }
 
@@ -259,7 +259,7 @@ async fn description(own: Channel) -> WorkerInfo {
 /// The router's probe: it is ready when a request could be placed.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
-    view.into_inner().unready.map_or(Ok(()), Err)
+    view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
 /// The worker's probe: it is ready when it answers. Whether requests are routed to it is the router's decision.

@@ -155,7 +155,7 @@ impl Loaded {
                 let engine = CpuEngine::new(weights.clone(), config.cpu());
                 Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
             }
-            Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()))),
+            Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()).in_real_time())),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::{KeyArgs, TelemetryArgs};
 use clap::Args;
 use serde::{Serialize, Serializer};
 use std::{fmt::Display, net::SocketAddr, time::Duration};
-use tandem_proto::link;
+use tandem_proto::channel;
 
 /// What `tandem up` and all roles take.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
@@ -57,5 +57,5 @@ pub(super) fn with_commas<T: Display, S: Serializer>(list: &[T], serializer: S) 
 
 /// Parses host:port.
 pub(crate) fn address(text: &str) -> Result<String, &'static str> {
-    link::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
+    channel::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
 }

@@ -14,7 +14,7 @@ use std::{
 use table::{Column, Table};
 use tandem_proto::{
     ClusterKey,
-    link::{self, Channel, Network},
+    channel::{self, Channel, Network},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::{
@@ -69,7 +69,7 @@ struct Look {
 impl Source {
     fn new(address: &str, key: ClusterKey) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread can be started")?;
-        let endpoint = link::endpoint(address)?;
+        let endpoint = channel::endpoint(address)?;
         let channel = {
             let _within = runtime.enter();
             Network::tcp(key).connect_lazy(&endpoint)

@@ -63,7 +63,7 @@ impl Screen {
         self.above = self.above.min(table.rows.len().saturating_sub(1));
         let rows = table.rows.iter().skip(self.above).map(|row| {
             let style = match &row[Column::Health as usize] {
-                Cell::Text(health) if health == "ok" => Style::new(),
+                Cell::Text(health) if health == "healthy" => Style::new(),
                 _ => Style::new().red(),
             };
             Row::new(row.iter().zip(Column::ALL).map(|(cell, column)| aligned(cell.to_string(), column))).style(style)

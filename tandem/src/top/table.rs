@@ -146,23 +146,23 @@ impl Table {
             let before = instance(worker).and_then(|instance| earlier.get(&instance).copied());
             row(worker, before.and_then(|worker| worker.load.as_ref()?.steps), elapsed.as_secs_f64())
         });
-        let absent = now.absent.iter().map(|absent| {
+        let absent = now.unavailable.iter().map(|absent| {
             let mut row = vec![Cell::Nothing; Column::ALL.len()];
             row[Column::Worker as usize] = Cell::Text(absent.address.clone());
             row[Column::Role as usize] = Cell::Text("?".to_owned());
-            row[Column::Health as usize] = Cell::Text(if absent.refused { "incompatible" } else { "unreachable" }.to_owned());
+            row[Column::Health as usize] = Cell::Text(if absent.incompatible { "incompatible" } else { "unreachable" }.to_owned());
             row
         });
         let identity = now.identity.clone().unwrap_or_default();
         let mut title =
             format!("{} serves {}", identity.cluster, if identity.model.is_empty() { "nothing yet" } else { &identity.model });
-        write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.workers_listed, now.bookings)
+        write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.known_workers, now.bookings)
             .expect("a string takes all");
         if now.peers > 0 {
             write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
         }
-        let reasons = now.absent.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
-        Self { title, rows: rows.chain(absent).collect(), notes: now.unready.iter().cloned().chain(reasons).collect() }
+        let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
+        Self { title, rows: rows.chain(absent).collect(), notes: now.unavailable_reason.iter().cloned().chain(reasons).collect() }
     }
 
     /// Sorts the rows; equal ones are ordered by worker id.
@@ -204,7 +204,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .map(|column| match column {
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
-            Column::Health => Cell::Text(if worker.left_alone { "circuit_open" } else { "ok" }.to_owned()),
+            Column::Health => Cell::Text(if worker.circuit_open { "circuit_open" } else { "healthy" }.to_owned()),
             Column::Requests => Cell::Count(worker.bookings.into()),
             Column::Batch => Cell::Count(load.running_sequences.into()),
             Column::Queue => Cell::Count(load.waiting_requests.into()),
@@ -223,11 +223,11 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use tandem_proto::v1::{AbsentWorker, CacheTotals, Identity, Load, PlacementTotals, WorkerInfo};
+    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo};
 
     /// A prefill worker with many cache hits, a decode worker with an open circuit breaker, and an incompatible worker; `later` seconds later.
     pub(crate) fn cluster(later: u64) -> WorkersReply {
-        let worker = |role: Role, worker_id: &str, running, left_alone, cache, steps| WorkerView {
+        let worker = |role: Role, worker_id: &str, running, circuit_open, cache, steps| WorkerView {
             info: Some(WorkerInfo {
                 role: role.into(),
                 worker_id: worker_id.to_owned(),
@@ -246,7 +246,7 @@ pub(super) mod tests {
                 ..Default::default()
             }),
             placements: Some(PlacementTotals { overlap_over_tokens: 100, overlap_under_tokens: 300, ..Default::default() }),
-            left_alone,
+            circuit_open,
             ..Default::default()
         };
         let found = CacheTotals { prompt_tokens: 20_000, cached_tokens: 17_500, ..Default::default() };
@@ -259,8 +259,12 @@ pub(super) mod tests {
             ],
             bookings: 6,
             identity: Some(Identity { cluster: "blue".to_owned(), model: "m".to_owned(), ..Default::default() }),
-            absent: vec![AbsentWorker { address: "h:7100".to_owned(), reason: "another model".to_owned(), refused: true }],
-            workers_listed: 3,
+            unavailable: vec![UnavailableWorker {
+                address: "h:7100".to_owned(),
+                reason: "another model".to_owned(),
+                incompatible: true,
+            }],
+            known_workers: 3,
             ..Default::default()
         }
     }
@@ -274,13 +278,13 @@ pub(super) mod tests {
         let plain = table().plain();
         let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
-        let p0 = ["p0", "prefill", "ok", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
+        let p0 = ["p0", "prefill", "healthy", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
         let d0 = ["d0", "decode", "circuit_open", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
         assert_eq!(lines[3..5], [p0, d0]);
         assert_eq!(lines[5][..3], ["h:7100", "?", "incompatible"]);
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
         let starts: Vec<usize> =
-            plain.lines().skip(2).take(3).filter_map(|line| line.find("  ok").or(line.find("  circuit_open"))).collect();
+            plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
         assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
     }
 

@@ -7,7 +7,7 @@ use crate::{
     table::Row,
 };
 use std::time::Duration;
-use tandem_proto::link::{PING_INTERVAL, PING_TIMEOUT};
+use tandem_proto::channel::{PING_INTERVAL, PING_TIMEOUT};
 use tokio::time::Instant;
 
 const STREAMS: usize = 50;

@@ -13,7 +13,7 @@ use tandem_node::{
     discovery::{Card, EtcdSettings, register},
 };
 use tandem_proto::{
-    ClusterKey, link,
+    ClusterKey, channel,
     v1::{
         DescribeRequest, KvEventBatch, Load, SnapshotChunk, SnapshotRequest, Stored, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
@@ -139,10 +139,10 @@ fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metr
         let card = Card::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
         let (etcd, metrics, leaves) = (etcd.clone(), metrics.clone(), shutdown.clone());
         let _entered = runtime.enter();
-        let server = link::server().add_service(ControlServer::new(worker));
+        let server = channel::server().add_service(ControlServer::new(worker));
         shutdown.spawn(async move {
             tokio::select! {
-                served = server.serve_with_incoming(link::incoming(listener)) => served.expect("it serves"),
+                served = server.serve_with_incoming(channel::incoming(listener)) => served.expect("it serves"),
                 () = leaves.draining() => {}
             }
         });

@@ -20,7 +20,7 @@ mod table;
 #[path = "../process/up.rs"]
 mod up;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 use table::{Form, Row};
 
 fn hold(row: &Row) {
@@ -59,7 +59,7 @@ fn every_part_of_a_cluster_with_etcd_and_nats_fails_once() {
 /// Figures are taken one after the other, on a machine that does nothing else.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    ALONE.lock()
 }
 
 /// All stories in their long form; prints what docs/reliability.md shows.

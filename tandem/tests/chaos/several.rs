@@ -14,7 +14,7 @@ use std::{
     sync::atomic::Ordering,
     time::Duration,
 };
-use tandem_proto::link::{PING_INTERVAL, PING_TIMEOUT};
+use tandem_proto::channel::{PING_INTERVAL, PING_TIMEOUT};
 use tokio::time::Instant;
 
 /// As long as this a process may be stopped, or cut off, and nobody gives it up.

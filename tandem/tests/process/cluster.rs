@@ -12,7 +12,7 @@ use std::{
 };
 use tandem_proto::{
     ClusterKey,
-    link::{self, Network},
+    channel::{self, Network},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::time::Instant;
@@ -152,7 +152,7 @@ impl Plan {
 
     /// One router's of several.
     pub fn view_of(&self, number: usize) -> WorkersReply {
-        let endpoint = link::endpoint(&self.routers[number].to_string()).expect("an address");
+        let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("an address");
         let network = Network::tcp(self.key.clone());
         let asked = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
         self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)

@@ -53,7 +53,7 @@ fn processes_find_each_other_through_etcd_and_live_without_it() {
     decode.signal("-TERM");
     assert_eq!(decode.wait().0.code(), Some(0));
     let view = plan.joined(&["d2", "p"]);
-    assert_eq!(view.absent, [], "it has taken itself off the list");
+    assert_eq!(view.unavailable, [], "it has taken itself off the list");
     ask(&frontend, "without the first");
 }
 

@@ -29,9 +29,10 @@ fn processes_with_another_key_or_none_are_refused_and_told_what_to_do() {
         plan.start_without_key("decode-worker", "k", keyless, &[&worker[..], &["k"]].concat()),
     ];
     plan.joined(&["d", "p"]);
-    let absent = |view: &tandem_proto::v1::WorkersReply| view.absent.iter().filter(|worker| worker.refused).count() == 2;
+    let absent =
+        |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count() == 2;
     let view = until("both strangers are refused", || plan.view(), absent);
-    for worker in &view.absent {
+    for worker in &view.unavailable {
         assert!(worker.reason.contains("give all processes the same --cluster-key-file"), "{}", worker.reason);
     }
 

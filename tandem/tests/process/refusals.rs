@@ -7,7 +7,7 @@ use crate::{
 };
 use std::{net::SocketAddr, pin::Pin};
 use tandem_proto::{
-    link,
+    channel,
     v1::{
         DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
@@ -56,8 +56,8 @@ fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
     let address = listener.local_addr().expect("bound");
     let server =
-        link::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
-    runtime.spawn(async move { server.serve_with_incoming(link::incoming(listener)).await });
+        channel::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
+    runtime.spawn(async move { server.serve_with_incoming(channel::incoming(listener)).await });
     address
 }
 
@@ -83,21 +83,21 @@ fn workers_that_do_not_fit_are_not_routed_to() {
     plan.joined(&["d", "p"]);
     // This one fits, but for its name.
     plan.list(&[&[prefill, decode, future], &all[..]].concat());
-    let refused = |view: &tandem_proto::v1::WorkersReply| view.absent.iter().filter(|worker| worker.refused).count();
+    let refused = |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count();
     let view = until("the others are refused", || plan.view(), |view| refused(view) == 5);
     for (at, _, _, told) in &strangers {
-        let reason = &view.absent.iter().find(|absent| absent.address == at.to_string()).expect("it is told").reason;
+        let reason = &view.unavailable.iter().find(|absent| absent.address == at.to_string()).expect("it is told").reason;
         assert!(reason.contains(told), "{told}: {reason}");
         let log = plan.log("router");
         assert!(log.lines().any(|line| line.contains("WARN") && line.contains(told)), "{told}: {log}");
     }
-    let reason = &view.absent.iter().find(|absent| absent.address == future.to_string()).expect("it is told").reason;
+    let reason = &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("it is told").reason;
     assert!(reason.contains("its version is 99.0.0, the cluster's is"), "{reason}");
 
     ready(&frontend);
     (0..8).for_each(|turn| drop(ask(&frontend, &format!("request {turn}"))));
     let workers = |state| metric(&router, &format!("tandem_router_workers{{state=\"{state}\"}}"));
-    assert_eq!((workers("joined"), workers("refused"), workers("unreachable")), (Some(2.0), Some(5.0), Some(0.0)));
+    assert_eq!((workers("joined"), workers("incompatible"), workers("unreachable")), (Some(2.0), Some(5.0), Some(0.0)));
     let placed = |labels| metric(&router, &format!("tandem_router_placements_total{{{labels}}}"));
     let fitting = [r#"worker="p",kind="prefill""#, r#"worker="d",kind="decode""#];
     assert_eq!(fitting.map(placed), [Some(8.0), Some(8.0)]);

@@ -33,8 +33,8 @@ fn every_worker_has_its_line_and_what_is_away_is_named() {
         line.unwrap_or_else(|| panic!("{name} is not in {table}")).split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
     let p = until("the worker has told its hits", || line("p"), |cells| cells[6] != "-" && cells[6] != "0.0%" && cells[8] != "0");
-    assert_eq!(p[1..3], ["prefill", "ok"]);
-    assert_eq!(line("d")[1..3], ["decode", "ok"]);
+    assert_eq!(p[1..3], ["prefill", "healthy"]);
+    assert_eq!(line("d")[1..3], ["decode", "healthy"]);
     assert_eq!(line(&nobody.to_string())[1..3], ["?", "unreachable"]);
     // No terminal is as good as --once.
     let (code, table) = top(&plan, &[&router, "--interval", "0.1", "--sort", "role", "--reverse"]);

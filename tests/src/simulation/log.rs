@@ -1,9 +1,7 @@
 //! What happened, in order: as text for people, as a number for comparing two runs.
 
-use std::{
-    fmt::Arguments,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use parking_lot::{Mutex, MutexGuard};
+use std::{fmt::Arguments, sync::Arc};
 use tokio::time::Instant;
 
 /// Of one simulation. Cheap to clone.
@@ -24,7 +22,7 @@ impl Log {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Notes what people want to read.

@@ -15,6 +15,7 @@ mod world;
 use anyhow::{Context, Result};
 use client::{Allowed, Seen, ask};
 pub use met::Met;
+use parking_lot::Mutex;
 
 use log::Log;
 use oracle::Expected;
@@ -25,7 +26,7 @@ use std::{
     collections::BTreeMap,
     path::Path,
     sync::{
-        Mutex, Once, PoisonError,
+        Once,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -125,7 +126,7 @@ pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + S
                         return;
                     }
                     let report = run(seed);
-                    let mut tell = tell.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut tell = tell.lock();
                     if !tell(report) {
                         next.store(seeds.end, Relaxed);
                     }

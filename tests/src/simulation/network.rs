@@ -4,16 +4,17 @@
 //! the connection broke; none is lost or changes its place.
 
 use super::{log::Log, random::Random};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::{BTreeMap, VecDeque},
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tandem_node::Shutdown;
 use tandem_proto::{
     ClusterKey,
-    link::{Arrivals, Dial, Listener, Network},
+    channel::{Arrivals, Dial, Listener, Network},
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, duplex, split},
@@ -95,7 +96,7 @@ impl Wires {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The network as this host sees it.
@@ -151,7 +152,7 @@ impl Wires {
     pub(super) fn set(&self, of: impl Fn(&Name, &Name) -> Link) {
         for ((from, to), gate) in &self.lock().links {
             let now = of(from, to);
-            *gate.link.lock().unwrap_or_else(PoisonError::into_inner) = now;
+            *gate.link.lock() = now;
             if now.open {
                 gate.opened.notify_waiters();
             }
@@ -213,7 +214,7 @@ impl Way {
     }
 
     fn link(&self) -> Link {
-        *self.gate.link.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.gate.link.lock()
     }
 
     async fn open(&self) {

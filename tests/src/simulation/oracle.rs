@@ -56,7 +56,9 @@ pub(super) fn expected(wanted: &Wanted) -> Expected {
     };
     let mut drawn: Vec<(Vec<u32>, &'static str)> = vec![(Vec::new(), ""); wanted.samples as usize];
     runtime.block_on(async {
-        let (engine, driving) = EngineHandle::driven(Box::new(SimEngine::new(sim)), settings, 0);
+        let engine = SimEngine::new(sim);
+        let clock = engine.clock();
+        let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 0);
         let listening = async {
             let mut job = engine.generate(generate).await.expect("an empty engine takes it");
             while let Some(event) = job.next().await {
@@ -73,7 +75,7 @@ pub(super) fn expected(wanted: &Wanted) -> Expected {
             }
             drop(engine);
         };
-        tokio::join!(driving, listening);
+        tokio::join!(running, listening);
     });
     let choices = drawn.into_iter().map(|(tokens, finish)| choice(&tokens, finish, wanted)).collect();
     Expected { choices }

@@ -27,7 +27,7 @@ use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
-    link::{Channel, endpoint},
+    channel::{Channel, endpoint},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
@@ -123,9 +123,11 @@ impl World {
         let (engine_settings, sim) = (self.engine, self.sim);
         let mut engine = None;
         let mut start_engine = |tasks: &mut JoinSet<()>| {
-            let device = Tired { engine: SimEngine::new(sim), slower: slower.clone() };
-            let (handle, driving) = EngineHandle::driven(Box::new(device), engine_settings, seed);
-            tasks.spawn(driving);
+            let sim_engine = SimEngine::new(sim);
+            let clock = sim_engine.clock();
+            let device = Tired { engine: sim_engine, slower: slower.clone() };
+            let (handle, running) = EngineHandle::simulated(Box::new(device), clock, engine_settings, seed);
+            tasks.spawn(running);
             engine.insert(handle).clone()
         };
         let stop = shutdown.clone();
@@ -356,8 +358,8 @@ impl Engine for Tired {
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let output = self.engine.step(chunks)?;
-        let simulated = output.simulated + Duration::from_millis(self.slower.load(Relaxed));
-        Ok(StepOutput { simulated, ..output })
+        self.engine.clock().add(Duration::from_millis(self.slower.load(Relaxed)));
+        Ok(output)
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {

@@ -56,7 +56,8 @@ impl Parts {
             unheard_max: 1_024,
             step_max: SOON,
         };
-        EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() })), settings)
+        let engine = SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() });
+        EngineHandle::start(Box::new(engine.in_real_time()), settings)
     }
 
     fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {

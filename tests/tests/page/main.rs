@@ -236,8 +236,8 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
         browser.press("Tab").await?;
     }
     browser.press("Enter").await?;
-    browser.until("document.querySelector('#explained .verdict') !== null").await?;
-    assert_eq!(browser.value("document.querySelector('#explained .verdict').textContent").await?, expected["verdict"]);
+    browser.until("document.querySelector('#explained .explanation') !== null").await?;
+    assert_eq!(browser.value("document.querySelector('#explained .explanation').textContent").await?, expected["explanation"]);
     let chosen = "[...document.querySelectorAll('#costs .chosen th')].map((head) => head.firstChild.textContent)";
     let prefill = expected["prefill_worker"].as_str().context("prompts are computed elsewhere")?;
     assert_eq!(browser.value(chosen).await?, json!([format!("{prefill} prefills"), format!("{DECODE} receives")]));
@@ -293,7 +293,8 @@ async fn a_real_browser_shows_the_cluster_as_it_is() -> Result<()> {
     let client = Client::new(address);
     within("the cluster is ready", async || {
         let seen: Value = serde_json::from_str(&client.get("/dashboard/cluster").await?.1)?;
-        Ok(seen["workers"].as_array().is_some_and(|workers| workers.len() == WORKERS.len()) && seen["unready"].is_null())
+        Ok(seen["workers"].as_array().is_some_and(|workers| workers.len() == WORKERS.len())
+            && seen["unavailable_reason"].is_null())
     })
     .await?;
     let mut browser = Browser::start().await?;

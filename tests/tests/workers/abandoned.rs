@@ -56,7 +56,7 @@ async fn while_tokens_are_generated() {
         replies.started().await;
         // When a remote prompt's chunks are told nobody waits for them.
         let said = match replies.next().await {
-            Some(Message::Prefilled(_)) => replies.next().await,
+            Some(Message::PrefillTimeline(_)) => replies.next().await,
             said => said,
         };
         assert!(matches!(said, Some(Message::Tokens(_))));

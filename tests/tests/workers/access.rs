@@ -12,10 +12,11 @@ use tandem_kv::Ticket;
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     ClusterKey,
-    link::{Channel, Listener, Network, endpoint},
+    channel::{Channel, Listener, Network, endpoint},
     v1::{
-        self, DescribeRequest, LinkReply, LinkRequest, PrefillDone, Reason, Ways, control_client::ControlClient,
-        prefill_client::PrefillClient, prefill_reply::Message, prefill_request, transfer_client::TransferClient,
+        self, DescribeRequest, FailureReason, NcclControlReply, NcclControlRequest, PrefillDone, TransferCapabilities,
+        control_client::ControlClient, prefill_client::PrefillClient, prefill_reply::Message, prefill_request,
+        transfer_client::TransferClient,
     },
 };
 use tandem_transfer::{Links, Receiver, Sink, TransferService};
@@ -25,7 +26,7 @@ use tonic::{Code, Status, Streaming};
 
 /// Links that a prefill worker makes at a time.
 const JOINS_MAX: u64 = 4;
-/// As many `Link` streams as a worker serves.
+/// As many `NcclControl` streams as a worker serves.
 const LINK_STREAMS_MAX: usize = 256;
 
 fn setup(reach: &Reach) -> Setup {
@@ -43,16 +44,16 @@ fn asking_for_all(address: &str, communicator: u32) -> v1::Ticket {
         address: address.to_owned(),
         missing_blocks: vec![0, 1, 2, 3],
         communicator: communicator.to_le_bytes().to_vec(),
-        wants_handle: true,
+        wants_ipc_handle: true,
         ..Default::default()
     }
 }
 
 /// Prefills a prompt and gives this ticket.
-async fn give(cluster: &Cluster, number: u32, ticket: v1::Ticket) -> Result<PrefillDone, Reason> {
+async fn give(cluster: &Cluster, number: u32, ticket: v1::Ticket) -> Result<PrefillDone, FailureReason> {
     let mut played = Played::start(cluster, prompt(number, 50)).await;
-    let Ok(Some(Message::Ways(ways))) = played.next().await else { panic!("it has devices to offer") };
-    assert_eq!(ways, Ways { cuda_ipc: true, nccl: 1 }, "what it can do, and nothing that helps to do it");
+    let Ok(Some(Message::TransferCapabilities(ways))) = played.next().await else { panic!("it has devices to offer") };
+    assert_eq!(ways, TransferCapabilities { cuda_ipc: true, nccl_ranks: 1 }, "what it can do, and nothing that helps to do it");
     played.scheduled().await;
     played.say(prefill_request::Message::Ticket(ticket)).await;
     match played.next().await {
@@ -74,10 +75,10 @@ async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
     let cluster = Cluster::start(setup(&reach), setup(&reach)).await;
     for number in 0..3 {
         let ticket = asking_for_all(&cluster.decode.address, number);
-        assert_eq!(give(&cluster, number, ticket).await, Err(Reason::PrefillLost), "the decode worker refuses its blocks");
+        assert_eq!(give(&cluster, number, ticket).await, Err(FailureReason::PrefillLost), "the decode worker refuses its blocks");
         // Without blocks, nothing shows that there is a reservation.
         let ticket = v1::Ticket { missing_blocks: Vec::new(), ..asking_for_all(&cluster.decode.address, number) };
-        assert_eq!(give(&cluster, number, ticket).await.expect("nothing is to be sent").cuda_ipc, b"");
+        assert_eq!(give(&cluster, number, ticket).await.expect("nothing is to be sent").ipc_handle, b"");
     }
     cluster.idle().await;
     assert_eq!(*reach.joined.borrow(), 0);
@@ -114,7 +115,7 @@ async fn ticket_with_unvouched_address_yields_no_handle_and_no_join() {
     let Ok(Some(Message::Done(done))) = prefilled(&channel, &info.instance_id, vouched).await else {
         panic!("it is vouched for")
     };
-    assert!(!done.cuda_ipc.is_empty());
+    assert!(!done.ipc_handle.is_empty());
     joined(&reach, 1).await;
 }
 
@@ -141,7 +142,7 @@ async fn peer_has_one_join_at_a_time() {
     let taking = Taking::start().await;
     for number in 0..5 {
         let done = give(&cluster, number, asking_for_all(&taking.address, number)).await.expect("its blocks are taken");
-        assert!(!done.cuda_ipc.is_empty());
+        assert!(!done.ipc_handle.is_empty());
     }
     joined(&reach, 1).await;
     taking.linked().await;
@@ -173,17 +174,17 @@ async fn joins_of_many_peers_are_bounded() {
     cluster.idle().await;
 }
 
-/// A `Link` stream, open as long as it is held.
+/// A `NcclControl` stream, open as long as it is held.
 struct Linking {
-    _requests: mpsc::Sender<LinkRequest>,
-    _replies: Streaming<LinkReply>,
+    _requests: mpsc::Sender<NcclControlRequest>,
+    _replies: Streaming<NcclControlReply>,
 }
 
 async fn link(address: &str, communicator: &[u8]) -> Result<Linking, Status> {
     let (requests, receiver) = mpsc::channel(1);
-    let first = LinkRequest { communicator: communicator.to_vec(), ..LinkRequest::default() };
+    let first = NcclControlRequest { communicator: communicator.to_vec(), ..NcclControlRequest::default() };
     requests.try_send(first).expect("there is room");
-    let replies = TransferClient::new(channel(address).await).link(ReceiverStream::new(receiver)).await?;
+    let replies = TransferClient::new(channel(address).await).nccl_control(ReceiverStream::new(receiver)).await?;
     Ok(Linking { _requests: requests, _replies: replies.into_inner() })
 }
 
@@ -227,10 +228,10 @@ impl Taking {
         let address = listener.local_addr().expect("it is bound").to_string();
         let (opened, links) = tokio::sync::watch::channel(0);
         let service = TransferService::server(Sink::new(|_, _| std::future::ready(Ok(()))), Accepting(opened));
-        let server = tandem_proto::link::server().add_service(service);
+        let server = tandem_proto::channel::server().add_service(service);
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            server.serve_with_incoming(tandem_proto::link::incoming(listener)).await.expect("it serves until it is dropped");
+            server.serve_with_incoming(tandem_proto::channel::incoming(listener)).await.expect("it serves until it is dropped");
         });
         Self { address, links, _serving: serving }
     }

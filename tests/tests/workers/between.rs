@@ -45,10 +45,10 @@ impl Between {
         let address = listener.local_addr().expect("it is bound").to_string();
         let (seen, tickets) = mpsc::unbounded_channel();
         let relay = Relay { to, seen, passing: Arc::default() };
-        let server = tandem_proto::link::server()
+        let server = tandem_proto::channel::server()
             .add_service(PrefillServer::new(relay.clone()))
             .add_service(ControlServer::new(relay))
-            .serve_with_incoming(tandem_proto::link::incoming(listener));
+            .serve_with_incoming(tandem_proto::channel::incoming(listener));
         let mut serving = JoinSet::new();
         serving.spawn(async move { server.await.expect("it serves until it is dropped") });
         Self { address, tickets, _serving: serving }

@@ -6,7 +6,7 @@ use crate::{
 };
 use std::{sync::atomic::Ordering, time::Duration};
 use tandem_engine::sim::SimSettings;
-use tandem_proto::v1::{Reason, generate_reply::Message};
+use tandem_proto::v1::{FailureReason, generate_reply::Message};
 
 /// One host: the decode worker opens the prefill worker's memory.
 fn shared() -> Reach {
@@ -141,7 +141,7 @@ async fn a_prefill_worker_that_dies_while_its_blocks_are_copied_is_lost() {
     reach.gate.reached().await;
     cluster.prefill.kill();
     let Some(Message::Failure(failure)) = replies.next().await else { panic!("nobody confirms what was copied") };
-    assert_eq!((failure.reason(), failure.instance_id), (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
     reach.gate.open();
     cluster.decode.idle().await;
     assert_eq!(cluster.answer(cluster.local(prompt(1, 100), 4)).await.cached_tokens(), Some(0));
@@ -153,7 +153,7 @@ async fn a_link_that_breaks_fails_one_attempt_and_another_is_made() {
     let cluster = cluster(&reach).await;
     until_reached(&cluster, &reach, 100).await;
     reach.breaks.store(1, Ordering::Relaxed);
-    let lost = (Reason::PrefillLost, cluster.prefill.info.instance_id.clone());
+    let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 100), 4)).await, lost);
     cluster.idle().await;
     // Both ends have let go of it: the next prompts go over TCP until there is a new one.

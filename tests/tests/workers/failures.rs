@@ -4,8 +4,8 @@ use crate::harness::{Cluster, SOON, Setup, prompt};
 use std::time::Duration;
 use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{
-    Failure, PrefillReply, PrefillRequest, PrefillStart, Reason, Ticket, Way, WorkerRef, generate_reply::Message, prefill_reply,
-    prefill_request, prefill_server,
+    Failure, FailureReason, PrefillReply, PrefillRequest, PrefillStart, Ticket, TransferPath, WorkerRef, generate_reply::Message,
+    prefill_reply, prefill_request, prefill_server,
 };
 use tandem_transfer::{Tcp, TransferError, Transport};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
@@ -40,7 +40,7 @@ impl Played {
         assert!(matches!(self.next().await, Ok(Some(prefill_reply::Message::Scheduled(_)))));
     }
 
-    async fn failure(&mut self) -> (Reason, String) {
+    async fn failure(&mut self) -> (FailureReason, String) {
         match self.next().await {
             Ok(Some(prefill_reply::Message::Failure(failure))) => {
                 assert!(matches!(self.next().await, Ok(None)), "nothing follows a failure");
@@ -78,7 +78,7 @@ fn ticket(address: &str, missing_blocks: Vec<u32>) -> prefill_request::Message {
 #[tokio::test]
 async fn a_prefill_worker_that_is_not_there_is_lost() {
     let mut cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let lost = (Reason::PrefillLost, cluster.prefill.info.instance_id.clone());
+    let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
     // Once connected to, once not.
     cluster.answer(cluster.remote(prompt(1, 50), 1)).await;
     cluster.prefill.kill();
@@ -86,7 +86,7 @@ async fn a_prefill_worker_that_is_not_there_is_lost() {
     let nowhere = WorkerRef { instance_id: "nobody".to_owned(), address: "no address".to_owned(), ..Default::default() };
     let mut request = cluster.remote(prompt(1, 50), 1);
     request.prefill = Some(nowhere);
-    assert_eq!(cluster.failure(request).await, (Reason::PrefillLost, "nobody".to_owned()));
+    assert_eq!(cluster.failure(request).await, (FailureReason::PrefillLost, "nobody".to_owned()));
     cluster.decode.idle().await;
 }
 
@@ -98,7 +98,7 @@ impl prefill_server::Prefill for Later {
     type PrefillStream = tokio_stream::Iter<std::vec::IntoIter<Result<PrefillReply, Status>>>;
 
     async fn prefill(&self, _: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
-        let leaves = prefill_reply::Message::Failure(Failure { reason: Reason::Draining.into(), ..Failure::default() });
+        let leaves = prefill_reply::Message::Failure(Failure { reason: FailureReason::Draining.into(), ..Failure::default() });
         let replies = [None, Some(leaves)].map(|message| Ok(PrefillReply { message }));
         Ok(Response::new(tokio_stream::iter(replies.to_vec())))
     }
@@ -111,10 +111,10 @@ async fn what_a_later_prefill_worker_says_besides_is_skipped() {
     let address = listener.local_addr().expect("it is bound").to_string();
     let later = Server::builder().add_service(prefill_server::PrefillServer::new(Later));
     let mut serving = JoinSet::new();
-    serving.spawn(later.serve_with_incoming(tandem_proto::link::incoming(listener)));
+    serving.spawn(later.serve_with_incoming(tandem_proto::channel::incoming(listener)));
     let mut request = cluster.remote(prompt(1, 50), 1);
     request.prefill = Some(WorkerRef { instance_id: "later".to_owned(), address, ..Default::default() });
-    assert_eq!(cluster.failure(request).await, (Reason::Draining, "later".to_owned()));
+    assert_eq!(cluster.failure(request).await, (FailureReason::Draining, "later".to_owned()));
     cluster.decode.idle().await;
 }
 
@@ -129,7 +129,7 @@ async fn a_prefill_worker_that_dies_before_it_has_begun_is_lost() {
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
     cluster.prefill.kill();
     let Some(Message::Failure(failure)) = waiting.next().await else { panic!("it was not scheduled") };
-    assert_eq!((failure.reason(), failure.instance_id), (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
     cluster.decode.idle().await;
 }
 
@@ -141,7 +141,7 @@ async fn a_prefill_worker_that_dies_in_the_middle_is_lost() {
     cluster.decode.until(|load| load.in_use_blocks == 625).await;
     cluster.prefill.kill();
     let Some(Message::Failure(failure)) = replies.next().await else { panic!("it cannot go on") };
-    assert_eq!((failure.reason(), failure.instance_id), (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
     assert!(replies.next().await.is_none());
     cluster.decode.idle().await;
 }
@@ -162,7 +162,7 @@ async fn no_ticket_in_time_lets_go_and_keeps_what_is_computed() {
     let cluster = Cluster::start(setup, Setup::default()).await;
     let mut played = Played::start(&cluster, prompt(1, 100)).await;
     played.scheduled().await;
-    assert_eq!(played.failure().await, (Reason::Timeout, cluster.prefill.info.instance_id.clone()));
+    assert_eq!(played.failure().await, (FailureReason::Timeout, cluster.prefill.info.instance_id.clone()));
     cluster.prefill.idle().await;
     assert_eq!(cluster.answer(cluster.remote(prompt(1, 100), 1)).await.cached_tokens(), Some(96));
 }
@@ -176,7 +176,7 @@ async fn a_decode_worker_without_blocks_is_the_one_to_leave_out() {
     let mut running = cluster.open(cluster.local(prompt(1, 1_000), 200)).await;
     running.scheduled().await;
     let failure = cluster.failure(cluster.remote(prompt(2, 1_000), 10)).await;
-    assert_eq!(failure, (Reason::Timeout, cluster.decode.info.instance_id.clone()));
+    assert_eq!(failure, (FailureReason::Timeout, cluster.decode.info.instance_id.clone()));
     drop(running);
     cluster.idle().await;
 }
@@ -186,14 +186,14 @@ async fn kv_that_does_not_land_in_time_is_given_up() {
     let impatient = Setup { landing_wait: Duration::from_millis(300), ..Setup::default() };
     let cluster = Cluster::start(Setup::slow(), impatient).await;
     let failure = cluster.failure(cluster.remote(prompt(1, 10_000), 10)).await;
-    assert_eq!(failure, (Reason::Timeout, cluster.prefill.info.instance_id.clone()));
+    assert_eq!(failure, (FailureReason::Timeout, cluster.prefill.info.instance_id.clone()));
     cluster.idle().await;
 }
 
 #[tokio::test]
 async fn another_instance_is_named_as_the_culprit() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let wrong = (Reason::WrongInstance, "before".to_owned());
+    let wrong = (FailureReason::WrongInstance, "before".to_owned());
     let mut request = cluster.remote(prompt(1, 50), 1);
     request.prefill.as_mut().expect("set").instance_id = "before".to_owned();
     assert_eq!(cluster.failure(request).await, wrong);
@@ -213,12 +213,16 @@ async fn full_queues_refuse() {
     cluster.prefill.until(|load| load.running_sequences == 1).await;
     let waiting = cluster.open(cluster.remote(prompt(2, 10_000), 1)).await;
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
-    assert_eq!(cluster.failure(cluster.remote(prompt(3, 100), 1)).await, (Reason::Full, prefill), "the prefill worker's queue");
+    assert_eq!(
+        cluster.failure(cluster.remote(prompt(3, 100), 1)).await,
+        (FailureReason::AtCapacity, prefill),
+        "the prefill worker's queue"
+    );
     drop(running);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
     let another = cluster.open(cluster.remote(prompt(4, 10_000), 1)).await;
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
-    let full = (Reason::Full, decode);
+    let full = (FailureReason::AtCapacity, decode);
     assert_eq!(cluster.failure(cluster.remote(prompt(5, 100), 1)).await, full, "those who wait for a prefill");
     drop((waiting, another));
     cluster.idle().await;
@@ -238,8 +242,9 @@ async fn what_breaks_the_protocol_is_an_error() {
     let no_start = Played::open(&cluster, ticket("a:1", vec![])).await.err().expect("a ticket is no start");
     assert_eq!(no_start.code(), Code::InvalidArgument);
     let again = prefill_request::Message::Start(start(&cluster, prompt(1, 50)));
-    let not_offered = Ticket { ticket: vec![1; 16], address: "a:1".to_owned(), way: Way::CudaIpc.into(), ..Ticket::default() };
-    let short = Ticket { ticket: vec![1; 8], way: Way::Tcp.into(), ..not_offered.clone() };
+    let not_offered =
+        Ticket { ticket: vec![1; 16], address: "a:1".to_owned(), path: TransferPath::CudaIpc.into(), ..Ticket::default() };
+    let short = Ticket { ticket: vec![1; 8], path: TransferPath::Tcp.into(), ..not_offered.clone() };
     let [not_offered, short] = [not_offered, short].map(prefill_request::Message::Ticket);
     for second in [again, not_offered, short, ticket("a:1", vec![4]), ticket("a:1", vec![0, 0]), ticket("no address", vec![0])] {
         let mut played = Played::start(&cluster, prompt(1, 50)).await;
@@ -248,7 +253,7 @@ async fn what_breaks_the_protocol_is_an_error() {
         assert_eq!(played.next().await.expect_err("it breaks the protocol").code(), Code::InvalidArgument);
     }
     let mut played = Played::start(&cluster, vec![u32::MAX]).await;
-    assert_eq!(played.failure().await, (Reason::Invalid, cluster.prefill.info.instance_id.clone()));
+    assert_eq!(played.failure().await, (FailureReason::InvalidRequest, cluster.prefill.info.instance_id.clone()));
     cluster.idle().await;
 }
 
@@ -260,7 +265,7 @@ async fn a_decode_worker_that_refuses_or_is_gone_ends_the_prefill() {
         let mut played = Played::start(&cluster, prompt(1, 50)).await;
         played.scheduled().await;
         played.say(ticket(&address, vec![0, 1, 2, 3])).await;
-        assert_eq!(played.failure().await, (Reason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+        assert_eq!(played.failure().await, (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
     }
     cluster.idle().await;
 }
@@ -296,9 +301,9 @@ async fn draining_finishes_what_runs_and_refuses_the_rest() {
     let serving = async {
         cluster.decode.shutdown.draining().await;
         let refused = cluster.failure(cluster.local(prompt(2, 50), 1)).await;
-        assert_eq!(refused, (Reason::Draining, cluster.decode.info.instance_id.clone()));
+        assert_eq!(refused, (FailureReason::Draining, cluster.decode.info.instance_id.clone()));
         let mut played = Played::start(&cluster, prompt(3, 50)).await;
-        assert_eq!(played.failure().await, (Reason::Draining, cluster.prefill.info.instance_id.clone()));
+        assert_eq!(played.failure().await, (FailureReason::Draining, cluster.prefill.info.instance_id.clone()));
         running.tokens().await
     };
     let (_, tokens) = tokio::join!(ending, serving);

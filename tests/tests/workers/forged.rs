@@ -9,7 +9,7 @@ use serde_json::json;
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
-use tandem_proto::v1::{GenerateRequest, Reason, WorkerRef, generate_reply::Message};
+use tandem_proto::v1::{FailureReason, GenerateRequest, WorkerRef, generate_reply::Message};
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
 use tokio::net::TcpListener;
@@ -34,7 +34,7 @@ impl Cluster {
     }
 
     pub fn refused_live_writes(&self) -> f64 {
-        ["not_missing", "wrong_size", "wrong_way"].map(|reason| self.refused_writes(reason)).iter().sum()
+        ["not_missing", "wrong_size", "wrong_path"].map(|reason| self.refused_writes(reason)).iter().sum()
     }
 }
 
@@ -124,7 +124,7 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
         drop(seen);
         // The true blocks come, and the forged ones are where they belong.
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks are not confirmed") };
-        assert_eq!((failure.reason(), &failure.instance_id), (Reason::WriteRefused, &cluster.prefill.info.instance_id));
+        assert_eq!((failure.reason(), &failure.instance_id), (FailureReason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
         cluster.idle().await;
         let again = cluster.answer(GenerateRequest { attempt: 2, prefill: None, ..request.clone() }).await;
@@ -167,7 +167,7 @@ async fn write_of_another_block_or_size_ends_reservation() {
         let seen = between.ticket().await;
         assert!(seen.write(index, payload).await.is_err());
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("its ticket is in other hands") };
-        assert_eq!((failure.reason(), cluster.refused_writes(reason)), (Reason::WriteRefused, 1.0));
+        assert_eq!((failure.reason(), cluster.refused_writes(reason)), (FailureReason::WriteRefused, 1.0));
         drop(seen);
         cluster.idle().await;
     }

@@ -18,10 +18,10 @@ use tandem_kv::{BlockId, HashKey};
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
-    link::endpoint,
+    channel::endpoint,
     v1::{
-        DescribeRequest, Failure, Finished, GenerateReply, GenerateRequest, PrefillChunk, PromptLogprobs, Reason, Sampling,
-        Scheduled, Started, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
+        DecodeStarted, DescribeRequest, Failure, FailureReason, Finished, GenerateReply, GenerateRequest, PrefillChunk,
+        PromptLogprobs, Sampling, Scheduled, WorkerInfo, WorkerRef, control_client::ControlClient, decode_client::DecodeClient,
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
@@ -99,7 +99,7 @@ impl Setup {
     pub fn start(&self) -> (EngineHandle, Gate) {
         let gate = Gate::default();
         let beside = self.reach.clone().map(Beside::new);
-        let engine = Gated { engine: SimEngine::new(self.sim), gate: gate.clone(), beside };
+        let engine = Gated { engine: SimEngine::new(self.sim).in_real_time(), gate: gate.clone(), beside };
         (EngineHandle::start(Box::new(engine), self.engine), gate)
     }
 }
@@ -370,7 +370,7 @@ impl Cluster {
     }
 
     /// Runs a request that fails.
-    pub async fn failure(&self, request: GenerateRequest) -> (Reason, String) {
+    pub async fn failure(&self, request: GenerateRequest) -> (FailureReason, String) {
         let failure = self.answer(request).await.failure.expect("it fails");
         (failure.reason(), failure.instance_id)
     }
@@ -391,9 +391,9 @@ impl Replies {
         }
     }
 
-    pub async fn started(&mut self) -> Started {
+    pub async fn started(&mut self) -> DecodeStarted {
         match self.next().await {
-            Some(Message::Started(started)) => started,
+            Some(Message::DecodeStarted(started)) => started,
             other => panic!("{other:?} comes before Started"),
         }
     }
@@ -419,11 +419,11 @@ impl Replies {
                     assert!(answer.scheduled.is_none() && answer.started.is_none(), "Scheduled comes once and first");
                     answer.scheduled = Some(scheduled);
                 }
-                Message::Started(started) => {
+                Message::DecodeStarted(started) => {
                     assert!(answer.scheduled.is_some() && answer.started.is_none(), "Started comes once, after Scheduled");
                     answer.started = Some(started);
                 }
-                Message::Prefilled(prefilled) => {
+                Message::PrefillTimeline(prefilled) => {
                     assert!(answer.started.is_some() && answer.chunks.is_none(), "Prefilled comes once, after Started");
                     answer.chunks = Some(prefilled.chunks);
                 }
@@ -452,7 +452,7 @@ impl Replies {
 #[derive(Debug, Default)]
 pub struct Answer {
     pub scheduled: Option<Scheduled>,
-    pub started: Option<Started>,
+    pub started: Option<DecodeStarted>,
     pub chunks: Option<Vec<PrefillChunk>>,
     pub prompt_logprobs: Option<PromptLogprobs>,
     pub tokens: BTreeMap<u32, Vec<u32>>,

@@ -4,7 +4,7 @@ use crate::harness::{Cluster, SOON, Setup, prompt};
 use tandem_kv::{HashKey, KvBatch, Namespace, sequence_hashes};
 use tandem_proto::{
     SnapshotAssembly,
-    v1::{Reason, WatchRequest, control_client::ControlClient, finished::FinishReason, watch_reply, worker_info::Role},
+    v1::{FailureReason, WatchRequest, control_client::ControlClient, finished::FinishReason, watch_reply, worker_info::Role},
 };
 use tonic::Code;
 
@@ -164,7 +164,7 @@ async fn what_can_never_run_is_refused_as_invalid() {
     nan.sampling.as_mut().expect("set").temperature = f32::NAN;
     requests.push(nan);
     for request in requests {
-        assert_eq!(cluster.failure(request).await, (Reason::Invalid, decode.clone()));
+        assert_eq!(cluster.failure(request).await, (FailureReason::InvalidRequest, decode.clone()));
     }
     cluster.idle().await;
     assert_eq!(cluster.prefill.metric(r#"tandem_worker_prompt_tokens_total{worker="prefill-0"}"#), 0.0);
@@ -180,7 +180,7 @@ async fn workers_tell_what_they_are_and_what_they_hold() {
     cluster.answer(cluster.local(prompt(1, 40), 1)).await;
     let control = ControlClient::new(crate::harness::channel(&cluster.decode.address).await);
     let watch = |instance_id: &str| {
-        let request = WatchRequest { instance_id: instance_id.to_owned(), published_elsewhere: false };
+        let request = WatchRequest { instance_id: instance_id.to_owned(), events_over_nats: false };
         let mut control = control.clone();
         async move { control.watch(request).await }
     };
@@ -202,8 +202,8 @@ async fn workers_tell_what_they_are_and_what_they_hold() {
     assert_eq!(held, hashes(1));
 
     cluster.answer(cluster.local(prompt(2, 40), 1)).await;
-    let (mut stored, mut taken_in, mut last) = (Vec::new(), Vec::new(), snapshot.at_event_id);
-    while stored.len() < 2 || taken_in.is_empty() {
+    let (mut stored, mut included_request_ids, mut last) = (Vec::new(), Vec::new(), snapshot.at_event_id);
+    while stored.len() < 2 || included_request_ids.is_empty() {
         let watch_reply::Message::Batch(batch) = next().await else { panic!("one snapshot is enough") };
         let batch = KvBatch::try_from(batch).expect("a batch");
         for event in &batch.events {
@@ -212,8 +212,8 @@ async fn workers_tell_what_they_are_and_what_they_hold() {
             let tandem_kv::Change::Stored(chain) = &event.change else { panic!("nothing is removed") };
             stored.extend(chain.sequence_hashes.clone());
         }
-        taken_in.extend(batch.taken_in);
+        included_request_ids.extend(batch.included_request_ids);
     }
     assert_eq!(stored, hashes(2));
-    assert_eq!(taken_in, ["request"]);
+    assert_eq!(included_request_ids, ["request"]);
 }

@@ -7,7 +7,7 @@ use tandem_engine::sim::SimSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
-    link::{PING_INTERVAL, PING_TIMEOUT},
+    channel::{PING_INTERVAL, PING_TIMEOUT},
     v1::{WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};

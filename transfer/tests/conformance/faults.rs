@@ -10,9 +10,9 @@ use std::{
     time::Duration,
 };
 use tandem_proto::{
-    link,
+    channel,
     v1::{
-        LinkReply, LinkRequest, PushReply, PushRequest,
+        NcclControlReply, NcclControlRequest, PushReply, PushRequest,
         transfer_server::{Transfer, TransferServer},
     },
 };
@@ -221,18 +221,18 @@ struct Losing;
 
 #[tonic::async_trait]
 impl Transfer for Losing {
-    type LinkStream = futures::stream::Empty<Result<LinkReply, Status>>;
+    type NcclControlStream = futures::stream::Empty<Result<NcclControlReply, Status>>;
 
-    async fn link(&self, _: Request<Streaming<LinkRequest>>) -> Result<Response<Self::LinkStream>, Status> {
+    async fn nccl_control(&self, _: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
         Err(Status::unimplemented("it has no links"))
     }
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
-        let (mut requests, mut landed_blocks) = (request.into_inner(), 0);
+        let (mut requests, mut written_blocks) = (request.into_inner(), 0);
         while requests.message().await?.is_some() {
-            landed_blocks += 1;
+            written_blocks += 1;
         }
-        Ok(Response::new(PushReply { landed_blocks: landed_blocks - 1 }))
+        Ok(Response::new(PushReply { written_blocks: written_blocks - 1 }))
     }
 }
 
@@ -240,7 +240,7 @@ impl Transfer for Losing {
 async fn a_block_that_was_lost_is_noticed() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let address = listener.local_addr().expect("bound").to_string();
-    let serving = link::server().add_service(TransferServer::new(Losing)).serve_with_incoming(link::incoming(listener));
+    let serving = channel::server().add_service(TransferServer::new(Losing)).serve_with_incoming(channel::incoming(listener));
     let pushing = async {
         let mut push = Tcp::default().open(&address, named(TICKET)).expect("an address");
         for index in 0..3 {
@@ -285,7 +285,7 @@ async fn a_way_that_falls_silent_is_noticed_within_the_keep_alive_limit() {
         }
         push.finish().await
     };
-    let limit = link::PING_INTERVAL + link::PING_TIMEOUT + Duration::from_secs(5);
+    let limit = channel::PING_INTERVAL + channel::PING_TIMEOUT + Duration::from_secs(5);
     tokio::select! {
         () = cable(listener, &rig.address, 3 << 20) => {}
         ended = tokio::time::timeout(limit, pushing) => {

@@ -7,7 +7,7 @@ use faults::*;
 use futures::FutureExt;
 use rig::*;
 use tandem_proto::v1::{PushRequest, transfer_client::TransferClient};
-use tandem_transfer::{Ready, Tcp, TransferError, Transport};
+use tandem_transfer::{ReadyBlocks, Tcp, TransferError, Transport};
 
 async fn all_blocks_land_bit_equal_in_any_order(rig: Rig) {
     for (ticket, order) in [(1, [0, 1, 2, 3, 4, 5]), (2, [5, 4, 3, 2, 1, 0]), (3, [3, 0, 5, 1, 4, 2])] {
@@ -262,9 +262,9 @@ async fn blocks_that_are_told_together_land_together_or_not_at_all() {
     let rig = places();
     rig.memory.give_out(TICKET, 0..4);
     let told = async |indices: &[u32]| {
-        let sources = indices.iter().map(|index| rig.memory.show(block(*index))).collect();
+        let source_blocks = indices.iter().map(|index| rig.memory.show(block(*index))).collect();
         let mut push = rig.transport.open(&rig.address, named(TICKET)).expect("the address is valid");
-        push.ready(Ready { block_indices: indices.to_vec(), sources }).await?;
+        push.ready(ReadyBlocks { block_indices: indices.to_vec(), source_blocks }).await?;
         push.finish().await
     };
     told(&[2, 0, 1]).await.expect("all are missing");

@@ -7,7 +7,9 @@ use std::{
     time::Duration,
 };
 use tandem_kv::Ticket;
-use tandem_transfer::{Loopback, NoLinks, Piece, Push, Ready, Refused, Sink, Tcp, TransferError, TransferService, Transport};
+use tandem_transfer::{
+    Loopback, NoLinks, Piece, Push, ReadyBlocks, Refused, Sink, Tcp, TransferError, TransferService, Transport,
+};
 use tokio::sync::Semaphore;
 
 pub const TICKET: u64 = 0xdead_beef_0000_0007;
@@ -88,7 +90,7 @@ impl Memory {
                     Piece::Block { index, payload } => vec![(index, payload)],
                     Piece::Ready(ready) => {
                         let shown = memory.0.shown.lock().expect("not poisoned");
-                        let places = ready.sources.iter().map(|place| shown[*place as usize].clone());
+                        let places = ready.source_blocks.iter().map(|place| shown[*place as usize].clone());
                         ready.block_indices.into_iter().zip(places).collect()
                     }
                 };
@@ -131,7 +133,7 @@ impl Sending {
     pub async fn send(&mut self, index: u32, payload: Bytes) -> Result<(), TransferError> {
         let Some(memory) = &self.shown else { return self.push.send(index, payload).await };
         let place = memory.show(payload);
-        self.push.ready(Ready { block_indices: vec![index], sources: vec![place] }).await
+        self.push.ready(ReadyBlocks { block_indices: vec![index], source_blocks: vec![place] }).await
     }
 
     pub async fn broken(&mut self) -> TransferError {
@@ -179,8 +181,8 @@ pub fn tcp() -> Rig {
     let service = TransferService::server(memory.sink(), NoLinks);
     runtime.spawn(async move {
         let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime");
-        let incoming = tandem_proto::link::incoming(listener);
-        tandem_proto::link::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
+        let incoming = tandem_proto::channel::incoming(listener);
+        tandem_proto::channel::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
     });
     let runtime = RuntimeGuard(Some(runtime));
     Rig { transport: Box::new(Tcp::default()), address, memory, by_place: false, disconnect: Box::new(move || drop(runtime)) }

@@ -45,7 +45,7 @@ impl Worker {
         self.act();
         let Some(plan) = plan else { return false };
         let output = self.engine.step(&self.machine.chunks(&plan)).expect("the step runs");
-        self.machine.complete(&plan, &output, Duration::from_millis(1), self.now);
+        self.machine.complete(&plan, output, Duration::from_millis(1), self.now);
         self.act();
         true
     }

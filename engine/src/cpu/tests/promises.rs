@@ -55,7 +55,7 @@ proptest! {
             let chunks: Vec<_> = sequences.iter().zip(&all_blocks)
                 .map(|((tokens, before), blocks)| Chunk { tokens: &tokens[*before..], start: *before as u32, blocks, logits: Logits::All })
                 .collect();
-            let logits = together.step(&chunks).unwrap().logits;
+            let logits = together.step(&chunks).unwrap().into_logits();
             prop_assert_eq!(bits(&logits), bits(&expected));
         }
     }
@@ -70,10 +70,10 @@ fn logits_come_for_the_tokens_that_ask() {
     let all = run(&mut engine(&model), &tokens, &first, &[]);
     let chunk = |blocks, logits| Chunk { tokens: &tokens, start: 0, blocks, logits };
     let chunks = [chunk(&first, Logits::Last), chunk(&second, Logits::None), chunk(&third, Logits::All)];
-    let output = engine(&model).step(&chunks).unwrap().logits;
+    let output = engine(&model).step(&chunks).unwrap().into_logits();
     assert_eq!(bits(&output), bits(&[&all[8 * vocab..], &all].concat()));
-    assert!(engine(&model).step(&[chunk(&first, Logits::None)]).unwrap().logits.is_empty());
-    assert!(engine(&model).step(&[]).unwrap().logits.is_empty());
+    assert!(engine(&model).step(&[chunk(&first, Logits::None)]).unwrap().into_logits().is_empty());
+    assert!(engine(&model).step(&[]).unwrap().into_logits().is_empty());
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn copied_blocks_continue_with_the_same_bits() {
         assert!(again == payload, "a block that was written reads as it was");
     }
     let last = Chunk { tokens: &tokens[60..], start: 60, blocks: &to, logits: Logits::Last };
-    let logits = decode.step(&[last]).unwrap().logits;
+    let logits = decode.step(&[last]).unwrap().into_logits();
     assert_eq!(bits(&logits), bits(&expected[60 * QUANTISED.vocab as usize..]));
 
     // And the KV does matter: one number changed changes the answer.
@@ -101,7 +101,7 @@ fn copied_blocks_continue_with_the_same_bits() {
     decode.read_block(to[3], &mut block).unwrap();
     block[1] ^= 0x40;
     decode.write_block(to[3], &block).unwrap();
-    assert_ne!(bits(&decode.step(&[last]).unwrap().logits), bits(&logits));
+    assert_ne!(bits(&decode.step(&[last]).unwrap().into_logits()), bits(&logits));
 }
 
 #[test]

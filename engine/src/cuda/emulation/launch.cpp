@@ -32,7 +32,7 @@ struct Entry {
 };
 
 #define ENTRY(name) {#name, [](void **arguments) { unpack_all(name, arguments); }}
-const Entry ENTRIES[] = {ENTRY(embed),         ENTRY(rms_norm),     ENTRY(turns),   ENTRY(store_kv), ENTRY(swiglu),
+const Entry ENTRIES[] = {ENTRY(embed),         ENTRY(rms_norm),     ENTRY(rope),   ENTRY(store_kv), ENTRY(swiglu),
                          ENTRY(attend_prompt), ENTRY(attend_token), ENTRY(combine), ENTRY(sample)};
 
 void fail(const char *kernel, const char *what) {
@@ -130,7 +130,7 @@ extern "C" bool launch(const char *name, const u32 grid[3], u32 threads, u32 sha
         own.arguments = &call;
         block() = &own;
         const bool reversed = order & 1;
-        own.copies_at_once = order & 2;
+        own.copies_immediate = order & 2;
         const size_t blocks = static_cast<size_t>(grid[0]) * grid[1] * grid[2];
         for (size_t n = 0; n < blocks; n++) {
             const size_t i = reversed ? blocks - 1 - n : n;

@@ -22,7 +22,7 @@
 typedef uint16_t u16;
 typedef uint32_t u32;
 typedef unsigned long long u64;
-typedef u16 real;
+typedef u16 half_t;
 
 #define __global__
 #define __device__
@@ -83,7 +83,7 @@ struct Block {
     Fiber *current;
     jmp_buf scheduler;
     uint3 index, grid;
-    bool copies_at_once;
+    bool copies_immediate;
     void (*run)(void *);
     void *arguments;
 };
@@ -140,7 +140,7 @@ static inline u32 __float_as_uint(float number) { return static_cast<u32>(emulat
 static inline int __clz(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
 static inline int __ffs(u32 bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
-DEVICE float widen(real bits) {
+DEVICE float widen(half_t bits) {
 #if HALF_IS_FLOAT16
     const float magnitude = std::ldexp(static_cast<float>(bits & 0x3ff) + ((bits & 0x7c00) ? 1024.0f : 0.0f),
                                        std::max((bits >> 10 & 31) - 25, -24));
@@ -151,7 +151,7 @@ DEVICE float widen(real bits) {
 #endif
 }
 
-DEVICE real narrow(float number) {
+DEVICE half_t narrow(float number) {
     const u32 bits = __float_as_uint(number);
 #if HALF_IS_FLOAT16
     const u16 sign = bits >> 16 & 0x8000;
@@ -167,7 +167,7 @@ DEVICE real narrow(float number) {
     return sign | static_cast<u16>((exponent + 14) << 10) | (static_cast<u16>(std::ldexp(rounded, 11 - exponent)) & 0x3ff);
 #else
     if (number != number) return 0x7fff;
-    return static_cast<real>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    return static_cast<half_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 #endif
 }
 
@@ -204,7 +204,7 @@ DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
     const auto shown = emulation::exchange("multiply_add", {{pair(a[0], a[1]), pair(a[2], a[3]), pair(b0, b1)}});
     const auto number = [](u64 word, int half_of, int which) {
         const u32 reg = static_cast<u32>(word >> (32 * half_of));
-        return widen(static_cast<real>(reg >> (16 * which)));
+        return widen(static_cast<half_t>(reg >> (16 * which)));
     };
     const int lane = threadIdx.x % emulation::LANES, group = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) {
@@ -218,19 +218,19 @@ DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
 }
 
 /// PTX ISA, ldmatrix: a lane receives of each matrix row lane / 4, numbers 2 (lane % 4) and the next; transposed, of column lane / 4.
-DEVICE void load_matrices(u32 to[4], const real *row) {
+DEVICE void load_matrices(u32 to[4], const half_t *row) {
     if (reinterpret_cast<uintptr_t>(row) % 16) fprintf(stderr, "load_matrices: a row is not aligned to 16 bytes\n"), abort();
     const auto shown = emulation::exchange("load_matrices", {{emulation::bits_of(row)}});
     const int lane = threadIdx.x % emulation::LANES;
-    for (int i = 0; i < 4; i++) memcpy(&to[i], emulation::value_of<const real *>(shown[i * 8 + lane / 4].words[0]) + lane % 4 * 2, 4);
+    for (int i = 0; i < 4; i++) memcpy(&to[i], emulation::value_of<const half_t *>(shown[i * 8 + lane / 4].words[0]) + lane % 4 * 2, 4);
 }
 
-DEVICE void load_matrices_transposed(u32 to[4], const real *row) {
+DEVICE void load_matrices_transposed(u32 to[4], const half_t *row) {
     if (reinterpret_cast<uintptr_t>(row) % 16) fprintf(stderr, "load_matrices_transposed: a row is not aligned to 16 bytes\n"), abort();
     const auto shown = emulation::exchange("load_matrices_transposed", {{emulation::bits_of(row)}});
     const int lane = threadIdx.x % emulation::LANES;
     for (int i = 0; i < 4; i++) {
-        const auto from = [&](int which) { return emulation::value_of<const real *>(shown[i * 8 + lane % 4 * 2 + which].words[0])[lane / 4]; };
+        const auto from = [&](int which) { return emulation::value_of<const half_t *>(shown[i * 8 + lane % 4 * 2 + which].words[0])[lane / 4]; };
         to[i] = from(0) | static_cast<u32>(from(1)) << 16;
     }
 }
@@ -247,11 +247,11 @@ inline void make(const Copy &copy) {
 
 } // namespace emulation
 
-DEVICE void copy_async(real *shared, const real *global, bool present) {
+DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
     const auto misaligned = [](const void *pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; };
     if (misaligned(shared) || misaligned(global)) fprintf(stderr, "copy_async: an address is not aligned to 16 bytes\n"), abort();
     const emulation::Copy copy = {shared, global, present};
-    if (emulation::block()->copies_at_once) {
+    if (emulation::block()->copies_immediate) {
         emulation::make(copy);
     } else {
         emulation::fiber().copies.back().push_back(copy);

@@ -4,7 +4,7 @@
 //!   the communicator is aborted and of no use any more. The GPU still is.
 //! - The library is looked for when the first communicator is wanted, and everything else works without.
 
-use super::{Context, ORDER, in_order};
+use super::{Context, DRIVER_LOCK, driver_lock};
 use crate::cuda::CudaError;
 use cudarc::driver::{
     result::{self, DriverError, stream::StreamKind},
@@ -25,9 +25,9 @@ use tokio::time::Instant;
 /// Pip's wheel and Debian's package have the first name only, NVIDIA's archive both.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// Between two looks at whether something is done.
-const PAUSE: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// For the other rank to end as well, before a communicator is dropped without it; and for others to be done with what is in order.
-const PARTING_MAX: Duration = Duration::from_secs(2);
+const FINALIZE_MAX: Duration = Duration::from_secs(2);
 
 // Of nccl.h.
 const SUCCESS: c_int = 0;
@@ -41,9 +41,9 @@ pub(in crate::cuda) type Id = [u8; 128];
 
 type Handle = *mut c_void;
 /// Address and bytes.
-type Piece = (u64, usize);
+type Region = (u64, usize);
 /// `ncclSend`, and `ncclRecv`: address, count, type, peer.
-type Move = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int;
+type TransferFn = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int;
 
 /// Passed by value.
 #[repr(C)]
@@ -80,8 +80,8 @@ pub(in crate::cuda) struct Nccl {
     abort: unsafe extern "C" fn(Handle) -> c_int,
     group_start: unsafe extern "C" fn() -> c_int,
     group_end: unsafe extern "C" fn() -> c_int,
-    send: Move,
-    receive: Move,
+    send: TransferFn,
+    receive: TransferFn,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     /// The functions are of it.
@@ -181,27 +181,27 @@ impl Nccl {
 }
 
 /// Looks until it is done, an error, or later than the limit allows.
-fn until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
+fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
     while !done()? {
         if began.elapsed() >= limit {
             return Err(NcclError::Late(limit));
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }
 
 /// To end a communicator, which gives memory back. Who has the lock for longer waits for what is about to be ended.
-fn in_order_or_late() -> Option<MutexGuard<'static, ()>> {
-    let mut ordered = None;
-    let _ = until(Instant::now(), PARTING_MAX, || {
-        ordered = match ORDER.try_lock() {
+fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
+    let mut locked = None;
+    let _ = poll_until(Instant::now(), FINALIZE_MAX, || {
+        locked = match DRIVER_LOCK.try_lock() {
             Err(TryLockError::WouldBlock) => None,
             other => Some(other.expect("no call panics")),
         };
-        Ok(ordered.is_some())
+        Ok(locked.is_some())
     });
-    ordered
+    locked
 }
 
 /// Which of a communicator's ranks one is.
@@ -219,7 +219,7 @@ pub(in crate::cuda) struct Communicator {
     stream: CUstream,
     rank: u32,
     /// All ranks are of this process.
-    whole: bool,
+    in_process: bool,
     /// Null once it was given up. One call at a time.
     handle: Mutex<Handle>,
 }
@@ -233,16 +233,16 @@ unsafe impl Sync for Communicator {}
 
 /// A stream of the highest priority: a GPU has few queues, each with streams of one priority, and a step must not be behind what waits here for
 /// another rank.
-fn first_stream() -> Result<CUstream, DriverError> {
+fn high_priority_stream() -> Result<CUstream, DriverError> {
     let (_, greatest) = result::stream::get_priority_range()?;
     result::stream::create_with_priority(StreamKind::NonBlocking, greatest)
 }
 
 impl Communicator {
-    /// One rank of those that have this id. It returns when all have come, or after `limit` with an error.
+    /// One rank of those that have this id. It returns when all have connected, or after `limit` with an error.
     pub fn new(nccl: &Arc<Nccl>, context: &Arc<Context>, id: Id, rank: Rank, limit: Duration) -> Result<Self, CudaError> {
-        let joined = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
-        Ok(joined.into_iter().next().expect("one context is one rank"))
+        let communicators = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
+        Ok(communicators.into_iter().next().expect("one context is one rank"))
     }
 
     /// All ranks of a communicator, each with a GPU of this process.
@@ -261,25 +261,25 @@ impl Communicator {
         Rank { rank: first, ranks }: Rank,
         limit: Duration,
     ) -> Result<Vec<Self>, CudaError> {
-        let whole = contexts.len() == ranks as usize;
+        let in_process = contexts.len() == ranks as usize;
         let failed = failed("connecting GPUs");
-        let mut joined = Vec::with_capacity(contexts.len());
-        let ordered = in_order();
+        let mut communicators = Vec::with_capacity(contexts.len());
+        let locked = driver_lock();
         for (context, rank) in contexts.iter().zip(first..) {
             context.enter()?;
-            let stream = first_stream().map_err(|error| failed(error.into()))?;
+            let stream = high_priority_stream().map_err(|error| failed(error.into()))?;
             let (nccl, context) = (Arc::clone(nccl), Arc::clone(context));
-            joined.push(Self { nccl, context, stream, rank, whole, handle: Mutex::new(null_mut()) });
+            communicators.push(Self { nccl, context, stream, rank, in_process, handle: Mutex::new(null_mut()) });
         }
-        // Ranks of other processes come when they like.
-        let ordered = whole.then_some(ordered);
+        // Ranks of other processes connected when they like.
+        let locked = in_process.then_some(locked);
         let handles: Vec<AtomicPtr<c_void>> = contexts.iter().map(|_| AtomicPtr::default()).collect();
         let began = Instant::now();
         let begun = nccl.group(|| {
             for (context, (handle, rank)) in contexts.iter().zip(handles.iter().zip(first..)) {
                 context.enter().map_err(|_| NcclError::Broken)?;
-                let mut config = Config::new(whole);
-                // SAFETY: the configuration is read during the call. The handle may be written until the rank has come, which is waited for below.
+                let mut config = Config::new(in_process);
+                // SAFETY: the configuration is read during the call. The handle may be written until the rank has connected, which is waited for below.
                 #[expect(unsafe_code)]
                 let code = unsafe { (nccl.init)(handle.as_ptr(), ranks as c_int, UniqueId(id), rank as c_int, &mut config) };
                 nccl.check(code)?;
@@ -287,54 +287,56 @@ impl Communicator {
             Ok(())
         });
         let handle = |handle: &AtomicPtr<c_void>| handle.load(Ordering::Acquire);
-        let come = begun
-            .and_then(|()| until(began, limit, || handles.iter().try_fold(true, |all, one| Ok(nccl.ready(handle(one))? && all))));
-        drop(ordered);
-        for (member, one) in joined.iter_mut().zip(&handles) {
-            *member.handle.get_mut().expect("nobody has used it") = handle(one);
-            if come.is_err() {
-                member.give_up();
+        let connected = begun.and_then(|()| {
+            poll_until(began, limit, || handles.iter().try_fold(true, |all, one| Ok(nccl.ready(handle(one))? && all)))
+        });
+        drop(locked);
+        for (communicator, one) in communicators.iter_mut().zip(&handles) {
+            *communicator.handle.get_mut().expect("nobody has used it") = handle(one);
+            if connected.is_err() {
+                communicator.abort_communicator();
             }
         }
-        come.map_err(failed)?;
-        Ok(joined)
+        connected.map_err(failed)?;
+        Ok(communicators)
     }
 
-    /// Sends pieces of memory (address and bytes) to the one other rank, which must receive pieces of the same lengths in this order.
+    /// Sends regions of memory (address and bytes) to the one other rank, which must receive regions of the same lengths in this order.
     /// They must hold what is to be sent: it does not wait for the GPU's other queues.
-    pub fn send(&self, pieces: &[Piece], limit: Duration) -> Result<(), CudaError> {
+    pub fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
-        self.exchange(&[(self.nccl.send, peer, pieces)], limit).map_err(failed("sending to another GPU"))
+        self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))
     }
 
-    /// Receives pieces of memory. What they held is lost even if it fails.
-    pub fn receive(&self, pieces: &[Piece], limit: Duration) -> Result<(), CudaError> {
+    /// Receives regions of memory. What they held is lost even if it fails.
+    pub fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
-        self.exchange(&[(self.nccl.receive, peer, pieces)], limit).map_err(failed("receiving from another GPU"))
+        self.exchange(&[(self.nccl.receive, peer, regions)], limit).map_err(failed("receiving from another GPU"))
     }
 
-    /// Sends pieces of memory to other places of the same GPU's: all that a machine with one GPU can show of the two above.
-    pub fn send_to_itself(&self, from: &[Piece], to: &[Piece], limit: Duration) -> Result<(), CudaError> {
+    /// Sends regions of memory to other places of the same GPU's: all that a machine with one GPU can show of the two above.
+    pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
         self.exchange(&both, limit).map_err(failed("sending to the same GPU"))
     }
 
-    /// Returns when the pieces have been sent to their peers, or received from them.
-    fn exchange(&self, moves: &[(Move, c_int, &[Piece])], limit: Duration) -> Result<(), NcclError> {
+    /// Returns when the regions have been sent to their peers, or received from them.
+    fn exchange(&self, transfers: &[(TransferFn, c_int, &[Region])], limit: Duration) -> Result<(), NcclError> {
         let nccl = &self.nccl;
-        let exchanged = self.using(|handle| {
+        let exchanged = self.with_handle(|handle| {
             let began = Instant::now();
             nccl.group(|| {
-                let all = moves.iter().flat_map(|(one, peer, pieces)| pieces.iter().map(move |piece| (one, *peer, piece)));
+                let all =
+                    transfers.iter().flat_map(|(one, peer, regions)| regions.iter().map(move |region| (one, *peer, region)));
                 all.into_iter().try_for_each(|(one, peer, (address, bytes))| {
                     // SAFETY: communicator and stream are alive; the memory is the caller's until this returns.
                     #[expect(unsafe_code)]
                     nccl.check(unsafe { one(*address as *mut c_void, *bytes, UINT8, peer, handle, self.stream) })
                 })
             })?;
-            until(began, limit, || nccl.ready(handle))?;
-            until(began, limit, || {
+            poll_until(began, limit, || nccl.ready(handle))?;
+            poll_until(began, limit, || {
                 // SAFETY: the stream is alive.
                 #[expect(unsafe_code)]
                 let state = unsafe { sys::cuStreamQuery(self.stream) };
@@ -345,15 +347,15 @@ impl Communicator {
             })
         });
         if exchanged.is_err() {
-            self.give_up();
-            self.settle();
+            self.abort_communicator();
+            self.wait_until_idle();
         }
         exchanged
     }
 
     /// Returns when nothing runs any more, however long that takes: aborting need not wait for what is under way, and the caller will give the memory
     /// to others, which nothing must write to by then.
-    fn settle(&self) {
+    fn wait_until_idle(&self) {
         let running = || {
             // SAFETY: the stream is alive.
             #[expect(unsafe_code)]
@@ -362,12 +364,12 @@ impl Communicator {
         };
         // A device that has failed runs nothing.
         while self.context.enter().is_ok() && running() {
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
     /// With the communicator to itself, in its GPU's context.
-    fn using<T>(&self, calls: impl FnOnce(Handle) -> Result<T, NcclError>) -> Result<T, NcclError> {
+    fn with_handle<T>(&self, calls: impl FnOnce(Handle) -> Result<T, NcclError>) -> Result<T, NcclError> {
         let handle = self.handle.lock().expect("no call panics");
         if handle.is_null() || self.context.enter().is_err() {
             return Err(NcclError::Broken);
@@ -376,10 +378,10 @@ impl Communicator {
     }
 
     /// Ends what runs, and all that will be asked for.
-    fn give_up(&self) {
+    fn abort_communicator(&self) {
         let handle = std::mem::replace(&mut *self.handle.lock().expect("no call panics"), null_mut());
         if !handle.is_null() && self.context.enter().is_ok() {
-            let _ordered = in_order_or_late();
+            let _locked = driver_lock_within_limit();
             // SAFETY: the communicator was alive, and nobody has it any more.
             #[expect(unsafe_code)]
             let _ = unsafe { (self.nccl.abort)(handle) };
@@ -399,10 +401,10 @@ impl Drop for Communicator {
             // SAFETY: the communicator is alive, and nobody asks anything of it any more.
             #[expect(unsafe_code)]
             self.nccl.check(unsafe { (self.nccl.finalize)(handle) })?;
-            until(Instant::now(), PARTING_MAX, || self.nccl.ready(handle))
+            poll_until(Instant::now(), FINALIZE_MAX, || self.nccl.ready(handle))
         };
-        let ends_itself = !handle.is_null() && !self.whole && ended().is_ok();
-        let _ordered = in_order_or_late();
+        let ends_itself = !handle.is_null() && !self.in_process && ended().is_ok();
+        let _locked = driver_lock_within_limit();
         // SAFETY: communicator and stream are alive, nobody asks anything of them any more, and each is given back once. What NCCL and the driver
         // say to that changes nothing.
         #[expect(unsafe_code)]
@@ -416,30 +418,32 @@ impl Drop for Communicator {
 }
 
 /// One rank's numbers of four bytes in a sum, and the stream that has them.
-pub(super) struct Part<'a> {
+pub(super) struct RankBuffer<'a> {
     pub communicator: &'a Communicator,
     pub stream: CUstream,
     pub address: u64,
 }
 
 /// Every rank's numbers become their sum over all ranks, in the order of each rank's stream. All ranks are of this process (`Communicator::all`).
-pub(super) fn sum(parts: &[Part<'_>], count: usize) -> Result<(), NcclError> {
-    let Some(nccl) = parts.first().map(|part| &part.communicator.nccl) else { return Ok(()) };
-    let put = |part: &Part<'_>| {
-        part.communicator.using(|handle| {
-            let numbers = part.address as *mut c_void;
+pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result<(), NcclError> {
+    let Some(nccl) = buffers.first().map(|buffer| &buffer.communicator.nccl) else { return Ok(()) };
+    let put = |buffer: &RankBuffer<'_>| {
+        buffer.communicator.with_handle(|handle| {
+            let numbers = buffer.address as *mut c_void;
             // SAFETY: communicator and stream are alive, and so is the memory until the stream has passed.
             #[expect(unsafe_code)]
-            nccl.check(unsafe { (nccl.all_reduce)(numbers, numbers, count, FLOAT32, SUM, handle, part.stream) })
+            nccl.check(unsafe { (nccl.all_reduce)(numbers, numbers, count, FLOAT32, SUM, handle, buffer.stream) })
         })
     };
     // Engines of one process use the same GPUs: all of them get the sums in one order.
-    let ordered = in_order();
-    let summed = nccl.group(|| parts.iter().try_for_each(put));
-    drop(ordered);
+    let locked = driver_lock();
+    let summed = nccl.group(|| buffers.iter().try_for_each(put));
+    drop(locked);
     summed
-        .and_then(|()| parts.iter().try_for_each(|part| part.communicator.using(|handle| nccl.ready(handle)).map(drop)))
-        .inspect_err(|_| parts.iter().for_each(|part| part.communicator.give_up()))
+        .and_then(|()| {
+            buffers.iter().try_for_each(|buffer| buffer.communicator.with_handle(|handle| nccl.ready(handle)).map(drop))
+        })
+        .inspect_err(|_| buffers.iter().for_each(|buffer| buffer.communicator.abort_communicator()))
 }
 
 #[cfg(test)]
@@ -482,13 +486,13 @@ mod tests {
     #[test]
     fn waiting_ends_with_success_an_error_or_the_limit() {
         let mut looks = 0;
-        let third = until(Instant::now(), Duration::from_secs(60), || {
+        let third = poll_until(Instant::now(), Duration::from_secs(60), || {
             looks += 1;
             Ok(looks == 3)
         });
         assert!(third.is_ok() && looks == 3);
-        assert!(matches!(until(Instant::now(), Duration::from_secs(60), || Err(NcclError::Broken)), Err(NcclError::Broken)));
+        assert!(matches!(poll_until(Instant::now(), Duration::from_secs(60), || Err(NcclError::Broken)), Err(NcclError::Broken)));
         let limit = Duration::from_millis(1);
-        assert!(matches!(until(Instant::now(), limit, || Ok(false)), Err(NcclError::Late(late)) if late == limit));
+        assert!(matches!(poll_until(Instant::now(), limit, || Ok(false)), Err(NcclError::Late(late)) if late == limit));
     }
 }

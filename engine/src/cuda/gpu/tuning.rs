@@ -1,6 +1,6 @@
 //! Which of cuBLASLt's algorithms is the fastest: it guesses, the GPU's clock knows.
 
-use super::in_order;
+use super::driver_lock;
 use crate::cuda::{CudaError, plan::padded_rows};
 use cudarc::driver::{
     result::{self, DriverError},
@@ -18,7 +18,7 @@ const RUNS: usize = 4;
 /// What all runs of one product may take, but for first ones; how fast the algorithms that are left are stays unknown. Only long prompts' products
 /// on slow cards come so far.
 const ALL_MAX_MS: f32 = 100.0;
-/// For what was put on the stream before, longer than any step takes. Later than that, it waits for another GPU that is lost, and so would we.
+/// For what was enqueue on the stream before, longer than any step takes. Later than that, it waits for another GPU that is lost, and so would we.
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// An algorithm must be faster by this share than one that cuBLASLt prefers: differences below it are chance.
 const MARGIN: f32 = 0.02;
@@ -46,7 +46,7 @@ fn failed(source: DriverError) -> CudaError {
     CudaError::Driver { doing: "timing a product", source: Box::new(source) }
 }
 
-/// Times what is put on a stream, with memory to write to meanwhile.
+/// Times what is enqueue on a stream, with memory to write to meanwhile.
 pub(super) struct Clock {
     stream: CUstream,
     scratch: u64,
@@ -62,7 +62,7 @@ impl Clock {
     /// `None` where there is no memory left to write to.
     pub fn new(stream: CUstream, bytes: usize) -> Result<Option<Self>, CudaError> {
         let bytes = bytes.max(FLUSHED_BYTES);
-        let _ordered = in_order();
+        let _locked = driver_lock();
         // SAFETY: the size is not 0; memory is given back once, in `drop`.
         #[expect(unsafe_code)]
         let Ok(scratch) = (unsafe { result::malloc_sync(bytes) }) else {
@@ -80,28 +80,28 @@ impl Clock {
         self.scratch
     }
 
-    /// Milliseconds of the fastest of some runs; `None` when no time is left for it, or it cannot be put on the stream.
-    pub fn best(&mut self, put: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
+    /// Milliseconds of the fastest of some runs; `None` when no time is left for it, or it cannot be enqueue on the stream.
+    pub fn best(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         let mut best: Option<f32> = None;
         for run in 0..RUNS {
             if self.spent_ms > ALL_MAX_MS {
                 break;
             }
-            let Some(time) = self.time(&put)? else { return Ok(None) };
+            let Some(time) = self.time(&enqueue)? else { return Ok(None) };
             self.spent_ms += if run == 0 { 0.0 } else { time };
             best = Some(best.map_or(time, |best| best.min(time)));
         }
         Ok(best)
     }
 
-    fn time(&mut self, put: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
+    fn time(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         // SAFETY: stream, events and memory are alive, and the memory has so many bytes.
         #[expect(unsafe_code)]
         unsafe {
             // While this goes on, the host puts the rest on the stream: no event waits for it.
             result::memset_d8_async(self.scratch, 0, self.bytes, self.stream).map_err(failed)?;
             result::event::record(self.started, self.stream).map_err(failed)?;
-            if !put() {
+            if !enqueue() {
                 return Ok(None);
             }
             result::event::record(self.ended, self.stream).map_err(failed)?;
@@ -131,7 +131,7 @@ impl Drop for Clock {
         #[expect(unsafe_code)]
         unsafe {
             let _ = result::stream::synchronize(self.stream);
-            let _ordered = in_order();
+            let _locked = driver_lock();
             let _ = result::free_sync(self.scratch);
             let _ = result::event::destroy(self.started);
             let _ = result::event::destroy(self.ended);

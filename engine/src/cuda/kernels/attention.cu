@@ -21,7 +21,7 @@ struct Softmax {
     }
 
     /// Takes in the scores of 8 × TILES positions, and makes them powers.
-    template <int TILES> DEVICE_MEMBER void take(float scores[TILES][4]) {
+    template <int TILES> DEVICE_MEMBER void update(float scores[TILES][4]) {
         for (int half = 0; half < 2; half++) {
             float most = max[half];
             for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
@@ -43,10 +43,10 @@ struct Softmax {
     }
 
     /// Adds 16 positions' values, weighted by the powers of two tiles of eight.
-    DEVICE_MEMBER void add(const float first[4], const float second[4], const real *values, int lane) {
+    DEVICE_MEMBER void accumulate(const float first[4], const float second[4], const half_t *values, int lane) {
         const u32 powers[4] = {narrow_pair(first[0], first[1]), narrow_pair(first[2], first[3]), narrow_pair(second[0], second[1]),
                                narrow_pair(second[2], second[3])};
-        const real *row = values + (lane % 16) * STRIDE + lane / 16 * 8;
+        const half_t *row = values + (lane % 16) * STRIDE + lane / 16 * 8;
 #pragma unroll
         for (int n = 0; n < HEAD_PAD / 8; n += 2) {
             u32 b[4];
@@ -66,18 +66,18 @@ struct Softmax {
 };
 
 /// The fragment of 16 rows × 16 numbers for the first factor of a product.
-DEVICE void load_rows(u32 to[4], const real *rows, int lane) { load_matrices(to, rows + (lane % 16) * STRIDE + lane / 16 * 8); }
+DEVICE void load_rows(u32 to[4], const half_t *rows, int lane) { load_matrices(to, rows + (lane % 16) * STRIDE + lane / 16 * 8); }
 
 /// The fragments of 16 positions × 16 numbers for the second: two numbers for positions 0–7, two for 8–15.
-DEVICE void load_keys(u32 to[4], const real *keys, int lane) {
+DEVICE void load_keys(u32 to[4], const half_t *keys, int lane) {
     load_matrices(to, keys + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
 }
 
 /// Begins to copy the keys and values of `count` positions from `first` on; zeros for those from `end` on.
-DEVICE void copy_kv(real *keys, real *values, const real *pool, const u32 *table, int first, int end, int count, int layer, int kv_head,
+DEVICE void copy_kv(half_t *keys, half_t *values, const half_t *pool, const u32 *table, int first, int end, int count, int layer, int kv_head,
                     int thread, int threads) {
-    for (int piece = thread; piece < count * HEAD_PIECES; piece += threads) {
-        const int row = piece / HEAD_PIECES, at = piece % HEAD_PIECES * 8, position = first + row;
+    for (int vector = thread; vector < count * HEAD_VECTORS; vector += threads) {
+        const int row = vector / HEAD_VECTORS, at = vector % HEAD_VECTORS * 8, position = first + row;
         const bool present = position < end && at < HEAD_DIM;
         const u64 block = present ? table[position / BLOCK_SIZE] : 0;
         const int slot = present ? position % BLOCK_SIZE : 0, in_head = present ? at : 0;
@@ -87,9 +87,9 @@ DEVICE void copy_kv(real *keys, real *values, const real *pool, const u32 *table
 }
 
 /// Begins to copy packed query rows: `rows` of them from head `first_head` of token `token` on; zeros to fill `count`.
-DEVICE void copy_queries(real *to, const real *qkv, u64 token, int first_head, int rows, int count, int thread, int threads, int heads) {
-    for (int piece = thread; piece < count * HEAD_PIECES; piece += threads) {
-        const int row = piece / HEAD_PIECES, at = piece % HEAD_PIECES * 8;
+DEVICE void copy_queries(half_t *to, const half_t *qkv, u64 token, int first_head, int rows, int count, int thread, int threads, int heads) {
+    for (int vector = thread; vector < count * HEAD_VECTORS; vector += threads) {
+        const int row = vector / HEAD_VECTORS, at = vector % HEAD_VECTORS * 8;
         const bool present = row < rows && at < HEAD_DIM;
         const u64 from = (token + row / heads) * QKV_DIM + (first_head + row % heads) * HEAD_DIM + at;
         copy_async(to + row * STRIDE + at, qkv + (present ? from : 0), present);
@@ -101,17 +101,17 @@ constexpr int PROMPT_WARPS = 4;
 constexpr int PROMPT_DEPTH = 2;
 constexpr int PROMPT_ROWS = PROMPT_WARPS * PROMPT_DEPTH * 16;
 /// Positions in a tile.
-constexpr int PROMPT_TILE = LITTLE_SHARED ? 32 : 64;
+constexpr int PROMPT_TILE = SMALL_SHARED_MEMORY ? 32 : 64;
 /// Of shared memory: queries, and two tiles each of keys and values, one computed with while the other comes.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;
 
 /// Attention of consecutive tokens. A block per tile and key head. `tiles`: first row, tokens (PROMPT_ROWS / GROUP at most), position of
 /// the first token, where the sequence's blocks begin in `tables`. The KV of the tokens themselves is in the memory already.
 KERNEL(PROMPT_WARPS * 32)
-attend_prompt(const real *qkv, const real *pool, const u32 *tables, const int4 *tiles, real *out, int layer, float scale) {
+attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *tiles, half_t *out, int layer, float scale) {
     DYNAMIC_SHARED(shared);
-    real *queries = reinterpret_cast<real *>(shared);
-    real *keys = queries + PROMPT_ROWS * STRIDE, *values = keys + 2 * PROMPT_TILE * STRIDE;
+    half_t *queries = reinterpret_cast<half_t *>(shared);
+    half_t *keys = queries + PROMPT_ROWS * STRIDE, *values = keys + 2 * PROMPT_TILE * STRIDE;
     const int4 tile = tiles[blockIdx.x];
     const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int rows = tile.y * GROUP, end = tile.z + tile.y;
@@ -175,10 +175,10 @@ attend_prompt(const real *qkv, const real *pool, const u32 *tables, const int4 *
                     }
                 }
             }
-            softmax[m].take<PROMPT_TILE / 8>(scores[m]);
+            softmax[m].update<PROMPT_TILE / 8>(scores[m]);
 #pragma unroll
             for (int n = 0; n < PROMPT_TILE / 8; n += 2) {
-                softmax[m].add(scores[m][n], scores[m][n + 1], values + stage + n * 8 * STRIDE, lane);
+                softmax[m].accumulate(scores[m][n], scores[m][n + 1], values + stage + n * 8 * STRIDE, lane);
             }
         }
         block_sync();

@@ -6,36 +6,36 @@ constexpr int TOKEN_ROWS = 16;
 /// Positions a warp takes at a time.
 constexpr int TOKEN_TILE = 16;
 /// Tiles of a warp in shared memory: one computed with, the others on their way.
-constexpr int TOKEN_STAGES = LITTLE_SHARED ? 2 : 3;
+constexpr int TOKEN_STAGES = SMALL_SHARED_MEMORY ? 2 : 3;
 constexpr int TOKEN_STAGE = 2 * TOKEN_TILE * STRIDE;
 constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_STAGES * TOKEN_STAGE) * 2;
 /// At the end every warp's rows, their maxima and sums: in the same place.
-constexpr int TOKEN_PARTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
-constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_PARTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_PARTS_BYTES;
+constexpr int TOKEN_RESULTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
+constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_RESULTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_RESULTS_BYTES;
 
 /// A part of the positions of one token. A block per part, key head and 16 query heads of it. `parts`: row, first position, position after
 /// the last, where the sequence's blocks begin in `tables`. Results, not yet divided by their sums: [part][head][number], and each one's
 /// maximum and sum; none of parts without positions, which only fill a step up.
 KERNEL(TOKEN_WARPS * 32)
-attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *parts, float *outs, float2 *sums, int layer, float scale) {
+attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *partitions, float *partial_outputs, float2 *partial_sums, int layer, float scale) {
     DYNAMIC_SHARED(shared);
-    const int4 part = parts[blockIdx.x];
-    if (part.y == part.z) return;
+    const int4 partition = partitions[blockIdx.x];
+    if (partition.y == partition.z) return;
     const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int first_head = kv_head * GROUP + blockIdx.z * TOKEN_ROWS;
     const int left = GROUP - static_cast<int>(blockIdx.z) * TOKEN_ROWS, rows = left < TOKEN_ROWS ? left : TOKEN_ROWS;
-    const u32 *table = tables + part.w;
-    real *queries = reinterpret_cast<real *>(shared);
-    real *stages = queries + TOKEN_ROWS * STRIDE + warp * TOKEN_STAGES * TOKEN_STAGE;
-    const int steps = (part.z - part.y + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
+    const u32 *table = tables + partition.w;
+    half_t *queries = reinterpret_cast<half_t *>(shared);
+    half_t *stages = queries + TOKEN_ROWS * STRIDE + warp * TOKEN_STAGES * TOKEN_STAGE;
+    const int steps = (partition.z - partition.y + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
 
-    copy_queries(queries, qkv, part.x, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
+    copy_queries(queries, qkv, partition.x, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
     // Every warp has its own tiles and waits for nobody else's.
     const auto begin = [&](int step) {
         if (step < steps) {
-            real *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
-            const int first = part.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
-            copy_kv(keys, keys + TOKEN_TILE * STRIDE, pool, table, first, part.z, TOKEN_TILE, layer, kv_head, lane, 32);
+            half_t *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
+            const int first = partition.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
+            copy_kv(keys, keys + TOKEN_TILE * STRIDE, pool, table, first, partition.z, TOKEN_TILE, layer, kv_head, lane, 32);
         }
         copy_commit();
     };
@@ -51,8 +51,8 @@ attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *p
         begin(step + TOKEN_STAGES - 1);
         copy_wait<TOKEN_STAGES - 1>();
         warp_sync();
-        const real *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
-        const int first = part.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
+        const half_t *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
+        const int first = partition.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
         float scores[2][4] = {};
 #pragma unroll
         for (int k = 0; k < HEAD_PAD; k += 16) {
@@ -66,11 +66,11 @@ attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *p
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int position = first + n * 8 + lane % 4 * 2 + i % 2;
-                scores[n][i] = position < part.z ? scores[n][i] * scale : -INFINITY_F;
+                scores[n][i] = position < partition.z ? scores[n][i] * scale : -INFINITY_F;
             }
         }
-        softmax.take<2>(scores);
-        softmax.add(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
+        softmax.update<2>(scores);
+        softmax.accumulate(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
         // The next copies go where this step has read.
         warp_sync();
     }
@@ -100,26 +100,26 @@ attend_token(const real *qkv, const real *pool, const u32 *tables, const int4 *p
             sum += warp_sums[w * TOKEN_ROWS + row] * kept;
         }
         const u64 head = static_cast<u64>(blockIdx.x) * HEADS + first_head + row;
-        outs[head * HEAD_DIM + at] = out;
-        if (at == 0) sums[head] = make_float2(max, sum);
+        partial_outputs[head * HEAD_DIM + at] = out;
+        if (at == 0) partial_sums[head] = make_float2(max, sum);
     }
 }
 
 constexpr int COMBINE_THREADS = 128;
 
 /// Adds the parts of single tokens. A block per token and head. `rows`: row, its first part, how many parts it has; zeros where it has none.
-KERNEL(COMBINE_THREADS) combine(const float *outs, const float2 *sums, const int4 *rows, real *out) {
+KERNEL(COMBINE_THREADS) combine(const float *partial_outputs, const float2 *partial_sums, const int4 *rows, half_t *out) {
     const int4 row = rows[blockIdx.x];
     const int head = blockIdx.y;
     float max = -INFINITY_F;
-    for (int part = row.y; part < row.y + row.z; part++) max = fmaxf(max, sums[static_cast<u64>(part) * HEADS + head].x);
+    for (int partition = row.y; partition < row.y + row.z; partition++) max = fmaxf(max, partial_sums[static_cast<u64>(partition) * HEADS + head].x);
     for (int at = threadIdx.x; at < HEAD_DIM; at += COMBINE_THREADS) {
         float total = 0, sum = 0;
-        for (int part = row.y; part < row.y + row.z; part++) {
-            const u64 place = static_cast<u64>(part) * HEADS + head;
-            const float kept = exp2_fast(sums[place].x - max);
-            total += outs[place * HEAD_DIM + at] * kept;
-            sum += sums[place].y * kept;
+        for (int partition = row.y; partition < row.y + row.z; partition++) {
+            const u64 place = static_cast<u64>(partition) * HEADS + head;
+            const float kept = exp2_fast(partial_sums[place].x - max);
+            total += partial_outputs[place * HEAD_DIM + at] * kept;
+            sum += partial_sums[place].y * kept;
         }
         out[static_cast<u64>(row.x) * HEADS * HEAD_DIM + head * HEAD_DIM + at] = narrow(row.z ? total / sum : 0.0f);
     }

@@ -1,6 +1,6 @@
 // The model's shape, known when the kernels are compiled, and what follows from it.
 //
-// Given: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, LITTLE_SHARED (1: a block
+// Given: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, SMALL_SHARED_MEMORY (1: a block
 // may have less than 100 KiB of shared memory), PAIRS_ADJACENT (1: RoPE turns numbers 2i and
 // 2i + 1, 0: i and i + HEAD_DIM / 2).
 
@@ -9,7 +9,7 @@ constexpr int GROUP = HEADS / KV_HEADS;
 /// As the matrix units take it.
 constexpr int HEAD_PAD = (HEAD_DIM + 15) / 16 * 16;
 /// Of 8 numbers, 16 bytes.
-constexpr int HEAD_PIECES = HEAD_PAD / 8;
+constexpr int HEAD_VECTORS = HEAD_PAD / 8;
 constexpr int KV_DIM = KV_HEADS * HEAD_DIM;
 /// A row of the product that makes queries, keys and values, in this order.
 constexpr int QKV_DIM = (HEADS + 2 * KV_HEADS) * HEAD_DIM;

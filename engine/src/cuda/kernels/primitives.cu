@@ -10,7 +10,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 /// A weight, an activation, a key or a value: two bytes, never computed with as they are.
-typedef u16 real;
+typedef u16 half_t;
 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
@@ -21,7 +21,7 @@ typedef u16 real;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-DEVICE float widen(real bits) {
+DEVICE float widen(half_t bits) {
 #if HALF_IS_FLOAT16
     float number;
     asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(bits));
@@ -32,8 +32,8 @@ DEVICE float widen(real bits) {
 }
 
 /// The nearest, of two equally near the even one.
-DEVICE real narrow(float number) {
-    real bits;
+DEVICE half_t narrow(float number) {
+    half_t bits;
 #if HALF_IS_FLOAT16
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(number));
 #else
@@ -82,7 +82,7 @@ DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
 DEVICE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 /// Four 8 × 8 matrices of shared memory to fragments; lane l names row l % 8 (16 bytes, aligned) of matrix l / 8.
-DEVICE void load_matrices(u32 to[4], const real *row) {
+DEVICE void load_matrices(u32 to[4], const half_t *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared_address(row))
@@ -90,7 +90,7 @@ DEVICE void load_matrices(u32 to[4], const real *row) {
 }
 
 /// The same, each matrix transposed.
-DEVICE void load_matrices_transposed(u32 to[4], const real *row) {
+DEVICE void load_matrices_transposed(u32 to[4], const half_t *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared_address(row))
@@ -98,7 +98,7 @@ DEVICE void load_matrices_transposed(u32 to[4], const real *row) {
 }
 
 /// Begins to copy 16 bytes to shared memory; zeros where nothing is `present` (nothing is read then).
-DEVICE void copy_async(real *shared, const real *global, bool present) {
+DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
                  : "r"(shared_address(shared)), "l"(global), "r"(present ? 16 : 0)

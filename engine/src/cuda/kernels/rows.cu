@@ -7,18 +7,18 @@ struct __align__(16) Eight {
     u32 pairs[4];
 };
 
-DEVICE float first_of(u32 pair) { return widen(static_cast<real>(pair & 0xffff)); }
-DEVICE float second_of(u32 pair) { return widen(static_cast<real>(pair >> 16)); }
+DEVICE float first_of(u32 pair) { return widen(static_cast<half_t>(pair & 0xffff)); }
+DEVICE float second_of(u32 pair) { return widen(static_cast<half_t>(pair >> 16)); }
 
 /// Token ids to the first state of the stream. A block per row; `width` is a multiple of 8.
-KERNEL(ROW_THREADS) embed(const u32 *tokens, const real *embedding, float *stream, int width) {
+KERNEL(ROW_THREADS) embed(const u32 *tokens, const half_t *embedding, float *stream, int width) {
     const u64 row = blockIdx.x;
-    const real *from = embedding + static_cast<u64>(tokens[row]) * width;
+    const half_t *from = embedding + static_cast<u64>(tokens[row]) * width;
     for (int i = threadIdx.x; i < width; i += ROW_THREADS) stream[row * width + i] = widen(from[i]);
 }
 
 /// out = x / sqrt(mean(x²) + eps) × weight, of row `rows[i]` (of row i where there are no `rows`) into row i. A block per row.
-KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *weight, real *out, int width, float eps) {
+KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *weight, half_t *out, int width, float eps) {
     __shared__ float sums[ROW_THREADS / 32];
     const u64 to = blockIdx.x, from = rows ? rows[to] : to;
     const float *x = stream + from * width;
@@ -37,11 +37,11 @@ KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *
 }
 
 /// Cosine and sine of every row's turns, times the magnitude: [row][pair]. In double precision, because positions are large. A block per row.
-KERNEL(64) turns(const u32 *positions, const double *frequencies, float2 *turns, double magnitude) {
+KERNEL(64) rope(const u32 *positions, const double *frequencies, float2 *rotations, double magnitude) {
     const u64 row = blockIdx.x;
     for (int pair = threadIdx.x; pair < HEAD_DIM / 2; pair += 64) {
         const double angle = positions[row] * frequencies[pair];
-        turns[row * (HEAD_DIM / 2) + pair] =
+        rotations[row * (HEAD_DIM / 2) + pair] =
             make_float2(static_cast<float>(cos(angle) * magnitude), static_cast<float>(sin(angle) * magnitude));
     }
 }
@@ -51,14 +51,14 @@ constexpr int HEADS_A_BLOCK = 4;
 /// Adds biases, normalises and turns queries and keys, writes keys and values to their slots of the KV memory; queries stay in their
 /// places. A warp per row and head. `biases` and the norms may be absent. `slots`: block × BLOCK_SIZE + slot of each row, or NO_SLOT.
 KERNEL(HEADS_A_BLOCK * 32)
-store_kv(real *qkv, const float *biases, const float *query_norm, const float *key_norm, const float2 *turns, const u32 *slots, real *pool,
+store_kv(half_t *qkv, const float *biases, const float *query_norm, const float *key_norm, const float2 *rotations, const u32 *slots, half_t *pool,
          int layer, float eps) {
     constexpr int HALF = HEAD_DIM / 2, EACH = (HALF + 31) / 32;
     const u64 row = blockIdx.x;
     const int head = blockIdx.y * HEADS_A_BLOCK + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (head >= HEADS + 2 * KV_HEADS) return;
     const bool is_query = head < HEADS, is_value = head >= HEADS + KV_HEADS;
-    real *from = qkv + row * QKV_DIM + head * HEAD_DIM;
+    half_t *from = qkv + row * QKV_DIM + head * HEAD_DIM;
     const float *norm = is_query ? query_norm : is_value ? nullptr : key_norm;
     float pairs[EACH][2];
     int places[EACH][2];
@@ -81,7 +81,7 @@ store_kv(real *qkv, const float *biases, const float *query_norm, const float *k
             }
         }
     }
-    real *to = from;
+    half_t *to = from;
     if (!is_query) {
         const u32 slot = slots[row];
         if (slot == NO_SLOT) return;
@@ -93,9 +93,9 @@ store_kv(real *qkv, const float *biases, const float *query_norm, const float *k
         if (pair >= HALF) continue;
         float first = pairs[i][0], second = pairs[i][1];
         if (!is_value) {
-            const float2 turn = turns[row * HALF + pair];
-            first = pairs[i][0] * turn.x - pairs[i][1] * turn.y;
-            second = pairs[i][1] * turn.x + pairs[i][0] * turn.y;
+            const float2 rotation = rotations[row * HALF + pair];
+            first = pairs[i][0] * rotation.x - pairs[i][1] * rotation.y;
+            second = pairs[i][1] * rotation.x + pairs[i][0] * rotation.y;
         }
         to[places[i][0]] = narrow(first);
         to[places[i][1]] = narrow(second);
@@ -105,7 +105,7 @@ store_kv(real *qkv, const float *biases, const float *query_norm, const float *k
 DEVICE float swiglu_of(float gate, float up) { return gate / (1.0f + exp2_fast(gate * -1.44269504f)) * up; }
 
 /// gate ÷ (1 + e^-gate) × up. Rows of `gates` have `ffn` gates (a multiple of 8), then as many ups. A thread per eight numbers.
-KERNEL(ROW_THREADS) swiglu(const real *gates, real *out, int ffn, u32 rows) {
+KERNEL(ROW_THREADS) swiglu(const half_t *gates, half_t *out, int ffn, u32 rows) {
     const u64 eight = static_cast<u64>(blockIdx.x) * ROW_THREADS + threadIdx.x, each = ffn / 8;
     if (eight >= each * rows) return;
     const u64 row = eight / each, at = eight % each * 8;

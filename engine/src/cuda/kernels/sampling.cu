@@ -11,7 +11,7 @@ constexpr u32 NO_TOKEN = 0xffffffffu;
 constexpr float LOG_WEIGHT_MIN = -50.0f;
 
 /// How a row's token is drawn. engine/src/cuda/draws.rs writes it.
-struct Draw {
+struct SampleSettings {
     /// Decides the draw.
     double uniform;
     /// 0: the likeliest.
@@ -28,7 +28,7 @@ struct Draw {
     u32 top;
     u32 padding;
 };
-static_assert(sizeof(Draw) == 56, "the host writes 56 bytes");
+static_assert(sizeof(SampleSettings) == 56, "the host writes 56 bytes");
 
 /// What changes a token's logit: how often it was generated, whether it is in prompt or output, its bias.
 struct Adjustment {
@@ -38,7 +38,7 @@ struct Adjustment {
 static_assert(sizeof(Adjustment) == 16, "the host writes 16 bytes");
 
 /// A token with the logarithm of its probability before temperature, penalties and mask.
-struct Likelihood {
+struct TokenLogprob {
     u32 token;
     float logprob;
 };
@@ -130,7 +130,7 @@ struct Row {
 };
 
 /// Candidates that are kept: weights above one with these bits, and of those that are equal to it the tokens up to `last`.
-struct Kept {
+struct Candidates {
     u32 least, last;
 
     DEVICE_MEMBER bool keeps(u32 token, float weight) const {
@@ -140,7 +140,7 @@ struct Kept {
 
     /// Keeps, of what is kept, the heaviest that together measure `target` or more. No weight is above 1.
     template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
-        const Kept all = *this;
+        const Candidates all = *this;
         // Weights of at least `low` measure enough, those of at least `high` do not.
         u32 low = 1, high = __float_as_uint(1.0f) + 1;
         const auto from = [&](u32 least_bits, u32 token, float weight) {
@@ -169,13 +169,13 @@ struct Kept {
 
 /// Draws the token of every row of logits. `scratch` has the size of `logits`; `tops` has `top_max` places a row.
 KERNEL(SAMPLE_THREADS)
-sample(const float *logits, float *scratch, int vocab, const Draw *draws, const Adjustment *adjustments, const u32 *masks,
-       Likelihood *drawn, Likelihood *tops, int top_max) {
+sample(const float *logits, float *scratch, int vocab, const SampleSettings *draws, const Adjustment *adjustments, const u32 *masks,
+       TokenLogprob *drawn, TokenLogprob *tops, int top_max) {
     __shared__ double sums[SAMPLE_WARPS];
     __shared__ Best bests[SAMPLE_WARPS];
     const u64 index = blockIdx.x;
     const float *raw = logits + index * vocab;
-    const Draw draw = draws[index];
+    const SampleSettings draw = draws[index];
     Row row = {scratch + index * vocab, static_cast<u32>(vocab), sums, bests};
     for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) row.numbers[i] = raw[i];
     block_sync();
@@ -216,7 +216,7 @@ sample(const float *logits, float *scratch, int vocab, const Draw *draws, const 
             row.numbers[i] = weight >= draw.min_p ? weight : 0.0f;
         }
         block_sync();
-        Kept kept = {0, NO_TOKEN};
+        Candidates kept = {0, NO_TOKEN};
         const auto itself = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? static_cast<double>(weight) : 0.0; };
         const auto one = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? 1.0 : 0.0; };
         if (draw.top_k > 0 && row.sum(one) > draw.top_k) {

@@ -23,7 +23,7 @@ const fn shape(half: Half, heads: usize, kv_heads: usize, head_dim: usize, block
         vocab_size: 8,
         block_size,
         pairs,
-        little_shared: false,
+        small_shared_memory: false,
     }
 }
 
@@ -110,30 +110,41 @@ fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batc
         .zip(&given.blocks)
         .map(|(s, blocks)| Chunk { tokens: &longest[..s.new], start: s.before as u32, blocks, logits: Logits::None })
         .collect();
-    let batch = Batch::new(&chunks, &[], shape, device.processors());
+    let batch = Batch::new(&chunks, shape, device.multiprocessors());
     let numbers =
         |numbers: Vec<u32>| Memory::of(&device, &numbers.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
     let lists = |lists: &[[u32; 4]]| numbers(lists.iter().flatten().copied().collect());
     let (qkv, pool) = (Memory::of(&device, &given.qkv).unwrap(), Memory::of(&device, &given.pool).unwrap());
     let (tables, tiles) = (numbers(batch.tables.clone()), lists(&batch.tiles));
-    let (parts, combined) = (lists(&batch.parts), lists(&batch.combined));
+    let (partitions, combined) = (lists(&batch.partitions), lists(&batch.combined));
     let out = Memory::new(&device, batch.rows() * shape.query_dim() * 2).unwrap();
-    let outs = Memory::new(&device, batch.parts.len() * shape.query_dim() * 4).unwrap();
-    let sums = Memory::new(&device, batch.parts.len() * shape.heads * 8).unwrap();
-    let scale = single((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
+    let partial_outputs = Memory::new(&device, batch.partitions.len() * shape.query_dim() * 4).unwrap();
+    let partial_sums = Memory::new(&device, batch.partitions.len() * shape.heads * 8).unwrap();
+    let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
     let (qkv, pool, tables) = (qkv.address(), pool.address(), tables.address());
     if !batch.tiles.is_empty() {
         let grid = [batch.tiles.len(), shape.kv_heads, 1];
         let launch = Launch { kernel: Kernel::AttendPrompt, grid, shared_bytes: shape.prompt_bytes() };
         device.launch(launch, &mut [qkv, pool, tables, tiles.address(), out.address(), LAYER as u64, scale]).unwrap();
     }
-    if !batch.parts.is_empty() {
-        let grid = [batch.parts.len(), shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
+    if !batch.partitions.is_empty() {
+        let grid = [batch.partitions.len(), shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
         let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
-        let arguments = &mut [qkv, pool, tables, parts.address(), outs.address(), sums.address(), LAYER as u64, scale];
+        let arguments = &mut [
+            qkv,
+            pool,
+            tables,
+            partitions.address(),
+            partial_outputs.address(),
+            partial_sums.address(),
+            LAYER as u64,
+            scale,
+        ];
         device.launch(launch, arguments).unwrap();
         let launch = Launch { kernel: Kernel::Combine, grid: [batch.combined.len(), shape.heads, 1], shared_bytes: 0 };
-        device.launch(launch, &mut [outs.address(), sums.address(), combined.address(), out.address()]).unwrap();
+        device
+            .launch(launch, &mut [partial_outputs.address(), partial_sums.address(), combined.address(), out.address()])
+            .unwrap();
     }
     let mut bytes = vec![0; batch.rows() * shape.query_dim() * 2];
     device.download(out.address(), &mut bytes).unwrap();
@@ -192,13 +203,13 @@ fn prompts_and_single_tokens_share_a_step() {
 }
 
 /// GPUs that are not made for data centres have 99 KiB for a block.
-const fn little(shape: Shape) -> Shape {
-    Shape { little_shared: true, ..shape }
+const fn small_shared(shape: Shape) -> Shape {
+    Shape { small_shared_memory: true, ..shape }
 }
 
 #[test]
 fn smaller_tiles_attend_to_the_same() {
-    let shape = little(shape(Half::BFloat16, 4, 1, 128, 16));
+    let shape = small_shared(shape(Half::BFloat16, 4, 1, 128, 16));
     assert!(shape.prompt_bytes() <= 99 << 10 && shape.token_bytes() <= 99 << 10);
     compare(shape, &[sequence(0, 33), sequence(63, 2), sequence(32, 40), sequence(333, 1), sequence(0, 1)]);
 }
@@ -206,7 +217,7 @@ fn smaller_tiles_attend_to_the_same() {
 #[test]
 fn the_host_knows_the_kernels_sizes() {
     let large = shape(Half::BFloat16, 4, 1, 128, 16);
-    for shape in [large, little(large), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
+    for shape in [large, small_shared(large), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
         let found = Emulated::new(&shape, 0).constants();
         let known = [Shape::PROMPT_ROWS, shape.prompt_bytes(), Shape::TOKEN_ROWS, shape.token_bytes()];
         assert_eq!(found.map(|constant| constant as usize), known);

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::cuda::{
-    device::{Factors, Into, Line, LineName, Product},
+    device::{CommunicatorId, Epilogue, Gemm, Operands, PeerCommunicator},
     pool::HANDLE_BYTES,
 };
 use half::{bf16, f16};
@@ -28,16 +28,16 @@ pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 pub(super) struct Emulated {
     library: Arc<Library>,
     order: u32,
-    /// Sizes of what was taken and not given back, by address.
-    taken: Arc<Mutex<HashMap<u64, usize>>>,
+    /// Sizes of what was allocated and not given back, by address.
+    allocated: Arc<Mutex<HashMap<u64, usize>>>,
     /// While it records: what it was asked for.
-    recording: Mutex<Option<Vec<Recorded>>>,
+    capture: Mutex<Option<Vec<Captured>>>,
     /// See `recordings`.
     counts: Arc<[AtomicUsize; 2]>,
     /// What this queue has prepared.
-    prepared: Mutex<HashSet<Product>>,
-    /// See `refuse_to_record`.
-    refuses: Arc<AtomicBool>,
+    prepared: Mutex<HashSet<Gemm>>,
+    /// See `refuse_capture`.
+    refuses_capture: Arc<AtomicBool>,
     /// See `fail_after`.
     sums_left: Arc<AtomicUsize>,
     /// For a sum that will never end, unless its connection does.
@@ -45,10 +45,10 @@ pub(super) struct Emulated {
 }
 
 /// What a device was asked for while it recorded.
-pub(super) enum Recorded {
+pub(super) enum Captured {
     Copy { from: u64, to: u64, bytes: usize },
     Launch(Launch, Vec<u64>),
-    Multiply(Half, Product, Factors),
+    Gemm(Half, Gemm, Operands),
 }
 
 /// The kernels for a shape, built once a process.
@@ -80,7 +80,7 @@ fn library(shape: &Shape) -> Arc<Library> {
         .arg(source)
         .output()
         .expect("g++ is missing: install it (Debian: apt-get install g++)");
-    assert!(compiled.status.success(), "g++ refuses the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
+    assert!(compiled.status.success(), "g++ refuses_capture the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
     // SAFETY: the library is ours and has no initialisers.
     #[expect(unsafe_code)]
     let library = Arc::new(unsafe { Library::new(&file) }.unwrap());
@@ -93,19 +93,19 @@ impl Emulated {
         Self {
             library: library(shape),
             order,
-            taken: Arc::default(),
-            recording: Mutex::default(),
+            allocated: Arc::default(),
+            capture: Mutex::default(),
             counts: Arc::default(),
             prepared: Mutex::default(),
-            refuses: Arc::default(),
+            refuses_capture: Arc::default(),
             sums_left: Arc::new(AtomicUsize::new(usize::MAX)),
             stuck: AtomicBool::default(),
         }
     }
 
-    /// It does all work, and takes no recording of it.
-    pub fn refuse_to_record(&self) {
-        self.refuses.store(true, Ordering::Relaxed);
+    /// It does all work, and takes no capture of it.
+    pub fn refuse_capture(&self) {
+        self.refuses_capture.store(true, Ordering::Relaxed);
     }
 
     /// The device is lost after so many more sums. The driver says so only to who waits for it, and other ranks' sums wait for ever.
@@ -118,33 +118,33 @@ impl Emulated {
     }
 
     /// Recordings that were made or refused on all queues, and how many times any was replayed.
-    pub fn recordings(&self) -> [usize; 2] {
+    pub fn capture_counts(&self) -> [usize; 2] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Whether the device records, and so puts this off.
-    fn puts_off(&self, what: impl FnOnce() -> Recorded) -> bool {
-        let mut recording = self.recording.lock().unwrap();
-        if let Some(recorded) = &mut *recording {
+    fn defer(&self, what: impl FnOnce() -> Captured) -> bool {
+        let mut capture = self.capture.lock().unwrap();
+        if let Some(recorded) = &mut *capture {
             recorded.push(what());
         }
-        recording.is_some()
+        capture.is_some()
     }
 
-    /// A recording has no place for what is done at once.
-    fn at_once(&self) {
-        assert!(self.recording.lock().unwrap().is_none(), "a device that records does nothing else");
+    /// A capture has no place for what is done at once.
+    fn assert_not_capturing(&self) {
+        assert!(self.capture.lock().unwrap().is_none(), "a device that records does nothing else");
     }
 
     /// A device that is waited for.
-    fn ends(&self) {
-        self.at_once();
+    fn assert_not_stuck(&self) {
+        self.assert_not_capturing();
         assert!(!self.stuck.load(Ordering::Relaxed), "a rank waits for one that is lost, and the host for that rank");
     }
 
-    /// Bytes that are taken and not given back.
-    pub fn taken_bytes(&self) -> usize {
-        self.taken.lock().unwrap().values().sum()
+    /// Bytes that are allocated and not given back.
+    pub fn allocated_bytes(&self) -> usize {
+        self.allocated.lock().unwrap().values().sum()
     }
 
     /// PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS, TOKEN_BYTES, as the kernels have them.
@@ -160,14 +160,14 @@ impl Emulated {
     }
 
     fn check(&self, address: u64, len: usize) {
-        let taken = self.taken.lock().unwrap();
-        let inside = taken.iter().any(|(start, bytes)| *start <= address && address + len as u64 <= start + *bytes as u64);
+        let allocated = self.allocated.lock().unwrap();
+        let inside = allocated.iter().any(|(start, bytes)| *start <= address && address + len as u64 <= start + *bytes as u64);
         assert!(inside, "{len} bytes at {address:#x} are not of one piece of memory");
     }
 
     fn read(&self, address: u64, into: &mut [u8]) {
         self.check(address, into.len());
-        // SAFETY: the bytes are of memory that was taken and not given back, and tests use a device from one thread.
+        // SAFETY: the bytes are of memory that was allocated and not given back, and tests use a device from one thread.
         #[expect(unsafe_code)]
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, into.as_mut_ptr(), into.len());
@@ -209,18 +209,18 @@ pub(super) fn widened(half: Half, bytes: &[u8]) -> Vec<f64> {
 }
 
 impl Device for Emulated {
-    type Connection = Connected;
+    type Communicators = EmulatedCommunicators;
 
-    const CONNECTION_BYTES: usize = 1 << 20;
+    const COMMUNICATOR_BYTES: usize = 1 << 20;
 
-    fn connect(ranks: &[Arc<Self>]) -> Result<Connected, CudaError> {
-        let taken: HashSet<_> = ranks.iter().map(|rank| Arc::as_ptr(&rank.taken)).collect();
-        assert_eq!(taken.len(), ranks.len(), "each rank has a device of its own");
-        Ok(Connected(ranks.to_vec()))
+    fn connect_ranks(ranks: &[Arc<Self>]) -> Result<EmulatedCommunicators, CudaError> {
+        let allocated: HashSet<_> = ranks.iter().map(|rank| Arc::as_ptr(&rank.allocated)).collect();
+        assert_eq!(allocated.len(), ranks.len(), "each rank has a device of its own");
+        Ok(EmulatedCommunicators(ranks.to_vec()))
     }
 
     /// In the ranks' order.
-    fn add_up(_: &Connected, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
+    fn all_reduce_sum(_: &EmulatedCommunicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
         for (rank, _) in ranks {
             let fewer = |left| (left != usize::MAX).then(|| usize::saturating_sub(left, 1));
             let _ = rank.sums_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer);
@@ -240,25 +240,25 @@ impl Device for Emulated {
         Ok(())
     }
 
-    type Graph = Vec<Recorded>;
+    type Graph = Vec<Captured>;
 
-    fn beside(&self) -> Result<Self, CudaError> {
-        let (library, taken, counts) = (Arc::clone(&self.library), Arc::clone(&self.taken), Arc::clone(&self.counts));
-        let (refuses, sums_left) = (Arc::clone(&self.refuses), Arc::clone(&self.sums_left));
-        let (recording, prepared, stuck) = (Mutex::default(), Mutex::default(), AtomicBool::default());
-        Ok(Self { library, order: self.order, taken, recording, counts, prepared, refuses, sums_left, stuck })
+    fn new_stream(&self) -> Result<Self, CudaError> {
+        let (library, allocated, counts) = (Arc::clone(&self.library), Arc::clone(&self.allocated), Arc::clone(&self.counts));
+        let (refuses_capture, sums_left) = (Arc::clone(&self.refuses_capture), Arc::clone(&self.sums_left));
+        let (capture, prepared, stuck) = (Mutex::default(), Mutex::default(), AtomicBool::default());
+        Ok(Self { library, order: self.order, allocated, capture, counts, prepared, refuses_capture, sums_left, stuck })
     }
 
-    fn processors(&self) -> usize {
+    fn multiprocessors(&self) -> usize {
         3
     }
 
     fn free_bytes(&self) -> Result<usize, CudaError> {
-        Ok((64 << 20) - self.taken_bytes())
+        Ok((64 << 20) - self.allocated_bytes())
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
-        self.at_once();
+        self.assert_not_capturing();
         // SAFETY: the function has this type.
         #[expect(unsafe_code)]
         let address = unsafe {
@@ -266,14 +266,14 @@ impl Device for Emulated {
             function(bytes)
         };
         assert_ne!(address, 0, "the host has no memory left");
-        self.taken.lock().unwrap().insert(address, bytes);
+        self.allocated.lock().unwrap().insert(address, bytes);
         Ok(address)
     }
 
     fn free(&self, address: u64) {
-        self.ends();
-        let bytes = self.taken.lock().unwrap().remove(&address).expect("memory is given back once");
-        // SAFETY: the function has this type, and the memory was taken with this size.
+        self.assert_not_stuck();
+        let bytes = self.allocated.lock().unwrap().remove(&address).expect("memory is given back once");
+        // SAFETY: the function has this type, and the memory was allocated with this size.
         #[expect(unsafe_code)]
         unsafe {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(u64, usize)> = self.library.get(b"release").unwrap();
@@ -282,19 +282,19 @@ impl Device for Emulated {
     }
 
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
-        self.ends();
+        self.assert_not_stuck();
         self.write(to, bytes);
         Ok(())
     }
 
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError> {
-        self.ends();
+        self.assert_not_stuck();
         self.read(from, into);
         Ok(())
     }
 
     fn wait(&self) -> Result<(), CudaError> {
-        self.ends();
+        self.assert_not_stuck();
         Self::wait_all(&[self])
     }
 
@@ -302,21 +302,21 @@ impl Device for Emulated {
         match ranks.iter().find(|rank| rank.is_lost()) {
             Some(_) => Err(CudaError::Driver { doing: "testing", source: "the device is lost".into() }),
             None => {
-                ranks.iter().for_each(|rank| rank.ends());
+                ranks.iter().for_each(|rank| rank.assert_not_stuck());
                 Ok(())
             }
         }
     }
 
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
-        if self.puts_off(|| Recorded::Copy { from, to, bytes }) {
+        if self.defer(|| Captured::Copy { from, to, bytes }) {
             return Ok(());
         }
         self.upload(to, &self.read_all(from, bytes))
     }
 
     fn launch(&self, launch: Launch, arguments: &mut [u64]) -> Result<(), CudaError> {
-        if self.puts_off(|| Recorded::Launch(launch, arguments.to_vec())) {
+        if self.defer(|| Captured::Launch(launch, arguments.to_vec())) {
             return Ok(());
         }
         let grid = launch.grid.map(|blocks| blocks as u32);
@@ -334,68 +334,68 @@ impl Device for Emulated {
         Ok(())
     }
 
-    fn multiply(&self, half: Half, product: Product, factors: Factors) -> Result<(), CudaError> {
-        if self.puts_off(|| Recorded::Multiply(half, product, factors)) {
-            assert!(self.prepared.lock().unwrap().contains(&product), "{product:?} was not prepared");
+    fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError> {
+        if self.defer(|| Captured::Gemm(half, gemm, operands)) {
+            assert!(self.prepared.lock().unwrap().contains(&gemm), "{gemm:?} was not prepared");
             return Ok(());
         }
-        let Product { rows, inputs, outputs, into } = product;
-        let weights = widened(half, &self.read_all(factors.weights, outputs * inputs * 2));
-        let all = widened(half, &self.read_all(factors.inputs, rows * inputs * 2));
-        let bytes = if into == Into::Halves { 2 } else { 4 };
-        let mut all_out = self.read_all(factors.outputs, rows * outputs * bytes);
+        let Gemm { rows, inputs, outputs, epilogue } = gemm;
+        let weights = widened(half, &self.read_all(operands.weights, outputs * inputs * 2));
+        let all = widened(half, &self.read_all(operands.inputs, rows * inputs * 2));
+        let bytes = if epilogue == Epilogue::StoreHalf { 2 } else { 4 };
+        let mut all_out = self.read_all(operands.outputs, rows * outputs * bytes);
         for (row, out) in all.chunks_exact(inputs).zip(all_out.chunks_exact_mut(outputs * bytes)) {
             for (weights, out) in weights.chunks_exact(inputs).zip(out.chunks_exact_mut(bytes)) {
                 let sum = weights.iter().zip(row).map(|(weight, input)| weight * input).sum::<f64>() as f32;
-                match into {
-                    Into::Halves => out.copy_from_slice(&narrow(half, sum)),
-                    Into::Singles => out.copy_from_slice(&sum.to_le_bytes()),
-                    Into::Sum => {
+                match epilogue {
+                    Epilogue::StoreHalf => out.copy_from_slice(&narrow(half, sum)),
+                    Epilogue::StoreSingle => out.copy_from_slice(&sum.to_le_bytes()),
+                    Epilogue::AddSingle => {
                         let before = f32::from_le_bytes(out.try_into().unwrap());
                         out.copy_from_slice(&(before + sum).to_le_bytes());
                     }
                 }
             }
         }
-        self.write(factors.outputs, &all_out);
+        self.write(operands.outputs, &all_out);
         Ok(())
     }
 
     /// Nothing: here, products need nothing.
-    fn prepare(&self, _half: Half, products: &[(Product, Factors)], _limit: Duration) -> Result<(), CudaError> {
-        for (Product { rows, inputs, outputs, .. }, factors) in products {
-            self.check(factors.weights, outputs * inputs * 2);
-            self.check(factors.inputs, rows * inputs * 2);
+    fn prepare(&self, _half: Half, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
+        for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
+            self.check(operands.weights, outputs * inputs * 2);
+            self.check(operands.inputs, rows * inputs * 2);
         }
-        self.prepared.lock().unwrap().extend(products.iter().map(|(product, _)| *product));
+        self.prepared.lock().unwrap().extend(gemms.iter().map(|(gemm, _)| *gemm));
         Ok(())
     }
 
-    fn record(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError> {
-        self.at_once();
-        *self.recording.lock().unwrap() = Some(Vec::new());
+    fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError> {
+        self.assert_not_capturing();
+        *self.capture.lock().unwrap() = Some(Vec::new());
         let worked = work();
-        let recorded = self.recording.lock().unwrap().take().unwrap();
+        let recorded = self.capture.lock().unwrap().take().unwrap();
         self.counts[0].fetch_add(1, Ordering::Relaxed);
         worked?;
-        match self.refuses.load(Ordering::Relaxed) {
+        match self.refuses_capture.load(Ordering::Relaxed) {
             true => Err(CudaError::Driver { doing: "testing", source: "it records nothing".into() }),
             false => Ok(recorded),
         }
     }
 
     fn replay(&self, graph: &Self::Graph) -> Result<(), CudaError> {
-        self.at_once();
+        self.assert_not_capturing();
         self.counts[1].fetch_add(1, Ordering::Relaxed);
         graph.iter().try_for_each(|recorded| match recorded {
-            Recorded::Copy { from, to, bytes } => self.copy(*from, *to, *bytes),
-            Recorded::Launch(launch, arguments) => self.launch(*launch, &mut arguments.clone()),
-            Recorded::Multiply(half, product, factors) => self.multiply(*half, *product, *factors),
+            Captured::Copy { from, to, bytes } => self.copy(*from, *to, *bytes),
+            Captured::Launch(launch, arguments) => self.launch(*launch, &mut arguments.clone()),
+            Captured::Gemm(half, gemm, operands) => self.gemm(*half, *gemm, *operands),
         })
     }
 
     fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError> {
-        let bytes = self.taken.lock().unwrap()[&address] as u64;
+        let bytes = self.allocated.lock().unwrap()[&address] as u64;
         let mut exported = [0; HANDLE_BYTES];
         exported[..8].copy_from_slice(&address.to_le_bytes());
         exported[8..16].copy_from_slice(&bytes.to_le_bytes());
@@ -404,44 +404,44 @@ impl Device for Emulated {
 
     fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError> {
         let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
-        let known = self.taken.lock().unwrap().insert(number(0), number(8) as usize);
+        let known = self.allocated.lock().unwrap().insert(number(0), number(8) as usize);
         assert!(known.is_none(), "it is this device's own");
         Ok((number(0), number(8) as usize))
     }
 
     fn close(&self, address: u64) {
-        self.taken.lock().unwrap().remove(&address).expect("memory is closed once");
+        self.allocated.lock().unwrap().remove(&address).expect("memory is closed once");
     }
 
-    type Line = Pipe;
+    type PeerCommunicator = Pipe;
 
-    fn has_lines() -> bool {
+    fn nccl_available() -> bool {
         true
     }
 
-    fn name_line() -> Result<LineName, CudaError> {
+    fn new_communicator_id() -> Result<CommunicatorId, CudaError> {
         static NAMED: AtomicU64 = AtomicU64::new(0);
         let mut name = [0; 128];
         name[..8].copy_from_slice(&NAMED.fetch_add(1, Ordering::Relaxed).to_le_bytes());
         Ok(name)
     }
 
-    fn line(&self, name: &LineName, end: u32, _limit: Duration) -> Result<Pipe, CudaError> {
-        static PIPES: Mutex<BTreeMap<LineName, [Option<PipeEnd>; 2]>> = Mutex::new(BTreeMap::new());
+    fn connect_peer(&self, id: &CommunicatorId, rank: u32, _limit: Duration) -> Result<Pipe, CudaError> {
+        static PIPES: Mutex<BTreeMap<CommunicatorId, [Option<PipeEnd>; 2]>> = Mutex::new(BTreeMap::new());
         let mut pipes = PIPES.lock().unwrap();
-        let ends = pipes.entry(*name).or_insert_with(|| {
+        let ends = pipes.entry(*id).or_insert_with(|| {
             let (sender, receiver) = mpsc::channel();
             [Some(PipeEnd::Sends(sender)), Some(PipeEnd::Receives(receiver))]
         });
-        let end = ends[end as usize].take().expect("an end is taken once");
-        Ok(Pipe { device: self.beside()?, end: Mutex::new(end) })
+        let end = ends[rank as usize].take().expect("an end is allocated once");
+        Ok(Pipe { device: self.new_stream()?, end: Mutex::new(end) })
     }
 }
 
 /// Ranks that add up.
-pub(super) struct Connected(Vec<Arc<Emulated>>);
+pub(super) struct EmulatedCommunicators(Vec<Arc<Emulated>>);
 
-impl Drop for Connected {
+impl Drop for EmulatedCommunicators {
     fn drop(&mut self) {
         self.0.iter().for_each(|rank| rank.stuck.store(false, Ordering::Relaxed));
     }
@@ -458,18 +458,18 @@ pub(super) struct Pipe {
     end: Mutex<PipeEnd>,
 }
 
-impl Line for Pipe {
-    fn send(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+impl PeerCommunicator for Pipe {
+    fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
         let PipeEnd::Sends(sender) = &*self.end.lock().unwrap() else { panic!("this end receives") };
-        let bytes = pieces.iter().map(|(address, bytes)| self.device.read_all(*address, *bytes)).collect();
+        let bytes = regions.iter().map(|(address, bytes)| self.device.read_all(*address, *bytes)).collect();
         sender.send(bytes).map_err(|_| late(limit))
     }
 
-    fn receive(&self, pieces: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+    fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
         let PipeEnd::Receives(receiver) = &*self.end.lock().unwrap() else { panic!("this end sends") };
         let received = receiver.recv_timeout(limit).map_err(|_| late(limit))?;
-        assert_eq!(received.len(), pieces.len(), "as many pieces at both ends");
-        for ((address, bytes), received) in pieces.iter().zip(received) {
+        assert_eq!(received.len(), regions.len(), "as many regions at both ends");
+        for ((address, bytes), received) in regions.iter().zip(received) {
             assert_eq!(received.len(), *bytes, "of the same lengths");
             self.device.write(*address, &received);
         }

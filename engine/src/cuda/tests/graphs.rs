@@ -6,7 +6,7 @@ use super::{
     *,
 };
 use crate::{
-    Drawn,
+    SampledToken,
     cuda::{
         graphs::{Bucket, Graphs},
         plan::Batch,
@@ -58,7 +58,7 @@ fn sequences() -> Vec<Sequence> {
 }
 
 /// All sequences to their ends: what is drawn in each step, and all KV.
-fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
+fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     let (sequences, mut random) = (sequences(), Random::new(8));
     for block in 0..SHARED_BLOCKS {
         let numbers = engine.describe().block_bytes / 2;
@@ -84,15 +84,15 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<Drawn>>, Vec<Vec<u8>>) {
             let (sequence, all) = (&sequences[*i], &tokens[*i]);
             let first = if step == sequence.begins { 0 } else { all.len() - 1 };
             let start = (sequence.before + first) as u32;
-            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Last }
+            let request = samplers[*i].request((sequence.before + all.len()) as u32);
+            Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Sample(request) }
         };
         let chunks: Vec<Chunk<'_>> = running.iter().map(chunk).collect();
-        let draw = |i: &usize| Some(samplers[*i].draw_at((sequences[*i].before + tokens[*i].len()) as u32));
-        let draws: Vec<_> = running.iter().map(draw).collect();
-        let drawn = engine.step_and_draw(&chunks, &draws).unwrap().drawn;
+        let drawn = sampled(engine.step(&chunks).unwrap());
         assert_eq!(drawn.len(), running.len());
         for (i, drawn) in running.iter().zip(&drawn) {
-            tokens[*i].push(samplers[*i].accept(drawn).0);
+            tokens[*i].push(drawn.token);
+            samplers[*i].accept(drawn.token);
         }
         drawn
     });
@@ -106,15 +106,15 @@ fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
     let engine = |order| {
         let open = |shape: &Shape| Ok(Emulated::new(shape, order));
-        let mut model = Model::load(&file, BLOCK_SIZE, SHARED_MAX, Split { rank: 0, ranks: 1 }, open).unwrap();
+        let mut model = Model::load(&file, BLOCK_SIZE, SHARED_MAX, Shard { rank: 0, ranks: 1 }, open).unwrap();
         model.context_length = 1_000;
-        let device = model.device.beside().unwrap();
+        let device = model.device.new_stream().unwrap();
         (Runner::new(Arc::from([model]), LIMITS).unwrap(), device)
     };
     let (plain, plain_device) = engine(0);
     let expected = generate(&mut plain.without_graphs());
-    assert_eq!(plain_device.recordings(), [0, 0]);
-    let same = |(drawn, blocks): (Vec<Vec<Drawn>>, Vec<Vec<u8>>)| {
+    assert_eq!(plain_device.capture_counts(), [0, 0]);
+    let same = |(drawn, blocks): (Vec<Vec<SampledToken>>, Vec<Vec<u8>>)| {
         for (step, (found, expected)) in drawn.iter().zip(&expected.0).enumerate() {
             assert_eq!(found, expected, "in step {step}");
         }
@@ -125,31 +125,31 @@ fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
     let steps = expected.0.len();
     let (mut replaying, device) = engine(3);
     same(generate(&mut replaying));
-    let [recorded, replayed] = device.recordings();
+    let [recorded, replayed] = device.capture_counts();
     assert!(
         recorded > 2 && replayed > recorded * 2 && replayed * 2 > steps,
         "{recorded} recordings, {replayed} of {steps} steps"
     );
     let (moving, device) = engine(0);
-    same(generate(&mut moving.without_room()));
-    let [again, fewer] = device.recordings();
+    same(generate(&mut moving.with_empty_buffers()));
+    let [again, fewer] = device.capture_counts();
     assert!((again..replayed).contains(&fewer), "{again} recordings, {fewer} of {replayed} steps that could be replayed");
     let (mut plain, device) = engine(0);
-    device.refuse_to_record();
+    device.refuse_capture();
     same(generate(&mut plain));
-    assert_eq!(device.recordings(), [1, 0], "it is asked once");
+    assert_eq!(device.capture_counts(), [1, 0], "it is asked once");
 }
 
 #[test]
 fn what_has_not_come_for_the_longest_time_is_forgotten() {
     let (device, mut graphs) = (Emulated::new(&SHAPE, 0), Graphs::new(10, 20));
-    let mut run = |rows, places| {
+    let mut run = |rows, addresses| {
         let worked = AtomicUsize::new(0);
         let work = || {
             worked.fetch_add(1, Ordering::Relaxed);
             Ok(())
         };
-        graphs.run(&device, Bucket { rows, parts: 1, top_max: 0 }, places, work).unwrap();
+        graphs.run(&device, Bucket { rows, partitions: 1, top_max: 0 }, addresses, work).unwrap();
         worked.into_inner()
     };
     assert_eq!([1, 1, 1].map(|rows| run(rows, [1, 2])), [1, 1, 0], "run, recorded, replayed");
@@ -159,25 +159,25 @@ fn what_has_not_come_for_the_longest_time_is_forgotten() {
     }
     assert_eq!([999, 750, 2].map(|rows| run(rows, [1, 2])), [0, 0, 1]);
     assert_eq!([999, 999].map(|rows| run(rows, [1, 3])), [1, 1], "all are forgotten when the lists move");
-    assert_eq!(device.recordings()[0], 1_000);
+    assert_eq!(device.capture_counts()[0], 1_000);
 }
 
 #[test]
 fn only_small_steps_of_single_tokens_that_are_all_drawn_have_a_bucket() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
-    let bucket = |lens: &[usize], draws: usize, logits| {
-        let chunks: Vec<Chunk<'_>> =
-            lens.iter().map(|len| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits }).collect();
-        let draws = vec![Some(sampler.draw_at(1)); draws];
-        let batch = Batch::new(&chunks, &draws, &SHAPE, 3);
-        graphs.bucket(&batch, 0).map(|bucket| (bucket.rows, bucket.parts))
+    let sample = Logits::Sample(sampler.request(1));
+    let bucket = |chunks: &[(usize, Logits<'_>)]| {
+        let chunk = |(len, logits): &(usize, _)| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits: *logits };
+        let chunks: Vec<Chunk<'_>> = chunks.iter().map(chunk).collect();
+        let batch = Batch::new(&chunks, &SHAPE, 3);
+        graphs.bucket(&batch, 0).map(|bucket| (bucket.rows, bucket.partitions))
     };
-    assert_eq!(bucket(&[1; 5], 5, Logits::Last), Some((6, 8)));
-    assert_eq!(bucket(&[1; 9], 9, Logits::Last), Some((10, 16)));
-    for (lens, draws, logits) in
-        [(&[1; 11][..], 11, Logits::Last), (&[1, 2], 2, Logits::Last), (&[1, 1], 1, Logits::Last), (&[1, 1], 2, Logits::All)]
-    {
-        assert_eq!(bucket(lens, draws, logits), None, "{lens:?}, {draws} drawn");
+    assert_eq!(bucket(&[(1, sample); 5]), Some((6, 8)));
+    assert_eq!(bucket(&[(1, sample); 9]), Some((10, 16)));
+    let others: [&[_]; 4] =
+        [&[(1, sample); 11], &[(1, sample), (2, sample)], &[(1, sample), (1, Logits::Last)], &[(1, Logits::All); 2]];
+    for chunks in others {
+        assert_eq!(bucket(chunks), None, "{chunks:?}");
     }
 }

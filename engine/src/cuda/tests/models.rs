@@ -10,12 +10,12 @@ pub(super) const SHARED_MAX: usize = 227 << 10;
 pub(super) const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
 
 pub(super) fn load(file: &dyn ModelFile, order: u32) -> Arc<[Model<Emulated>]> {
-    load_split(file, 1, order).unwrap()
+    load_sharded(file, 1, order).unwrap()
 }
 
-pub(super) fn load_split(file: &dyn ModelFile, ranks: usize, order: u32) -> Result<Arc<[Model<Emulated>]>, CudaError> {
-    let splits = (0..ranks).map(|rank| Split { rank, ranks });
-    splits.map(|split| Model::load(file, BLOCK_SIZE, SHARED_MAX, split, |shape| Ok(Emulated::new(shape, order)))).collect()
+pub(super) fn load_sharded(file: &dyn ModelFile, ranks: usize, order: u32) -> Result<Arc<[Model<Emulated>]>, CudaError> {
+    let shards = (0..ranks).map(|rank| Shard { rank, ranks });
+    shards.map(|shard| Model::load(file, BLOCK_SIZE, SHARED_MAX, shard, |shape| Ok(Emulated::new(shape, order)))).collect()
 }
 
 pub(super) fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {
@@ -33,7 +33,7 @@ pub(super) fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId
     while start < tokens.len() {
         let len = lens[next.min(lens.len() - 1)].min(tokens.len() - start);
         let chunk = Chunk { tokens: &tokens[start..start + len], start: start as u32, blocks, logits: Logits::All };
-        logits.extend(engine.step(&[chunk]).unwrap().logits);
+        logits.extend(engine.step(&[chunk]).unwrap().into_logits());
         (start, next) = (start + len, next + 1);
     }
     logits
@@ -109,7 +109,7 @@ pub(super) fn read(engine: &dyn Engine, block: BlockId) -> Vec<u8> {
 fn a_mixed_step_gives_every_sequence_what_it_has_alone() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
     let mut random = Random::new(6);
-    let sequences: Vec<(Vec<TokenId>, usize, Logits)> =
+    let sequences: Vec<(Vec<TokenId>, usize, Logits<'_>)> =
         [(9, 1, Logits::Last), (20, 12, Logits::All), (24, 23, Logits::None), (5, 5, Logits::Last)]
             .into_iter()
             .map(|(len, new, logits)| ((0..len).map(|_| random.below(48)).collect(), new, logits))
@@ -125,7 +125,7 @@ fn a_mixed_step_gives_every_sequence_what_it_has_alone() {
         let vocab = alone.len() / tokens.len();
         expected.extend_from_slice(match logits {
             Logits::None => &[],
-            Logits::Last => &alone[(tokens.len() - 1) * vocab..],
+            Logits::Last | Logits::Sample(_) => &alone[(tokens.len() - 1) * vocab..],
             Logits::All => &alone[before * vocab..],
         });
     }
@@ -137,7 +137,7 @@ fn a_mixed_step_gives_every_sequence_what_it_has_alone() {
             Chunk { tokens: &tokens[start..], start: start as u32, blocks, logits: *logits }
         })
         .collect();
-    let logits = together.step(&chunks).unwrap().logits;
+    let logits = together.step(&chunks).unwrap().into_logits();
     let wrong = error(&logits, &expected);
     assert!(wrong < bound(Half::BFloat16), "wrong by {wrong}");
 }
@@ -159,7 +159,7 @@ fn blocks_go_to_another_engine_of_the_same_model() {
     decode.copy_block(BlockId(40), to[4]).unwrap();
     let last = |engine: &mut dyn Engine, blocks| {
         let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks, logits: Logits::Last };
-        engine.step(&[chunk]).unwrap().logits
+        engine.step(&[chunk]).unwrap().into_logits()
     };
     assert_eq!(last(&mut decode, &to), last(&mut prefill, &from));
 }
@@ -168,20 +168,20 @@ fn blocks_go_to_another_engine_of_the_same_model() {
 fn everything_that_was_taken_is_given_back() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen2-q8_0").unwrap().1);
     let model = load(&file, 0);
-    let device = model[0].device.beside().unwrap();
-    let weights = device.taken_bytes();
+    let device = model[0].device.new_stream().unwrap();
+    let weights = device.allocated_bytes();
     let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
     run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
-    assert!(device.taken_bytes() > weights);
+    assert!(device.allocated_bytes() > weights);
     drop(engine);
-    assert_eq!(device.taken_bytes(), weights);
+    assert_eq!(device.allocated_bytes(), weights);
     drop(model);
-    assert_eq!(device.taken_bytes(), 0);
+    assert_eq!(device.allocated_bytes(), 0);
 }
 
 #[test]
 fn what_cannot_be_run_is_refused_with_a_reason() {
-    let refused = |sizes: Sizes| load_split(&gguf(file(sizes, 1)), 1, 0).err().expect("the model is refused").to_string();
+    let refused = |sizes: Sizes| load_sharded(&gguf(file(sizes, 1)), 1, 0).err().expect("the model is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, told) in [
         (Sizes { head_dim: 20, ..fine }, "heads of a multiple of 8 numbers"),
@@ -199,7 +199,7 @@ fn what_cannot_be_run_is_refused_with_a_reason() {
     let chunk = |tokens, start| Chunk { tokens, start, blocks: &blocks, logits: Logits::None };
     assert!(error(&mut engine, &[chunk(&[48], 0)]).contains("beyond the vocabulary of 48"));
     assert!(error(&mut engine, &[chunk(&[], 0)]).contains("is empty"));
-    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("more than the 96 and 8"));
+    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("limits of 96 tokens and 8 single ones"));
     assert!(error(&mut engine, &[chunk(&[1], 0); 9]).contains("9 of them single"));
     let too_much = Runner::new(model, CudaLimits { capacity_blocks: Some(1 << 20), ..LIMITS });
     assert!(matches!(too_much.err(), Some(CudaError::Memory { .. })));
@@ -212,21 +212,18 @@ fn tokens_are_drawn_on_the_device_and_other_rows_keep_their_logits() {
     let mut engine = engine(&file, 0);
     let blocks: Vec<_> = (0..3).map(|sequence| scattered(sequence, 3)).collect();
     let tokens: [&[TokenId]; 3] = [&[1, 2, 3], &[4], &[5, 6]];
-    let wishes = [Logits::Last, Logits::Last, Logits::All];
-    let chunks: Vec<Chunk<'_>> =
-        (0..3).map(|i| Chunk { tokens: tokens[i], start: 0, blocks: &blocks[i], logits: wishes[i] }).collect();
+    let chunk = |i: usize, logits| Chunk { tokens: tokens[i], start: 0, blocks: &blocks[i], logits };
     let sampling = |seed| Sampling { seed, logprobs: Some(3), temperature: 3.0, ..Sampling::default() };
     let samplers: Vec<Sampler> = (0..2).map(|seed| Sampler::new(sampling(seed), &[])).collect();
-    let draws = [Some(samplers[0].draw_at(3)), Some(samplers[1].draw_at(1)), None];
-    let plain = engine.step(&chunks).unwrap();
-    let output = engine.step_and_draw(&chunks, &draws).unwrap();
-    let vocab = plain.logits.len() / 4;
-    assert_eq!(output.logits, plain.logits[2 * vocab..]);
-    assert_eq!(output.drawn.len(), 2);
-    for ((sampler, row), (drawn, position)) in
-        samplers.iter().zip(plain.logits.chunks(vocab)).zip(output.drawn.iter().zip([3, 1]))
-    {
-        let (token, logprobs) = sampler.clone().draw(row, position);
+    let plain = engine.step(&[chunk(0, Logits::Last), chunk(1, Logits::Last), chunk(2, Logits::All)]).unwrap().into_logits();
+    let [first, second] = [samplers[0].request(3), samplers[1].request(1)].map(Logits::Sample);
+    let output = engine.step(&[chunk(0, first), chunk(1, second), chunk(2, Logits::All)]).unwrap();
+    let StepOutput::Sampled { tokens: drawn, logits } = output else { panic!("the device samples") };
+    let vocab = plain.len() / 4;
+    assert_eq!(logits, plain[2 * vocab..]);
+    assert_eq!(drawn.len(), 2);
+    for ((sampler, row), (drawn, position)) in samplers.iter().zip(plain.chunks(vocab)).zip(drawn.iter().zip([3, 1])) {
+        let SampledToken { token, logprobs } = sampler.clone().sample(row, position);
         assert_eq!(drawn.token, token);
         let (found, expected) = (drawn.logprobs.as_ref().unwrap(), logprobs.unwrap());
         assert!((found.logprob - expected.logprob).abs() < 1e-5);

@@ -38,16 +38,16 @@ fn another_processes_blocks_are_copied_and_its_memory_is_closed() {
     let mut handle = theirs.handle().unwrap();
     // As if it came from another process: this one needs no handle for its own memory.
     handle[16] ^= 1;
-    let taken = destination.device().taken_bytes();
+    let taken = destination.device().allocated_bytes();
     let peer = ours.open(&handle).unwrap();
-    assert!(destination.device().taken_bytes() > taken, "it is mapped");
+    assert!(destination.device().allocated_bytes() > taken, "it is mapped");
     let before = read(&destination, BlockId(60));
     peer.pull(&moves()).unwrap();
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are as they were");
     assert!(matches!(peer.pull(&[(BlockId(64), BlockId(0))]), Err(MoveError::Unreachable(_))), "there are 64");
     drop(peer);
-    assert_eq!(destination.device().taken_bytes(), taken, "it is closed");
+    assert_eq!(destination.device().allocated_bytes(), taken, "it is closed");
 }
 
 #[test]
@@ -117,15 +117,15 @@ fn a_link_moves_blocks_and_receives_what_nobody_wants() {
 /// Blocks of a model on two GPUs, each of which has its part.
 #[test]
 fn every_rank_moves_its_part() {
-    let split = || Runner::new(load_split(&model(), 2, 0).unwrap(), LIMITS).unwrap();
-    let (mut source, destination) = (split(), split());
+    let sharded = || Runner::new(load_sharded(&model(), 2, 0).unwrap(), LIMITS).unwrap();
+    let (mut source, destination) = (sharded(), sharded());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let mut handle = theirs.handle().unwrap();
     handle[16] ^= 1;
     ours.open(&handle).unwrap().pull(&moves()).unwrap();
     assert_moved(&source, &destination);
-    let another = split();
+    let another = sharded();
     let (ours, name) = (another.kv_memory().unwrap(), ours.name_link().unwrap());
     let (sends, receives) = (theirs.link(&name, LinkEnd::Sends).unwrap(), ours.link(&name, LinkEnd::Receives).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();

@@ -1,13 +1,13 @@
 //! One model on several devices: as on one, but for the last bits of sums.
 
 use super::{
-    models::{LIMITS, bound, cpu, error, load_split, read, run, scattered},
+    models::{LIMITS, bound, cpu, error, load_sharded, read, run, scattered},
     *,
 };
 use tandem_model::ModelFile;
 
 fn engine(file: &dyn ModelFile, ranks: usize) -> Runner<Emulated> {
-    Runner::new(load_split(file, ranks, 0).unwrap(), LIMITS).unwrap()
+    Runner::new(load_sharded(file, ranks, 0).unwrap(), LIMITS).unwrap()
 }
 
 fn golden(name: &str) -> impl ModelFile {
@@ -57,10 +57,10 @@ fn two_ranks_draw_what_one_draws() {
     for step in 0..40 {
         let chunk = |i: usize| {
             let start = if step == 0 { 0 } else { sequences[i].len() - 1 };
-            Chunk { tokens: &sequences[i][start..], start: start as u32, blocks: &blocks[i], logits: Logits::Last }
+            let logits = Logits::Sample(samplers[i].request(sequences[i].len() as u32));
+            Chunk { tokens: &sequences[i][start..], start: start as u32, blocks: &blocks[i], logits }
         };
-        let draws = [0, 1].map(|i| Some(samplers[i].draw_at(sequences[i].len() as u32)));
-        let [one, two] = engines.each_mut().map(|engine| engine.step_and_draw(&[chunk(0), chunk(1)], &draws).unwrap().drawn);
+        let [one, two] = engines.each_mut().map(|engine| sampled(engine.step(&[chunk(0), chunk(1)]).unwrap()));
         assert_eq!(
             one.iter().map(|drawn| drawn.token).collect::<Vec<_>>(),
             two.iter().map(|drawn| drawn.token).collect::<Vec<_>>()
@@ -81,7 +81,7 @@ fn blocks_go_between_engines_of_one_two_and_four_ranks() {
     assert!(computed.iter().all(|block| block.len() == engines[0].describe().block_bytes));
     let last = |engine: &mut dyn Engine, blocks| {
         let chunk = Chunk { tokens: &tokens[20..], start: 20, blocks, logits: Logits::Last };
-        engine.step(&[chunk]).unwrap().logits
+        engine.step(&[chunk]).unwrap().into_logits()
     };
     let expected = last(&mut engines[1], &from);
     for i in [0, 2, 3] {
@@ -108,20 +108,19 @@ fn blocks_go_between_engines_of_one_two_and_four_ranks() {
 #[test]
 fn a_rank_that_is_lost_ends_the_step_and_nothing_waits_for_it() {
     for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {
-        for logits in [Logits::None, Logits::Last, Logits::All] {
-            let models = load_split(&golden("llama-f16"), 2, 0).unwrap();
-            let devices: Vec<Emulated> = models.iter().map(|model| model.device.beside().unwrap()).collect();
+        let sampler = Sampler::new(Sampling::default(), &[]);
+        for logits in [Logits::None, Logits::Sample(sampler.request(9)), Logits::All] {
+            let models = load_sharded(&golden("llama-f16"), 2, 0).unwrap();
+            let devices: Vec<Emulated> = models.iter().map(|model| model.device.new_stream().unwrap()).collect();
             let mut engine = Runner::new(models, LIMITS).unwrap();
             let (blocks, tokens) = (scattered(0, 1), tokens(9));
             run(&mut engine, &tokens[..8], &blocks, &[8]);
             devices[rank].fail_after(sums);
-            let sampler = Sampler::new(Sampling::default(), &[]);
             let chunk = Chunk { tokens: &tokens[8..], start: 8, blocks: &blocks, logits };
-            let draws = [(logits == Logits::Last).then(|| sampler.draw_at(9))];
-            let lost = engine.step_and_draw(&[chunk], &draws);
+            let lost = engine.step(&[chunk]);
             assert!(matches!(lost, Err(EngineError::Lost(_))), "rank {rank} after {sums} sums: {lost:?}");
             drop(engine);
-            assert!(devices.iter().all(|device| device.taken_bytes() == 0), "all memory was given back");
+            assert!(devices.iter().all(|device| device.allocated_bytes() == 0), "all memory was given back");
         }
     }
 }
@@ -129,24 +128,24 @@ fn a_rank_that_is_lost_ends_the_step_and_nothing_waits_for_it() {
 #[test]
 fn every_rank_has_its_part_of_the_memory_and_gives_it_back() {
     let file = golden("qwen2-q8_0");
-    let [whole, split] = [1, 2].map(|ranks| load_split(&file, ranks, 0).unwrap());
-    let devices: Vec<Emulated> = split.iter().map(|model| model.device.beside().unwrap()).collect();
-    let weights: Vec<usize> = devices.iter().map(Emulated::taken_bytes).collect();
-    assert!(weights.iter().all(|bytes| *bytes < whole[0].device.taken_bytes()));
+    let [whole, shard] = [1, 2].map(|ranks| load_sharded(&file, ranks, 0).unwrap());
+    let devices: Vec<Emulated> = shard.iter().map(|model| model.device.new_stream().unwrap()).collect();
+    let weights: Vec<usize> = devices.iter().map(Emulated::allocated_bytes).collect();
+    assert!(weights.iter().all(|bytes| *bytes < whole[0].device.allocated_bytes()));
     assert!(weights[1] < weights[0], "the head is the first rank's");
-    let mut engine = Runner::new(Arc::clone(&split), LIMITS).unwrap();
+    let mut engine = Runner::new(Arc::clone(&shard), LIMITS).unwrap();
     run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
-    assert_eq!(engine.describe().block_bytes, 2 * split[0].shape.block_bytes());
+    assert_eq!(engine.describe().block_bytes, 2 * shard[0].shape.block_bytes());
     assert_eq!(engine.describe().block_bytes, whole[0].shape.block_bytes());
     drop(engine);
-    assert_eq!(devices.iter().map(Emulated::taken_bytes).collect::<Vec<_>>(), weights);
-    drop(split);
-    assert!(devices.iter().all(|device| device.taken_bytes() == 0));
+    assert_eq!(devices.iter().map(Emulated::allocated_bytes).collect::<Vec<_>>(), weights);
+    drop(shard);
+    assert!(devices.iter().all(|device| device.allocated_bytes() == 0));
 }
 
 #[test]
 fn what_cannot_be_dealt_out_is_refused_with_what_can() {
-    let refused = |sizes, ranks| load_split(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
+    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
     let fine = goldens::LLAMA;
     for (sizes, ranks, told) in [
         (fine, 3, "--tp 3 does not fit the model: its 4 query heads, 2 key heads and 96 feed-forward columns"),

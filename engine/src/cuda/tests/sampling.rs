@@ -1,7 +1,7 @@
 //! Tokens drawn by the kernel against those drawn on the host, from the same logits with the same settings.
 
 use super::{emulated::ORDERS, *};
-use crate::Drawn;
+use crate::SampledToken;
 use std::collections::HashMap;
 use tandem_model::Pairs;
 
@@ -16,14 +16,14 @@ pub(super) const SHAPE: Shape = Shape {
     vocab_size: 1_013,
     block_size: 16,
     pairs: Pairs::Halves,
-    little_shared: false,
+    small_shared_memory: false,
 };
 const POSITION: u32 = 40;
 
-fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<u32>], order: u32) -> Vec<Drawn> {
+fn draw_all(logits: &[f32], vocab_size: usize, draws: &[SampleRequest<'_>], masks: &[Vec<u32>], order: u32) -> Vec<SampledToken> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
     let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
-    let draws = Draws::new(draws, &starts, 0, vocab_size);
+    let draws = SampleInputs::new(draws, &starts, 0, vocab_size);
     let (rows, top_max) = (draws.rows(), draws.top_max());
     let words = |words: Vec<u32>| Memory::of(&device, &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
     let given = words(logits.iter().map(|logit| logit.to_bits()).collect());
@@ -31,7 +31,7 @@ fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<
     let settings = Memory::of(&device, &draws.settings).unwrap();
     let adjustments = Memory::of(&device, &draws.adjustments).unwrap();
     let scratch = Memory::new(&device, size_of_val(logits)).unwrap();
-    let drawn = Memory::new(&device, rows * (1 + top_max) * LIKELIHOOD_BYTES).unwrap();
+    let drawn = Memory::new(&device, rows * (1 + top_max) * LOGPROB_BYTES).unwrap();
     let arguments = &mut [
         given.address(),
         scratch.address(),
@@ -40,7 +40,7 @@ fn draw_all(logits: &[f32], vocab_size: usize, draws: &[Draw<'_>], masks: &[Vec<
         adjustments.address(),
         masks.address(),
         drawn.address(),
-        drawn.address() + (rows * LIKELIHOOD_BYTES) as u64,
+        drawn.address() + (rows * LOGPROB_BYTES) as u64,
         top_max as u64,
     ];
     device.launch(Launch { kernel: Kernel::Sample, grid: [rows, 1, 1], shared_bytes: 0 }, arguments).unwrap();
@@ -101,12 +101,12 @@ fn the_kernel_draws_what_the_host_draws() {
             .map(|sampling| Sampler::new(sampling, &prompt).resumed(&generated))
             .collect();
         let rows: Vec<Vec<f32>> = samplers.iter().map(|_| logits(&mut random, vocab_size)).collect();
-        let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(POSITION)).collect();
+        let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
         let orders = ORDERS.map(|order| draw_all(&rows.concat(), vocab_size, &draws, &[], order));
         assert!(orders.iter().all(|drawn| *drawn == orders[0]), "a barrier is missing");
         let mut different = 0;
         for ((sampler, row), drawn) in samplers.iter().zip(&rows).zip(&orders[0]) {
-            let (token, logprobs) = sampler.clone().draw(row, POSITION);
+            let SampledToken { token, logprobs } = sampler.clone().sample(row, POSITION);
             assert_eq!(drawn.token, token, "{sampler:?}");
             near(&drawn.logprobs, &logprobs);
             different += usize::from(drawn.token != orders[0][0].token);
@@ -128,12 +128,12 @@ fn only_what_a_mask_allows_is_drawn() {
     for temperature in [0.0, 1.0, 5.0] {
         let samplers: Vec<Sampler> =
             (0..8).map(|seed| Sampler::new(Sampling { seed, temperature, ..Sampling::default() }, &[])).collect();
-        let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(POSITION)).collect();
+        let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
         let drawn = draw_all(&row.repeat(8), vocab_size, &draws, &vec![mask.clone(); 8], 0);
         for (seed, drawn) in (0..8).zip(drawn) {
             assert!(allowed.contains(&drawn.token));
             let sampling = Sampling { seed, temperature, logit_bias: bias.clone(), ..Sampling::default() };
-            assert_eq!(drawn.token, Sampler::new(sampling, &[]).draw(&row, POSITION).0);
+            assert_eq!(drawn.token, Sampler::new(sampling, &[]).sample(&row, POSITION).token);
         }
     }
 }
@@ -142,7 +142,7 @@ fn only_what_a_mask_allows_is_drawn() {
 fn rows_without_a_candidate_give_a_token_all_the_same() {
     let odd = [vec![f32::NEG_INFINITY; 40], vec![f32::NAN; 40], [vec![0.0; 39], vec![f32::INFINITY]].concat()];
     let samplers: Vec<Sampler> = odd.iter().map(|_| Sampler::new(Sampling::default(), &[])).collect();
-    let draws: Vec<Draw<'_>> = samplers.iter().map(|sampler| sampler.draw_at(0)).collect();
+    let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(0)).collect();
     let drawn = draw_all(&odd.concat(), 40, &draws, &[], 0);
     assert_eq!(drawn.iter().map(|drawn| drawn.token).collect::<Vec<_>>(), [0, 0, 39]);
 }

@@ -1,9 +1,9 @@
-//! What real devices do and the simulator does not: they draw tokens themselves, and fail in the middle of a copy.
+//! Devices that sample tokens or fail in the middle of a copy; the simulated engine does neither.
 
 use super::*;
-use crate::{Chunk, Draw, Logits, Prefill, StepOutput};
+use crate::{Chunk, Logits, Prefill, StepOutput};
 
-/// Draws by itself where it is asked to; reads and writes blocks until it is `broken`, and computes until it is `lost`.
+/// Samples on its own; fails at every read and write of a block if `broken`, and at every step if `lost`.
 struct Device {
     sim: SimEngine,
     broken: bool,
@@ -24,29 +24,22 @@ impl Engine for Device {
     fn describe(&self) -> EngineInfo {
         self.sim.describe()
     }
-    fn step(&mut self, _: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        unreachable!("who drives a device says how tokens are drawn")
-    }
-    fn step_and_draw(&mut self, chunks: &[Chunk<'_>], draws: &[Option<Draw<'_>>]) -> Result<StepOutput, EngineError> {
-        assert_eq!(chunks.len(), draws.len(), "a place for each chunk");
+    fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         if self.lost {
             return Err(EngineError::Lost("an illegal address".into()));
         }
-        let all = self.sim.step(chunks)?;
-        let mut rows = all.logits.chunks(self.sim.describe().vocab_size);
-        let mut output = StepOutput { logits: Vec::new(), ..all.clone() };
-        for (chunk, draw) in chunks.iter().zip(draws) {
-            match (draw, chunk.logits) {
-                (Some(draw), Logits::Last) => output.drawn.push(draw.on_host(rows.next().expect("a row for each"))),
-                (Some(_), _) => unreachable!("only a last token is followed by a drawn one"),
-                (None, Logits::None) => {}
-                (None, Logits::Last) => output.logits.extend_from_slice(rows.next().expect("a row for each")),
-                (None, Logits::All) => {
-                    rows.by_ref().take(chunk.tokens.len()).for_each(|row| output.logits.extend_from_slice(row))
-                }
+        let all = self.sim.step(chunks)?.into_logits();
+        let mut rows = all.chunks(self.sim.describe().vocab_size);
+        let (mut tokens, mut logits) = (Vec::new(), Vec::new());
+        for chunk in chunks {
+            match chunk.logits {
+                Logits::None => {}
+                Logits::Last => logits.extend_from_slice(rows.next().expect("a row for each")),
+                Logits::All => rows.by_ref().take(chunk.tokens.len()).for_each(|row| logits.extend_from_slice(row)),
+                Logits::Sample(request) => tokens.push(request.on_host(rows.next().expect("a row for each"))),
             }
         }
-        Ok(output)
+        Ok(StepOutput::Sampled { tokens, logits })
     }
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
         self.copies()?;
@@ -58,7 +51,7 @@ impl Engine for Device {
     }
 }
 
-/// Samples, penalties, logprobs of prompt and answer: everything that a draw depends on.
+/// Several samples, penalties, logprobs of prompt and answer: everything that sampling depends on.
 fn demanding() -> Generate {
     let sampling = Sampling {
         max_tokens: Some(40),
@@ -76,7 +69,7 @@ async fn events(engine: &EngineHandle, generate: Generate) -> Vec<String> {
     let mut job = engine.generate(generate).await.expect("it fits");
     let mut events = Vec::new();
     while let Some(event) = job.next().await {
-        // How long it took to start is another matter.
+        // Its durations may differ.
         if !matches!(event, Event::Started(_)) {
             events.push(format!("{event:?}"));
         }
@@ -85,17 +78,17 @@ async fn events(engine: &EngineHandle, generate: Generate) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_device_draws_is_what_the_host_would_have_drawn() {
-    let (device, host) = (start_engine(Device::new()), start());
+async fn device_samples_the_same_tokens_as_the_host() {
+    let (device, host) = (start_device(Device::new()), start());
     let (drawn, expected) = tokio::join!(events(&device, demanding()), events(&host, demanding()));
     assert_eq!(drawn, expected);
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// Whoever runs the process starts it anew: on a device that refuses everything no other request would go better.
+/// The supervisor restarts the process: every other request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
-async fn a_device_that_is_lost_ends_its_engine() {
-    let engine = start_engine(Device { lost: true, ..Device::new() });
+async fn lost_device_ends_its_engine() {
+    let engine = start_device(Device { lost: true, ..Device::new() });
     let mut job = engine.generate(generate(3)).await.expect("it fits");
     let mut last = None;
     while let Some(event) = job.next().await {
@@ -106,8 +99,8 @@ async fn a_device_that_is_lost_ends_its_engine() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_cannot_be_read_ends_its_jobs() {
-    let engine = start_engine(Device { broken: true, ..Device::new() });
+async fn failed_block_read_fails_all_jobs() {
+    let engine = start_device(Device { broken: true, ..Device::new() });
     let prefill = Prefill {
         request_id: "request".to_owned(),
         account: String::new(),
@@ -118,7 +111,7 @@ async fn a_block_that_cannot_be_read_ends_its_jobs() {
     job.send_blocks(vec![0, 1, 2]).await;
     let mut last = None;
     while let Some(event) = job.next().await {
-        assert!(!matches!(event, Event::Block { .. }), "no block that was not read is told");
+        assert!(!matches!(event, Event::Block { .. }), "a block that was not read is not sent");
         last = Some(event);
     }
     assert!(matches!(last, Some(Event::Failed)), "{last:?}");
@@ -126,8 +119,8 @@ async fn a_block_that_cannot_be_read_ends_its_jobs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_cannot_be_written_is_refused_and_ends_its_jobs() {
-    let engine = start_engine(Device { broken: true, ..Device::new() });
+async fn failed_block_write_is_refused_and_fails_all_jobs() {
+    let engine = start_device(Device { broken: true, ..Device::new() });
     let mut job = engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(3) }).await.expect("it fits");
     let Some(Event::Reserved { ticket, missing_blocks }) = job.next().await else { panic!("blocks are reserved first") };
     let payload = vec![0; engine.info().block_bytes].into();

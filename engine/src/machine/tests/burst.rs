@@ -12,7 +12,7 @@ fn computed(world: &mut World) -> usize {
         let Some(plan) = plan else { return prefilled };
         let chunks = world.machine.chunks(&plan);
         let output = world.engine.step(&chunks).expect("the simulator does not fail");
-        prefilled += world.machine.complete(&plan, &output, Duration::from_millis(1), world.now).prefill_tokens as usize;
+        prefilled += world.machine.complete(&plan, output, Duration::from_millis(1), world.now).prefill_tokens as usize;
         world.act();
     }
 }

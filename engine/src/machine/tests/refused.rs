@@ -28,7 +28,7 @@ fn refused_write_ends_reservation_and_drops_what_landed() {
         (WriteRefused::NotMissing, |world, ticket, _| world.begin(ticket, &[0, 3]).map(drop)),
         (WriteRefused::NotMissing, |world, ticket, _| world.begin(ticket, &[3, 3]).map(drop)),
         (WriteRefused::NotMissing, |world, ticket, _| world.begin(ticket, &[3, 7]).map(drop)),
-        (WriteRefused::WrongWay, |world, ticket, _| Err(world.machine.refuse(ticket, WriteRefused::WrongWay))),
+        (WriteRefused::WrongPath, |world, ticket, _| Err(world.machine.refuse(ticket, WriteRefused::WrongPath))),
     ];
     for (why, wrong) in wrong {
         let mut world = World::new(64, SETTINGS);
@@ -67,7 +67,7 @@ fn unknown_ticket_is_refused_and_ends_nothing() {
     for guess in [guess, [0; 16], [255; 16]].map(Ticket::from_bytes) {
         assert_eq!(world.write(guess, 0, &garbage), Err(WriteRefused::UnknownTicket));
         assert!(matches!(world.begin(guess, &[0, 1]), Err(WriteRefused::UnknownTicket)));
-        assert_eq!(world.machine.refuse(guess, WriteRefused::WrongWay), WriteRefused::UnknownTicket);
+        assert_eq!(world.machine.refuse(guess, WriteRefused::WrongPath), WriteRefused::UnknownTicket);
     }
     for (index, payload) in kv(&job.prompt) {
         world.write(ticket, index, &payload).expect("the reservation is as it was");

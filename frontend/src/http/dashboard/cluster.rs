@@ -29,10 +29,10 @@ impl App {
             "cluster": identity.cluster,
             "model": self.model.id(),
             "block_size": self.block_size,
-            "unready": ready.err().map(|why| why.to_string()),
+            "unavailable_reason": ready.err().map(|why| why.to_string()),
             "routers": routers,
             "workers": workers(&replies),
-            "absent": absent(&replies),
+            "unavailable": unavailable(&replies),
             "audit": audit.map(|found| match found {
                 Ok(found) => json!(found),
                 Err(error) => json!({ "problem": error.to_string() }),
@@ -50,8 +50,8 @@ impl App {
             "bookings": view.bookings,
             "peer_bookings": view.peer_bookings,
             "peers": view.peers,
-            "workers_read": view.workers_read,
-            "workers_listed": view.workers_listed,
+            "synced_workers": view.synced_workers,
+            "known_workers": view.known_workers,
         })
     }
 }
@@ -85,12 +85,12 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         overlap_over_tokens: one.overlap_over_tokens + other.overlap_over_tokens,
         overlap_under_tokens: one.overlap_under_tokens + other.overlap_under_tokens,
     });
-    let (health, problem) = if views.iter().any(|view| view.left_alone) {
-        ("left alone", Some("requests failed here; it is tried again within 30 seconds".to_owned()))
+    let (health, problem) = if views.iter().any(|view| view.circuit_open) {
+        ("circuit_open", Some("requests failed here; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
-        ("partly there", Some(format!("{} of {routers} routers have it", views.len())))
+        ("partial", Some(format!("{} of {routers} routers have it", views.len())))
     } else {
-        ("well", None)
+        ("healthy", None)
     };
     json!({
         "worker": info.worker_id,
@@ -137,11 +137,11 @@ fn loads(load: &Load) -> Value {
 }
 
 /// Listed workers that a router has not, with its reason. One that another router has is among the workers, too.
-fn absent(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
-    let absent = replies.iter().flat_map(|(router, reply)| reply.absent.iter().map(move |absent| (router, absent)));
-    absent
-        .map(|(router, absent)| {
-            json!({ "address": absent.address, "reason": absent.reason, "refused": absent.refused, "router": router })
+fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
+    let unavailable = replies.iter().flat_map(|(router, reply)| reply.unavailable.iter().map(move |worker| (router, worker)));
+    unavailable
+        .map(|(router, worker)| {
+            json!({ "address": worker.address, "reason": worker.reason, "incompatible": worker.incompatible, "router": router })
         })
         .collect()
 }
@@ -149,7 +149,7 @@ fn absent(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_proto::v1::{AbsentWorker, CacheTotals};
+    use tandem_proto::v1::{CacheTotals, UnavailableWorker};
 
     fn view(worker_id: &str, instance_id: &str, prompts: u64) -> WorkerView {
         let info = WorkerInfo { worker_id: worker_id.to_owned(), instance_id: instance_id.to_owned(), ..Default::default() };
@@ -172,22 +172,25 @@ mod tests {
     fn routers_counts_add_up_and_what_a_worker_says_counts_once() {
         let one = WorkersReply { workers: vec![view("p0", "a", 4), view("p1", "b", 1)], ..Default::default() };
         let mut failing = view("p1", "b", 1);
-        failing.left_alone = true;
-        let absent_at = |address: &str| AbsentWorker { address: address.to_owned(), ..Default::default() };
-        let other =
-            WorkersReply { workers: vec![view("p0", "a", 5), failing], absent: vec![absent_at("x:1")], ..Default::default() };
+        failing.circuit_open = true;
+        let unavailable_at = |address: &str| UnavailableWorker { address: address.to_owned(), ..Default::default() };
+        let other = WorkersReply {
+            workers: vec![view("p0", "a", 5), failing],
+            unavailable: vec![unavailable_at("x:1")],
+            ..Default::default()
+        };
         let views = views(vec![Ok(one), Ok(other), Err(DispatchError::RouterClosed)]);
         let replies = replies(&views, &Identity::default());
         let found = workers(&replies);
         assert_eq!(found.len(), 2);
         let p0 = &found[0];
-        assert_eq!((&p0["worker"], &p0["health"], &p0["problem"]), (&json!("p0"), &json!("well"), &Value::Null));
+        assert_eq!((&p0["worker"], &p0["health"], &p0["problem"]), (&json!("p0"), &json!("healthy"), &Value::Null));
         assert_eq!(p0["cache"], json!({ "prompts": 5, "prompts_hit": 1, "prompt_tokens": 50, "cached_tokens": 25 }));
         assert_eq!((&p0["bookings"], &p0["indexed_blocks"]), (&json!(3), &json!(5)));
         assert_eq!((&p0["placements"]["prefill"], &p0["placements"]["overlap_blocks"]), (&json!(4), &json!(14)));
         assert_eq!(p0["placements"]["overlap_under_tokens"], 32);
-        assert_eq!(found[1]["health"], "left alone");
-        assert_eq!(absent(&replies), [json!({ "address": "x:1", "reason": "", "refused": false, "router": "r1:1" })]);
+        assert_eq!(found[1]["health"], "circuit_open");
+        assert_eq!(unavailable(&replies), [json!({ "address": "x:1", "reason": "", "incompatible": false, "router": "r1:1" })]);
     }
 
     #[test]
@@ -198,7 +201,7 @@ mod tests {
         let views = views(vec![Ok(one), Ok(WorkersReply::default())]);
         let found = workers(&replies(&views, &Identity::default()));
         let told: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
-        assert_eq!(told, [(Some("new"), Some("partly there")), (Some("old"), Some("partly there"))]);
+        assert_eq!(told, [(Some("new"), Some("partial")), (Some("old"), Some("partial"))]);
         assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "not told is not 0");
         assert_eq!(found[0]["problem"], "1 of 2 routers have it");
     }
@@ -209,14 +212,14 @@ mod tests {
         let reply = |cluster: &str, worker_id: &str| WorkersReply {
             identity: Some(of(cluster)),
             workers: vec![view(worker_id, "a", 1)],
-            absent: vec![AbsentWorker { address: format!("{cluster}:1"), ..Default::default() }],
+            unavailable: vec![UnavailableWorker { address: format!("{cluster}:1"), ..Default::default() }],
             ..Default::default()
         };
         let views = views(vec![Ok(reply("ours", "p0")), Ok(reply("theirs", "p9"))]);
         let replies = replies(&views, &of("ours"));
         let found = workers(&replies);
-        assert_eq!((found.len(), &found[0]["worker"], &found[0]["health"]), (1, &json!("p0"), &json!("well")));
-        assert_eq!(absent(&replies).len(), 1);
-        assert_eq!(absent(&replies)[0]["address"], "ours:1");
+        assert_eq!((found.len(), &found[0]["worker"], &found[0]["health"]), (1, &json!("p0"), &json!("healthy")));
+        assert_eq!(unavailable(&replies).len(), 1);
+        assert_eq!(unavailable(&replies)[0]["address"], "ours:1");
     }
 }

@@ -46,7 +46,7 @@ impl Scripted {
     }
 
     async fn watch(&self) -> Replies<WatchReply> {
-        let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: false };
+        let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
         self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
     }
 
@@ -137,8 +137,8 @@ async fn news_is_forwarded_at_once_and_load_is_held_back() {
     let started = Instant::now();
     worker.send(events(1..=2));
     assert_eq!(ids(&next_batch(&mut replies).await), [1, 2]);
-    worker.send(KvBatch { taken_in: vec!["r".to_owned()], last_event_id: 2, ..Default::default() });
-    assert_eq!(next_batch(&mut replies).await.load.expect("always").taken_in, ["r"]);
+    worker.send(KvBatch { included_request_ids: vec!["r".to_owned()], last_event_id: 2, ..Default::default() });
+    assert_eq!(next_batch(&mut replies).await.load.expect("always").included_request_ids, ["r"]);
     assert_eq!(started.elapsed(), Duration::ZERO);
 
     for running in 1..=5 {
@@ -216,7 +216,7 @@ async fn a_watcher_that_lags_is_told_to_watch_again_and_others_go_on() {
 #[tokio::test(start_paused = true)]
 async fn another_instance_is_refused() {
     let worker = Scripted::new(4);
-    let request = WatchRequest { instance_id: "before".to_owned(), published_elsewhere: false };
+    let request = WatchRequest { instance_id: "before".to_owned(), events_over_nats: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it is another instance");
     assert_eq!(error.code(), Code::FailedPrecondition);
 }
@@ -230,7 +230,7 @@ async fn draining_ends_the_streams() {
     assert_eq!(started.elapsed(), Duration::ZERO, "no watcher holds up the end");
     let error = replies.next().await.expect("an error").expect_err("an error");
     assert_eq!(error.code(), Code::Unavailable);
-    let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: false };
+    let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it is leaving");
     assert_eq!(error.code(), Code::Unavailable);
 }
@@ -251,7 +251,7 @@ async fn a_worker_that_does_not_publish_tells_events_to_whoever_listens_elsewher
     let worker = Scripted::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(9)] };
     *worker.snapshot.lock().expect("not poisoned") = Snapshot { at_event_id: 5, stored: vec![chain] };
-    let request = WatchRequest { instance_id: "now".to_owned(), published_elsewhere: true };
+    let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: true };
     let mut replies = worker.service.watch(Request::new(request)).await.expect("the instance is right").into_inner();
     assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "no snapshot comes first");
     worker.send(events(6..=7));

@@ -117,7 +117,7 @@ fn counted(story: &Story) -> Vec<(u64, u64, u32, Vec<u32>)> {
 }
 
 /// What is to count: the union of what both have made, less what workers have taken in.
-fn union(made: &[Vec<Made>; 2], taken_in: &HashSet<(String, String)>) -> Vec<(u64, u64, u32, Vec<u32>)> {
+fn union(made: &[Vec<Made>; 2], included_request_ids: &HashSet<(String, String)>) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |worker: &str| {
         let (mut sums, mut predicted) = ((0, 0, 0), HashSet::new());
         for booking in made.iter().flatten() {
@@ -128,7 +128,7 @@ fn union(made: &[Vec<Made>; 2], taken_in: &HashSet<(String, String)>) -> Vec<(u6
                     continue;
                 }
                 sums.2 += 1;
-                if !taken_in.contains(&(worker.to_owned(), booking.request_id.clone())) {
+                if !included_request_ids.contains(&(worker.to_owned(), booking.request_id.clone())) {
                     sums.0 += if booking.computing { share.tokens } else { 0 };
                     sums.1 += u64::from(share.sequences);
                 }
@@ -155,7 +155,7 @@ proptest! {
         let mut stories = two(if remote { PrefillPlace::Remote } else { PrefillPlace::Local });
         let mut links = [Link::open(&mut stories[1].state), Link::open(&mut stories[0].state)];
         let mut made: [Vec<Made>; 2] = [Vec::new(), Vec::new()];
-        let (mut taken_in, mut reports) = (HashSet::new(), [VecDeque::new(), VecDeque::new()]);
+        let (mut included_request_ids, mut reports) = (HashSet::new(), [VecDeque::new(), VecDeque::new()]);
         let mut requests = 0;
         let report = |story: &mut Story, (worker, request_id): (String, String)| {
             story.says(&worker, vec![], Load::default(), &[&request_id]);
@@ -183,7 +183,7 @@ proptest! {
                     let booking = &made[of][at];
                     let worker = name(if prefill { &booking.placement.prefill } else { &booking.placement.decode });
                     let taken = (worker, booking.request_id.clone());
-                    if !taken.0.is_empty() && taken_in.insert(taken.clone()) {
+                    if !taken.0.is_empty() && included_request_ids.insert(taken.clone()) {
                         reports.iter_mut().for_each(|reports| reports.push_back(taken.clone()));
                     }
                 }
@@ -202,7 +202,7 @@ proptest! {
         }
         links[0].settle(&one.state, &mut other.state);
         links[1].settle(&other.state, &mut one.state);
-        let expected = union(&made, &taken_in);
+        let expected = union(&made, &included_request_ids);
         prop_assert_eq!(counted(one), expected.clone());
         prop_assert_eq!(counted(other), expected);
 
@@ -268,10 +268,10 @@ fn what_is_heard_of_a_worker_that_joins_later_is_in_its_report() {
 fn a_running_request_is_booked_where_it_is_and_adds_nothing_to_reports() {
     let mut story = Story::with(settings(PrefillPlace::Remote), 1, 1);
     let asked = story.ask(100, hashes(1, 0, 6));
-    let running = |prefill: Option<&str>, computing| v1::Running {
+    let running = |prefill: Option<&str>, computing| v1::ExistingPlacement {
         decode_instance_id: "d0-1".to_owned(),
         prefill_instance_id: prefill.map(str::to_owned),
-        computing,
+        prefilling: computing,
     };
     for (prefill, computing, on_prefill, on_decode) in [
         (Some("p0-1"), true, 1, 1),

@@ -11,9 +11,9 @@ export function showCluster(cluster) {
     const none = el('li', { class: 'note' }, role === 'prefill' ? 'None: decode workers compute all prompts.' : 'None.');
     byId(role).replaceChildren(...(workers.length > 0 ? workers.map((worker) => card(worker, cluster.block_size)) : [none]));
   }
-  byId('absent-part').hidden = cluster.absent.length === 0;
-  byId('absent').replaceChildren(...cluster.absent.map(({ address, reason, refused, router: by }) =>
-    el('li', {}, badge(refused ? 'refused' : 'absent', 'bad'), ' ', el('b', {}, address), ` – ${reason} (router ${by})`)));
+  byId('unavailable-part').hidden = cluster.unavailable.length === 0;
+  byId('unavailable').replaceChildren(...cluster.unavailable.map(({ address, reason, incompatible, router: by }) =>
+    el('li', {}, badge(incompatible ? 'incompatible' : 'unreachable', 'bad'), ' ', el('b', {}, address), ` – ${reason} (router ${by})`)));
   showTable(cluster.workers);
 }
 
@@ -21,20 +21,20 @@ function badge(text, kind) {
   return el('span', { class: `badge ${kind}` }, text);
 }
 
-function frontend({ unready, model, version, cluster }) {
+function frontend({ unavailable_reason: reason, model, version, cluster }) {
   return el('li', { class: 'card' },
-    el('div', { class: 'card-head' }, el('b', {}, 'frontend'), unready ? badge('not ready', 'bad') : badge('ready', 'well')),
-    el('p', {}, unready ?? `${model}, cluster ${cluster}, version ${version}`));
+    el('div', { class: 'card-head' }, el('b', {}, 'frontend'), reason ? badge('not ready', 'bad') : badge('ready', 'good')),
+    el('p', {}, reason ?? `${model}, cluster ${cluster}, version ${version}`));
 }
 
-function router({ address, problem, bookings, peer_bookings, peers, workers_read, workers_listed }) {
+function router({ address, problem, bookings, peer_bookings, peers, synced_workers, known_workers }) {
   const told = bookings === undefined ? null : [
     `${count(bookings)} bookings`,
     peers > 0 ? `${count(peer_bookings)} of ${count(peers)} other routers` : null,
-    `${count(workers_read)} of ${count(workers_listed)} workers read`,
+    `${count(synced_workers)} of ${count(known_workers)} workers synced`,
   ].filter(Boolean).join(' · ');
   return el('li', { class: 'card' },
-    el('div', { class: 'card-head' }, el('b', {}, 'router'), problem ? badge('not ready', 'bad') : badge('ready', 'well')),
+    el('div', { class: 'card-head' }, el('b', {}, 'router'), problem ? badge('not ready', 'bad') : badge('ready', 'good')),
     el('p', {}, address),
     told && el('p', {}, told),
     problem && el('p', { class: 'problem' }, problem));
@@ -49,7 +49,7 @@ function audit({ audit: found, now_unix_ms: now }) {
   const result = problem ? 'not known' : findings === 0 ? 'reconciles' : `${count(findings)} findings`;
   const about = problem ?? `Checked ${ago}: ${count(found.answers)} answers, ${count(found.estimates)} estimates, ${count(found.unverified)} unverified`;
   return [el('li', { class: 'card', id: 'audit' },
-    el('div', { class: 'card-head' }, el('b', {}, 'ledger'), badge(result, findings === 0 ? 'well' : 'bad')),
+    el('div', { class: 'card-head' }, el('b', {}, 'ledger'), badge(result, findings === 0 ? 'good' : 'bad')),
     el('p', { class: problem ? 'problem' : '' }, about))];
 }
 
@@ -62,7 +62,7 @@ function card(worker, blockSize) {
   return el('li', { class: 'card', 'data-worker': worker.worker },
     el('div', { class: 'card-head' },
       el('b', {}, el('i', { class: `swatch ${colour(worker.worker)}` }), worker.worker),
-      badge(worker.health, worker.health === 'well' ? 'well' : 'bad')),
+      badge(worker.health.replaceAll('_', ' '), worker.health === 'healthy' ? 'good' : 'bad')),
     worker.problem && el('p', { class: 'problem' }, worker.problem),
     el('p', {}, worker.address),
     blocks(worker, blockSize),

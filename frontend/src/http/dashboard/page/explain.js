@@ -54,7 +54,7 @@ export function listenToExplain(model) {
     try {
       const prompt = await ask(model());
       place.replaceChildren(
-        el('p', { class: 'verdict' }, prompt.verdict),
+        el('p', { class: 'explanation' }, prompt.explanation),
         el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} blocks of ${count(prompt.block_size)} that may be reused`),
         table(prompt));
     } catch (error) {

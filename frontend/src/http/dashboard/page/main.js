@@ -46,9 +46,9 @@ async function look() {
   take(requests);
   note(cluster.now_unix_ms, cluster.workers);
   setText(byId('model'), cluster.model);
-  document.title = `${cluster.unready ? 'Not ready' : 'Tandem'} – ${cluster.model}`;
-  setText(byId('state'), cluster.unready ? `Not ready: ${cluster.unready}` : 'Ready');
-  byId('state').className = cluster.unready ? 'bad' : 'well';
+  document.title = `${cluster.unavailable_reason ? 'Not ready' : 'Tandem'} – ${cluster.model}`;
+  setText(byId('state'), cluster.unavailable_reason ? `Not ready: ${cluster.unavailable_reason}` : 'Ready');
+  byId('state').className = cluster.unavailable_reason ? 'bad' : 'good';
   byId('state').title = `As of ${clock(cluster.now_unix_ms)}`;
   showTiles(read(metrics));
   showCluster(cluster);

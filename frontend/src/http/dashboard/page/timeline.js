@@ -36,7 +36,7 @@ function bars(list, steps) {
     };
     const back = svg('rect', { class: 'bar-back', x: 0, y: 18 * index + 2, width: 1000, height: 14 });
     const parts = kind === 'prefill' ? chunksOf(steps) : [];
-    chart.append(back, bar(kind, from, to, 0), ...parts.map(({ from_ms: at, took_ms: took }) => bar('chunk', at, at + took, 4)));
+    chart.append(back, bar(kind, from, to, 0), ...parts.map(({ start_ms: at, duration_ms: took }) => bar('chunk', at, at + took, 4)));
   });
   for (const { at_ms: at } of steps.failed) {
     chart.append(svg('line', { class: 'failed', x1: (1000 * at) / total, x2: (1000 * at) / total, y1: 0, y2: height }));
@@ -78,7 +78,7 @@ function table(id, columns, rows) {
 function chunks({ steps }) {
   const list = chunksOf(steps);
   if (list.length === 0) return [];
-  const rows = list.map(({ from_ms: from, took_ms: took, tokens }, index) =>
+  const rows = list.map(({ start_ms: from, duration_ms: took, tokens }, index) =>
     el('tr', {}, el('th', { scope: 'row' }, index < 63 ? String(index + 1) : '64 and later'), el('td', {}, duration(from)), el('td', {}, duration(took)), el('td', {}, count(tokens))));
   const many = list.length < 64 ? String(list.length) : '64 or more';
   return [el('details', {}, el('summary', {}, `The prefill’s ${many} chunks`), table('chunks', ['Chunk', 'From', 'Took', 'Tokens'], rows))];

@@ -1,21 +1,21 @@
-//! Draws as `kernels/sampling.cu` takes them, and what it gives.
+//! SampleInputs as `kernels/sampling.cu` takes them, and what it gives.
 
-use crate::{Draw, Drawn, TokenLogprob, TokenLogprobs};
+use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 
 /// Bytes of `Draw` in the kernel's source.
-const DRAW_BYTES: usize = 56;
+const SETTINGS_BYTES: usize = 56;
 /// Bytes of `Likelihood` there.
-pub(super) const LIKELIHOOD_BYTES: usize = 8;
+pub(super) const LOGPROB_BYTES: usize = 8;
 /// Alternatives that there is room for, as few numbers of them as are often asked for: what launches a step names this number. The API allows no more.
 const TOPS: [usize; 3] = [0, 5, 20];
 /// Bytes that are written for a row, unless somebody wants more alternatives than the API allows.
-pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LIKELIHOOD_BYTES;
+pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LOGPROB_BYTES;
 /// No logprobs.
 const NONE: u32 = u32::MAX;
 
 /// The draws of a step's rows.
 #[derive(Debug, Default)]
-pub(super) struct Draws {
+pub(super) struct SampleInputs {
     /// `Draw` of each row.
     pub settings: Vec<u8>,
     /// `Adjustment` of every token that has one, row by row.
@@ -24,10 +24,10 @@ pub(super) struct Draws {
     pub tops: Vec<Option<u32>>,
 }
 
-impl Draws {
+impl SampleInputs {
     /// In the order of the rows. `masks` has for each row where its mask begins, in words; rows beyond its end have none. `first` is where the
     /// adjustments begin, in adjustments.
-    pub fn new(draws: &[Draw<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
+    pub fn new(draws: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
         for (row, draw) in draws.iter().enumerate() {
             let s = draw.sampling();
@@ -51,7 +51,7 @@ impl Draws {
             first += adjustments;
             all.tops.push(top);
         }
-        debug_assert_eq!(all.settings.len(), draws.len() * DRAW_BYTES);
+        debug_assert_eq!(all.settings.len(), draws.len() * SETTINGS_BYTES);
         all
     }
 
@@ -62,7 +62,7 @@ impl Draws {
             self.settings.extend([[0; 44].as_slice(), &[0xff; 8], &[0; 4]].concat());
             self.tops.push(None);
         }
-        debug_assert_eq!(self.settings.len(), self.rows() * DRAW_BYTES);
+        debug_assert_eq!(self.settings.len(), self.rows() * SETTINGS_BYTES);
     }
 
     pub fn rows(&self) -> usize {
@@ -77,13 +77,13 @@ impl Draws {
 
     /// Where the settings of a row begin.
     pub fn offset(row: usize) -> u64 {
-        (row * DRAW_BYTES) as u64
+        (row * SETTINGS_BYTES) as u64
     }
 
     /// What the kernel has written for rows from `first` on: a likelihood each, then `top_max` each.
-    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<Drawn> {
-        let (tokens, tops) = bytes.split_at(rows * LIKELIHOOD_BYTES);
-        let mut tops = tops.chunks(self.top_max().max(1) * LIKELIHOOD_BYTES);
+    pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<SampledToken> {
+        let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
+        let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);
         let read = |bytes: &[u8]| {
             let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("a likelihood has eight bytes"));
             TokenLogprob { token: u32::from_le_bytes(token), logprob: f32::from_le_bytes(logprob) }
@@ -92,10 +92,10 @@ impl Draws {
             let (token, top) = (read(token), tops.next().unwrap_or_default());
             let logprobs = wanted.map(|wanted| TokenLogprobs {
                 logprob: token.logprob,
-                top: top.chunks(LIKELIHOOD_BYTES).take(wanted as usize).map(read).collect(),
+                top: top.chunks(LOGPROB_BYTES).take(wanted as usize).map(read).collect(),
             });
-            Drawn { token: token.token, logprobs }
+            SampledToken { token: token.token, logprobs }
         };
-        tokens.chunks(LIKELIHOOD_BYTES).zip(&self.tops[first..first + rows]).map(row).collect()
+        tokens.chunks(LOGPROB_BYTES).zip(&self.tops[first..first + rows]).map(row).collect()
     }
 }

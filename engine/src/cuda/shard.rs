@@ -12,14 +12,14 @@ pub(super) const RANKS_MAX: usize = 8;
 
 /// One rank of several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Split {
+pub(super) struct Shard {
     pub rank: usize,
     pub ranks: usize,
 }
 
-impl Split {
+impl Shard {
     /// What this rank has of rows or columns that belong to heads or to the feed-forward.
-    pub fn share(self, len: usize) -> Range<usize> {
+    pub fn range(self, len: usize) -> Range<usize> {
         let each = len / self.ranks;
         self.rank * each..(self.rank + 1) * each
     }
@@ -32,17 +32,17 @@ impl Split {
             return Ok(());
         }
         let possible = (1..=RANKS_MAX).filter(|ranks| *ranks == 1 || fits(ranks)).collect();
-        Err(CudaError::Split { ranks: self.ranks, heads, kv_heads, ffn, possible })
+        Err(CudaError::TensorParallel { ranks: self.ranks, heads, kv_heads, ffn, possible })
     }
 
     /// Copies this rank's part of a block into the whole, whose rows (a slot's keys or values) have all ranks' heads side by side.
-    pub fn join(self, part: &[u8], row_bytes: usize, whole: &mut [u8]) {
+    pub fn merge_into(self, part: &[u8], row_bytes: usize, whole: &mut [u8]) {
         let rows = whole.chunks_exact_mut(row_bytes).skip(self.rank).step_by(self.ranks);
         rows.zip(part.chunks_exact(row_bytes)).for_each(|(into, row)| into.copy_from_slice(row));
     }
 
     /// This rank's part of a whole block.
-    pub fn part(self, whole: &[u8], row_bytes: usize) -> Vec<u8> {
+    pub fn extract(self, whole: &[u8], row_bytes: usize) -> Vec<u8> {
         whole.chunks_exact(row_bytes).skip(self.rank).step_by(self.ranks).collect::<Vec<_>>().concat()
     }
 }
@@ -54,18 +54,18 @@ mod tests {
     #[test]
     fn ranks_have_everything_once() {
         for ranks in [1, 2, 3, 4] {
-            let splits = (0..ranks).map(|rank| Split { rank, ranks });
-            let shares: Vec<usize> = splits.clone().flat_map(|split| split.share(24)).collect();
-            assert_eq!(shares, (0..24).collect::<Vec<_>>());
+            let shards = (0..ranks).map(|rank| Shard { rank, ranks });
+            let ranges: Vec<usize> = shards.clone().flat_map(|shard| shard.range(24)).collect();
+            assert_eq!(ranges, (0..24).collect::<Vec<_>>());
             let whole: Vec<u8> = (0..ranks as u8 * 20).collect();
             let mut joined = vec![0; whole.len()];
-            for split in splits {
-                let part = split.part(&whole, 4);
+            for shard in shards {
+                let part = shard.extract(&whole, 4);
                 assert_eq!(part.len(), 20);
-                split.join(&part, 4, &mut joined);
+                shard.merge_into(&part, 4, &mut joined);
             }
             assert_eq!(joined, whole);
         }
-        assert_eq!(Split { rank: 1, ranks: 2 }.part(&[0, 1, 2, 3, 4, 5, 6, 7], 2), [2, 3, 6, 7]);
+        assert_eq!(Shard { rank: 1, ranks: 2 }.extract(&[0, 1, 2, 3, 4, 5, 6, 7], 2), [2, 3, 6, 7]);
     }
 }

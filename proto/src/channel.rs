@@ -9,11 +9,8 @@ mod network;
 pub use guard::{Bearer, Channel, OnRefused};
 pub use network::{Arrivals, Dial, Listener, Network};
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{collections::HashMap, sync::Arc, time::Duration};
 use tonic::transport::{Endpoint, Server, Uri, server::TcpIncoming};
 
 /// Between pings.
@@ -114,7 +111,7 @@ impl Channels {
 
     /// The connection to `host:port`. It is made by the first call on it.
     pub fn to(&self, address: &str) -> Result<Channel, InvalidAddress> {
-        let mut channels = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut channels = self.open.lock();
         if let Some(channel) = channels.get(address) {
             return Ok(channel.clone());
         }

@@ -1,12 +1,12 @@
 //! cuBLASLt: products of matrices, each kind planned once, and those that come often timed.
 
 use super::{
-    in_order,
+    driver_lock,
     tuning::{Clock, fastest, timed_at},
 };
 use crate::cuda::{
     CudaError,
-    device::{Factors, Into, Product},
+    device::{Epilogue, Gemm, Operands},
     shape::Half,
 };
 use cudarc::{
@@ -36,14 +36,14 @@ const CANDIDATES: usize = 8;
 const TRANSPOSED: i32 = 1;
 
 /// Algorithms that were chosen. All queues of a GPU share them in a process: what is computed on one is, bit for bit, what another computes.
-pub(super) type Chosen = Arc<Mutex<HashMap<(Half, Product), sys::cublasLtMatmulAlgo_t>>>;
+pub(super) type ChosenAlgorithms = Arc<Mutex<HashMap<(Half, Gemm), sys::cublasLtMatmulAlgo_t>>>;
 
-/// One queue's products: its workspace is used by one at a time.
-pub(super) struct Products {
+/// One target's products: its workspace is used by one at a time.
+pub(super) struct GemmPlans {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
-    plans: HashMap<(Half, Product), Plan>,
-    chosen: Chosen,
+    plans: HashMap<(Half, Gemm), Plan>,
+    chosen: ChosenAlgorithms,
 }
 
 /// A product's layouts and algorithms.
@@ -55,25 +55,25 @@ pub(super) struct Plan {
     /// The first one is used; others are there until one has been chosen.
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     uses: usize,
-    adds: bool,
+    accumulates: bool,
 }
 
 /// Where products are computed.
 #[derive(Clone, Copy)]
-struct Queue {
+struct Target {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
     stream: CUstream,
 }
 
 fn failed(source: CublasError) -> CudaError {
-    CudaError::Product { source: Box::new(source) }
+    CudaError::Gemm { source: Box::new(source) }
 }
 
-impl Products {
+impl GemmPlans {
     /// In the thread's current context.
-    pub fn new(chosen: Chosen) -> Result<Self, CudaError> {
-        let _ordered = in_order();
+    pub fn new(chosen: ChosenAlgorithms) -> Result<Self, CudaError> {
+        let _locked = driver_lock();
         let handle = result::create_handle().map_err(failed)?;
         // SAFETY: the size is not 0; it is given back once, in `drop`.
         #[expect(unsafe_code)]
@@ -90,32 +90,32 @@ impl Products {
     }
 
     /// Puts a product on the stream.
-    pub fn run(&mut self, half: Half, product: Product, factors: Factors, stream: CUstream) -> Result<(), CudaError> {
-        let queue = Queue { handle: self.handle, workspace: self.workspace, stream };
-        let plan = self.prepare(half, product, factors, stream)?;
-        plan.run(queue, &plan.algorithms[0], factors).map_err(failed)
+    pub fn run(&mut self, half: Half, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
+        let target = Target { handle: self.handle, workspace: self.workspace, stream };
+        let plan = self.prepare(half, gemm, operands, stream)?;
+        plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
     /// The product's plan; made, and its algorithms timed, if it is time for that. Nothing is written to the outputs.
-    pub fn prepare(&mut self, half: Half, product: Product, factors: Factors, stream: CUstream) -> Result<&Plan, CudaError> {
+    pub fn prepare(&mut self, half: Half, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
             // No product that runs needs its plan: cuBLASLt has read it.
             self.plans.clear();
         }
-        let queue = Queue { handle: self.handle, workspace: self.workspace, stream };
-        let plan = match self.plans.entry((half, product)) {
+        let target = Target { handle: self.handle, workspace: self.workspace, stream };
+        let plan = match self.plans.entry((half, gemm)) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(place) => place.insert(Plan::new(self.handle, half, product)?),
+            Entry::Vacant(place) => place.insert(Plan::new(self.handle, half, gemm)?),
         };
         plan.uses = plan.uses.saturating_add(1);
         if plan.algorithms.len() > 1 {
             // Held meanwhile: two queues that time the same would disturb each other, and might choose differently.
             let mut chosen = self.chosen.lock().expect("nothing panics while products are timed");
-            if let Some(algorithm) = chosen.get(&(half, product)) {
+            if let Some(algorithm) = chosen.get(&(half, gemm)) {
                 plan.algorithms = vec![*algorithm];
-            } else if timed_at(product.rows).is_some_and(|uses| plan.uses >= uses) && !records(stream)? {
-                let algorithm = plan.algorithms[fastest(&plan.times(queue, product, factors)?)];
-                chosen.insert((half, product), algorithm);
+            } else if timed_at(gemm.rows).is_some_and(|uses| plan.uses >= uses) && !is_capturing(stream)? {
+                let algorithm = plan.algorithms[fastest(&plan.times(target, gemm, operands)?)];
+                chosen.insert((half, gemm), algorithm);
                 plan.algorithms = vec![algorithm];
             }
         }
@@ -124,19 +124,20 @@ impl Products {
 }
 
 /// Whether the stream is told what to do later, when nothing can be timed.
-fn records(stream: CUstream) -> Result<bool, CudaError> {
+fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
     // SAFETY: the caller's stream is alive.
     #[expect(unsafe_code)]
     let status = unsafe { driver::stream::is_capturing(stream) };
-    let status = status.map_err(|source| CudaError::Driver { doing: "telling whether it records", source: Box::new(source) })?;
+    let status =
+        status.map_err(|source| CudaError::Driver { doing: "telling whether it is_capturing", source: Box::new(source) })?;
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
-impl Drop for Products {
+impl Drop for GemmPlans {
     /// The stream is idle by then.
     fn drop(&mut self) {
         self.plans.clear();
-        let _ordered = in_order();
+        let _locked = driver_lock();
         // SAFETY: both were made in `new` and are given back once.
         #[expect(unsafe_code)]
         unsafe {
@@ -148,14 +149,14 @@ impl Drop for Products {
 
 impl Plan {
     /// cuBLASLt's matrices are column by column: it computes outputsᵀ = weights × inputsᵀ, of which our rows are the columns.
-    fn new(handle: sys::cublasLtHandle_t, half: Half, product: Product) -> Result<Self, CudaError> {
+    fn new(handle: sys::cublasLtHandle_t, half: Half, gemm: Gemm) -> Result<Self, CudaError> {
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
-        let Product { rows, inputs, outputs, into } = product;
+        let Gemm { rows, inputs, outputs, epilogue } = gemm;
         let halves = match half {
             Half::Float16 => CUDA_R_16F,
             Half::BFloat16 => CUDA_R_16BF,
         };
-        let out = if into == Into::Halves { halves } else { CUDA_R_32F };
+        let out = if epilogue == Epilogue::StoreHalf { halves } else { CUDA_R_32F };
         let layout = |kind, len: usize, count: usize| {
             result::create_matrix_layout(kind, len as u64, count as u64, len as i64).map_err(failed)
         };
@@ -199,44 +200,44 @@ impl Plan {
         if algorithms.is_empty() {
             return Err(failed(CublasError(cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
         }
-        Ok(Self { operation, weights, inputs, outputs, algorithms, uses: 0, adds: into == Into::Sum })
+        Ok(Self { operation, weights, inputs, outputs, algorithms, uses: 0, accumulates: epilogue == Epilogue::AddSingle })
     }
 
-    /// Puts the product on the queue's stream.
-    fn run(&self, queue: Queue, algorithm: &sys::cublasLtMatmulAlgo_t, factors: Factors) -> Result<(), CublasError> {
-        let (alpha, beta) = (1.0f32, if self.adds { 1.0f32 } else { 0.0 });
+    /// Puts the product on the target's stream.
+    fn run(&self, target: Target, algorithm: &sys::cublasLtMatmulAlgo_t, operands: Operands) -> Result<(), CublasError> {
+        let (alpha, beta) = (1.0f32, if self.accumulates { 1.0f32 } else { 0.0 });
         // SAFETY: handle and plan are alive; the plan's layouts are those of the product; the caller's addresses are of matrices of its sizes; the
-        // two factors are read during the call. C and D are one matrix of one layout, which cuBLASLt allows.
+        // two operands are read during the call. C and D are one matrix of one layout, which cuBLASLt allows.
         #[expect(unsafe_code)]
         unsafe {
             result::matmul(
-                queue.handle,
+                target.handle,
                 self.operation,
                 std::ptr::from_ref(&alpha).cast(),
                 std::ptr::from_ref(&beta).cast(),
-                factors.weights as *const c_void,
+                operands.weights as *const c_void,
                 self.weights,
-                factors.inputs as *const c_void,
+                operands.inputs as *const c_void,
                 self.inputs,
-                factors.outputs as *const c_void,
+                operands.outputs as *const c_void,
                 self.outputs,
-                factors.outputs as *mut c_void,
+                operands.outputs as *mut c_void,
                 self.outputs,
                 algorithm,
-                queue.workspace as *mut c_void,
+                target.workspace as *mut c_void,
                 WORKSPACE_BYTES,
-                queue.stream.cast(),
+                target.stream.cast(),
             )
         }
     }
 
     /// Milliseconds of the product with each of the algorithms; `None` where that is not known. The caller's outputs stay as they are.
-    fn times(&self, queue: Queue, product: Product, factors: Factors) -> Result<Vec<Option<f32>>, CudaError> {
-        let bytes = product.rows * product.outputs * if product.into == Into::Halves { 2 } else { 4 };
-        let Some(mut clock) = Clock::new(queue.stream, bytes)? else { return Ok(Vec::new()) };
-        let factors = Factors { outputs: clock.scratch(), ..factors };
+    fn times(&self, target: Target, gemm: Gemm, operands: Operands) -> Result<Vec<Option<f32>>, CudaError> {
+        let bytes = gemm.rows * gemm.outputs * if gemm.epilogue == Epilogue::StoreHalf { 2 } else { 4 };
+        let Some(mut clock) = Clock::new(target.stream, bytes)? else { return Ok(Vec::new()) };
+        let operands = Operands { outputs: clock.scratch(), ..operands };
         // An algorithm that refuses is none to choose.
-        self.algorithms.iter().map(|algorithm| clock.best(|| self.run(queue, algorithm, factors).is_ok())).collect()
+        self.algorithms.iter().map(|algorithm| clock.best(|| self.run(target, algorithm, operands).is_ok())).collect()
     }
 }
 

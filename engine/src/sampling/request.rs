@@ -1,43 +1,41 @@
-//! A draw in plain numbers, for devices that draw by themselves.
+//! Sampling requests for devices that sample on their own, and what they return.
 
 use super::{Sampler, TokenLogprobs, changes::Adjustment, uniform};
 use tandem_kv::TokenId;
 
-/// How the token after a chunk is drawn.
+/// How the token that follows a chunk is sampled.
 #[derive(Clone, Copy, Debug)]
-pub struct Draw<'a> {
+pub struct SampleRequest<'a> {
     sampler: &'a Sampler,
     position: u32,
 }
 
-/// A token that a device has drawn.
+/// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Drawn {
+pub struct SampledToken {
     /// The token.
     pub token: TokenId,
-    /// When they were asked for.
+    /// Its log probability and those of the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) asks for them.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-impl Draw<'_> {
-    /// What the host draws from a row.
+impl SampleRequest<'_> {
+    /// Samples on the host from a row of logits.
     #[cfg(test)]
-    pub(crate) fn on_host(&self, row: &[f32]) -> Drawn {
-        let (token, logprobs) = self.sampler.clone().draw(row, self.position);
-        Drawn { token, logprobs }
+    pub(crate) fn on_host(&self, row: &[f32]) -> SampledToken {
+        self.sampler.clone().sample(row, self.position)
     }
 
-    /// The settings.
     pub(crate) fn sampling(&self) -> &super::Sampling {
         &self.sampler.sampling
     }
 
-    /// The number from [0, 1) that decides the draw.
+    /// The random number in [0, 1) that selects the token.
     pub(crate) fn uniform(&self) -> f64 {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
-    /// Every token whose logit is not what the model says, once. As `Sampler::adjusted` has it.
+    /// Every token whose logit differs from the model's, once, with the same changes as `Sampler::adjusted` makes.
     pub(crate) fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
         let sampler = self.sampler;
         let barred = |token| sampler.generated_len < sampler.sampling.min_tokens && sampler.is_stop(token);
@@ -50,14 +48,8 @@ impl Draw<'_> {
 }
 
 impl Sampler {
-    /// For the token at `position` of the sequence.
-    pub(crate) fn draw_at(&self, position: u32) -> Draw<'_> {
-        Draw { sampler: self, position }
-    }
-
-    /// Remembers a token that a device has drawn.
-    pub(crate) fn accept(&mut self, drawn: &Drawn) -> (TokenId, Option<TokenLogprobs>) {
-        self.remember(drawn.token);
-        (drawn.token, drawn.logprobs.clone())
+    /// The request for the token at `position` of the sequence.
+    pub(crate) fn request(&self, position: u32) -> SampleRequest<'_> {
+        SampleRequest { sampler: self, position }
     }
 }
