@@ -16,7 +16,7 @@ use tandem_proto::{
         transfer_client::TransferClient,
     },
 };
-use tandem_tests::{Client, Endpoint, TestCluster, sim_settings_with, start};
+use tandem_tests::{Client, Endpoint, TestCluster, sim_settings, sim_settings_with, start};
 use tokio::sync::mpsc;
 use tokio_stream::{empty, wrappers::ReceiverStream};
 use tonic::{Code, Status};

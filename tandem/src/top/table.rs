@@ -223,7 +223,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo};
+    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role};
 
     /// A prefill worker with many cache hits, a decode worker with an open circuit breaker, and an incompatible worker; `later` seconds later.
     pub(crate) fn cluster(later: u64) -> WorkersReply {
