@@ -140,7 +140,7 @@ pub enum RouteCommand {
 pub enum AuditCommand {
     /// Compare the usage that clients received, the ledgers of workers (--ledger of `up`) and the metrics; exit with 1 if they differ
     Check {
-        /// What clients received, one JSON object a line: {"request_id": the x-request-id, "told": {"prompts": 1, "prompt_tokens": 52,
+        /// What clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1, "prompt_tokens": 52,
         /// "cached_tokens": 48, "source": "worker"}}. Leave out what a client did not receive
         #[arg(long, value_name = "FILE", required = true)]
         client: Vec<PathBuf>,

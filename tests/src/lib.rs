@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tandem::Cluster;
-use tandem::audit::{self, ClientLine, Source, Told};
+use tandem::audit::{self, ClientLine, ReportedUsage, Source};
 use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
 use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
@@ -260,7 +260,7 @@ impl Client {
                 Value::Array(prompts) if !prompts.iter().all(Value::is_u64) => prompts.len(),
                 _ => 1,
             };
-            log.push((ClientLine { request_id: None, told: None }, prompts));
+            log.push((ClientLine { request_id: None, usage: None }, prompts));
             log.len() - 1
         };
         let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-details", "true");
@@ -286,7 +286,7 @@ impl Client {
         stream.read_exact(&mut answer).await?;
         anyhow::ensure!(answer == CONTINUE, "not let in: {}", String::from_utf8_lossy(&answer));
         stream.write_all(&body).await?;
-        self.log().push((ClientLine { request_id: None, told: None }, 1));
+        self.log().push((ClientLine { request_id: None, usage: None }, 1));
         Ok(())
     }
 
@@ -315,7 +315,7 @@ impl Client {
         }
         let answer = Answer { arrivals, ..Answer::read(status, streamed, &String::from_utf8(bytes)?)? };
         let line = &mut self.log()[entry];
-        line.0.told = answer.told(line.1);
+        line.0.usage = answer.reported_usage(line.1);
         Ok(answer)
     }
 
@@ -367,15 +367,15 @@ impl Answer {
         Ok(answer)
     }
 
-    /// What it says of its prompts, if it is whole and says it.
-    fn told(&self, prompts: usize) -> Option<Told> {
+    /// The usage of a complete answer to `prompts` prompts.
+    fn reported_usage(&self, prompts: usize) -> Option<ReportedUsage> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;
         let details = self.details();
         let of_prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
         let estimate = of_prompts.iter().any(|prompt| prompt["cached_tokens_source"] != "worker");
         let source = if estimate { Source::RouterEstimate } else { Source::Worker };
-        Some(Told { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
+        Some(ReportedUsage { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
     }
 
     /// The object that holds the usage: the body, or the last frame of a stream.

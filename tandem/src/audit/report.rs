@@ -62,7 +62,7 @@ pub struct Contradiction {
 pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
     let mut findings = Vec::new();
     let prompts = attempts(ledger, &mut findings);
-    let said: HashMap<(&str, u32), &LedgerLine> = ledger
+    let scheduled: HashMap<(&str, u32), &LedgerLine> = ledger
         .iter()
         .filter_map(|line| match line {
             LedgerLine::Scheduled { request_id, attempt, .. } => Some(((request_id.as_str(), *attempt), line)),
@@ -78,7 +78,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             continue;
         };
         for count in &winner.counts {
-            let Some(LedgerLine::Scheduled { at, model, account, .. }) = said.get(&(prompt, count.attempt)) else { continue };
+            let Some(LedgerLine::Scheduled { at, model, account, .. }) = scheduled.get(&(prompt, count.attempt)) else { continue };
             let named = |name: &str| if name.is_empty() { "-".to_owned() } else { name.to_owned() };
             let day = at.map_or("-".to_owned(), day);
             let key = Key { day, account: named(account), model: named(model) };
