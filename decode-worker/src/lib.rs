@@ -29,7 +29,7 @@ use tandem_proto::{
     channel::{Channels, Listener, MESSAGE_BYTES_MAX},
     v1::{TransferPath, WorkerInfo, decode_server::DecodeServer, worker_info::Role},
 };
-use tandem_transfer::TransferService;
+use tandem_transfer::{TransferMode, TransferService};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
 use ways::Ways;
@@ -59,8 +59,8 @@ pub struct DecodeWorkerSettings {
     pub remote_waiting_max: usize,
     /// A prompt's KV must have landed this long after its prefill began.
     pub landing_wait: Duration,
-    /// Blocks may come from device to device where both workers can do that; off: over TCP only.
-    pub device_transfers: bool,
+    /// The transfer paths that it may use.
+    pub transfer_mode: TransferMode,
 }
 
 /// Why a decode worker ended.
@@ -105,7 +105,13 @@ pub async fn run(
     let watched = (watch.start)().await.ok_or(DecodeWorkerError::EngineGone)?;
     let (broker, changes) = (settings.broker.clone(), watched.batches.resubscribe());
     let published = broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), changes));
-    let ways = Ways::new(engine.clone(), settings.device_transfers, metrics.clone(), requests.clone(), shutdown.clone());
+    let ways = Ways::new(
+        engine.clone(),
+        settings.transfer_mode == TransferMode::Auto,
+        metrics.clone(),
+        requests.clone(),
+        shutdown.clone(),
+    );
     // Its series are there before its first transfer.
     metrics.transfer(ways::name(TransferPath::Tcp), Direction::Received);
     let worker = Worker {

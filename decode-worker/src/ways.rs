@@ -10,8 +10,8 @@ use std::{
     sync::{Arc, Weak},
     time::Duration,
 };
-use tandem_engine::{EngineHandle, KvMemory, Link, LinkEnd, MoveError, PeerMemory, WriteRefused};
-use tandem_kv::{BlockId, Ticket};
+use tandem_engine::{EngineHandle, WriteRefused};
+use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, Ticket};
 use tandem_node::{
     Shutdown,
     worker::{Requests, WorkerMetrics},
@@ -83,7 +83,7 @@ enum Stage {
         awaited: bool,
     },
     /// The prefill worker has still to open the stream that goes with it.
-    Made(Arc<dyn Link>),
+    Made(Arc<dyn KvCommunicator>),
     Open,
     Failed(Instant),
 }
@@ -138,7 +138,7 @@ impl Joining {
         let linking = spawn_blocking(move || {
             // The thread may go on after the task that waits for it.
             let _permit = permit;
-            memory.link(&name, LinkEnd::Receives)
+            memory.join(&name, CommunicatorEnd::Receiver)
         });
         let linked = tokio::select! {
             linked = linking => linked.expect("making a link does not panic"),
@@ -181,7 +181,7 @@ impl Drop for Joining {
     }
 }
 
-fn no_link(prefill: &str, error: &MoveError) {
+fn no_link(prefill: &str, error: &DeviceTransferError) {
     tracing::warn!(%error, prefill, "no link; its prompts' KV comes over TCP");
 }
 
@@ -226,7 +226,7 @@ impl Ways {
         // Its series are there before the first refusal.
         WriteRefused::REASONS.iter().for_each(|(_, reason)| drop(metrics.refused_writes(reason)));
         let memory = engine.kv_memory().filter(|_| used).cloned();
-        let link_devices = memory.as_ref().map_or(0, |memory| memory.link_devices());
+        let link_devices = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());
         let (state, changed, joins) = (Mutex::default(), Notify::new(), Arc::new(Semaphore::new(JOINS_MAX)));
         Self(Arc::new(Inner { engine, memory, link_devices, state, changed, joins, metrics, requests, shutdown }))
     }
@@ -256,7 +256,7 @@ impl Ways {
             Next::Nothing => tcp,
             Next::Join(mut joining) => {
                 let names = Arc::clone(memory);
-                match spawn_blocking(move || names.name_link()).await.expect("naming does not panic") {
+                match spawn_blocking(move || names.new_communicator_id()).await.expect("naming does not panic") {
                     Ok(name) => {
                         joining.line(|line| line.communicator = name.clone());
                         joining.name = name.clone();
@@ -314,7 +314,7 @@ impl Ways {
             return None;
         }
         let (memory, handle) = (Arc::clone(memory), handle.to_vec());
-        match spawn_blocking(move || memory.open(&handle)).await.expect("opening does not panic") {
+        match spawn_blocking(move || memory.open_peer(&handle)).await.expect("opening does not panic") {
             Ok(opened) => {
                 let mut state = self.state();
                 state.open.retain(|_, open| open.strong_count() > 0);
@@ -362,13 +362,13 @@ impl Ways {
         let Some(source) = source.filter(|_| source_blocks.len() == block_indices.len()) else {
             return Err(self.count(self.0.engine.refuse(ticket, WriteRefused::WrongPath).await));
         };
-        let arrival = self.0.engine.begin_arrival(ticket, block_indices).await.map_err(|why| self.count(why))?;
+        let arrival = self.0.engine.begin_write(ticket, block_indices).await.map_err(|why| self.count(why))?;
         self.to_its_end(move || {
             let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(arrival.blocks().iter().copied()).collect();
-            let pulled = source.pull(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
+            let pulled = source.copy(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
             // The memory may be closed with this, before anybody can see that the blocks are free.
             drop(source);
-            pulled.map(|()| arrival.landed()).map_err(|_| Refused)
+            pulled.map(|()| arrival.complete()).map_err(|_| Refused)
         })
         .await
         .unwrap_or(Err(Refused))
@@ -435,7 +435,7 @@ struct Open {
     prefill: String,
     communicator: Vec<u8>,
     /// `None` when it is dropped.
-    link: Option<Arc<dyn Link>>,
+    link: Option<Arc<dyn KvCommunicator>>,
 }
 
 impl Open {
@@ -452,11 +452,11 @@ impl Receiver for Open {
     fn receive(&mut self, ticket: Ticket, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>> {
         async move {
             let (link, blocks) = (self.link.clone()?, block_indices.len());
-            let arrival = self.ways.0.engine.begin_arrival(ticket, block_indices).await.map_err(|why| self.ways.count(why));
+            let arrival = self.ways.0.engine.begin_write(ticket, block_indices).await.map_err(|why| self.ways.count(why));
             let received = self.ways.to_its_end(move || match arrival {
                 Ok(arrival) => {
                     let blocks: Vec<_> = arrival.blocks().iter().copied().map(Some).collect();
-                    link.receive(&blocks).map(|()| arrival.landed()).map(|()| true)
+                    link.receive(&blocks).map(|()| arrival.complete()).map(|()| true)
                 }
                 Err(Refused) => link.receive(&vec![None; blocks]).map(|()| false),
             });

@@ -286,7 +286,7 @@ fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
 
 fn source(model: &str, tokens: &str) -> Outcome<()> {
     let engine = computed(&load(model)?, &prompt(tokens)?)?;
-    let handle = engine.kv_memory().ok_or("this engine's memory is for nobody else")?.handle()?;
+    let handle = engine.kv_memory().ok_or("this engine's memory is for nobody else")?.ipc_handle()?;
     println!("{}", handle.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
     // Until the other one has what it wants.
     std::io::stdin().read_to_end(&mut Vec::new())?;
@@ -306,14 +306,15 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
     let digits: Vec<u8> = told.trim().chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
     let handle: Vec<u8> = digits.chunks(2).map(|pair| pair[0] << 4 | pair[pair.len() - 1]).collect();
     let memory = engine.kv_memory().ok_or("this engine's memory is for nobody else")?;
-    let (theirs, ours) = (memory.open(&handle).map_err(|error| format!("{told}: {error}"))?, memory.open(&memory.handle()?)?);
+    let (theirs, ours) =
+        (memory.open_peer(&handle).map_err(|error| format!("{told}: {error}"))?, memory.open_peer(&memory.ipc_handle()?)?);
     let [there, plain] = [1, 2].map(|times| blocks(times * here.len(), tokens.len()));
     let to = |blocks: &[BlockId]| here.iter().copied().zip(blocks.iter().copied()).collect::<Vec<_>>();
     let (mut copied, mut plainly) = (Vec::new(), Vec::new());
     for _ in 0..=ROUNDS {
         for (peer, blocks, seconds) in [(&theirs, &there, &mut copied), (&ours, &plain, &mut plainly)] {
             let (blocks, started) = (to(blocks), Instant::now());
-            peer.pull(&blocks)?;
+            peer.copy(&blocks)?;
             seconds.push(started.elapsed().as_secs_f64());
         }
     }

@@ -21,7 +21,7 @@ pub use model::CpuModel;
 
 use crate::{Chunk, Engine, EngineError, EngineInfo, StepOutput};
 use attention::KvLayout;
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 use step::{Buffers, Step};
 use tandem_kv::BlockId;
 use tandem_model::{ModelError, TensorType};
@@ -133,7 +133,6 @@ impl Engine for CpuEngine {
             block_size: self.settings.block_size,
             capacity_blocks: self.settings.capacity_blocks,
             block_bytes: self.layout.block_len() * size_of::<u16>(),
-            simulated_block_transfer: Duration::ZERO,
         }
     }
 

@@ -1,93 +1,87 @@
-//! What a job hears from an engine.
+//! The events of a job.
 
 use crate::{TokenLogprobs, WriteRefused};
-use bytes::Bytes;
 use std::time::Duration;
-use tandem_kv::{BlockId, Ticket, TokenId};
+use tandem_kv::{ReadyBlock, Ticket, TokenId};
 
-/// What a job hears, in this order: `Scheduled` or `Reserved`, (`Block`… or `Ready`…, `Computed` | `Started`, `PromptLogprobs`?, `Token`…, one `Finished` a sample).
-/// `Revoked`, `WriteRefused` (before `Started`) and `Failed` may come at any time and are the last.
+/// An event of a job. A prefill's are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or `Reserved`, `Started`,
+/// `PromptLogprobs` if they were asked for, `Token`…, one `Finished` per sample. `Revoked`, `WriteRefused` (both before `Started`) and `Failed` may
+/// come at any time; each is the job's last event.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// Blocks are taken; prefill begins here. Tokens found in this worker's prefix cache; 0 when nothing was or caching is off.
+    /// The prompt has its blocks, and its prefill begins on this worker.
     Scheduled {
-        /// At most the prompt less one token, a multiple of the block size.
+        /// Tokens found in this worker's prefix cache: at most the prompt less one token, a multiple of the block size; 0 if nothing was found
+        /// or caching is off.
         cached_tokens: u32,
     },
-    /// Blocks are taken; KV may be written into those which are missing (indices from the prompt's start).
+    /// The prompt has its blocks; another worker may write KV into those that are missing.
     Reserved {
-        /// The one-time right to write.
+        /// The one-time right to write them.
         ticket: Ticket,
-        /// None missing: the prompt starts at once.
+        /// Indices from the prompt's start. None: the prompt starts immediately.
         missing_blocks: Vec<u32>,
     },
-    /// Prefill: a finished block that [`crate::Job::send_blocks`] asked for.
-    Block {
-        /// From the prompt's start.
-        index: u32,
-        /// Its KV.
-        payload: Bytes,
-    },
-    /// Prefill: finished blocks that [`crate::Job::show_blocks`] asked for: index from the prompt's start, and place in the KV memory.
-    Ready(Vec<(u32, BlockId)>),
-    /// Prefill: all is computed, chunk by chunk, and every block asked for has been told. The blocks are held until the job is dropped.
+    /// Prefill: blocks that [`crate::Job::send_blocks`] asked for are computed. They stay unchanged in the KV memory until the job is dropped.
+    BlocksReady(Vec<ReadyBlock>),
+    /// Prefill: the prompt is computed, in these chunks, and every block asked for has been reported as ready.
     Computed(Vec<PrefillChunk>),
-    /// The prompt's KV is all here, and confirmed if it came from elsewhere.
+    /// All of the prompt's KV is here, and confirmed if another worker computed it.
     Started(Started),
     /// Of the prompt's tokens; the first has none.
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
     /// A new token.
     Token {
-        /// Which continuation, from 0.
+        /// The continuation, from 0.
         sample: u32,
-        /// The token; a stop token is told as well.
+        /// The token; a stop token is reported as well.
         token: TokenId,
         /// When asked for.
         logprobs: Option<TokenLogprobs>,
     },
     /// A continuation has ended.
     Finished {
-        /// Which continuation.
+        /// The continuation.
         sample: u32,
-        /// Why.
+        /// Why it ended.
         reason: FinishReason,
     },
-    /// The blocks reserved for KV from elsewhere were taken back, for sequences that already run. Nothing more comes.
+    /// The blocks reserved for another worker's KV were taken back, for sequences that already run.
     Revoked,
-    /// A write that the ticket does not allow ended the reservation; what had landed was dropped. Nothing more comes.
+    /// A write that the ticket does not allow ended the reservation; the blocks written so far were dropped.
     WriteRefused(WriteRefused),
-    /// The engine failed. Nothing more comes.
+    /// The engine failed.
     Failed,
 }
 
-/// How the prompt's KV came here.
+/// How a prompt's KV was obtained.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Started {
-    /// From submission to the taking of blocks.
+    /// From submission to the allocation of blocks.
     pub queue: Duration,
-    /// From the first block written to the confirmation that all are there.
+    /// From the first block written to the confirmation of all.
     pub kv_transfer: Duration,
-    /// Written by another worker.
+    /// Bytes written by another worker.
     pub kv_transfer_bytes: u64,
-    /// Computed here, in their order; none if it came from elsewhere, or was cached.
+    /// The chunks in which this worker computed it, in order; none if another worker did, or it was cached.
     pub chunks: Vec<PrefillChunk>,
 }
 
-/// What one step computed of a prompt.
+/// The part of a prompt that one step computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillChunk {
-    /// From the taking of blocks to the step's beginning.
+    /// From the allocation of blocks to the step's start.
     pub begun: Duration,
-    /// The whole step, with what it computed for others.
+    /// Duration of the whole step, which may have computed other sequences, too.
     pub took: Duration,
-    /// Of this prompt.
+    /// Tokens of this prompt.
     pub tokens: u32,
 }
 
 /// Why a continuation has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token was drawn: the last token told.
+    /// A stop token was sampled: the last token reported.
     Stop(TokenId),
     /// `max_tokens` or the context's end was reached.
     Length,

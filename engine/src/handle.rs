@@ -4,19 +4,17 @@
 //! which there is always room for them: a generation whose listener is behind pauses before its next token, and a prefill tells each of
 //! its blocks once, all of which it holds. So a slow listener holds up nobody else, loses nothing, and costs a bounded memory.
 
-mod arrival;
-
-pub use arrival::Arrival;
+mod block_write;
 
 use crate::machine::{Action, JobId, Machine};
 use crate::sim::SimClock;
-use crate::{Engine, EngineError, EngineInfo, Event, Generate, KvMemory, Prefill, Refusal, WriteRefused, ticket};
-use arrival::Ended;
+use crate::{Engine, EngineError, EngineInfo, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
+use block_write::{EndedWrite, EndedWrites, ReservedWrite};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-use tandem_kv::{HashKey, KvBatch, Load, Snapshot, StepStats, Ticket};
+use tandem_kv::{BlockAccess, BlockWrite, HashKey, KvBatch, KvMemory, Load, Snapshot, StepStats, Ticket};
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
@@ -72,9 +70,9 @@ const BATCHES_MAX: usize = 1_024;
 enum Command {
     Prefill(Prefill, oneshot::Sender<Result<Accepted, Refusal>>),
     Generate(Generate, oneshot::Sender<Result<Accepted, Refusal>>),
-    SendBlocks { job: JobId, indices: Vec<u32>, by_place: bool },
+    SendBlocks { job: JobId, indices: Vec<u32>, access: BlockAccess },
     Write { ticket: Ticket, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
-    Begin { ticket: Ticket, indices: Vec<u32>, reply: oneshot::Sender<Result<Arrival, WriteRefused>> },
+    BeginWrite { ticket: Ticket, indices: Vec<u32>, reply: oneshot::Sender<Result<Box<dyn BlockWrite>, WriteRefused>> },
     Refuse { ticket: Ticket, why: WriteRefused, reply: oneshot::Sender<WriteRefused> },
     Confirm(Ticket),
     Watch(oneshot::Sender<(Snapshot, broadcast::Receiver<Arc<KvBatch>>)>),
@@ -125,7 +123,7 @@ impl EngineHandle {
             unheard_max: (settings.unheard_max as usize).max(1),
             next_job: 0,
             wake: Arc::clone(&wake),
-            ended: Ended::default(),
+            ended_writes: EndedWrites::default(),
             batches: broadcast::Sender::new(BATCHES_MAX),
             load,
             at_work,
@@ -160,7 +158,7 @@ impl EngineHandle {
         Ok(Job { id, events, go_on_at: self.go_on_at, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })
     }
 
-    /// Writes one block under a ticket; returns when it is in the engine's memory.
+    /// Writes one block under a ticket; returns when it is in the KV memory.
     ///
     /// # Errors
     ///
@@ -170,26 +168,26 @@ impl EngineHandle {
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineGone))
     }
 
-    /// Ends the ticket's reservation, because the ticket was used for something else than writing a block. Returns the reason to report.
+    /// Ends the ticket's reservation because of a write that does not even name a block to write. Returns the reason to report.
     pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineGone)
     }
 
-    /// The KV memory for others than the engine's thread, if there is such a thing.
+    /// Returns the KV memory for transfers that run beside the steps; `None`: blocks pass through the host.
     pub fn kv_memory(&self) -> Option<&Arc<dyn KvMemory>> {
         self.kv_memory.as_ref()
     }
 
-    /// The right to write blocks under a ticket beside the steps, by way of [`EngineHandle::kv_memory`]: all of them, or none.
+    /// Returns the right to write blocks under a ticket while steps run, by way of [`EngineHandle::kv_memory`]: all of them, or none.
     ///
     /// # Errors
     ///
     /// As for [`EngineHandle::write_block`].
-    pub async fn begin_arrival(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Arrival, WriteRefused> {
-        self.ask(|reply| Command::Begin { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineGone))
+    pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
+        self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineGone))
     }
 
-    /// The worker that computed the blocks says that it wrote them all: the prompt starts, if all are there.
+    /// Confirms that the worker which computed the blocks has written them all: the prompt starts if none is missing.
     pub async fn confirm(&self, ticket: Ticket) {
         // The engine being gone shows as the end of the events.
         let _ = self.commands.send(Command::Confirm(ticket)).await;
@@ -244,15 +242,10 @@ impl Job {
         event
     }
 
-    /// Prefill: tells these blocks as [`Event::Block`] as soon as each is computed. Once a job.
-    pub async fn send_blocks(&self, block_indices: Vec<u32>) {
-        // The engine being gone shows as the end of the events.
-        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, by_place: false }).await;
-    }
-
-    /// Prefill: tells these blocks as [`Event::Ready`] as soon as they are computed, instead.
-    pub async fn show_blocks(&self, block_indices: Vec<u32>) {
-        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, by_place: true }).await;
+    /// Prefill: reports these blocks with [`Event::BlocksReady`] as soon as they are computed. To be called once per job.
+    pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
+        // If the engine has ended, so have the events.
+        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
     }
 }
 
@@ -290,7 +283,7 @@ struct Driver {
     unheard_max: usize,
     next_job: JobId,
     wake: Arc<Notify>,
-    ended: Ended,
+    ended_writes: EndedWrites,
     batches: broadcast::Sender<Arc<KvBatch>>,
     load: watch::Sender<Load>,
     /// Since when it has been at what it does now; `None` while it waits for something to do.
@@ -310,7 +303,7 @@ impl Driver {
                 let Ok(command) = self.commands.try_recv() else { break };
                 self.obey(command);
             }
-            self.end_arrivals();
+            self.end_writes();
             self.look_after_listeners();
             // One look at the clock: what is not yet due for the plan is due after it.
             let now = self.now();
@@ -379,12 +372,12 @@ impl Driver {
                 let room = self.unheard_max + 2 * samples;
                 self.accept(reply, room, self.unheard_max, |machine, job| machine.generate(job, generate, now));
             }
-            Command::SendBlocks { job, indices, by_place } => self.machine.send_blocks(job, indices, by_place),
-            Command::Begin { ticket, indices, reply } => {
-                let begun = self.machine.begin_arrival(ticket, &indices, now);
-                let (ended, wake) = (self.ended.clone(), Arc::clone(&self.wake));
-                // If nobody takes it, it ends at once.
-                let _ = reply.send(begun.map(|blocks| Arrival::new(ticket, indices, blocks, ended, wake)));
+            Command::SendBlocks { job, indices, access } => self.machine.send_blocks(job, indices, access),
+            Command::BeginWrite { ticket, indices, reply } => {
+                let begun = self.machine.begin_write(ticket, &indices, now);
+                let (ended, wake) = (self.ended_writes.clone(), Arc::clone(&self.wake));
+                // If the sender has stopped waiting, the write is dropped, and so ended.
+                let _ = reply.send(begun.map(|blocks| Box::new(ReservedWrite::new(ticket, indices, blocks, ended, wake)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
                 // A client that has left no longer has a live ticket: blocks that come late for it are no attack.
@@ -393,7 +386,7 @@ impl Driver {
                 let _ = reply.send(self.machine.refuse(ticket, why));
             }
             Command::Confirm(ticket) => {
-                self.end_arrivals();
+                self.end_writes();
                 self.machine.confirm(ticket, now);
             }
             Command::Write { ticket, index, payload, reply } => {
@@ -436,9 +429,9 @@ impl Driver {
         let _ = reply.send(accepted);
     }
 
-    fn end_arrivals(&mut self) {
-        for (ticket, indices, whole) in self.ended.take() {
-            self.machine.end_arrival(ticket, &indices, whole);
+    fn end_writes(&mut self) {
+        for EndedWrite { ticket, indices, complete } in self.ended_writes.take() {
+            self.machine.end_write(ticket, &indices, complete);
         }
     }
 
@@ -473,10 +466,13 @@ impl Driver {
             match action {
                 Action::Tell(job, event) => self.tell(job, event),
                 Action::Copy { from, to } => broken = self.engine.copy_block(from, to).err().or(broken),
-                Action::Read { job, index, block } => {
-                    let mut payload = vec![0; self.machine.info().block_bytes];
-                    match self.engine.read_block(block, &mut payload) {
-                        Ok(()) => self.tell(job, Event::Block { index, payload: payload.into() }),
+                Action::ReadBlocks(job, mut blocks) => {
+                    let read = blocks.iter_mut().try_for_each(|ready| {
+                        ready.content = vec![0; self.machine.info().block_bytes];
+                        self.engine.read_block(ready.block, &mut ready.content)
+                    });
+                    match read {
+                        Ok(()) => self.tell(job, Event::BlocksReady(blocks)),
                         Err(error) => broken = Some(error),
                     }
                 }

@@ -9,7 +9,6 @@ pub mod cuda;
 mod event;
 mod handle;
 mod machine;
-mod memory;
 mod request;
 mod sampling;
 pub mod sim;
@@ -17,14 +16,13 @@ mod ticket;
 
 pub use chunk::ChunkError;
 pub use event::{Event, FinishReason, PrefillChunk, Started};
-pub use handle::{Arrival, EngineHandle, EngineSettings, Job};
-pub use memory::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
+pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::WriteRefused;
 
-use std::{sync::Arc, time::Duration};
-use tandem_kv::{BlockId, TokenId};
+use std::sync::Arc;
+use tandem_kv::{BlockId, KvMemory, TokenId};
 
 /// A device that holds a model and the KV memory of one worker.
 pub trait Engine: Send + 'static {
@@ -47,8 +45,8 @@ pub trait Engine: Send + 'static {
     /// Copies one block's KV in. `bytes` has `block_bytes`.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
-    /// The KV memory for others than the thread that makes the steps, where it can be had: blocks that nobody computes on may be copied
-    /// from and to there meanwhile.
+    /// Returns the KV memory for transfers that run beside the steps, if the device has such: blocks that no step computes on may be read and
+    /// written by way of it. `None`: blocks pass through the host.
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         None
     }
@@ -74,8 +72,6 @@ pub struct EngineInfo {
     pub capacity_blocks: u32,
     /// Bytes of one block.
     pub block_bytes: usize,
-    /// How long moving one block to another worker is to seem to take; zero for real devices.
-    pub simulated_block_transfer: Duration,
 }
 
 /// Consecutive tokens of one sequence, computed in one step.

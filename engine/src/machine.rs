@@ -7,8 +7,9 @@
 mod admission;
 mod fair;
 mod forking;
-mod landing;
+
 mod rates;
+mod receiving;
 mod room;
 mod sending;
 mod sequence;
@@ -19,14 +20,15 @@ mod waiting;
 use crate::sampling::{SampledToken, Sampler, logprobs};
 use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, StepOutput, ticket};
 use fair::{Claim, Turns, fair_order};
-use landing::{Ended, release};
+
 use rates::Rates;
-use sending::tell_finished_blocks;
+use receiving::{EndedReservations, release};
+use sending::report_ready_blocks;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, StepStats};
+use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, ReadyBlock, StepStats};
 use waiting::Waiting;
 
 /// What the owner of the engine does for the machine, in this order, before the next step or write.
@@ -36,8 +38,8 @@ pub(crate) enum Action {
     Tell(JobId, Event),
     /// Copies a block's KV inside the engine.
     Copy { from: BlockId, to: BlockId },
-    /// Reads a block's KV and tells it to a job as [`Event::Block`].
-    Read { job: JobId, index: u32, block: BlockId },
+    /// Reads the content of blocks and reports them to a job as [`Event::BlocksReady`].
+    ReadBlocks(JobId, Vec<ReadyBlock>),
     /// The job has heard its last event.
     End(JobId),
 }
@@ -63,7 +65,7 @@ pub(crate) struct Machine {
     /// With blocks; their KV comes from elsewhere.
     reserved: Vec<Sequence>,
     /// What is left of reservations that are gone.
-    ended: Ended,
+    ended_reservations: EndedReservations,
     /// Prompts whose KV is here and of which samples have not started yet, the oldest first.
     forking: Vec<Sequence>,
     /// In steps, the oldest first. Of more than a step takes, the first in the fair order go on.
@@ -101,7 +103,7 @@ impl Machine {
             cache,
             waiting: Waiting::default(),
             reserved: Vec::new(),
-            ended: Ended::default(),
+            ended_reservations: EndedReservations::default(),
             forking: Vec::new(),
             running: Vec::new(),
             turns: Turns::default(),
@@ -119,7 +121,7 @@ impl Machine {
     /// Ends a job wherever it is; it hears nothing more.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
-            self.ended.take(&mut self.cache, &mut sequence);
+            self.ended_reservations.take(&mut self.cache, &mut sequence);
         }
         for list in [&mut self.forking, &mut self.running, &mut self.held] {
             for mut sequence in list.extract_if(.., |sequence| sequence.job == job) {
@@ -231,7 +233,7 @@ impl Machine {
             sequence.note_chunk(chunk.len, duration, now);
             self.commit(sequence);
             match &mut sequence.role {
-                Role::Prefill(_) => tell_finished_blocks(&mut self.actions, sequence, self.info.block_size as usize),
+                Role::Prefill(_) => report_ready_blocks(&mut self.actions, sequence, self.info.block_size as usize),
                 Role::Prompt(prompt) => {
                     if let Some(wanted) = &mut prompt.logprobs {
                         for (row, token) in (&mut rows).take(chunk.len).zip(&sequence.tokens[first + 1..]) {
@@ -264,7 +266,7 @@ impl Machine {
         for sequence in settled {
             self.settle(sequence, now);
         }
-        self.tell_sent_prefills();
+        self.report_sent_prefills();
         stats
     }
 
@@ -376,7 +378,7 @@ impl Machine {
         self.cache.check_invariants();
         let with_blocks = || self.reserved.iter().chain(&self.forking).chain(&self.running).chain(&self.held);
         let mut held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
-        for block in self.ended.blocks() {
+        for block in self.ended_reservations.blocks() {
             assert!(held.insert(*block), "what is still written into is nobody else's");
         }
         assert_eq!(held.len() as u32, self.cache.counts().in_use, "blocks in use are those of sequences");

@@ -29,7 +29,7 @@ pub struct SimSettings {
     pub decode_per_sequence: Duration,
     /// What a token's KV is taken to weigh when it moves between workers.
     pub kv_bytes_per_token: f64,
-    /// Of the simulated link.
+    /// Bandwidth of simulated transfers between workers.
     pub transfer_bytes_per_second: f64,
     /// All times are divided by this.
     pub speedup: f64,
@@ -48,6 +48,17 @@ impl Default for SimSettings {
             transfer_bytes_per_second: 10e9,
             speedup: 1.0,
         }
+    }
+}
+
+impl SimSettings {
+    /// Returns how long moving one block to another worker is simulated to take.
+    pub fn block_transfer(&self) -> Duration {
+        self.scaled(f64::from(self.block_size) * self.kv_bytes_per_token / self.transfer_bytes_per_second)
+    }
+
+    fn scaled(&self, seconds: f64) -> Duration {
+        Duration::from_secs_f64(seconds / self.speedup)
     }
 }
 
@@ -156,23 +167,17 @@ impl SimEngine {
         }
         state
     }
-
-    fn scaled(&self, seconds: f64) -> Duration {
-        Duration::from_secs_f64(seconds / self.settings.speedup)
-    }
 }
 
 impl Engine for SimEngine {
     fn describe(&self) -> EngineInfo {
         let s = &self.settings;
-        let block_transfer = f64::from(s.block_size) * s.kv_bytes_per_token / s.transfer_bytes_per_second;
         EngineInfo {
             vocab_size: self.vocabulary.size,
             context_length: self.vocabulary.context_length,
             block_size: s.block_size,
             capacity_blocks: s.capacity_blocks,
             block_bytes: s.block_size as usize * SLOT_BYTES,
-            simulated_block_transfer: self.scaled(block_transfer),
         }
     }
 
@@ -210,7 +215,7 @@ impl Engine for SimEngine {
         if decodes > 0 {
             seconds += s.decode_step.as_secs_f64() + f64::from(decodes) * s.decode_per_sequence.as_secs_f64();
         }
-        self.clock.add(self.scaled(seconds));
+        self.clock.add(s.scaled(seconds));
         if self.real_time
             && let Some(duration) = self.clock.take()
         {
@@ -320,6 +325,6 @@ mod tests {
         engine.step(&[chunk]).expect("the simulator does not fail");
         assert_eq!(engine.clock().take(), Some(Duration::from_micros(10_400)));
         // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
-        assert_eq!(engine.describe().simulated_block_transfer.as_micros(), 20);
+        assert_eq!(engine.settings.block_transfer().as_micros(), 20);
     }
 }

@@ -1,12 +1,12 @@
-//! How tickets are drawn, and why a write under one is refused.
+//! Generates tickets, and names the reasons to refuse a write under one.
 
 use crate::mix;
 use tandem_kv::Ticket;
 
-/// Draws the next ticket.
+/// Generates the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
-/// Draws each ticket from the operating system's randomness, so that no ticket can be computed from others.
+/// Takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from others.
 pub(crate) fn from_system() -> Draw {
     Box::new(|| {
         let mut bytes = [0; Ticket::BYTES];
@@ -15,7 +15,7 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// Draws the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
+/// Generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -26,32 +26,32 @@ pub(crate) fn from_seed(seed: u64) -> Draw {
     })
 }
 
-/// Why blocks were not written. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
-/// drops the blocks that have landed for it: either the sender is faulty, or an attacker has the ticket.
+/// The reason to refuse a write. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
+/// drops the blocks written so far: either the sender is faulty, or an attacker has the ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
-    /// This worker does not remember the ticket: it was guessed, or was given out before the worker restarted.
+    /// This worker does not know the ticket: it was guessed, or was issued before the worker restarted.
     #[error("no reservation has this ticket")]
     UnknownTicket,
-    /// All blocks are there, or the reservation was given up: its request was cancelled while blocks were on their way, for example.
+    /// The reservation is complete or was cancelled, for example with its request while blocks were in flight.
     #[error("the ticket's reservation has ended")]
     SpentTicket,
-    /// Ends the reservation: the block was written before, or is not one that the ticket names.
+    /// Ends the reservation: the block was written before, or the ticket does not name it.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
     /// Ends the reservation.
     #[error("the block has another size than this worker's")]
     WrongSize,
-    /// Ends the reservation: there is nothing that blocks could be copied from.
-    #[error("the blocks do not come the way that the ticket names")]
+    /// Ends the reservation: the sender announced blocks in its memory, but the ticket does not name a path on which they can be copied.
+    #[error("the blocks do not take the transfer path that the ticket names")]
     WrongPath,
-    /// The engine has failed or is shut down.
-    #[error("the engine is gone")]
+    /// The engine has ended.
+    #[error("the engine has ended")]
     EngineGone,
 }
 
 impl WriteRefused {
-    /// Each reason that is a fault of the write, by the name that metrics give it.
+    /// Each reason for which the write itself is to blame, with its label in metrics.
     pub const REASONS: [(Self, &str); 5] = [
         (Self::UnknownTicket, "unknown_ticket"),
         (Self::SpentTicket, "spent_ticket"),
@@ -60,7 +60,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Its name among [`WriteRefused::REASONS`]; `None` when the write was not at fault.
+    /// Returns its label among [`WriteRefused::REASONS`]; `None` if the write is not to blame.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }

@@ -1,16 +1,21 @@
-//! Who owns which KV block, and what is in it: sequence hashes, the block pool, the prefix cache and its events, and the tickets for writing.
+//! Who owns which KV block, and what is in it: sequence hashes, the block pool, the prefix cache and its events, tickets for writing, and how
+//! engines give access to their KV memory.
 //!
 //! Pure: no async, no I/O, no clock. One [`PrefixCache`] belongs to one engine thread.
 
 mod cache;
 mod event;
 mod hash;
+mod memory;
 mod report;
 mod ticket;
 
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
+pub use memory::{
+    BlockAccess, BlockWrite, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, ReadyBlock,
+};
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};
 

@@ -8,7 +8,7 @@ use crate::{
 use futures::FutureExt;
 use std::time::Duration;
 use tandem_engine::{Event, Job, Prefill};
-use tandem_kv::{Namespace, Ticket};
+use tandem_kv::{BlockAccess, Namespace, ReadyBlock, Ticket};
 use tandem_node::{
     trace::Span,
     worker::{Begun, ClientGone, Direction, ReplySender},
@@ -132,8 +132,8 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
     let bytes = blocks * block_bytes as u64;
     let mut transfer = Span::default();
     match chosen {
-        Chosen::Content => job.send_blocks(missing_blocks).await,
-        Chosen::Places | Chosen::Line(_) => job.show_blocks(missing_blocks).await,
+        Chosen::Content => job.send_blocks(missing_blocks, BlockAccess::Copied).await,
+        Chosen::Places | Chosen::Line(_) => job.send_blocks(missing_blocks, BlockAccess::InPlace).await,
     }
     // What the way's bandwidth is measured by.
     let (mut moved, mut busy) = (0, Duration::ZERO);
@@ -145,7 +145,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
             error = push.broken() => return Err(error.into()),
         };
         let began = Instant::now();
-        if first_block.is_none() && matches!(event, Some(Event::Block { .. } | Event::Ready(_))) {
+        if first_block.is_none() && matches!(event, Some(Event::BlocksReady(_))) {
             first_block = Some(began);
             transfer = span.child("transfer");
         }
@@ -156,13 +156,15 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
             (blocks * block_bytes) as u64
         };
         match event {
-            Some(Event::Block { index, payload }) => {
-                let bytes = pass(1).await;
-                push.send(index, payload).await?;
-                sent.bytes.increment(bytes);
-                moved += bytes;
+            Some(Event::BlocksReady(blocks)) if matches!(chosen, Chosen::Content) => {
+                for ReadyBlock { index, content, .. } in blocks {
+                    let bytes = pass(1).await;
+                    push.send(index, content.into()).await?;
+                    sent.bytes.increment(bytes);
+                    moved += bytes;
+                }
             }
-            Some(Event::Ready(blocks)) => {
+            Some(Event::BlocksReady(blocks)) => {
                 let bytes = pass(blocks.len()).await;
                 match &chosen {
                     Chosen::Line(line) => {
@@ -171,7 +173,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
                         moved += bytes;
                     }
                     Chosen::Content | Chosen::Places => {
-                        let (block_indices, source_blocks) = blocks.into_iter().map(|(index, block)| (index, block.0)).unzip();
+                        let (block_indices, source_blocks) = blocks.into_iter().map(|ready| (ready.index, ready.block.0)).unzip();
                         push.ready(ReadyBlocks { block_indices, source_blocks }).await?;
                         // They are copied while later ones are computed: of the last ones alone the end is waited for.
                         (moved, busy) = (bytes, Duration::ZERO);
@@ -214,7 +216,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
     drop(job);
     // The decode worker at the vouched address has taken blocks under the ticket, so the ticket is that of a live reservation.
     if wants_ipc_handle {
-        done.ipc_handle = worker.ways.handle().to_vec();
+        done.ipc_handle = worker.ways.ipc_handle().to_vec();
     }
     if path == TransferPath::Tcp && !communicator.is_empty() {
         worker.ways.join(&address, communicator);

@@ -26,7 +26,7 @@ use tandem_proto::{
     channel::{Listener, MESSAGE_BYTES_MAX},
     v1::{WorkerInfo, prefill_server::PrefillServer, worker_info::Role},
 };
-use tandem_transfer::{Tcp, Transport};
+use tandem_transfer::{Tcp, TransferMode, Transport};
 use tonic::service::Routes;
 use ways::Ways;
 
@@ -51,8 +51,8 @@ pub struct PrefillWorkerSettings {
     pub report_cached_tokens: bool,
     /// A computed prompt is let go when the decode worker has not said by then where its blocks may go.
     pub ticket_wait: Duration,
-    /// Blocks may go from device to device where both workers can do that; off: over TCP only.
-    pub device_transfers: bool,
+    /// The transfer paths that it may use.
+    pub transfer_mode: TransferMode,
 }
 
 /// Why a prefill worker ended.
@@ -92,12 +92,15 @@ pub async fn run(
         instance_id: info.instance_id.clone(),
         key: listener.network().key().clone(),
         ways: Ways::new(
-            engine.kv_memory().filter(|_| settings.device_transfers).cloned(),
+            engine.kv_memory().filter(|_| settings.transfer_mode == TransferMode::Auto).cloned(),
             listener.network().clone(),
             requests.clone(),
             shutdown.clone(),
         ),
-        link: Link::new(engine.info().simulated_block_transfer),
+        link: Link::new(match settings.transfer_mode {
+            TransferMode::Simulated { block } => block,
+            TransferMode::Auto | TransferMode::Tcp => Duration::ZERO,
+        }),
         transport: Box::new(transport),
         metrics: metrics.clone(),
         requests: requests.clone(),

@@ -6,8 +6,7 @@ use std::{
     collections::{HashMap, HashSet},
     sync::Arc,
 };
-use tandem_engine::{KvMemory, Link, LinkEnd};
-use tandem_kv::{BlockId, Ticket};
+use tandem_kv::{BlockId, CommunicatorEnd, KvCommunicator, KvMemory, ReadyBlock, Ticket};
 use tandem_node::{Shutdown, worker::Requests};
 use tandem_proto::{
     channel::{Channels, Network},
@@ -68,7 +67,7 @@ pub(crate) struct Line(mpsc::Sender<Transfer>);
 
 struct Transfer {
     ticket: Ticket,
-    blocks: Vec<(u32, BlockId)>,
+    blocks: Vec<ReadyBlock>,
     landed: oneshot::Sender<bool>,
 }
 
@@ -84,7 +83,7 @@ pub(crate) enum Chosen {
 impl Ways {
     pub(crate) fn new(memory: Option<Arc<dyn KvMemory>>, network: Network, requests: Requests, shutdown: Shutdown) -> Self {
         let handle = |memory: &dyn KvMemory| {
-            memory.handle().unwrap_or_else(|error| {
+            memory.ipc_handle().unwrap_or_else(|error| {
                 tracing::info!(%error, "the KV memory is for no other process of this host");
                 Vec::new()
             })
@@ -92,7 +91,7 @@ impl Ways {
         let handle = memory.as_deref().map(handle).unwrap_or_default();
         let offered = memory
             .as_deref()
-            .map(|memory| v1::TransferCapabilities { cuda_ipc: !handle.is_empty(), nccl_ranks: memory.link_devices() });
+            .map(|memory| v1::TransferCapabilities { cuda_ipc: !handle.is_empty(), nccl_ranks: memory.nccl_ranks() });
         let offered = offered.filter(|ways| ways.nccl_ranks > 0 || ways.cuda_ipc);
         let (channels, lines, joins) = (Channels::on(network), Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
         Self(Arc::new(Inner { memory, handle, offered, channels, lines, joins, requests, shutdown }))
@@ -104,7 +103,7 @@ impl Ways {
     }
 
     /// Opens all of the KV memory, so it is only for a decode worker under whose ticket blocks have landed.
-    pub(crate) fn handle(&self) -> &[u8] {
+    pub(crate) fn ipc_handle(&self) -> &[u8] {
         &self.0.handle
     }
 
@@ -136,7 +135,7 @@ impl Ways {
     /// blocks have landed at `address`: joining connects to where the communicator's name says, and takes a thread until the other end has
     /// joined too. So a decode worker has at most one link or join.
     pub(crate) fn join(&self, address: &str, communicator: Vec<u8>) {
-        let Some(memory) = self.0.memory.clone().filter(|memory| memory.link_devices() > 0) else { return };
+        let Some(memory) = self.0.memory.clone().filter(|memory| memory.nccl_ranks() > 0) else { return };
         let (Ok(joining), Some(peer)) = (Arc::clone(&self.0.joins).try_acquire_owned(), self.peer(address)) else {
             tracing::debug!(decode = address, "no link is made now; its prompts' KV goes over TCP");
             return;
@@ -148,7 +147,7 @@ impl Ways {
             let linking = spawn_blocking(move || {
                 // The thread may go on after the task that waits for it.
                 let _joining = joining;
-                memory.link(&name, LinkEnd::Sends)
+                memory.join(&name, CommunicatorEnd::Sender)
             });
             let linked = tokio::select! {
                 linked = linking => linked.expect("making a link does not panic"),
@@ -194,7 +193,8 @@ impl Ways {
             if landed.is_closed() {
                 continue;
             }
-            let (block_indices, blocks): (Vec<u32>, Vec<BlockId>) = blocks.into_iter().unzip();
+            let (block_indices, blocks): (Vec<u32>, Vec<BlockId>) =
+                blocks.into_iter().map(|ready| (ready.index, ready.block)).unzip();
             if requests
                 .send(NcclControlRequest { ticket: ticket.as_bytes().to_vec(), block_indices, ..NcclControlRequest::default() })
                 .await
@@ -219,7 +219,7 @@ impl Ways {
 /// A link, as long as its task runs.
 struct Held {
     /// `None` when it is dropped.
-    link: Option<Arc<dyn Link>>,
+    link: Option<Arc<dyn KvCommunicator>>,
     communicator: Vec<u8>,
     ways: Ways,
 }
@@ -233,7 +233,7 @@ impl Drop for Held {
 
 impl Line {
     /// Returns when the blocks are in the decode worker's memory.
-    pub(crate) async fn send(&self, ticket: Ticket, blocks: Vec<(u32, BlockId)>) -> Result<(), Ended> {
+    pub(crate) async fn send(&self, ticket: Ticket, blocks: Vec<ReadyBlock>) -> Result<(), Ended> {
         let (landed, answer) = oneshot::channel();
         self.0.send(Transfer { ticket, blocks, landed }).await.map_err(|_| Ended::LinkGone)?;
         match answer.await {

@@ -15,6 +15,7 @@ use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
+use tandem_transfer::TransferMode;
 use tokio::net::TcpListener;
 
 const DOCUMENTS: u32 = 40;
@@ -60,6 +61,10 @@ struct Parts {
     prefill_capacity_tokens: u32,
 }
 
+fn sim(capacity_tokens: u32) -> SimSettings {
+    SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() }
+}
+
 impl Parts {
     async fn listener() -> Result<(TcpListener, String)> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -68,7 +73,7 @@ impl Parts {
     }
 
     fn engine(&self, capacity_tokens: u32) -> EngineHandle {
-        let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() };
+        let sim = sim(capacity_tokens);
         let settings = EngineSettings {
             chunk_budget: 512,
             batch_max: 256,
@@ -101,7 +106,7 @@ impl Parts {
             tracer: Default::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Simulated { block: sim(0).block_transfer() },
         };
         let engine = self.engine(self.prefill_capacity_tokens);
         self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
@@ -122,7 +127,7 @@ impl Parts {
             report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Tcp,
         };
         let engine = self.engine(65_536);
         self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
@@ -234,12 +239,16 @@ async fn ask_all(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// 0.876 of all tokens could be found: all blocks of a document but for its first question.
+/// 0.876 of all tokens could be found: all blocks of a document but for its first question. `--nocapture` shows the figures.
 #[test]
+#[expect(clippy::print_stdout, reason = "it prints figures")]
 fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
-        assert!(hit_rate >= 0.82, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
+        println!(
+            "seed {seed}: {hit_rate:.3} of all prompt tokens were cached; the busiest worker had {busiest:.2} times the mean"
+        );
+        assert!(hit_rate >= 0.86, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
         assert!(busiest <= 1.2, "seed {seed}: the busiest worker had {busiest:.2} times the mean");
     }
     Ok(())

@@ -10,12 +10,14 @@
 //! - Whichever way they come, no block counts before the worker that computed them has confirmed it, elsewhere.
 
 mod loopback;
+mod mode;
 mod push;
 mod service;
 mod sink;
 mod tcp;
 
 pub use loopback::{Loopback, Reachable};
+pub use mode::TransferMode;
 pub use push::{Piece, Push, TransferError};
 pub use service::{Links, NoLinks, Receiver, TransferService};
 pub use sink::{Refused, Sink};

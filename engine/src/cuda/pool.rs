@@ -4,7 +4,6 @@ use super::{
     CudaError,
     device::{CommunicatorId, Device, Memory, PeerCommunicator},
 };
-use crate::{KvMemory, Link, LinkEnd, MoveError, PeerMemory};
 use parking_lot::Mutex;
 use std::{
     any::Any,
@@ -12,7 +11,7 @@ use std::{
     sync::{Arc, OnceLock, Weak},
     time::Duration,
 };
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 
 /// For the other end to come, while its process may still be loading NCCL.
 const LINK_MAX: Duration = Duration::from_secs(30);
@@ -99,12 +98,12 @@ impl Handle {
     }
 }
 
-fn unreachable(why: &str) -> MoveError {
-    MoveError::Unreachable(why.to_owned())
+fn unreachable(why: &str) -> DeviceTransferError {
+    DeviceTransferError::Unreachable(why.to_owned())
 }
 
-fn broken(error: CudaError) -> MoveError {
-    MoveError::Broken(Box::new(error))
+fn broken(error: CudaError) -> DeviceTransferError {
+    DeviceTransferError::Failed(Box::new(error))
 }
 
 impl<D: Device> Pool<D> {
@@ -127,14 +126,14 @@ impl<D: Device> Parts<D> {
 }
 
 impl<D: Device> KvMemory for Pool<D> {
-    fn handle(&self) -> Result<Vec<u8>, MoveError> {
+    fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError> {
         let Parts { number, parts, block_bytes, blocks } = &*self.0;
         let parts = parts.iter().map(|part| part.device.export(part.kv.address()).map_err(broken)).collect::<Result<_, _>>()?;
         let (block_bytes, blocks, number) = (*block_bytes as u64, *blocks, *number);
         Ok(Handle { host: host(), process: process(), block_bytes, blocks, number, parts }.to_bytes())
     }
 
-    fn open(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, MoveError> {
+    fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
         let ours = &self.0;
         let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("its handle is of another build"))?;
         if handle.host != host() || handle.host == [0; 16] {
@@ -163,26 +162,26 @@ impl<D: Device> KvMemory for Pool<D> {
         Ok(Arc::new(peer))
     }
 
-    fn link_devices(&self) -> u32 {
+    fn nccl_ranks(&self) -> u32 {
         if D::nccl_available() { self.0.parts.len() as u32 } else { 0 }
     }
 
-    fn name_link(&self) -> Result<Vec<u8>, MoveError> {
+    fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError> {
         let names = self.0.parts.iter().map(|_| D::new_communicator_id().map_err(broken));
         Ok(names.collect::<Result<Vec<CommunicatorId>, _>>()?.concat())
     }
 
-    fn link(&self, name: &[u8], end: LinkEnd) -> Result<Arc<dyn Link>, MoveError> {
+    fn join(&self, name: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError> {
         let ours = &self.0;
         let (names, rest) = name.as_chunks();
         if names.len() != ours.parts.len() || !rest.is_empty() {
             return Err(unreachable("its link is for another number of GPUs"));
         }
         let rank = match end {
-            LinkEnd::Sends => 0,
-            LinkEnd::Receives => 1,
+            CommunicatorEnd::Sender => 0,
+            CommunicatorEnd::Receiver => 1,
         };
-        let nowhere_bytes = if end == LinkEnd::Receives { ours.block_bytes } else { 0 };
+        let nowhere_bytes = if end == CommunicatorEnd::Receiver { ours.block_bytes } else { 0 };
         let line = |(part, name): (&Part<D>, &CommunicatorId)| {
             let line = part.device.connect_peer(name, rank, LINK_MAX).map_err(broken)?;
             Ok((line, Memory::new(&part.device, nowhere_bytes).map_err(broken)?))
@@ -211,7 +210,7 @@ impl<D: Device> Drop for Peer<D> {
 }
 
 impl<D: Device> PeerMemory for Peer<D> {
-    fn pull(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), MoveError> {
+    fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
         if blocks.iter().any(|(from, _)| from.0 >= self.blocks) {
             return Err(unreachable("it does not have such a block"));
         }
@@ -243,7 +242,7 @@ impl<D: Device> Between<D> {
     fn on_all(
         &self,
         moves: impl Fn(&Part<D>, &(D::PeerCommunicator, Memory<D>)) -> Result<(), CudaError> + Sync,
-    ) -> Result<(), MoveError> {
+    ) -> Result<(), DeviceTransferError> {
         let moved: Vec<_> = std::thread::scope(|scope| {
             let parts = self.pool.parts.iter().zip(&self.lines);
             let moving: Vec<_> = parts.map(|(part, line)| scope.spawn(|| moves(part, line))).collect();
@@ -253,8 +252,8 @@ impl<D: Device> Between<D> {
     }
 }
 
-impl<D: Device> Link for Between<D> {
-    fn send(&self, blocks: &[BlockId]) -> Result<(), MoveError> {
+impl<D: Device> KvCommunicator for Between<D> {
+    fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, _)| {
             let regions: Vec<_> = blocks.iter().map(|block| (self.pool.address(part, *block), block_bytes)).collect();
@@ -262,7 +261,7 @@ impl<D: Device> Link for Between<D> {
         })
     }
 
-    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), MoveError> {
+    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError> {
         let Parts { block_bytes, .. } = *self.pool;
         self.on_all(|part, (line, nowhere)| {
             let place = |block: &Option<BlockId>| block.map_or(nowhere.address(), |block| self.pool.address(part, block));

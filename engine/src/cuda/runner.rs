@@ -12,9 +12,9 @@ use super::{
     sampling::{LOGPROB_BYTES, ROW_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Engine, EngineError, EngineInfo, KvMemory, Logits, SampleRequest, SampledToken, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, SampledToken, StepOutput};
 use std::{sync::Arc, time::Duration};
-use tandem_kv::BlockId;
+use tandem_kv::{BlockId, KvMemory};
 
 /// Layers that several ranks are told of ahead. A driver that has been told of a thousand launches lets the host wait for the first of them, and no
 /// error would end that while one rank's sum waits for another's.
@@ -265,7 +265,6 @@ impl<D: Device> Engine for Runner<D> {
             block_size: self.shape().block_size as u32,
             capacity_blocks: self.sizes.capacity_blocks,
             block_bytes: self.ranks.len() * self.shape().block_bytes(),
-            simulated_block_transfer: Duration::ZERO,
         }
     }
 
@@ -307,7 +306,9 @@ impl<D: Device> Engine for Runner<D> {
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         let part = |rank: &Rank<D>| Ok(Part { device: Arc::new(rank.device.new_stream()?), kv: Arc::clone(&rank.kv) });
         let partitions: Result<_, CudaError> = self.ranks.iter().map(part).collect();
-        let partitions = partitions.inspect_err(|error| tracing::warn!(%error, "KV goes through the host")).ok()?;
+        let partitions = partitions
+            .inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory"))
+            .ok()?;
         Some(Arc::new(Pool::new(partitions, self.shape().block_bytes(), self.sizes.capacity_blocks)))
     }
 

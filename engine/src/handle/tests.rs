@@ -137,12 +137,12 @@ async fn a_prefill_whose_blocks_are_not_taken_is_computed_all_the_same() {
     let Generate { request_id, account, namespace, .. } = generate(1);
     let prompt = (0..1_000).map(|position| position % 250).collect();
     let mut job = engine.prefill(Prefill { request_id, account, namespace, prompt }).await.expect("it fits");
-    job.send_blocks((0..63).collect()).await;
+    job.send_blocks((0..63).collect(), BlockAccess::Copied).await;
     engine.wait_for_load(|load| load.pending_prefill_tokens == 0 && load.in_use_blocks == 63).await;
     let mut blocks = 0;
     while let Some(event) = job.next().await {
         match event {
-            Event::Block { .. } => blocks += 1,
+            Event::BlocksReady(ready) => blocks += ready.len(),
             Event::Computed(_) => break,
             _ => {}
         }

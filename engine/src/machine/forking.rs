@@ -5,7 +5,7 @@
 
 use super::{
     Action, Machine,
-    landing::release,
+    receiving::release,
     sequence::{JobId, Prompt, Role, Sample, Sequence},
 };
 use crate::{Event, FinishReason, Generated, Started};

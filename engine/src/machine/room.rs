@@ -3,7 +3,7 @@
 use super::{
     Machine,
     fair::Shares,
-    landing::release,
+    receiving::release,
     sequence::{JobId, Role, Sequence},
 };
 

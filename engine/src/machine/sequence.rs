@@ -2,7 +2,7 @@
 
 use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::{sync::Arc, time::Duration};
-use tandem_kv::{BlockId, Namespace, Ticket, TokenId};
+use tandem_kv::{BlockAccess, BlockId, Namespace, Ticket, TokenId};
 
 /// A job's number on its engine.
 pub(crate) type JobId = u64;
@@ -59,15 +59,13 @@ pub(super) enum Role {
     Sample(Box<Sample>),
 }
 
-/// Which blocks of a prefill go elsewhere.
+/// The blocks of a prefill that are sent to another worker.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// Not told yet, last first; `None` until somebody has asked.
-    pub wanted: Option<Vec<u32>>,
-    /// They are told by their place in the KV memory, not by their content.
-    pub by_place: bool,
-    /// The job knows that all is computed and told.
-    pub all_told: bool,
+    /// Indices of those not reported yet, in descending order, and how to report them; `None` until they are known.
+    pub wanted: Option<(Vec<u32>, BlockAccess)>,
+    /// `Computed` was reported: all is computed, and every block was reported.
+    pub all_reported: bool,
 }
 
 #[derive(Debug)]
@@ -80,7 +78,7 @@ pub(super) struct Prompt {
     /// Tokens a sample may reach, the prompt's included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
-    /// Set while the KV comes from elsewhere.
+    /// Set while another worker's KV is being received.
     pub remote: Option<Remote>,
 }
 
@@ -90,15 +88,15 @@ pub(super) struct PromptLogprobs {
     pub rows: Vec<Option<TokenLogprobs>>,
 }
 
-/// KV on its way here.
+/// A reservation that another worker's KV is written into.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
-    /// `None` before blocks are taken.
+    /// `None` before blocks are allocated.
     pub ticket: Option<Ticket>,
-    /// Indices of blocks that have not landed, nor are about to.
+    /// Indices of blocks that are neither written nor being written.
     pub missing: Vec<u32>,
-    /// Indices of blocks that are being written now, beside the steps.
-    pub arriving: Vec<u32>,
+    /// Indices of blocks that are being written while steps run.
+    pub writing: Vec<u32>,
     pub first_write: Option<Duration>,
     pub bytes: u64,
 }

@@ -1,12 +1,12 @@
 //! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
 
-mod arriving;
 mod burst;
 mod chunks;
 mod fair;
 mod fairness;
 mod history;
 mod paused;
+mod receiving;
 mod refused;
 mod resumed;
 mod sending;
@@ -16,7 +16,7 @@ use crate::sim::{SimEngine, SimSettings};
 use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
 use bytes::Bytes;
 use std::collections::BTreeMap;
-use tandem_kv::{HashKey, Namespace, Ticket, TokenId};
+use tandem_kv::{BlockAccess, HashKey, Namespace, Ticket, TokenId};
 
 /// The machine, its engine, and what jobs have heard.
 struct World {
@@ -53,9 +53,9 @@ impl World {
                     let payload = self.read(from);
                     self.engine.write_block(to, &payload).unwrap();
                 }
-                Action::Read { job, index, block } => {
-                    let payload = self.read(block).into();
-                    self.heard.entry(job).or_default().push(Event::Block { index, payload });
+                Action::ReadBlocks(job, mut blocks) => {
+                    blocks.iter_mut().for_each(|block| block.content = self.read(block.block));
+                    self.heard.entry(job).or_default().push(Event::BlocksReady(blocks));
                 }
                 Action::End(job) => self.ended.push(job),
             }
@@ -123,11 +123,12 @@ impl World {
     }
 
     fn blocks(&self, job: JobId) -> Vec<(u32, Bytes)> {
-        let block = |event: &Event| match event {
-            Event::Block { index, payload } => Some((*index, payload.clone())),
-            _ => None,
+        let ready = |event: &Event| match event {
+            Event::BlocksReady(blocks) => blocks.clone(),
+            _ => Vec::new(),
         };
-        self.heard.get(&job).into_iter().flatten().filter_map(block).collect()
+        let ready = self.heard.get(&job).into_iter().flatten().flat_map(ready);
+        ready.map(|block| (block.index, block.content.into())).collect()
     }
 
     fn assert_idle(&self) {
@@ -169,7 +170,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
 fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     let mut source = World::new(4_096, SETTINGS);
     source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits");
-    source.machine.send_blocks(0, (0..prompt.len() as u32).collect(), false);
+    source.machine.send_blocks(0, (0..prompt.len() as u32).collect(), BlockAccess::Copied);
     source.run();
     source.blocks(0)
 }
@@ -267,7 +268,7 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         let running = destination.machine.load().running_sequences;
         assert_eq!(running, u32::from(!missing.is_empty()), "who has blocks shows in the load");
         assert_eq!(missing, (held as u32..(len as u32 - 1).div_ceil(16)).collect::<Vec<_>>());
-        source.machine.send_blocks(0, missing.clone(), false);
+        source.machine.send_blocks(0, missing.clone(), BlockAccess::Copied);
         source.act();
         source.run();
         assert_eq!(source.blocks(0).len(), missing.len(), "only what is asked for is sent");

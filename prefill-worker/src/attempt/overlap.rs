@@ -41,14 +41,14 @@ impl Pace {
         Duration::from_millis((self.transfer_ms * chunks).into())
     }
 
-    fn engine(self) -> SimEngine {
-        SimEngine::new(SimSettings {
+    fn settings(self) -> SimSettings {
+        SimSettings {
             prefill_tokens_per_second: f64::from(CHUNK) / f64::from(self.compute_ms) * 1e3,
             prefill_overhead: Duration::ZERO,
             kv_bytes_per_token: 1.0,
             transfer_bytes_per_second: f64::from(CHUNK) / f64::from(self.transfer_ms) * 1e3,
             ..SimSettings::default()
-        })
+        }
     }
 }
 
@@ -92,7 +92,7 @@ impl Pair {
         };
         let mut drivers = JoinSet::new();
         let mut start = || {
-            let engine = pace.engine();
+            let engine = SimEngine::new(pace.settings());
             let clock = engine.clock();
             let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
             drivers.spawn(running);
@@ -104,7 +104,7 @@ impl Pair {
             instance_id: "instance".to_owned(),
             key: Default::default(),
             ways: Ways::new(None, Network::default(), Requests::new(Shutdown::default()), Shutdown::default()),
-            link: Link::new(engine.info().simulated_block_transfer),
+            link: Link::new(pace.settings().block_transfer()),
             engine,
             settings: PrefillWorkerSettings {
                 cluster: "tandem".to_owned(),
@@ -116,7 +116,7 @@ impl Pair {
                 tracer: Default::default(),
                 report_cached_tokens: true,
                 ticket_wait: Duration::from_secs(10),
-                device_transfers: true,
+                transfer_mode: tandem_transfer::TransferMode::Auto,
             },
             ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
             metrics,
@@ -171,7 +171,7 @@ impl Pair {
     /// Computes a prompt that nobody continues.
     async fn prefill_alone(&self, prompt: Vec<u32>) {
         let mut job = self.submit(prompt).await;
-        job.send_blocks(Vec::new()).await;
+        job.send_blocks(Vec::new(), BlockAccess::Copied).await;
         assert!(matches!(job.next().await, Some(Event::Computed(_))));
     }
 

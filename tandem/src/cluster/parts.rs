@@ -1,7 +1,7 @@
 //! The parts of a cluster as tasks, and reports of those that ended.
 
 use super::{EngineConfig, StartError, Worker};
-use crate::settings::{CommonArgs, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
+use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
 use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -20,6 +20,7 @@ use tandem_proto::{
     v1::{Identity, worker_info::Role},
 };
 use tandem_router::RouterSettings;
+use tandem_transfer::TransferMode;
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
 /// How long a prefill worker waits for a ticket. A decode worker answers `Scheduled` immediately; it may have to wait for blocks that other
@@ -129,7 +130,11 @@ impl Parts {
         let (model, revision) = (model.id().to_owned(), model.revision().to_owned());
         let (ledger, broker, tracer) = (self.ledger.clone(), self.broker.clone(), self.tracer.clone());
         let report_cached_tokens = self.report_cached_tokens;
-        let device_transfers = config.worker.kv_transfer == KvTransfer::Auto;
+        let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
+            (_, EngineKind::Sim) => TransferMode::Simulated { block: config.sim().block_transfer() },
+            (KvTransfer::Auto, _) => TransferMode::Auto,
+            (KvTransfer::Tcp, _) => TransferMode::Tcp,
+        };
         let (metrics, stop, listener) = (metrics.clone(), shutdown.clone(), self.listener(listener));
         match worker.role {
             Role::Prefill | Role::Unspecified => {
@@ -143,7 +148,7 @@ impl Parts {
                     tracer,
                     report_cached_tokens,
                     ticket_wait: TICKET_WAIT,
-                    device_transfers,
+                    transfer_mode,
                 };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
@@ -161,7 +166,7 @@ impl Parts {
                     // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
                     remote_waiting_max: config.model.max_concurrent_requests as usize,
                     landing_wait: FIRST_TOKEN_WAIT,
-                    device_transfers,
+                    transfer_mode,
                 };
                 self.spawn(&worker.id, shutdown, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
             }

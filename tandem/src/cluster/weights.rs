@@ -129,7 +129,7 @@ impl EngineConfig {
         CpuSettings { block_size: self.block_size, capacity_blocks, threads: self.worker.threads as usize, isa: Isa::detect() }
     }
 
-    fn sim(&self) -> SimSettings {
+    pub(super) fn sim(&self) -> SimSettings {
         let sim = &self.worker.sim;
         let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
         SimSettings {

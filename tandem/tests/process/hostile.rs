@@ -47,7 +47,7 @@ const RATIO_MAX: f64 = 3.0;
 const LIVE_MAX: Duration = Duration::from_millis(500);
 
 #[test]
-#[ignore = "takes two minutes of a quiet machine, and its goal for the frontend's memory is not met yet"]
+#[ignore = "takes three minutes of a machine that does nothing else"]
 fn one_client_does_not_starve_another() {
     let plan = Plan::new();
     let workers = [address(), address()];

@@ -31,6 +31,7 @@ use tandem_proto::{
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_transfer::TransferMode;
 use tokio::{task::JoinSet, time::timeout};
 
 /// As in production (`tandem/cluster/parts`).
@@ -144,7 +145,7 @@ impl World {
                     tracer: Default::default(),
                     report_cached_tokens: true,
                     ticket_wait: TICKET_WAIT,
-                    device_transfers: true,
+                    transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
@@ -162,7 +163,7 @@ impl World {
                     report_cached_tokens: true,
                     remote_waiting_max: 64,
                     landing_wait: LANDING_WAIT,
-                    device_transfers: true,
+                    transfer_mode: TransferMode::Tcp,
                 };
                 let engine = start_engine(&mut tasks);
                 run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, stop));

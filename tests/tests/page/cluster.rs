@@ -11,6 +11,7 @@ use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
+use tandem_transfer::TransferMode;
 use tokio::net::TcpListener;
 
 /// Tokens of a prompt in a step, at most.
@@ -22,6 +23,10 @@ pub struct Parts {
     metrics: Metrics,
     shutdown: Shutdown,
     model: String,
+}
+
+fn sim() -> SimSettings {
+    SimSettings { speedup: 20.0, ..Default::default() }
 }
 
 impl Parts {
@@ -56,8 +61,7 @@ impl Parts {
             unheard_max: 1_024,
             step_max: SOON,
         };
-        let engine = SimEngine::new(SimSettings { speedup: 20.0, ..Default::default() });
-        EngineHandle::start(Box::new(engine.in_real_time()), settings)
+        EngineHandle::start(Box::new(SimEngine::new(sim()).in_real_time()), settings)
     }
 
     fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
@@ -76,7 +80,7 @@ impl Parts {
             tracer: Default::default(),
             report_cached_tokens: true,
             ticket_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Simulated { block: sim().block_transfer() },
         };
         self.run(tandem_prefill_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)
@@ -96,7 +100,7 @@ impl Parts {
             report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
-            device_transfers: true,
+            transfer_mode: TransferMode::Tcp,
         };
         self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(address)

@@ -7,6 +7,7 @@ use crate::{
 use std::{sync::atomic::Ordering, time::Duration};
 use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{FailureReason, generate_reply::Message};
+use tandem_transfer::TransferMode;
 
 /// One host: the decode worker opens the prefill worker's memory.
 fn shared() -> Reach {
@@ -87,7 +88,7 @@ async fn the_text_is_that_of_a_local_prefill_whatever_way_the_blocks_go() {
 
 #[tokio::test]
 async fn a_worker_that_shall_not_and_one_that_cannot_use_tcp() {
-    let tcp_only = |reach| Setup { device_transfers: false, ..setup(reach) };
+    let tcp_only = |reach| Setup { transfer_mode: TransferMode::Tcp, ..setup(reach) };
     let both = Reach { shares: true, links: true, ..Reach::default() };
     for (prefill, decode) in [
         (tcp_only(&both), setup(&both)),

@@ -11,10 +11,10 @@ use std::{
 };
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{
-    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, KvMemory, StepOutput,
+    Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::{BlockId, HashKey};
+use tandem_kv::{BlockId, HashKey, KvMemory};
 use tandem_node::{Metrics, Shutdown, worker::Ledger};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
@@ -25,6 +25,7 @@ use tandem_proto::{
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
+use tandem_transfer::TransferMode;
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
@@ -47,7 +48,7 @@ pub struct Setup {
     pub remote_waiting_max: usize,
     /// What its device's memory can be used for beside its engine.
     pub reach: Option<Reach>,
-    pub device_transfers: bool,
+    pub transfer_mode: TransferMode,
 }
 
 impl Default for Setup {
@@ -69,7 +70,7 @@ impl Default for Setup {
             landing_wait: SOON,
             remote_waiting_max: 64,
             reach: None,
-            device_transfers: true,
+            transfer_mode: TransferMode::Auto,
         }
     }
 }
@@ -92,7 +93,7 @@ impl Setup {
             tracer: Default::default(),
             report_cached_tokens: self.report_cached_tokens,
             ticket_wait: self.ticket_wait,
-            device_transfers: self.device_transfers,
+            transfer_mode: self.transfer_mode,
         }
     }
 
@@ -223,7 +224,7 @@ impl Worker {
             report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,
             landing_wait: setup.landing_wait,
-            device_transfers: setup.device_transfers,
+            transfer_mode: setup.transfer_mode,
         };
         Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {
             tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await.is_ok()

@@ -9,8 +9,8 @@ use std::{
         mpsc,
     },
 };
-use tandem_engine::{Chunk, Engine, KvMemory, Link, LinkEnd, MoveError, PeerMemory, sim::SimEngine};
-use tandem_kv::BlockId;
+use tandem_engine::{Chunk, Engine, sim::SimEngine};
+use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 use tokio::sync::watch;
 
 /// What a device's memory can be used for.
@@ -115,16 +115,16 @@ impl Beside {
 }
 
 impl KvMemory for Beside {
-    fn handle(&self) -> Result<Vec<u8>, MoveError> {
+    fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError> {
         if self.reach.shares {
             Ok(self.number.to_le_bytes().to_vec())
         } else {
-            Err(MoveError::Unreachable("it stays".to_owned()))
+            Err(DeviceTransferError::Unreachable("it stays".to_owned()))
         }
     }
 
-    fn open(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, MoveError> {
-        let unreachable = || MoveError::Unreachable("another host".to_owned());
+    fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
+        let unreachable = || DeviceTransferError::Unreachable("another host".to_owned());
         if !self.reach.shares {
             return Err(unreachable());
         }
@@ -134,16 +134,16 @@ impl KvMemory for Beside {
         Ok(Arc::new(Opened { source, to: self.clone() }))
     }
 
-    fn link_devices(&self) -> u32 {
+    fn nccl_ranks(&self) -> u32 {
         self.reach.links.into()
     }
 
-    fn name_link(&self) -> Result<Vec<u8>, MoveError> {
+    fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError> {
         Ok(numbered().to_le_bytes().to_vec())
     }
 
-    fn link(&self, name: &[u8], end: LinkEnd) -> Result<Arc<dyn Link>, MoveError> {
-        if end == LinkEnd::Sends {
+    fn join(&self, name: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError> {
+        if end == CommunicatorEnd::Sender {
             self.reach.joined.send_modify(|joined| *joined += 1);
             self.reach.join_gate.pass();
         }
@@ -156,8 +156,8 @@ impl KvMemory for Beside {
             (Some(sender), Some(receiver))
         });
         let end = match end {
-            LinkEnd::Sends => End::Sends(Mutex::new(sender.take())),
-            LinkEnd::Receives => End::Receives(Mutex::new(receiver.take())),
+            CommunicatorEnd::Sender => End::Sends(Mutex::new(sender.take())),
+            CommunicatorEnd::Receiver => End::Receives(Mutex::new(receiver.take())),
         };
         Ok(Arc::new(Linked { of: self.clone(), end }))
     }
@@ -169,7 +169,7 @@ struct Opened {
 }
 
 impl PeerMemory for Opened {
-    fn pull(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), MoveError> {
+    fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
         self.to.reach.gate.pass();
         for (from, to) in blocks {
             self.to.write(*to, Beside::read(&self.source, *from));
@@ -194,12 +194,12 @@ struct Linked {
     end: End,
 }
 
-fn broken() -> MoveError {
-    MoveError::Broken("the test breaks it".into())
+fn broken() -> DeviceTransferError {
+    DeviceTransferError::Failed("the test breaks it".into())
 }
 
-impl Link for Linked {
-    fn send(&self, blocks: &[BlockId]) -> Result<(), MoveError> {
+impl KvCommunicator for Linked {
+    fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError> {
         let End::Sends(sender) = &self.end else { panic!("this end receives") };
         let mut sender = sender.lock().expect("not poisoned");
         if self.of.reach.breaks.swap(0, Ordering::Relaxed) > 0 {
@@ -209,7 +209,7 @@ impl Link for Linked {
         sender.as_ref().ok_or_else(broken)?.send(bytes).map_err(|_| broken())
     }
 
-    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), MoveError> {
+    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError> {
         let End::Receives(receiver) = &self.end else { panic!("this end sends") };
         let receiver = receiver.lock().expect("not poisoned");
         self.of.reach.gate.pass();

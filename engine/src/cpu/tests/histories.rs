@@ -6,7 +6,7 @@ use crate::{
     machine::{Action, JobId, Machine},
 };
 use proptest::{prelude::*, test_runner::TestRunner};
-use std::{cell::Cell, collections::BTreeMap};
+use std::{cell::Cell, collections::BTreeMap, time::Duration};
 use tandem_kv::{HashKey, Namespace};
 
 /// A worker without its thread.
@@ -32,7 +32,7 @@ impl Worker {
                     self.engine.read_block(from, &mut payload).unwrap();
                     self.engine.write_block(to, &payload).unwrap();
                 }
-                Action::Read { .. } | Action::End(_) => {}
+                Action::ReadBlocks(..) | Action::End(_) => {}
             }
         }
         self.machine.check_invariants();

@@ -1,7 +1,7 @@
 //! KV memory from engine to engine.
 
 use super::{models::*, *};
-use crate::{LinkEnd, MoveError};
+use tandem_kv::{CommunicatorEnd, DeviceTransferError};
 use tandem_model::ModelFile;
 
 const TOKENS: [TokenId; 30] = [3; 30];
@@ -35,17 +35,17 @@ fn another_processes_blocks_are_copied_and_its_memory_is_closed() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
-    let mut handle = theirs.handle().unwrap();
+    let mut handle = theirs.ipc_handle().unwrap();
     // As if it came from another process: this one needs no handle for its own memory.
     handle[16] ^= 1;
     let taken = destination.device().allocated_bytes();
-    let peer = ours.open(&handle).unwrap();
+    let peer = ours.open_peer(&handle).unwrap();
     assert!(destination.device().allocated_bytes() > taken, "it is mapped");
     let before = read(&destination, BlockId(60));
-    peer.pull(&moves()).unwrap();
+    peer.copy(&moves()).unwrap();
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are as they were");
-    assert!(matches!(peer.pull(&[(BlockId(64), BlockId(0))]), Err(MoveError::Unreachable(_))), "there are 64");
+    assert!(matches!(peer.copy(&[(BlockId(64), BlockId(0))]), Err(DeviceTransferError::Unreachable(_))), "there are 64");
     drop(peer);
     assert_eq!(destination.device().allocated_bytes(), taken, "it is closed");
 }
@@ -55,8 +55,8 @@ fn engines_of_one_process_copy_without_a_handle_of_the_drivers() {
     let model = load(&model(), 0);
     let [mut source, destination] = [0, 1].map(|_| Runner::new(Arc::clone(&model), LIMITS).unwrap());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
-    let peer = destination.kv_memory().unwrap().open(&source.kv_memory().unwrap().handle().unwrap()).unwrap();
-    peer.pull(&moves()).unwrap();
+    let peer = destination.kv_memory().unwrap().open_peer(&source.kv_memory().unwrap().ipc_handle().unwrap()).unwrap();
+    peer.copy(&moves()).unwrap();
     assert_moved(&source, &destination);
 }
 
@@ -64,9 +64,9 @@ fn engines_of_one_process_copy_without_a_handle_of_the_drivers() {
 fn what_is_elsewhere_or_otherwise_is_not_opened() {
     let engine = filled(&[0, 1, 2, 3, 4, 5, 6, 7].map(BlockId));
     let memory = engine.kv_memory().unwrap();
-    let handle = memory.handle().unwrap();
-    let refused = |handle: &[u8]| match memory.open(handle) {
-        Err(MoveError::Unreachable(why)) => why,
+    let handle = memory.ipc_handle().unwrap();
+    let refused = |handle: &[u8]| match memory.open_peer(handle) {
+        Err(DeviceTransferError::Unreachable(why)) => why,
         Err(other) => panic!("{other}"),
         Ok(_) => panic!("it was opened"),
     };
@@ -81,7 +81,7 @@ fn what_is_elsewhere_or_otherwise_is_not_opened() {
     assert_eq!(refused(&two), "its blocks are otherwise, or on another number of GPUs");
     // Of another process, and of one engine more than this process has.
     let other = filled(&[0; 8].map(BlockId));
-    let (mut boasts, mut gone) = (other.kv_memory().unwrap().handle().unwrap(), handle.clone());
+    let (mut boasts, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (boasts[16], boasts[43]) = (boasts[16] ^ 1, 0xff);
     assert_eq!(refused(&boasts), "it has fewer blocks than it says");
     gone[51] = 0xff;
@@ -96,11 +96,12 @@ fn a_link_moves_blocks_and_receives_what_nobody_wants() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
-    let name = ours.name_link().unwrap();
-    assert_eq!((name.len(), ours.link_devices()), (128, 1));
-    assert!(name != ours.name_link().unwrap(), "every link has a name of its own");
-    assert!(matches!(theirs.link(&name[1..], LinkEnd::Sends), Err(MoveError::Unreachable(_))));
-    let (sends, receives) = (theirs.link(&name, LinkEnd::Sends).unwrap(), ours.link(&name, LinkEnd::Receives).unwrap());
+    let name = ours.new_communicator_id().unwrap();
+    assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
+    assert!(name != ours.new_communicator_id().unwrap(), "every link has a name of its own");
+    assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
+    let (sends, receives) =
+        (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();
     let to: Vec<Option<BlockId>> = moves().iter().map(|(_, to)| Some(*to)).collect();
     let before = read(&destination, BlockId(60));
@@ -111,7 +112,7 @@ fn a_link_moves_blocks_and_receives_what_nobody_wants() {
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are as they were");
     drop(receives);
-    assert!(matches!(sends.send(&from), Err(MoveError::Broken(_))), "the other end has gone");
+    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end has gone");
 }
 
 /// Blocks of a model on two GPUs, each of which has its part.
@@ -121,30 +122,31 @@ fn every_rank_moves_its_part() {
     let (mut source, destination) = (sharded(), sharded());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
-    let mut handle = theirs.handle().unwrap();
+    let mut handle = theirs.ipc_handle().unwrap();
     handle[16] ^= 1;
-    ours.open(&handle).unwrap().pull(&moves()).unwrap();
+    ours.open_peer(&handle).unwrap().copy(&moves()).unwrap();
     assert_moved(&source, &destination);
     let another = sharded();
-    let (ours, name) = (another.kv_memory().unwrap(), ours.name_link().unwrap());
-    let (sends, receives) = (theirs.link(&name, LinkEnd::Sends).unwrap(), ours.link(&name, LinkEnd::Receives).unwrap());
+    let (ours, name) = (another.kv_memory().unwrap(), ours.new_communicator_id().unwrap());
+    let (sends, receives) =
+        (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
     let from: Vec<BlockId> = moves().iter().map(|(from, _)| *from).collect();
     let to: Vec<Option<BlockId>> = moves().iter().map(|(_, to)| Some(*to)).collect();
     sends.send(&from).unwrap();
     receives.receive(&to).unwrap();
     assert_moved(&source, &another);
     let alone = filled(&[0; 8].map(BlockId)).kv_memory().unwrap();
-    assert!(matches!(alone.open(&handle), Err(MoveError::Unreachable(_))), "one GPU cannot take what two have");
+    assert!(matches!(alone.open_peer(&handle), Err(DeviceTransferError::Unreachable(_))), "one GPU cannot take what two have");
 }
 
 #[test]
 fn copies_go_on_when_their_engine_has_ended() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[0; 8].map(BlockId));
-    let mut handle = source.kv_memory().unwrap().handle().unwrap();
+    let mut handle = source.kv_memory().unwrap().ipc_handle().unwrap();
     handle[16] ^= 1;
-    let peer = destination.kv_memory().unwrap().open(&handle).unwrap();
+    let peer = destination.kv_memory().unwrap().open_peer(&handle).unwrap();
     drop(destination);
     // A write that had begun: the memory is there until it has ended.
-    peer.pull(&moves()).unwrap();
+    peer.copy(&moves()).unwrap();
 }

@@ -108,10 +108,10 @@ async fn failed_block_read_fails_all_jobs() {
         prompt: (0..100).collect(),
     };
     let mut job = engine.prefill(prefill).await.expect("it fits");
-    job.send_blocks(vec![0, 1, 2]).await;
+    job.send_blocks(vec![0, 1, 2], BlockAccess::Copied).await;
     let mut last = None;
     while let Some(event) = job.next().await {
-        assert!(!matches!(event, Event::Block { .. }), "a block that was not read is not sent");
+        assert!(!matches!(event, Event::BlocksReady(_)), "a block that was not read is not sent");
         last = Some(event);
     }
     assert!(matches!(last, Some(Event::Failed)), "{last:?}");

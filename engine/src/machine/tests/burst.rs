@@ -33,7 +33,7 @@ fn a_burst_of_one_prompt_is_computed_once_and_the_rest_is_cached() {
     // 935 left of the first, 7 of each other prefill and 8 of the generation: what is computed for another counts once.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "what another computes counts there");
     for id in 0..8 {
-        world.machine.send_blocks(id, vec![0], false);
+        world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
     }
     let prefilled = 64 + computed(&mut world);
     assert!(prefilled <= 999 + 8 * 16, "{prefilled} tokens are computed");

@@ -23,7 +23,7 @@ fn chunks_are_the_steps_of_what_was_not_cached() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("cut", 150)), world.now).expect("it fits");
     world.run();
-    world.machine.send_blocks(0, vec![], false);
+    world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     world.act();
     // A world's clock stands still in a step: that which takes the blocks began a millisecond before them.
     assert_eq!(steps(&chunks(&world, 0)), [(0, 64), (0, 64), (1, 21)]);
@@ -55,7 +55,7 @@ fn what_was_pushed_back_tells_the_steps_after_it() {
     world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("it fits");
     world.run();
     assert!(world.machine.preemptions > 0, "there were too few blocks");
-    world.machine.send_blocks(1, vec![], false);
+    world.machine.send_blocks(1, vec![], BlockAccess::Copied);
     world.act();
     let computed: u32 = chunks(&world, 1).iter().map(|chunk| chunk.tokens).sum();
     assert!((1..=499).contains(&computed), "{computed} tokens of 499 computed, by what is told");

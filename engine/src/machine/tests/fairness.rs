@@ -133,7 +133,7 @@ fn accounts_take_turns_at_the_prefill() {
     world.step();
     let text = prompt("from another account", 1_000);
     world.machine.prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now).expect("it fits");
-    world.machine.send_blocks(10, vec![], false);
+    world.machine.send_blocks(10, vec![], BlockAccess::Copied);
     let before = world.steps;
     while !world.heard.get(&10).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_)))) {
         assert!(world.step());
@@ -160,7 +160,7 @@ fn a_short_prompt_goes_before_a_long_one_that_has_begun() {
 fn a_long_prompt_is_not_passed_for_ever() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("it fits");
-    world.machine.send_blocks(0, vec![], false);
+    world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     let done =
         |world: &World| world.heard.get(&0).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_))));
     let mut next = 1;

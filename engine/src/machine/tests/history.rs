@@ -1,6 +1,6 @@
 //! Any history of jobs, on any small cache.
 
-use super::{arriving::Writing, *};
+use super::{receiving::Writing, *};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -148,7 +148,7 @@ proptest! {
                     }
                 }
                 Deed::SendAll(index) => {
-                    world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect(), false);
+                    world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect(), BlockAccess::Copied);
                     world.act();
                 }
             }

@@ -1,6 +1,6 @@
 //! Writes that a ticket does not allow, and blocks that were written under a ticket that a stranger has got hold of.
 
-use super::{arriving::reserved, *};
+use super::{receiving::reserved, *};
 
 impl World {
     fn refused(&self, job: JobId) -> Option<WriteRefused> {

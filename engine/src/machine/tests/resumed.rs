@@ -75,7 +75,7 @@ fn kv_of_prompt_and_generated_tokens_may_come_from_elsewhere() {
         let rest = rest(&job, &whole, &kept);
         let (mut source, mut destination) = (World::new(64, SETTINGS), World::new(64, SETTINGS));
         source.machine.prefill(0, prefill(rest.shared()), source.now).expect("the job fits");
-        source.machine.send_blocks(0, (0..64).collect(), false);
+        source.machine.send_blocks(0, (0..64).collect(), BlockAccess::Copied);
         source.run();
         let remote = Generate { kv: KvSource::Remote, ..rest.clone() };
         destination.machine.generate(0, remote, destination.now).expect("the job fits");

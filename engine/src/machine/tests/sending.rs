@@ -1,20 +1,20 @@
-//! Blocks of prefills that go elsewhere.
+//! Blocks of prefills that are sent to another worker.
 
 use super::*;
 
 #[test]
-fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
+fn prefill_keeps_its_blocks_until_its_job_is_cancelled() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("held", 50)), world.now).expect("the job fits");
     world.run();
-    assert_eq!(world.machine.load().in_use_blocks, 4, "held until somebody says what to send");
+    assert_eq!(world.machine.load().in_use_blocks, 4, "held until it is known what to send");
     world.machine.cancel(0);
     world.assert_idle();
     assert_eq!(world.machine.load().cached_blocks, 3, "what was computed stays cached");
     world.machine.prefill(1, prefill(prompt("held", 50)), world.now).expect("the job fits");
     world.run();
     assert_eq!(world.cached(1), Some(48));
-    world.machine.send_blocks(1, vec![0, 3, 3, 900], false);
+    world.machine.send_blocks(1, vec![0, 3, 3, 900], BlockAccess::Copied);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
     assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
@@ -23,15 +23,15 @@ fn a_prefill_waits_for_its_ticket_and_lets_go_when_dropped() {
 }
 
 #[test]
-fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
+fn preempted_prefill_is_still_sent() {
     let mut world = World::new(37, EngineSettings { chunk_budget: 16, ..SETTINGS });
     world.machine.generate(0, generate(prompt("grows", 60), 90), world.now).expect("the job fits");
     world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("the job fits");
     while world.machine.preemptions == 0 {
-        assert!(world.step(), "somebody runs out of blocks");
+        assert!(world.step(), "a sequence runs out of blocks");
     }
     assert!(world.blocks(1).is_empty() && world.machine.held.is_empty());
-    world.machine.send_blocks(1, (0..5).collect(), false);
+    world.machine.send_blocks(1, (0..5).collect(), BlockAccess::Copied);
     world.run();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
     world.machine.cancel(1);
@@ -39,11 +39,11 @@ fn a_prefill_that_was_pushed_back_is_sent_all_the_same() {
 }
 
 #[test]
-fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
+fn blocks_are_reported_before_later_chunks_are_computed() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();
-    world.machine.send_blocks(0, (0..6).collect(), false);
+    world.machine.send_blocks(0, (0..6).collect(), BlockAccess::Copied);
     world.act();
     assert_eq!(world.blocks(0).len(), 2, "one chunk of two blocks is computed");
     world.step();
@@ -51,25 +51,26 @@ fn blocks_are_told_while_later_chunks_are_still_to_be_computed() {
 }
 
 #[test]
-fn blocks_are_told_by_their_places_if_that_is_asked_for() {
+fn blocks_are_reported_in_place_when_asked_for() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();
-    world.machine.send_blocks(0, vec![1, 0, 3, 5], true);
+    world.machine.send_blocks(0, vec![1, 0, 3, 5], BlockAccess::InPlace);
     world.run();
-    let ready: Vec<&Vec<(u32, BlockId)>> = world.heard[&0]
+    let ready: Vec<&Vec<ReadyBlock>> = world.heard[&0]
         .iter()
         .filter_map(|event| match event {
-            Event::Ready(blocks) => Some(blocks),
+            Event::BlocksReady(blocks) => Some(blocks),
             _ => None,
         })
         .collect();
-    let indices: Vec<Vec<u32>> = ready.iter().map(|blocks| blocks.iter().map(|(index, _)| *index).collect()).collect();
+    let indices: Vec<Vec<u32>> = ready.iter().map(|blocks| blocks.iter().map(|block| block.index).collect()).collect();
     assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "as each step ends, and nothing where there is nothing");
     assert!(matches!(world.heard[&0].last(), Some(Event::Computed(_))));
     let expected = kv(&prompt("early", 97));
-    for (index, block) in ready.into_iter().flatten() {
+    for ReadyBlock { index, block, content } in ready.into_iter().flatten() {
         assert_eq!(world.read(*block), expected[*index as usize].1, "the place holds block {index}");
+        assert!(content.is_empty(), "nothing is copied");
     }
     world.machine.cancel(0);
     world.assert_idle();

@@ -17,7 +17,7 @@ impl Writing {
 
 impl World {
     pub(super) fn begin(&mut self, ticket: Ticket, indices: &[u32]) -> Result<Writing, WriteRefused> {
-        let begun = self.machine.begin_arrival(ticket, indices, self.now);
+        let begun = self.machine.begin_write(ticket, indices, self.now);
         self.act();
         let blocks = begun?;
         Ok(Writing { ticket, indices: indices.to_vec(), blocks })
@@ -31,7 +31,7 @@ impl World {
             let payload = kv.get(*index as usize).map_or(&garbage, |(_, payload)| payload);
             self.engine.write_block(block, payload).unwrap();
         }
-        self.machine.end_arrival(ticket, &indices, whole);
+        self.machine.end_write(ticket, &indices, whole);
         self.act();
     }
 

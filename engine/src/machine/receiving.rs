@@ -1,11 +1,11 @@
-//! KV that comes from another worker: written between steps, or by another thread or device while steps run.
+//! Receives another worker's KV into reserved blocks: written between steps, or by another thread or device while steps run.
 //!
-//! None of it is used or cached before the worker that computed it has said, on the stream that this worker opened to it, that all of it
+//! None of it is used or cached before the worker that computed it has confirmed, on the stream that this worker opened to it, that all of it
 //! was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker who has the ticket. Each block is written
 //! only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
 //!
-//! A write beside the steps cannot be taken back once it has begun. Its blocks stay in use until it has ended, even if the reservation
-//! is gone by then.
+//! A write that runs beside the steps cannot be undone once it has begun. Its blocks stay in use until it has ended, even if the reservation
+//! has ended before.
 
 use super::{
     Action, Machine,
@@ -18,25 +18,25 @@ use std::{
 };
 use tandem_kv::{BlockId, PrefixCache, Ticket};
 
-/// Tickets of ended reservations that are remembered: more than transfers can be on their way, so that a late write is not taken for one
+/// Tickets of ended reservations that are remembered: more than there can be transfers in flight, so that a late write is not counted as one
 /// with a guessed ticket. 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
-/// What is left of reservations that have ended.
+/// Reservations that have ended: their tickets, and those of their blocks that are still being written.
 #[derive(Debug, Default)]
-pub(super) struct Ended {
-    /// Blocks that are still being written, by ticket and index.
+pub(super) struct EndedReservations {
+    /// By ticket and index.
     writing: BTreeMap<(Ticket, u32), BlockId>,
-    /// The latest last.
+    /// The most recent last.
     spent: VecDeque<Ticket>,
 }
 
-impl Ended {
-    /// Gives a reservation's blocks back, except those that are being written.
+impl EndedReservations {
+    /// Releases a reservation's blocks, except those that are being written.
     pub fn take(&mut self, cache: &mut PrefixCache, sequence: &mut Sequence) {
-        let Remote { ticket, arriving, .. } = remote(sequence);
-        let ticket = ticket.expect("what is reserved has a ticket");
-        let indices = BTreeSet::from_iter(std::mem::take(arriving));
+        let Remote { ticket, writing, .. } = remote(sequence);
+        let ticket = ticket.expect("a reservation has a ticket");
+        let indices = BTreeSet::from_iter(std::mem::take(writing));
         let blocks = std::mem::take(&mut sequence.blocks);
         for (index, block) in (0..).zip(blocks) {
             if indices.contains(&index) {
@@ -63,7 +63,7 @@ impl Ended {
 }
 
 impl Machine {
-    /// Where a block that comes from elsewhere is to be written; it counts as written from now on.
+    /// Returns the block that another worker's content for `index` is to be written into; it counts as written from now on.
     ///
     /// # Errors
     ///
@@ -84,13 +84,13 @@ impl Machine {
         Ok(sequence.blocks[index as usize])
     }
 
-    /// Where blocks are to be written beside the steps: all of them, or none if one of them is not missing. Must be followed by
-    /// [`Machine::end_arrival`].
+    /// Returns the blocks that another thread or device is to write while steps run: all of them, or none if one is not missing. Must be
+    /// followed by [`Machine::end_write`].
     ///
     /// # Errors
     ///
     /// As for [`Machine::write`].
-    pub fn begin_arrival(&mut self, ticket: Ticket, indices: &[u32], now: Duration) -> Result<Vec<BlockId>, WriteRefused> {
+    pub fn begin_write(&mut self, ticket: Ticket, indices: &[u32], now: Duration) -> Result<Vec<BlockId>, WriteRefused> {
         let Some(sequence) = self.reservation(ticket) else { return Err(self.not_live(ticket)) };
         let remote = remote(sequence);
         let wanted: BTreeSet<u32> = indices.iter().copied().collect();
@@ -99,15 +99,15 @@ impl Machine {
             return Err(self.refuse(ticket, WriteRefused::NotMissing));
         }
         remote.missing.retain(|index| !wanted.contains(index));
-        remote.arriving.extend(indices);
+        remote.writing.extend(indices);
         remote.first_write.get_or_insert(now);
         Ok(indices.iter().map(|index| sequence.blocks[*index as usize]).collect())
     }
 
-    /// These blocks are not written any more; `whole`: all of them are there.
-    pub fn end_arrival(&mut self, ticket: Ticket, indices: &[u32], whole: bool) {
+    /// Ends a write of [`Machine::begin_write`]. Unless it is `complete`, its blocks are missing again.
+    pub fn end_write(&mut self, ticket: Ticket, indices: &[u32], complete: bool) {
         for index in indices {
-            if let Some(block) = self.ended.writing.remove(&(ticket, *index)) {
+            if let Some(block) = self.ended_reservations.writing.remove(&(ticket, *index)) {
                 self.cache.release(block);
             }
         }
@@ -115,15 +115,15 @@ impl Machine {
         let Some(sequence) = self.reservation(ticket) else { return };
         let remote = remote(sequence);
         let ended: BTreeSet<u32> = indices.iter().copied().collect();
-        remote.arriving.retain(|index| !ended.contains(index));
-        if whole {
+        remote.writing.retain(|index| !ended.contains(index));
+        if complete {
             remote.bytes += block_bytes * indices.len() as u64;
         } else {
             remote.missing.extend(indices);
         }
     }
 
-    /// Ends a reservation because of a write that its ticket does not allow; gives the reason to tell, which is another one if there is no
+    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report, which is another one if there is no
     /// such reservation.
     pub fn refuse(&mut self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         let Some(place) = self.place(ticket) else { return self.not_live(ticket) };
@@ -132,7 +132,7 @@ impl Machine {
         why
     }
 
-    /// Ends the youngest reservation, for the sake of what runs already; false if there is none.
+    /// Ends the youngest reservation, to free blocks for running sequences; false if there is none.
     pub(super) fn revoke_youngest(&mut self) -> bool {
         let Some(sequence) = self.reserved.pop() else { return false };
         self.take_back(sequence, Event::Revoked);
@@ -140,28 +140,28 @@ impl Machine {
     }
 
     fn take_back(&mut self, mut sequence: Sequence, last: Event) {
-        self.ended.take(&mut self.cache, &mut sequence);
+        self.ended_reservations.take(&mut self.cache, &mut sequence);
         self.live.remove(&sequence.job);
         self.actions.push(Action::Tell(sequence.job, last));
         self.actions.push(Action::End(sequence.job));
     }
 
-    /// The worker that computed the KV has said that all of it was written as it should be: full blocks are offered to the cache, and
-    /// the prompt starts. Changes nothing while blocks are missing.
+    /// Handles the confirmation by the worker that computed the KV that all of it was written: full blocks are offered to the cache, and the
+    /// prompt starts. Changes nothing while blocks are missing.
     pub fn confirm(&mut self, ticket: Ticket, now: Duration) {
         let Some(place) = self.place(ticket) else { return };
-        let Remote { missing, arriving, .. } = remote(&mut self.reserved[place]);
-        if !missing.is_empty() || !arriving.is_empty() {
+        let Remote { missing, writing, .. } = remote(&mut self.reserved[place]);
+        if !missing.is_empty() || !writing.is_empty() {
             return;
         }
         let mut sequence = self.reserved.remove(place);
-        self.ended.spend(ticket);
+        self.ended_reservations.spend(ticket);
         sequence.computed = sequence.target();
         self.commit(&mut sequence);
         self.fork(sequence, now);
     }
 
-    /// Gives out a ticket for those of a prompt's blocks whose KV is not here. If there are none, the prompt starts at once.
+    /// Issues a ticket for those of a prompt's blocks whose KV is missing. If none is, the prompt starts immediately.
     pub(super) fn reserve(&mut self, mut sequence: Sequence, now: Duration) {
         let ticket = (self.draw_ticket)();
         let missing: Vec<u32> = (sequence.committed as u32..sequence.blocks.len() as u32).collect();
@@ -175,7 +175,7 @@ impl Machine {
     }
 
     fn not_live(&self, ticket: Ticket) -> WriteRefused {
-        if self.ended.spent.contains(&ticket) { WriteRefused::SpentTicket } else { WriteRefused::UnknownTicket }
+        if self.ended_reservations.spent.contains(&ticket) { WriteRefused::SpentTicket } else { WriteRefused::UnknownTicket }
     }
 
     fn place(&mut self, ticket: Ticket) -> Option<usize> {
@@ -195,7 +195,7 @@ fn remote(sequence: &mut Sequence) -> &mut Remote {
     }
 }
 
-/// Gives all blocks back, the last first, so that the cache forgets the end of a prompt before its beginning.
+/// Releases all blocks, the last first, so that the cache evicts the end of a prompt before its beginning.
 pub(super) fn release(cache: &mut PrefixCache, sequence: &mut Sequence) {
     for block in sequence.blocks.drain(..).rev() {
         cache.release(block);

@@ -1,0 +1,111 @@
+//! The KV memory of a worker as other workers and transfer paths see it: contracts between an engine, which implements them, and the transfer
+//! layer, which uses them.
+//!
+//! All calls block, so they are made on threads that may block. A caller keeps the blocks that it names in use until the call has returned.
+
+use crate::BlockId;
+use std::{error::Error, sync::Arc};
+
+/// How a prefill hands its computed blocks over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockAccess {
+    /// With a copy of each block's content, made when the block is ready: a later read would wait for a step of the engine.
+    Copied,
+    /// Without content: the transfer path reads the blocks from the KV memory.
+    InPlace,
+}
+
+/// A computed block of a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadyBlock {
+    /// The block's position in the prompt, from 0.
+    pub index: u32,
+    /// Its place in the KV memory.
+    pub block: BlockId,
+    /// Its bytes, if they were asked for ([`BlockAccess::Copied`]); otherwise empty.
+    pub content: Vec<u8>,
+}
+
+/// Blocks of a reservation that a thread or device writes while the engine runs steps. They stay in use until this is dropped, whatever becomes
+/// of the reservation, so it must not be dropped before the last write has ended.
+pub trait BlockWrite: Send {
+    /// The blocks to write, in the order of the indices that were asked for.
+    fn blocks(&self) -> &[BlockId];
+
+    /// Ends the write: every block was written. If this is not called, none counts as written.
+    fn complete(self: Box<Self>);
+}
+
+/// The KV memory of one engine.
+pub trait KvMemory: Send + Sync {
+    /// Returns the handle with which another worker of this host opens the memory ([`KvMemory::open_peer`]).
+    ///
+    /// # Errors
+    /// The device cannot share its memory.
+    fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError>;
+
+    /// Opens another engine's memory.
+    ///
+    /// # Errors
+    /// The memory is on another host, its blocks have another layout, or the driver refuses to map it.
+    fn open_peer(&self, ipc_handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError>;
+
+    /// Returns the number of devices that join a communicator, one rank each; both ends need the same number. 0: the engine has no NCCL.
+    fn nccl_ranks(&self) -> u32;
+
+    /// Returns the id of a communicator that two engines may then join.
+    ///
+    /// # Errors
+    /// NCCL failed.
+    fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError>;
+
+    /// Joins a communicator; returns when the other end has joined, too.
+    ///
+    /// # Errors
+    /// The id is for another number of devices, or the other end did not join in time.
+    fn join(&self, communicator_id: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError>;
+}
+
+/// Another engine's KV memory, open while this value exists.
+pub trait PeerMemory: Send + Sync {
+    /// Copies blocks of the peer (first of each pair) into blocks of this engine (second); returns when all copies have ended.
+    ///
+    /// # Errors
+    /// The peer has no such block, or the device failed; blocks may have been written in part.
+    fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError>;
+}
+
+/// One end of a communicator between two engines. Each `send` is received by one `receive` with as many blocks, in the same order.
+pub trait KvCommunicator: Send + Sync {
+    /// Sends blocks; returns when the device has sent them.
+    ///
+    /// # Errors
+    /// The communicator is broken.
+    fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError>;
+
+    /// Receives blocks; returns when they are written. A block for `None` is received and discarded.
+    ///
+    /// # Errors
+    /// The communicator is broken.
+    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError>;
+}
+
+/// An end of a communicator: blocks move in one direction only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommunicatorEnd {
+    /// Sends blocks.
+    Sender,
+    /// Receives blocks.
+    Receiver,
+}
+
+/// Blocks cannot move from device to device. The engine itself continues.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceTransferError {
+    /// It cannot work between these two workers.
+    #[error("the other worker's KV memory cannot be reached: {0}")]
+    Unreachable(String),
+    /// The device or the communicator failed.
+    #[error("a transfer from device to device failed")]
+    Failed(#[source] Box<dyn Error + Send + Sync>),
+}
