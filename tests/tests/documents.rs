@@ -11,11 +11,12 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
 use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
 const DOCUMENTS: u32 = 40;
@@ -97,14 +98,13 @@ impl Parts {
     async fn prefill_worker(&self, number: usize) -> Result<String> {
         let (listener, address) = Self::listener().await?;
         let settings = PrefillWorkerSettings {
-            worker_id: format!("prefill-{number}"),
-            cluster: "tandem".to_owned(),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: true,
+            worker: WorkerSettings {
+                worker_id: format!("prefill-{number}"),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             ticket_wait: SOON,
             transfer_mode: TransferMode::Simulated { block: sim(0).block_transfer() },
         };
@@ -116,15 +116,14 @@ impl Parts {
     async fn decode_worker(&self) -> Result<String> {
         let (listener, address) = Self::listener().await?;
         let settings = DecodeWorkerSettings {
-            worker_id: "decode-0".to_owned(),
-            cluster: "tandem".to_owned(),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: "decode-0".to_owned(),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
             transfer_mode: TransferMode::Tcp,

@@ -7,7 +7,7 @@ use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use tandem_node::worker::LedgerLine;
+use tandem_worker::LedgerLine;
 
 /// The format of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,7 +155,7 @@ fn csv_text<'a>(lines: impl Iterator<Item = Line<'a>>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_node::worker::Outcome;
+    use tandem_worker::Outcome;
 
     /// 2026-02-28 23:59:59 UTC.
     const FEBRUARY: u64 = 1_772_323_199;

@@ -74,7 +74,7 @@ impl Cluster {
     /// # Errors
     /// The settings do not work together, a socket cannot be bound, the model cannot be loaded, or a part fails.
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
-        Self::start_reporting(settings, true).await
+        Self::start_with(settings, false).await
     }
 
     /// Starts a cluster whose workers do not report cached tokens, for tests of the router's estimates.
@@ -83,10 +83,10 @@ impl Cluster {
     /// As [`Cluster::start`].
     #[doc(hidden)]
     pub async fn start_without_cached_tokens(settings: UpSettings) -> Result<Self, StartError> {
-        Self::start_reporting(settings, false).await
+        Self::start_with(settings, true).await
     }
 
-    async fn start_reporting(settings: UpSettings, cached_tokens: bool) -> Result<Self, StartError> {
+    async fn start_with(settings: UpSettings, withhold_cached_tokens: bool) -> Result<Self, StartError> {
         let config = EngineConfig::from(&settings);
         config.check_device()?;
         if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
@@ -94,7 +94,7 @@ impl Cluster {
         }
         let frontend = listen(settings.common.listen, "--listen").await?;
         let loaded = config.clone().load().await?;
-        let mut cluster = Self::run(settings, &config, loaded, frontend, cached_tokens).await?;
+        let mut cluster = Self::run(settings, &config, loaded, frontend, withhold_cached_tokens).await?;
         cluster.wait_until_ready().await?;
         Ok(cluster)
     }
@@ -153,13 +153,13 @@ impl Cluster {
         config: &EngineConfig,
         loaded: Loaded,
         frontend: TcpListener,
-        cached_tokens: bool,
+        withhold_cached_tokens: bool,
     ) -> Result<Self, StartError> {
         let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
         // Every user of this machine can connect to its sockets: a key keeps them out.
         let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common, &metrics)?;
-        parts.report_cached_tokens = cached_tokens;
+        parts.withhold_cached_tokens = withhold_cached_tokens;
         parts.open_ledger(&settings.worker)?;
         let mut workers = Vec::new();
         let engines = settings.prefill_workers + settings.decode_workers;

@@ -11,7 +11,6 @@ use tandem_node::{
     events::Broker,
     new_instance_id,
     trace::{TraceSettings, Tracer},
-    worker::Ledger,
 };
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
@@ -21,6 +20,7 @@ use tandem_proto::{
 };
 use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
+use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
 /// How long a prefill worker waits for a ticket. A decode worker answers `Scheduled` immediately; it may have to wait for blocks that other
@@ -43,8 +43,8 @@ pub(super) struct Parts {
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; not in `up`.
     pub(super) broker: Option<Broker>,
-    /// Off in tests of a cluster whose workers do not report cached tokens.
-    pub(super) report_cached_tokens: bool,
+    /// Set by tests of a cluster whose workers do not report cached tokens.
+    pub(super) withhold_cached_tokens: bool,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
     /// Background tasks of metrics and traces.
@@ -87,7 +87,7 @@ impl Parts {
             ledger: Ledger::default(),
             tracer,
             broker: None,
-            report_cached_tokens: true,
+            withhold_cached_tokens: false,
             ends,
             reports,
             _upkeep: upkeep,
@@ -126,10 +126,17 @@ impl Parts {
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
-        let (worker_id, engine, cluster) = (worker.id.clone(), worker.engine.clone(), self.cluster.clone());
-        let (model, revision) = (model.id().to_owned(), model.revision().to_owned());
-        let (ledger, broker, tracer) = (self.ledger.clone(), self.broker.clone(), self.tracer.clone());
-        let report_cached_tokens = self.report_cached_tokens;
+        let shared = WorkerSettings {
+            worker_id: worker.id.clone(),
+            cluster: self.cluster.clone(),
+            model: model.id().to_owned(),
+            revision: model.revision().to_owned(),
+            ledger: self.ledger.clone(),
+            broker: self.broker.clone(),
+            tracer: self.tracer.clone(),
+            withhold_cached_tokens: self.withhold_cached_tokens,
+        };
+        let engine = worker.engine.clone();
         let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
             (_, EngineKind::Sim) => TransferMode::Simulated { block: config.sim().block_transfer() },
             (KvTransfer::Auto, _) => TransferMode::Auto,
@@ -138,31 +145,13 @@ impl Parts {
         let (metrics, stop, listener) = (metrics.clone(), shutdown.clone(), self.listener(listener));
         match worker.role {
             Role::Prefill | Role::Unspecified => {
-                let settings = PrefillWorkerSettings {
-                    worker_id,
-                    cluster,
-                    model,
-                    revision,
-                    ledger,
-                    broker,
-                    tracer,
-                    report_cached_tokens,
-                    ticket_wait: TICKET_WAIT,
-                    transfer_mode,
-                };
+                let settings = PrefillWorkerSettings { worker: shared, ticket_wait: TICKET_WAIT, transfer_mode };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
-                    worker_id,
-                    cluster,
-                    model,
-                    revision,
-                    ledger,
-                    broker,
-                    tracer,
+                    worker: shared,
                     advertise: worker.advertise.clone(),
-                    report_cached_tokens,
                     // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
                     remote_waiting_max: config.model.max_concurrent_requests as usize,
                     landing_wait: FIRST_TOKEN_WAIT,
