@@ -1,9 +1,9 @@
 //! Models from the hub, which is a thread of the test.
 
-use crate::{Machine, files_under, gguf, source};
+use crate::{Machine, gguf, source};
 use std::{
     fs,
-    io::{BufRead, BufReader, Write},
+    io::{BufRead, BufReader, Read, Write},
     net::{TcpListener, TcpStream},
     path::{Path, PathBuf},
     sync::{
