@@ -141,7 +141,7 @@ fn failed_start_advises_the_operator() {
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
         (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
-        (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "say with --advertise"),
+        (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "set --advertise"),
         (&["prefill-worker", "--engine", "cuda", "--device", "4294967295"], no_gpu),
     ] {
         let free = ["--listen", "--admin-listen"].into_iter().filter(|flag| !args.contains(flag));
