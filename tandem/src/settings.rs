@@ -34,6 +34,7 @@ pub use tenants::TenantArgs;
 pub use tandem_router::{PolicyKind, PrefillPlace};
 pub use worker::{KvTransfer, WorkerArgs};
 
+#[cfg(feature = "top")]
 pub(crate) use common::address;
 pub(crate) use discovery::CLUSTER;
 pub(crate) use secrets::secret_file;

@@ -48,6 +48,7 @@ pub struct StoreArgs {
     pub offline: bool,
 }
 
+#[cfg(feature = "model")]
 impl StoreArgs {
     /// The Hugging Face token from either setting.
     pub(super) fn token(&self) -> Option<&Secret> {
