@@ -15,31 +15,31 @@ use tandem::{
 use tempfile::TempDir;
 
 /// A machine whose pip is a script that copies a wheel, and whose hub is a thread.
-pub struct Machine {
-    pub dir: TempDir,
-    pub hub: String,
+struct Machine {
+    dir: TempDir,
+    hub: String,
 }
 
 impl Machine {
-    pub fn new() -> Self {
+    fn new() -> Self {
         Self { dir: tempfile::tempdir().expect("a temporary directory"), hub: "http://127.0.0.1:1".to_owned() }
     }
 
-    pub fn with_wheel(files: &[(&str, &[u8])]) -> Self {
+    fn with_wheel(files: &[(&str, &[u8])]) -> Self {
         let machine = Self::new();
         machine.write("small-1.0-py3-none-any.whl", &wheel(files));
         machine
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    pub fn write(&self, name: &str, bytes: &[u8]) {
+    fn write(&self, name: &str, bytes: &[u8]) {
         fs::write(self.path(name), bytes).expect("the directory is ours");
     }
 
-    pub fn store(&self) -> Store {
+    fn store(&self) -> Store {
         let script = format!(
             r#"if [ "$1" = --version ]; then exit 0; fi
             echo call >> {dir}/calls
@@ -59,34 +59,34 @@ impl Machine {
         self.bare_store().with_pip(pip)
     }
 
-    pub fn settings(&self) -> StoreArgs {
+    fn settings(&self) -> StoreArgs {
         let mut settings = UpSettings::defaults().model.store;
         settings.models_dir = Some(self.path("models"));
         settings.hf_endpoint = self.hub.clone();
         settings
     }
 
-    pub fn bare_store(&self) -> Store {
+    fn bare_store(&self) -> Store {
         Store::new(self.settings()).expect("the directory is set")
     }
 
-    pub fn calls(&self) -> usize {
+    fn calls(&self) -> usize {
         fs::read_to_string(self.path("calls")).unwrap_or_default().lines().count()
     }
 
     /// Everything in the store but the lock.
-    pub fn left(&self) -> Vec<PathBuf> {
+    fn left(&self) -> Vec<PathBuf> {
         files_under(&self.path("models")).into_iter().filter(|file| !file.ends_with(".lock")).collect()
     }
 }
 
-pub fn files_under(dir: &Path) -> Vec<PathBuf> {
+fn files_under(dir: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
     let paths = entries.flatten().map(|entry| entry.path());
     paths.flat_map(|path| if path.is_dir() { files_under(&path) } else { vec![path] }).collect()
 }
 
-pub fn wheel(files: &[(&str, &[u8])]) -> Vec<u8> {
+fn wheel(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut archive = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
     for (name, bytes) in files {
         let deflated = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Deflated);
@@ -96,11 +96,11 @@ pub fn wheel(files: &[(&str, &[u8])]) -> Vec<u8> {
     archive.finish().expect("memory takes it").into_inner()
 }
 
-pub fn gguf(len: usize) -> Vec<u8> {
+fn gguf(len: usize) -> Vec<u8> {
     b"GGUF".iter().copied().chain((0..len).map(|i| (i * i % 251) as u8)).collect()
 }
 
-pub fn source(text: &str) -> Source {
+fn source(text: &str) -> Source {
     text.parse().expect("a source")
 }
 #[test]
