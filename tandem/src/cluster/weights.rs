@@ -18,7 +18,7 @@ use tandem_proto::ClusterKey;
 
 /// Events of a sequence that are buffered for a client before backpressure pauses the sequence. More than a second of tokens, so that a
 /// reader whose thread is merely late pauses nothing; a few hundred KiB with logprobs.
-const UNHEARD_MAX: u32 = 1_024;
+const MAX_BUFFERED_EVENTS: u32 = 1_024;
 
 /// The settings of the engines of a process.
 #[derive(Clone)]
@@ -93,7 +93,7 @@ impl EngineConfig {
             queue_max: self.model.max_concurrent_requests,
             prefix_caching: !self.worker.no_prefix_caching,
             hash_key: key.hash_key(),
-            unheard_max: UNHEARD_MAX,
+            max_buffered_events: MAX_BUFFERED_EVENTS,
             step_max: Duration::from_secs(self.worker.step_timeout.into()),
         }
     }
