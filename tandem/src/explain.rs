@@ -60,7 +60,8 @@ pub fn run(args: ExplainArgs) -> Result<String> {
 
 /// Parses the frontend's reply; fails if it is an error or not a frontend's.
 fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Value> {
-    let reply = reply.with_context(|| format!("no frontend answers at {frontend}; start one, or set its address with --frontend"))?;
+    let reply =
+        reply.with_context(|| format!("no frontend answers at {frontend}; start one, or set its address with --frontend"))?;
     let body: Value = serde_json::from_str(&reply.body)
         .with_context(|| format!("the process at {frontend} is not a frontend; set a frontend's address with --frontend"))?;
     if let Some(message) = body["error"]["message"].as_str() {

@@ -84,7 +84,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 let written = checked.result(findings.len()).now().write(&path);
                 written.with_context(|| format!("--result {} cannot be written", path.display()))?;
             }
-            anyhow::ensure!(findings.is_empty(), "{} findings: usage, ledgers and metrics do not reconcile; the findings are listed above", findings.len());
+            anyhow::ensure!(
+                findings.is_empty(),
+                "{} findings: usage, ledgers and metrics do not reconcile; the findings are listed above",
+                findings.len()
+            );
         }
     }
     Ok(())

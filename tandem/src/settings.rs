@@ -29,9 +29,9 @@ pub use model::{EngineKind, ModelArgs};
 pub use roles::{FrontendProcess, ProcessArgs, Role, RouterProcess, UpSettings, WorkerProcess};
 pub use router::RouterArgs;
 pub use sim::SimArgs;
+pub use tandem_router::{PolicyKind, PrefillPlace};
 pub use telemetry::TelemetryArgs;
 pub use tenants::TenantArgs;
-pub use tandem_router::{PolicyKind, PrefillPlace};
 pub use worker::{KvTransfer, WorkerArgs};
 
 #[cfg(feature = "top")]
@@ -126,8 +126,7 @@ pub enum Command {
     },
 }
 
-const GRPC_LISTEN_HELP: &str =
-    "Address and port of gRPC. The default accepts connections from this machine only, because a cluster without a key does not authenticate callers";
+const GRPC_LISTEN_HELP: &str = "Address and port of gRPC. The default accepts connections from this machine only, because a cluster without a key does not authenticate callers";
 
 /// `tandem route`
 #[derive(Debug, Subcommand)]

@@ -3,7 +3,9 @@
 use anyhow::Result;
 use serde_json::json;
 use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
-use tandem_tests::{Answer, Client, Endpoint, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens, with_prefill};
+use tandem_tests::{
+    Answer, Client, Endpoint, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens, with_prefill,
+};
 
 const BLOCK_SIZE: u64 = 16;
 

@@ -5,7 +5,9 @@ use serde_json::{Value, json};
 use std::ops::AddAssign;
 use std::time::Duration;
 use tandem::settings::PrefillPlace;
-use tandem_tests::{Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens};
+use tandem_tests::{
+    Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens,
+};
 
 /// What finished requests used.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 use tandem::settings::PrefillPlace;
-use tandem_tests::{Client, Endpoint, cpu_settings, with_prefill, prose, start};
+use tandem_tests::{Client, Endpoint, cpu_settings, prose, start, with_prefill};
 
 const PATH: &str = "/v1/completions";
 const TOKENS: u64 = 20;

@@ -37,10 +37,14 @@ pub enum Finding {
     )]
     NoWinner { request: String, prompts: usize, won: usize },
     /// The usage that a client received is not what workers counted.
-    #[error("request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}")]
+    #[error(
+        "request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}"
+    )]
     Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
     /// The ledgers hold requests that no client sent.
-    #[error("{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id")]
+    #[error(
+        "{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id"
+    )]
     Unasked { count: usize, example: String, explained: usize },
     /// A sum of the frontend is not the sum of the answers.
     #[error("{series} is {found}, but the sum of the finished answers is {expected}")]

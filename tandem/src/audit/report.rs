@@ -78,7 +78,9 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             continue;
         };
         for count in &winner.counts {
-            let Some(LedgerLine::Scheduled { at, model, account, .. }) = scheduled.get(&(prompt, count.attempt)) else { continue };
+            let Some(LedgerLine::Scheduled { at, model, account, .. }) = scheduled.get(&(prompt, count.attempt)) else {
+                continue;
+            };
             let named = |name: &str| if name.is_empty() { "-".to_owned() } else { name.to_owned() };
             let day = at.map_or("-".to_owned(), day);
             let key = Key { day, account: named(account), model: named(model) };
@@ -145,7 +147,8 @@ impl Report {
 }
 
 fn csv_text<'a>(lines: impl Iterator<Item = Line<'a>>) -> String {
-    const NAMES: [&str; 8] = ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
+    const NAMES: [&str; 8] =
+        ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
     let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
     let written = writer.write_record(NAMES).and_then(|()| lines.into_iter().try_for_each(|line| writer.serialize(line)));
     written.expect("memory takes all");

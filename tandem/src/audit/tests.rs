@@ -22,7 +22,10 @@ fn ended(prompt: &str, attempt: u32, outcome: Outcome) -> LedgerLine {
 }
 
 fn answered(request: &str, prompts: usize, prompt_tokens: u64, cached_tokens: u64, source: Source) -> ClientLine {
-    ClientLine { request_id: Some(request.to_owned()), usage: Some(ReportedUsage { prompts, prompt_tokens, cached_tokens, source }) }
+    ClientLine {
+        request_id: Some(request.to_owned()),
+        usage: Some(ReportedUsage { prompts, prompt_tokens, cached_tokens, source }),
+    }
 }
 
 fn metrics(change: &[(&str, &str)]) -> Samples {
@@ -110,7 +113,10 @@ fn every_contradiction_is_found() {
         |from: &'static str, to: &'static str| -> Change { Box::new(move |evidence| evidence.metrics = metrics(&[(from, to)])) };
     let without = |at: usize| -> Change { Box::new(move |evidence| drop(evidence.ledger.remove(at))) };
     let cases: Vec<(&str, Change)> = vec![
-        ("a usage of 64 cached tokens, but the winning attempts (attempt 1 on p0) counted 48", reported(0, |usage| usage.cached_tokens = 64)),
+        (
+            "a usage of 64 cached tokens, but the winning attempts (attempt 1 on p0) counted 48",
+            reported(0, |usage| usage.cached_tokens = 64),
+        ),
         ("a usage of 101 prompt tokens", reported(2, |usage| usage.prompt_tokens = 101)),
         ("an answer to 2 prompts, of which 1 have a winning attempt", reported(0, |usage| usage.prompts = 2)),
         ("an answer to 1 prompts, of which 0 have a winning attempt", without(1)),
@@ -142,7 +148,10 @@ fn every_contradiction_is_found() {
                 }
             }),
         ),
-        ("request_cached_tokens_count is 5, but the sum of the finished answers is 4", counted("tokens_count 4", "tokens_count 5")),
+        (
+            "request_cached_tokens_count is 5, but the sum of the finished answers is 4",
+            counted("tokens_count 4", "tokens_count 5"),
+        ),
         ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),
         ("request_cached_tokens_sum is 161", counted("cached_tokens_sum 160", "cached_tokens_sum 161")),
         ("frontend_cached_tokens_total is 127", counted("\"device\"} 128", "\"device\"} 127")),

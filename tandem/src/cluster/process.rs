@@ -1,9 +1,6 @@
 //! One role as a process of its own: the same part as in `up`, started the same way, and an admin endpoint.
 
-use super::{
-    EngineConfig, Parts, StartError, Worker, listen, local_address, reachable,
-    weights::load_served,
-};
+use super::{EngineConfig, Parts, StartError, Worker, listen, local_address, reachable, weights::load_served};
 use crate::{
     serve::Served,
     settings::{CommonArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess},
@@ -18,7 +15,10 @@ use tandem_node::{
 use tandem_proto::{
     ClusterKey,
     channel::{self, Channel, Network},
-    v1::{DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient, worker_info::Role},
+    v1::{
+        DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient,
+        worker_info::Role,
+    },
 };
 use tokio::{
     net::TcpListener,

@@ -73,9 +73,7 @@ impl EngineConfig {
             };
             let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
             let device = match self.model.engine {
-                EngineKind::Cpu => {
-                    Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(&stored.path, cause.into()))?)
-                }
+                EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(&stored.path, cause.into()))?),
                 EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => Device::Sim(vocabulary(&served)),
             };

@@ -141,7 +141,9 @@ pub enum ModelError {
     #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch` first")]
     Offline(Source),
     /// The model is not in the store, and the binary was built without the feature `model`.
-    #[error("{0} is not in the store, and this binary was built without downloads; run `tandem model fetch` with another one first")]
+    #[error(
+        "{0} is not in the store, and this binary was built without downloads; run `tandem model fetch` with another one first"
+    )]
     NoDownloads(Source),
     /// The model's files cannot be listed.
     #[error(transparent)]

@@ -93,7 +93,10 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
             if command.get_subcommands().filter(|role| serves(role)).any(|role| arg_of(role).is_some()) {
                 return Ok(command);
             }
-            return Err(refused(file, format!("unknown key `{key}`; `tandem {role} --print-config` prints the keys of this role")));
+            return Err(refused(
+                file,
+                format!("unknown key `{key}`; `tandem {role} --print-config` prints the keys of this role"),
+            ));
         };
         let value = match value {
             toml::Value::String(text) => text,

@@ -145,8 +145,14 @@ fn roles_listen_on_different_ports_and_find_each_other_by_default() {
 fn mistakes_on_the_command_line_are_explained() {
     for (args, expected) in [
         (&["router", "--prefill-workers", "3"][..], "--prefill-workers does not apply to `tandem router`, but to `tandem up`"),
-        (&["router", "--model", "x.gguf"], "--model does not apply to `tandem router`, but to `tandem up`, `tandem prefill-worker`"),
-        (&["frontend", "--policy", "random"], "--policy does not apply to `tandem frontend`, but to `tandem up`, `tandem router`"),
+        (
+            &["router", "--model", "x.gguf"],
+            "--model does not apply to `tandem router`, but to `tandem up`, `tandem prefill-worker`",
+        ),
+        (
+            &["frontend", "--policy", "random"],
+            "--policy does not apply to `tandem frontend`, but to `tandem up`, `tandem router`",
+        ),
         (&["router", "--nonsense"], "unexpected argument '--nonsense'"),
         (&["prefill-worker", "--advertise", "h"], "write host:port"),
         (&["up", "--etcd", "h:1"], "--etcd"),

@@ -150,7 +150,8 @@ impl Table {
             let mut row = vec![Cell::Nothing; Column::ALL.len()];
             row[Column::Worker as usize] = Cell::Text(absent.address.clone());
             row[Column::Role as usize] = Cell::Text("?".to_owned());
-            row[Column::Health as usize] = Cell::Text(if absent.incompatible { "incompatible" } else { "unreachable" }.to_owned());
+            row[Column::Health as usize] =
+                Cell::Text(if absent.incompatible { "incompatible" } else { "unreachable" }.to_owned());
             row
         });
         let identity = now.identity.clone().unwrap_or_default();
