@@ -63,7 +63,9 @@ fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTree
             "crate" => at.clear(),
             "self" => {}
             "super" => drop(at.pop()),
-            first if path.contains("::") && all.contains_key(&[&module[..], &[first.to_owned()]].concat()) => at.push(first.to_owned()),
+            first if path.contains("::") && all.contains_key(&[&module[..], &[first.to_owned()]].concat()) => {
+                at.push(first.to_owned())
+            }
             _ => return None,
         }
         for segment in segments.skip(1) {
@@ -80,7 +82,8 @@ fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTree
 
 /// Sets of modules that import from each other, directly or through others.
 fn circles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
-    let edges: BTreeMap<&Module, BTreeSet<Module>> = all.iter().map(|(module, text)| (module, imports(module, text, all))).collect();
+    let edges: BTreeMap<&Module, BTreeSet<Module>> =
+        all.iter().map(|(module, text)| (module, imports(module, text, all))).collect();
     let reached = |from: &Module| {
         let (mut reached, mut next) = (BTreeSet::new(), vec![from.clone()]);
         while let Some(module) = next.pop() {
