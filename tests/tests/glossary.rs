@@ -23,6 +23,7 @@ const CHECKED: &[&str] = &[
     "docs/reliability.md",
     "docs/tenants.md",
     "engine",
+    "frontend",
     "kv",
     "proto",
     "router/README.md",
