@@ -60,8 +60,8 @@ impl Worker {
             _ => None,
         };
         let mut generated: Vec<_> = self.events.get(&job).into_iter().flatten().filter_map(token).collect();
-        said.sort_by_key(|(sample, ..)| *sample);
-        said
+        generated.sort_by_key(|(sample, ..)| *sample);
+        generated
     }
 
     fn cached(&self, job: JobId) -> u32 {
