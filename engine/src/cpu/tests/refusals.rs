@@ -98,7 +98,7 @@ fn invalid_steps_are_refused_and_change_nothing() {
 }
 
 #[test]
-#[should_panic(expected = "as many bytes as it has")]
+#[should_panic(expected = "the payload has the size of a block")]
 fn writing_a_block_of_wrong_size_panics() {
     engine(&model(QUANTISED)).write_block(BlockId(0), &[0; 3]).unwrap();
 }
