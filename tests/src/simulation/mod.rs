@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use log::Log;
 use oracle::Expected;
 use plan::{BLOCK_SIZE, Fault, Plan, Role, Wanted};
-use random::Random;
+pub use random::Random;
 use std::{
     cell::Cell,
     collections::BTreeMap,
