@@ -212,7 +212,7 @@ fn mutated_kv_events_do_not_panic() {
 #[tokio::test(flavor = "multi_thread")]
 async fn mutated_request_bodies_are_answered() -> Result<()> {
     let mut settings = sim_settings();
-    settings.sim.sim_speedup = f64::INFINITY;
+    settings.worker.sim.sim_speedup = f64::INFINITY;
     let cluster = start(settings).await?;
     let (model, client) = (cluster.model_id(), Client::new(cluster.frontend()));
     let options = json!({
