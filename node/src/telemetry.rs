@@ -1,26 +1,29 @@
-//! Logs: to stderr, filtered by `TANDEM_LOG`, as text or as a line of JSON each.
+//! Logs: to stderr, filtered by `TANDEM_LOG`, as lines of text or JSON.
 
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// NATS' client, as it calls itself in logs.
+/// The log target of the NATS client.
 const NATS: &str = "async_nats";
 
-/// How lines look.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Text, for people.
     #[default]
     Text,
-    /// For programs: an object a line, with the ids of the trace where a request is sampled.
+    /// A JSON object per line, for programs. Lines of sampled requests have the ids of their trace.
     Json,
 }
 
 /// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`.
+///
+/// # Errors
+/// The filter cannot be parsed.
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // It tells every try to connect; we tell what matters of it.
+        // It logs every attempt to connect; `events` logs the changes.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -31,7 +34,7 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     Ok(())
 }
 
-/// The log filter cannot be read.
+/// The log filter cannot be parsed.
 #[derive(Debug, thiserror::Error)]
-#[error("the log filter is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
+#[error("invalid log filter: {0}; write a level (info) or directives (tandem_router=debug,info)")]
 pub struct InvalidFilter(#[from] tracing_subscriber::filter::ParseError);
