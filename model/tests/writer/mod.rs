@@ -1,8 +1,8 @@
-//! Writes GGUF files, for tests of what reads them.
+//! Writes GGUF files for tests.
 
-/// GGUF's numbers of tensor types.
+/// GGUF's tensor type numbers.
 pub mod kind {
-    #![allow(dead_code, missing_docs)]
+    #![allow(dead_code, missing_docs, reason = "shared by several test crates, which use different parts")]
     pub const F32: u32 = 0;
     pub const F16: u32 = 1;
     pub const Q4_0: u32 = 2;
@@ -29,7 +29,7 @@ struct TensorBytes {
     data: Vec<u8>,
 }
 
-#[allow(dead_code)]
+#[allow(dead_code, reason = "shared by several test crates, which use different parts")]
 impl Writer {
     pub fn raw(mut self, key: &str, kind: u32, value: &[u8]) -> Self {
         self.metadata.retain(|(known, ..)| known != key);
@@ -79,7 +79,7 @@ impl Writer {
         self
     }
 
-    /// The file's bytes, aligned to 32.
+    /// Returns the file's bytes, with tensors aligned to 32 bytes.
     pub fn finish(self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());
