@@ -216,11 +216,11 @@ mod tests {
     fn flood_of_registrations_removes_no_member_in_use() {
         let mut watcher = watcher();
         put(&mut watcher, "z", &record("real:1"));
-        watcher.tell();
+        watcher.publish();
         for number in 0..2 * ADDRESSES_MAX {
             put(&mut watcher, &format!("0.{number}"), &record(&format!("0.{number}:1")));
         }
-        watcher.tell();
+        watcher.publish();
         let members = watcher.members.borrow().clone();
         assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} are used", members.len());
     }
@@ -232,7 +232,7 @@ mod tests {
             put(&mut watcher, &format!("0.{number}"), "nonsense");
         }
         put(&mut watcher, "z", &record("real:1"));
-        watcher.tell();
+        watcher.publish();
         assert_eq!(watcher.registered.len(), KEYS_MAX as usize);
         assert!(watcher.members.borrow().contains("real:1"));
     }

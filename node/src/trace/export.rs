@@ -72,8 +72,7 @@ pub(super) fn start(
     }
     let mut exporter = builder.build().map_err(|cause| unusable(Some(cause)))?;
     exporter.set_resource(resource);
-    let spans =
-        |result| metrics.counter("tandem_trace_spans_total", "Ended spans, by result.", &[("result", result)]);
+    let spans = |result| metrics.counter("tandem_trace_spans_total", "Ended spans, by result.", &[("result", result)]);
     let (sender, items) = mpsc::channel(QUEUE_MAX);
     let (sent, lost) = (spans("sent"), spans("lost"));
     let queue = Queue { items: sender, lost: lost.clone() };

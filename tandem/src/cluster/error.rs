@@ -29,10 +29,10 @@ pub enum StartError {
     #[error(transparent)]
     Tenants(#[from] TenantFlagsError),
     /// The router refuses this process as a member of its cluster.
-    #[error("{}", tandem_node::retry::complaint(.0))]
+    #[error("{}", tandem_node::retry::error_chain(.0))]
     Key(#[from] KeyFileError),
     /// What is set for NATS.
-    #[error("{}", tandem_node::retry::complaint(.0))]
+    #[error("{}", tandem_node::retry::error_chain(.0))]
     Nats(#[from] NatsError),
     /// Nobody would see its traces.
     #[error(transparent)]

@@ -17,7 +17,7 @@ use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::{EngineHandle, EngineSettings};
 use tandem_frontend::ServedModel;
-use tandem_node::{Metrics, Shutdown, discovery::Workers};
+use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
     channel::{self, Channel, Network},
@@ -174,7 +174,7 @@ impl Cluster {
         let router = local_address(&router_listener)?;
         let (model_id, address) = (loaded.served.id().to_owned(), local_address(&frontend)?);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
-        let peers = Workers::List(Vec::new());
+        let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), Some(&model_id), &settings, &metrics, &back);
         // A prompt that no worker can hold is told so at the door.
         let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();

@@ -7,7 +7,7 @@ use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::Workers,
+    discovery::MemberSource,
     events::Broker,
     new_instance_id,
     trace::{TraceSettings, Tracer},
@@ -37,8 +37,8 @@ pub(super) struct Parts {
     tracer: Tracer,
     /// Where workers publish KV events and the router hears them; not in `up`.
     pub(super) broker: Option<Broker>,
-    ends: mpsc::UnboundedReceiver<StartError>,
-    reports: mpsc::UnboundedSender<StartError>,
+    ends: mpsc::Receiver<StartError>,
+    reports: mpsc::Sender<StartError>,
     /// What metrics and traces need for as long as there are parts.
     _upkeep: JoinSet<()>,
 }
@@ -47,7 +47,7 @@ pub(super) struct Parts {
 struct Report {
     part: String,
     cause: Option<Box<dyn std::error::Error + Send + Sync>>,
-    reports: mpsc::UnboundedSender<StartError>,
+    reports: mpsc::Sender<StartError>,
 }
 
 impl Parts {
@@ -64,7 +64,8 @@ impl Parts {
             Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
             None => Ledger::default(),
         };
-        let (reports, ends) = mpsc::unbounded_channel();
+        // The first end stops the process; later ones are not needed.
+        let (reports, ends) = mpsc::channel(1);
         let mut upkeep = JoinSet::new();
         upkeep.spawn(metrics.clone().upkeep());
         let TelemetryFlags { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
@@ -143,7 +144,7 @@ impl Parts {
     pub(super) fn router(
         &self,
         listener: TcpListener,
-        (workers, peers): (Workers, Workers),
+        (workers, peers): (MemberSource, MemberSource),
         model: Option<&str>,
         settings: &UpSettings,
         metrics: &Metrics,
@@ -179,7 +180,7 @@ impl Parts {
     pub(super) fn frontend(
         &self,
         (listener, admin): (TcpListener, Option<TcpListener>),
-        routers: Workers,
+        routers: MemberSource,
         settings: &UpSettings,
         model: ServedModel,
         metrics: &Metrics,
@@ -244,6 +245,6 @@ impl Drop for Report {
             None => StartError::PartEnded(part),
         };
         // Nobody listens when the cluster is gone: then all parts end.
-        let _ = self.reports.send(end);
+        let _ = self.reports.try_send(end);
     }
 }

@@ -11,7 +11,7 @@ use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
     Metrics, Shutdown, admin,
-    discovery::{self, Card, EtcdSettings},
+    discovery::{self, EtcdSettings, MemberRecord},
     new_instance_id,
 };
 use tandem_proto::{
@@ -119,13 +119,13 @@ impl Process {
         process.parts.worker(&worker, listener, &settings, &loaded, &process.metrics, &process.service);
         if let Some((etcd, advertised)) = registration {
             let own = own_channel(address, &process.parts.key);
-            process.register(etcd, async move { Card::of_worker(&description(own).await, advertised) });
+            process.register(etcd, async move { MemberRecord::of_worker(&description(own).await, advertised) });
         }
         Ok(process)
     }
 
     /// Puts the process on etcd's list until it drains.
-    fn register(&self, etcd: EtcdSettings, card: impl Future<Output = Card> + Send + 'static) {
+    fn register(&self, etcd: EtcdSettings, card: impl Future<Output = MemberRecord> + Send + 'static) {
         let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
         let (metrics, shutdown) = (self.metrics.clone(), self.registration.clone());
         self.registration.spawn(async move {
@@ -220,7 +220,7 @@ fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
 }
 
 /// The card of a process that is no worker.
-fn card(role: discovery::Role, address: String, model: &str, settings: &UpSettings) -> Card {
+fn card(role: discovery::Role, address: String, model: &str, settings: &UpSettings) -> MemberRecord {
     let info = WorkerInfo {
         instance_id: new_instance_id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -228,7 +228,7 @@ fn card(role: discovery::Role, address: String, model: &str, settings: &UpSettin
         block_size: settings.block_size,
         ..Default::default()
     };
-    Card { role, ..Card::of_worker(&info, address) }
+    MemberRecord { role, ..MemberRecord::of_worker(&info, address) }
 }
 
 /// What the process's own worker says about itself, once it does.

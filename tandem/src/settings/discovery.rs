@@ -81,7 +81,7 @@ pub enum DiscoveryFlagsError {
     )]
     NoAdvertisedAddress(SocketAddr),
     /// Files that are not there, or not what they should be.
-    #[error("{}", tandem_node::retry::complaint(.0))]
+    #[error("{}", tandem_node::retry::error_chain(.0))]
     Etcd(#[source] EtcdError),
 }
 

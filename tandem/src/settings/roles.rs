@@ -7,7 +7,7 @@ use super::{Cli, DiscoveryFlags, NatsFlags, UpSettings};
 use clap::{Arg, Args, CommandFactory, parser::ValueSource};
 use serde::{Serialize, Serializer};
 use std::{net::SocketAddr, path::PathBuf};
-use tandem_node::discovery::{Role, Workers};
+use tandem_node::discovery::{MemberSource, Role};
 use tandem_proto::channel;
 
 /// What `tandem up` calls its cluster, and everybody who is not told otherwise.
@@ -227,31 +227,31 @@ impl Own for DecodeFlags {
 
 impl RouterFlags {
     /// Where the workers are.
-    pub fn workers(&self) -> Workers {
+    pub fn workers(&self) -> MemberSource {
         match (self.process.discovery.etcd(&self.process.cluster), &self.workers_file) {
-            (Some(etcd), _) => Workers::Etcd(etcd, vec![Role::PrefillWorker, Role::DecodeWorker]),
-            (None, Some(file)) => Workers::File(file.clone()),
-            (None, None) => Workers::List(self.workers.clone()),
+            (Some(etcd), _) => MemberSource::Etcd(etcd, vec![Role::PrefillWorker, Role::DecodeWorker]),
+            (None, Some(file)) => MemberSource::File(file.clone()),
+            (None, None) => MemberSource::List(self.workers.clone()),
         }
     }
 
     /// Where the other routers are.
-    pub fn peers(&self) -> Workers {
+    pub fn peers(&self) -> MemberSource {
         routers(&self.process.discovery, &self.process.cluster, &self.peers)
     }
 }
 
 impl FrontendFlags {
     /// Where the routers are.
-    pub fn routers(&self) -> Workers {
+    pub fn routers(&self) -> MemberSource {
         routers(&self.discovery, &self.cluster, &self.router)
     }
 }
 
-fn routers(discovery: &DiscoveryFlags, cluster: &str, listed: &[String]) -> Workers {
+fn routers(discovery: &DiscoveryFlags, cluster: &str, listed: &[String]) -> MemberSource {
     match discovery.etcd(cluster) {
-        Some(etcd) => Workers::Etcd(etcd, vec![Role::Router]),
-        None => Workers::List(listed.to_vec()),
+        Some(etcd) => MemberSource::Etcd(etcd, vec![Role::Router]),
+        None => MemberSource::List(listed.to_vec()),
     }
 }
 
@@ -376,7 +376,7 @@ mod tests {
         let Ok(Command::Frontend(frontend)) = read(&["frontend"]) else { panic!("defaults") };
         assert_eq!((frontend.settings.listen.port(), frontend.own.router), (8000, vec!["127.0.0.1:7000".to_owned()]));
         let workers = [prefill.settings.listen, decode.settings.listen].map(|address| address.to_string());
-        assert_eq!(router.own.workers(), Workers::List(workers.to_vec()));
+        assert_eq!(router.own.workers(), MemberSource::List(workers.to_vec()));
     }
 
     #[test]
@@ -432,7 +432,7 @@ mod tests {
     fn with_etcd_no_list_counts_and_no_password_is_shown() {
         let args = "--etcd e:1,f:2 --cluster c --etcd-user u --etcd-password hidden --etcd-ca ca --etcd-cert cert --etcd-key key";
         let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("valid");
-        let Workers::Etcd(etcd, roles) = settings.own.workers() else { panic!("etcd was asked for") };
+        let MemberSource::Etcd(etcd, roles) = settings.own.workers() else { panic!("etcd was asked for") };
         assert_eq!((etcd.endpoints.join(" "), &*etcd.cluster, etcd.lease_ttl.as_secs()), ("e:1 f:2".to_owned(), "c", 10));
         assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden")));
         assert!(etcd.tls.is_some_and(|tls| tls.identity.is_some()));
