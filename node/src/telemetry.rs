@@ -1,18 +1,21 @@
-//! Logs: to stderr, filtered by `TANDEM_LOG`, as lines of text or JSON.
+//! Logs: to stderr, filtered by `TANDEM_LOG`, as text or as a line of JSON each.
 
+use clap::ValueEnum;
+use serde::Serialize;
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
 
 /// The log target of the NATS client.
 const NATS: &str = "async_nats";
 
-/// The format of log lines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// The format of a log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// Text, for people.
+    /// Lines for people
     #[default]
     Text,
-    /// A JSON object per line, for programs. Lines of sampled requests have the ids of their trace.
+    /// A JSON object a line, with trace ids where a request is sampled
     Json,
 }
 
@@ -23,7 +26,7 @@ pub enum LogFormat {
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // It logs every attempt to connect; `events` logs the changes.
+        // It tells every try to connect; we tell what matters of it.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -34,7 +37,7 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     Ok(())
 }
 
-/// The log filter cannot be parsed.
+/// The log filter cannot be read.
 #[derive(Debug, thiserror::Error)]
-#[error("invalid log filter: {0}; write a level (info) or directives (tandem_router=debug,info)")]
+#[error("the log filter is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
 pub struct InvalidFilter(#[from] tracing_subscriber::filter::ParseError);
