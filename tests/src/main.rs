@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     if let Some(seed) = flags.seed {
         let report = run(seed);
         report.log.iter().for_each(|line| println!("{line}"));
-        return tell(&report.wrong, seed, report.trace);
+        return print_result(&report.wrong, seed, report.trace);
     }
     let (mut wrong, mut done, mut trace, mut met) = (0, 0, 0u64, Met::default());
     let started = tokio::time::Instant::now();
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn tell(wrong: &[String], seed: u64, trace: u64) -> ExitCode {
+fn print_result(wrong: &[String], seed: u64, trace: u64) -> ExitCode {
     wrong.iter().for_each(|wrong| println!("WRONG: {wrong}"));
     println!("seed {seed}: trace {trace:016x}, {} wrong", wrong.len());
     if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -1,4 +1,4 @@
-//! The cached-token count as clients see it, on the whole cluster.
+//! The count of cached tokens as clients see it, on the whole cluster.
 
 use anyhow::Result;
 use serde_json::json;
@@ -11,8 +11,8 @@ fn reusable(prompt_tokens: u64) -> u64 {
     (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// A fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block
-/// but the last token's is found, the first time no more than what all chats begin with.
+/// Sends a fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block except the
+/// last token's is cached, the first time only the prefix that all chats share.
 async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.prefill;
     let cluster = start(settings).await?;
@@ -52,7 +52,7 @@ async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> 
     Ok(())
 }
 
-/// Usage is in the last frame alone, with no choices; every frame before it says `usage: null`.
+/// Asserts that only the last frame has usage, without choices; all frames before it have `usage: null`.
 fn assert_stream_shape(answer: &Answer) {
     let (last, before) = answer.frames.split_last().expect("there are frames");
     assert_eq!(last["choices"], json!([]));
@@ -61,35 +61,35 @@ fn assert_stream_shape(answer: &Answer) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sim_remote() -> Result<()> {
+async fn sim_remote_prefill_counts_cached_tokens() -> Result<()> {
     a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, ..sim_settings() }, 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sim_local() -> Result<()> {
+async fn sim_local_prefill_counts_cached_tokens() -> Result<()> {
     a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..sim_settings() }, 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sim_with_a_models_tokeniser() -> Result<()> {
+async fn sim_with_a_real_tokenizer_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, engine: EngineKind::Sim, ..settings }, 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cpu_remote() -> Result<()> {
+async fn cpu_remote_prefill_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, ..settings }, 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cpu_local() -> Result<()> {
+async fn cpu_local_prefill_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..settings }, 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Result<()> {
+async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let cluster = start(UpSettings { prefill, report_cached_tokens: false, prefill_workers: 1, ..sim_settings() }).await?;
         let client = Client::new(cluster.frontend());
@@ -111,7 +111,7 @@ async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_without_prefix_caching_reports_zero_and_is_believed() -> Result<()> {
+async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let cluster = start(UpSettings { prefill, no_prefix_caching: true, ..sim_settings() }).await?;
         let client = Client::new(cluster.frontend());
@@ -127,7 +127,7 @@ async fn a_worker_without_prefix_caching_reports_zero_and_is_believed() -> Resul
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()> {
+async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let text = prose("counted", 200);
@@ -142,7 +142,7 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()
     let batch = client.ask(Endpoint::Completions.path(), &batch).await?;
     assert_eq!(batch.usage("/prompt_tokens"), 2 * prompt_tokens);
     assert_eq!(batch.cached_tokens(), 2 * reusable(prompt_tokens));
-    // The histogram's unit is a finished prompt: one, one, and two.
+    // The histogram counts finished prompts: one, one, and two.
     assert_eq!(client.metric("tandem_frontend_request_cached_tokens_count", "").await?, 4.0);
     assert_eq!(client.metric("tandem_frontend_prompt_tokens_total", "").await?, 4.0 * prompt_tokens as f64);
     let cached = client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?;
@@ -152,7 +152,7 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cache_salt_separates_and_a_continuing_chat_is_found() -> Result<()> {
+async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let ask = async |salt: &str| {
