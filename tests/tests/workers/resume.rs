@@ -12,7 +12,7 @@ use tandem_proto::{
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Answer, Client, Endpoint, prose};
-use tokio::{net::TcpListener, task::JoinSet, time::Instant};
+use tokio::{net::TcpListener, task::JoinSet};
 
 struct Cluster {
     prefills: Vec<Worker>,
@@ -175,11 +175,10 @@ async fn requests_fail_over_from_a_hung_decode_worker_within_the_keep_alive_limi
     let expected = cluster.answers(cluster.ask_all(&requests)).await;
     let asking = cluster.ask_all(&requests);
     cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 16.0).await;
-    let hung = Instant::now();
     let awake = cluster.decodes[0].hang();
-    assert!(cluster.answers(asking).await == expected, "an answer differs");
     let limit = PING_INTERVAL + PING_TIMEOUT + Duration::from_secs(5);
-    assert!(hung.elapsed() < limit, "it took {:?}", hung.elapsed());
+    let answers = tokio::time::timeout(limit, cluster.answers(asking)).await.expect("requests fail over within the limit");
+    assert!(answers == expected, "an answer differs");
     cluster.counted("tandem_frontend_migrations_total", 1.0).await;
     drop(awake);
     cluster.decodes[0].idle().await;
@@ -201,11 +200,13 @@ async fn hung_engine_is_avoided_and_used_again_after_recovery() {
             cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
         }
         hangs.gate.close();
-        let hung = Instant::now();
-        // The router has removed it.
-        cluster.members(3).await;
-        assert!(cluster.answers(asking).await == expected, "{}: an answer differs", hangs.info.worker_id);
-        assert!(hung.elapsed() < SOON, "it took {:?}", hung.elapsed());
+        let answers = async {
+            // The router has removed it.
+            cluster.members(3).await;
+            cluster.answers(asking).await
+        };
+        let answers = tokio::time::timeout(SOON, answers).await.expect("requests fail over");
+        assert!(answers == expected, "{}: an answer differs", hangs.info.worker_id);
         assert!(cluster.answers(cluster.ask_all(&requests)).await == expected, "requests succeed while it hangs");
         hangs.gate.open();
         cluster.members(4).await;
