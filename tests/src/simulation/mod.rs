@@ -4,8 +4,8 @@
 //! `client` (answers) and `world` (nothing is held, the router's index is right); usage is audited as by an operator.
 
 mod client;
+mod coverage;
 mod log;
-mod met;
 mod network;
 mod oracle;
 mod plan;
@@ -14,7 +14,7 @@ mod world;
 
 use anyhow::{Context, Result};
 use client::{Allowed, Seen, ask};
-pub use met::Met;
+pub use coverage::Coverage;
 use parking_lot::Mutex;
 
 use log::Log;
@@ -64,7 +64,7 @@ pub struct Report {
     /// Hash of all events, including the time of each byte: equal in every run of the seed.
     pub trace: u64,
     /// What it covered.
-    pub met: Met,
+    pub coverage: Coverage,
 }
 
 impl Report {
@@ -86,23 +86,23 @@ pub fn run(seed: u64) -> Report {
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = folder.path().join("ledger");
-    let (log, metrics, lived) = runtime.block_on(async {
+    let (log, metrics, lifecycle) = runtime.block_on(async {
         let log = Log::new();
-        let (metrics, lived) = live(&plan, &expected, &ledger, &mut random, &log).await;
-        (log, metrics, lived)
+        let (metrics, lifecycle) = live(&plan, &expected, &ledger, &mut random, &log).await;
+        (log, metrics, lifecycle)
     });
     // After the last task has ended the ledger is closed and complete.
     drop(runtime);
     let (trace, mut lines) = log.end();
-    let (mut wrong, met) = match lived {
+    let (mut wrong, coverage) = match lifecycle {
         Ok(Lifecycle { mut wrong, seen, settled }) => {
-            let met = Met::of(&seen, &metrics);
+            let coverage = Coverage::of(&seen, &metrics);
             if settled {
                 wrong.extend(audited(&seen, &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]));
             }
-            (wrong, met)
+            (wrong, coverage)
         }
-        Err(error) => (vec![format!("{error:#}")], Met::default()),
+        Err(error) => (vec![format!("{error:#}")], Coverage::default()),
     };
     if PANICS.get() > panics {
         wrong.push("a task panicked; its message is above".to_owned());
@@ -110,7 +110,7 @@ pub fn run(seed: u64) -> Report {
     if !wrong.is_empty() {
         lines.extend(std::fs::read_to_string(&ledger).unwrap_or_default().lines().map(str::to_owned));
     }
-    Report { seed, wrong, log: lines, trace, met }
+    Report { seed, wrong, log: lines, trace, coverage }
 }
 
 /// Simulates these seeds on all cores and passes each result to `report`, in any order, until it returns false.
