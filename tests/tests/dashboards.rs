@@ -47,8 +47,8 @@ fn promtool(args: &[&str], input: &str) -> Result<()> {
     let mut process = command.spawn().map_err(|error| missing("promtool", error))?;
     process.stdin.take().context("it is piped")?.write_all(input.as_bytes())?;
     let output = process.wait_with_output()?;
-    let output = [output.stdout, output.stderr].concat();
-    ensure!(output.status.success(), "promtool {}:\n{}", args.join(" "), String::from_utf8_lossy(&output));
+    let text = [output.stdout, output.stderr].concat();
+    ensure!(output.status.success(), "promtool {}:\n{}", args.join(" "), String::from_utf8_lossy(&text));
     Ok(())
 }
 

@@ -113,7 +113,7 @@ pub fn run(seed: u64) -> Report {
     Report { seed, wrong, log: lines, trace, coverage }
 }
 
-/// Simulates these seeds on all cores and passes each result to `report`, in any order, until it returns false.
+/// Simulates these seeds on all cores and passes each result to `on_report`, in any order, until it returns false.
 pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> bool + Send) {
     let (next, on_report) = (AtomicU64::new(seeds.start), Mutex::new(on_report));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
