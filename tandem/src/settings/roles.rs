@@ -8,7 +8,7 @@ use super::{
 use clap::Args;
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf};
-use tandem_node::discovery::{Role as Member, Workers};
+use tandem_node::discovery::{MemberSource, Role as Member};
 
 /// A subcommand that serves.
 pub trait Role: Args + Serialize {
@@ -242,16 +242,16 @@ impl Role for WorkerProcess {
 
 impl FrontendProcess {
     /// The source of the routers' addresses.
-    pub fn routers(&self) -> Workers {
+    pub fn routers(&self) -> MemberSource {
         self.discovery.members(&[Member::Router], or_default(&self.router, &["127.0.0.1:7000"]))
     }
 }
 
 impl RouterProcess {
     /// The source of the workers' addresses.
-    pub fn workers(&self) -> Workers {
+    pub fn workers(&self) -> MemberSource {
         match &self.workers_file {
-            Some(file) => Workers::File(file.clone()),
+            Some(file) => MemberSource::File(file.clone()),
             None => {
                 let list = or_default(&self.workers, &["127.0.0.1:7100", "127.0.0.1:7200"]);
                 self.process.discovery.members(&[Member::PrefillWorker, Member::DecodeWorker], list)
@@ -260,7 +260,7 @@ impl RouterProcess {
     }
 
     /// The source of the other routers' addresses.
-    pub fn peers(&self) -> Workers {
+    pub fn peers(&self) -> MemberSource {
         self.process.discovery.members(&[Member::Router], self.peers.clone())
     }
 }

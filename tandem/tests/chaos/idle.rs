@@ -10,7 +10,7 @@ use crate::{
 use std::{fs, net::Ipv4Addr, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::{Card, EtcdSettings, register},
+    discovery::{EtcdSettings, MemberRecord, register},
 };
 use tandem_proto::{
     ClusterKey, channel,
@@ -136,7 +136,7 @@ fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metr
     for number in 0..WORKERS {
         let worker = Worker::new(number, key);
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
-        let card = Card::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
+        let card = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
         let (etcd, metrics, leaves) = (etcd.clone(), metrics.clone(), shutdown.clone());
         let _entered = runtime.enter();
         let server = channel::server().add_service(ControlServer::new(worker));
