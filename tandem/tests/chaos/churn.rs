@@ -1,7 +1,7 @@
 //! Thousands of requests while workers die all the time and a fifth of the clients leaves.
 
 use crate::{
-    requests::{AnswerText, largest_gap, recovery, request, answer_text, undisturbed},
+    requests::{AnswerText, answer_text, largest_gap, recovery, request, undisturbed},
     rig::{Rig, Shape},
     table::{Form, Memory, Row},
 };

@@ -2,7 +2,7 @@
 
 use crate::{
     cluster::{series, until},
-    requests::{largest_gap, recovery, request, answer_text, undisturbed},
+    requests::{answer_text, largest_gap, recovery, request, undisturbed},
     rig::{Rig, Shape},
     table::Row,
 };
@@ -148,7 +148,9 @@ fn strike(fault: &Fault) -> Row {
         asked_again: 0,
         resumed,
         retried,
-        wrong_texts: of_both().filter(|(outcome, expected)| answer_text(outcome).is_some_and(|answer_text| answer_text != **expected)).count(),
+        wrong_texts: of_both()
+            .filter(|(outcome, expected)| answer_text(outcome).is_some_and(|answer_text| answer_text != **expected))
+            .count(),
         wrong_counts: books.wrong,
         unverified: books.unverified,
         leaked_blocks: books.leaked_blocks,

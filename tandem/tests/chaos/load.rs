@@ -1,7 +1,7 @@
 //! Clients that ask one thing after the other, of whichever frontend there is.
 
 use crate::{
-    requests::{AnswerText, request, answer_text},
+    requests::{AnswerText, answer_text, request},
     rig::{Outcome, Rig},
 };
 use std::{
@@ -103,7 +103,8 @@ async fn ask(frontends: &[Client], number: usize, salt: &str) -> Seen {
             continue;
         }
         let answer_text = answer_text(&outcome);
-        let problem = answer_text.is_none().then(|| format!("request {number} of {salt}, asked {asked_again} times more: {outcome:?}"));
+        let problem =
+            answer_text.is_none().then(|| format!("request {number} of {salt}, asked {asked_again} times more: {outcome:?}"));
         let arrivals = outcome.map(|answer| answer.arrivals).unwrap_or_default();
         return Seen { which: number % DISTINCT, answer_text, asked, arrivals, asked_again, problem };
     }

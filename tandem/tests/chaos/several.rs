@@ -132,7 +132,11 @@ fn without_nats(rig: &mut Rig, hurt: impl FnOnce(&mut Rig), heal: impl FnOnce(&m
     until("all events come over NATS", || workers_by(rig, "\"nats\""), |workers| *workers == count);
     hurt(rig);
     workers(rig).for_each(|(name, worker)| rig.connected(name, worker, NATS, 0.0));
-    until("all events come directly", || (workers_by(rig, "\"direct\""), rig.plan.view_of(0).bookings), |workers| workers.0 == count);
+    until(
+        "all events come directly",
+        || (workers_by(rig, "\"direct\""), rig.plan.view_of(0).bookings),
+        |workers| workers.0 == count,
+    );
     heal(rig);
     let healed = Instant::now();
     until("all events come over NATS again", || workers_by(rig, "\"nats\""), |workers| *workers == count);
@@ -326,7 +330,10 @@ impl Before {
             asked_again: seen.iter().map(|seen| seen.asked_again).sum(),
             resumed: rig.resumed() - self.resumed,
             retried: rig.retried() - self.retried,
-            wrong_texts: seen.iter().filter(|seen| seen.answer_text.as_ref().is_some_and(|answer_text| *answer_text != expected[seen.which])).count(),
+            wrong_texts: seen
+                .iter()
+                .filter(|seen| seen.answer_text.as_ref().is_some_and(|answer_text| *answer_text != expected[seen.which]))
+                .count(),
             wrong_counts: books.wrong,
             unverified: books.unverified - self.unverified,
             leaked_blocks: books.leaked_blocks,

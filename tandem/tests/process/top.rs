@@ -32,7 +32,8 @@ fn top_shows_every_worker_and_unreachable_addresses() {
         let line = table.lines().find(|line| line.split_whitespace().next() == Some(name)).map(str::to_owned);
         line.unwrap_or_else(|| panic!("{name} is not in {table}")).split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
-    let p = until("the worker has reported its hits", || line("p"), |cells| cells[6] != "-" && cells[6] != "0.0%" && cells[8] != "0");
+    let p =
+        until("the worker has reported its hits", || line("p"), |cells| cells[6] != "-" && cells[6] != "0.0%" && cells[8] != "0");
     assert_eq!(p[1..3], ["prefill", "healthy"]);
     assert_eq!(line("d")[1..3], ["decode", "healthy"]);
     assert_eq!(line(&unused.to_string())[1..3], ["?", "unreachable"]);
@@ -43,5 +44,8 @@ fn top_shows_every_worker_and_unreachable_addresses() {
     assert!(table.starts_with("tandem serves sim: 2 of 3 workers"), "{table}");
 
     let (code, printed) = top(&plan, &[&unused.to_string(), "--once"]);
-    assert!(code == Some(1) && printed.contains(&format!("no router answers at {unused}")) && printed.lines().count() == 1, "{printed}");
+    assert!(
+        code == Some(1) && printed.contains(&format!("no router answers at {unused}")) && printed.lines().count() == 1,
+        "{printed}"
+    );
 }

@@ -38,7 +38,11 @@ impl Up {
 
     /// The address in the first URL of the introduction: of the OpenAI API, or else of the admin endpoint.
     pub fn address(&self) -> &str {
-        self.introduction.split("http://").nth(1).and_then(|rest| rest.split_whitespace().next()).expect("the introduction has a URL")
+        self.introduction
+            .split("http://")
+            .nth(1)
+            .and_then(|rest| rest.split_whitespace().next())
+            .expect("the introduction has a URL")
     }
 
     /// What a GET answers, its head included.
