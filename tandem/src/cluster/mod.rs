@@ -302,7 +302,7 @@ fn engine_settings(settings: &UpSettings, key: &ClusterKey) -> EngineSettings {
         queue_max: settings.limits.max_concurrent_requests,
         prefix_caching: !settings.no_prefix_caching,
         hash_key: key.hash_key(),
-        unheard_max: UNHEARD_MAX,
+        max_buffered_events: UNHEARD_MAX,
         step_max: Duration::from_secs(settings.step_timeout.into()),
     }
 }
