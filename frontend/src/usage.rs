@@ -39,7 +39,7 @@ pub(crate) struct Cached {
 
 /// Returns the cached tokens of the attempt that led to the first token: what its worker reported, else the placement's overlap.
 ///
-/// A reported number is taken as it is, 0 included. A placement with a block size of 0 says nothing about caches.
+/// A reported number is taken as it is, 0 included. A placement with a block size of 0 has no information about caches.
 pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, prompt_tokens: u32) -> Cached {
     if let Some(scheduled) = scheduled
         && let Some(tokens) = scheduled.cached_tokens

@@ -22,6 +22,7 @@ const CHECKED: &[&str] = &[
     "docs/processes.md",
     "docs/reliability.md",
     "docs/tenants.md",
+    "frontend",
     "kv/README.md",
     "proto",
     "router/README.md",

@@ -54,7 +54,7 @@ pub(super) struct Work<'a> {
 /// One attempt among those at a prompt.
 pub(super) struct Try<'a> {
     pub(super) placement: Placement,
-    /// From 1; no two attempts at a prompt have the same number, because the ledgers tell them apart by it.
+    /// From 1; no two attempts at a prompt have the same number, because ledgers identify attempts by it.
     pub(super) number: u32,
     /// The time in which the prefill has to begin. `None`: it may wait in the worker's queue.
     pub(super) start_timeout: Option<Duration>,
@@ -80,7 +80,7 @@ pub(crate) struct AttemptError {
 }
 
 pub(super) enum Cause {
-    /// The request can never run on this cluster; the message says why.
+    /// The request can never run on this cluster; with the reason.
     Invalid { message: String },
     /// Anything else: another worker may succeed.
     Worker(FailureReason),

@@ -193,7 +193,7 @@ impl Generation {
         }
     }
 
-    /// The error of an attempt whose decode worker sent what it must not send.
+    /// The error of an attempt whose decode worker sent an invalid reply.
     pub(crate) fn failed(&self, reason: FailureReason) -> AttemptError {
         AttemptError::worker(&self.attempt.instance_id, reason)
     }

@@ -110,7 +110,7 @@ impl App {
     }
 }
 
-/// The better of two answers; of two errors, the one that says more about what to do.
+/// The better of two answers; of two errors, the one that is more specific about what to do.
 fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), NotReady> {
     let rank = |answer: &Result<(), NotReady>| match answer {
         Ok(()) => 4,

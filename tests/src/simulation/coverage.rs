@@ -7,7 +7,7 @@ use tandem_node::Metrics;
 
 /// Counters over one seed or many.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Met {
+pub struct Coverage {
     /// Requests.
     pub requests: u64,
     /// Requests with a complete answer.
@@ -24,14 +24,14 @@ pub struct Met {
     pub transferred_bytes: u64,
 }
 
-impl Met {
+impl Coverage {
     pub(super) fn of(seen: &[Seen], metrics: &Metrics) -> Self {
         let mut samples = Samples::default();
         samples.add(&metrics.render());
         let sum = |series, labels| samples.sum(series, labels) as u64;
         Self {
             requests: seen.len() as u64,
-            answered: seen.iter().filter(|seen| seen.line().told.is_some()).count() as u64,
+            answered: seen.iter().filter(|seen| seen.line().usage.is_some()).count() as u64,
             attempts_failed: sum("tandem_frontend_attempts_failed_total", ""),
             migrations: sum("tandem_frontend_migrations_total", ""),
             preemptions: sum("tandem_worker_preemptions_total", ""),
@@ -47,11 +47,11 @@ impl Met {
 
     /// Whether every counter reaches its minimum.
     pub fn covers(mut self, mut least: Self) -> bool {
-        self.each().iter().zip(least.each()).all(|(met, least)| **met >= *least)
+        self.each().iter().zip(least.each()).all(|(coverage, least)| **coverage >= *least)
     }
 }
 
-impl AddAssign for Met {
+impl AddAssign for Coverage {
     fn add_assign(&mut self, mut other: Self) {
         self.each().into_iter().zip(other.each()).for_each(|(sum, more)| *sum += *more);
     }
