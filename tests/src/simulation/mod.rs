@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use log::Log;
 use oracle::Expected;
 use plan::{BLOCK_SIZE, Fault, Plan, Role, Wanted};
-use random::Random;
+pub use random::Random;
 use std::{
     cell::Cell,
     collections::BTreeMap,
@@ -79,6 +79,8 @@ impl Report {
 pub fn run(seed: u64) -> Report {
     let panics = count_panics();
     let mut random = Random::new(seed);
+    // The jitter of retries comes from this thread's generator.
+    fastrand::seed(seed);
     let plan = Plan::of(&mut random);
     let expected = |requests: &[Wanted]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
     let expected = [expected(&plan.requests), expected(&plan.afterwards)];
