@@ -102,7 +102,7 @@ impl App {
                 biased;
                 () = tokio::time::sleep(CHECK_INTERVAL) => {}
                 () = members.changed() => {
-                    let list = if members.are_hints() { MemberList::Advisory } else { MemberList::Static };
+                    let list = if members.are_advisory() { MemberList::Advisory } else { MemberList::Static };
                     self.dispatcher.routers().set_members(members.now(), list);
                 }
             }
