@@ -154,11 +154,14 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     cluster.leave_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    let requests = futures::stream::iter((0..REQUESTS).map(|number| request(&client, &model, number)));
-    requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
-    // A series that appears with the last request has a rate once it was scraped twice.
-    let scrapes = prometheus.scrapes().await?;
-    within("Prometheus sees the traffic", async || Ok(prometheus.scrapes().await? >= scrapes + 3.0)).await?;
+    // Series that the first half creates increase in the second one, so that they have a rate, even if each half ends between two scrapes. A
+    // series that the last request creates has a rate after two scrapes.
+    for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
+        let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
+        requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
+        let scrapes = prometheus.scrapes().await?;
+        within("Prometheus sees the traffic", async || Ok(prometheus.scrapes().await? >= scrapes + 3.0)).await?;
+    }
     Ok((cluster, prometheus))
 }
 

@@ -87,7 +87,7 @@ impl Cluster {
     }
 
     async fn start_with(settings: UpSettings, withhold_cached_tokens: bool) -> Result<Self, StartError> {
-        let config = EngineConfig::from(&settings);
+        let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
             return Err(StartError::NoPrefillWorker);

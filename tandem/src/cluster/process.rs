@@ -116,7 +116,7 @@ impl Process {
     }
 
     async fn worker(role: Role, service: &'static str, settings: WorkerProcess) -> Result<Self, StartError> {
-        let config = EngineConfig::from(&settings);
+        let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         let discovery = &settings.process.discovery;
         let mut process = Self::new(service, &discovery.cluster, &settings.common)?;
