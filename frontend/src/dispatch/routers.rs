@@ -67,7 +67,7 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// How a list of members is to be taken.
+/// The authority of a list of members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
     /// An operator's static list: other routers are not used.
@@ -102,7 +102,7 @@ impl Routers {
         self.publish_count(&known);
     }
 
-    /// What this frontend expects of the cluster.
+    /// The identity that this frontend and the cluster must have in common.
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }

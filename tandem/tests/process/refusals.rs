@@ -70,7 +70,7 @@ fn incompatible_workers_get_no_requests() {
         ("c", &["--cluster", "other"][..], "its cluster is other, the cluster's is tandem"),
         ("m", &["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
         ("b", &["--block-size", "32"], "its block size is 32, the cluster's is 16"),
-        ("d", &[], "is called d, too; give each a --worker-id"),
+        ("d", &[], "has the same id d; give each a --worker-id"),
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
     let future = serve_future(&plan, &runtime);
