@@ -26,7 +26,7 @@ pub enum LogFormat {
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // It tells every try to connect; we tell what matters of it.
+        // It logs every attempt to connect; our own log has what matters.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
