@@ -49,9 +49,9 @@ pub struct Sampling {
 /// A token and the log of its probability (before temperature and penalties).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLogprob {
-    /// The token.
+    /// The token's id.
     pub token: TokenId,
-    /// Natural logarithm.
+    /// The natural logarithm of the token's probability.
     pub logprob: f32,
 }
 

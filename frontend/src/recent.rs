@@ -75,7 +75,7 @@ pub(crate) struct Stages {
     pub(crate) asked_ms: Option<f64>,
     /// The attempt that brought the first token was placed.
     pub(crate) placed_ms: Option<f64>,
-    /// Its prefill began.
+    /// The prefill of that attempt began.
     pub(crate) scheduled_ms: Option<f64>,
     /// The chunks of the prefill. Empty: all tokens were cached, or the worker did not report them.
     pub(crate) chunks: Vec<Chunk>,

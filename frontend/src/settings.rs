@@ -1,4 +1,4 @@
-//! How a frontend behaves.
+//! Settings of a frontend.
 
 use crate::model::ServedModel;
 use axum::http::HeaderName;
@@ -9,7 +9,7 @@ use std::{path::PathBuf, time::Duration};
 use tandem_node::{discovery::MemberSource, trace::Tracer};
 use tokio::net::TcpListener;
 
-/// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
+/// The settings of a frontend. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
     /// The routers' gRPC addresses. Each request goes to a healthy one; any of them can take over what another has booked.
     pub routers: MemberSource,
@@ -88,12 +88,12 @@ pub enum CacheIsolation {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExposeDetails {
-    /// No client.
+    /// No client may use them.
     Never,
-    /// Trusted peers.
+    /// Only trusted proxies and their clients may use them; without a list of proxies, only programs on this host.
     #[default]
     Trusted,
-    /// Every client.
+    /// Every client may use them.
     Always,
 }
 

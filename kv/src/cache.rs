@@ -61,7 +61,7 @@ pub struct Wanted {
 /// The number of blocks in each state; their sum is the capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Blocks without content.
+    /// Number of blocks without content.
     pub free: u32,
     /// Blocks with reusable KV and without pins; they may be evicted.
     pub cached: u32,
@@ -99,16 +99,16 @@ struct Content {
     hash: SequenceHash,
     prefix: Prefix,
     tokens: Box<[TokenId]>,
-    /// Its key in [`PrefixCache::unused`] while it has no pins.
+    /// The block's key in [`PrefixCache::unused`] while it has no pins.
     unused_since: u64,
 }
 
-/// What a block's KV depends on, besides its own tokens.
+/// What precedes a block's own tokens: its KV depends on both.
 #[derive(Clone, PartialEq, Eq)]
 enum Prefix {
     /// The block begins a prompt.
     Empty(Namespace),
-    /// Its parent, which is cached.
+    /// The parent block, which is cached.
     Block(BlockId),
 }
 

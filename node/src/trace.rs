@@ -86,7 +86,7 @@ pub struct TraceSettings {
     pub sample_ratio: f64,
     /// The kind of process, such as `tandem-frontend`.
     pub service: &'static str,
-    /// The process's instance.
+    /// The instance id of the process.
     pub instance: String,
 }
 

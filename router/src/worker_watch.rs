@@ -75,7 +75,7 @@ pub(crate) struct WorkerWatcher {
 /// Why a worker's cache has to be read from a snapshot again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Resync {
-    /// Events are missing.
+    /// Events are missing from the subscription.
     Gap,
     /// NATS has disconnected.
     NatsDisconnected,
@@ -235,8 +235,8 @@ impl WorkerWatcher {
                 Ok(()) => {}
                 Err(Lost::Invalid(error)) if error.is_repaired_by_snapshot(source) => {
                     gaps_without_events += 1;
-                    // Events on the stream are not held back while a snapshot is received, so a worker that sends them there
-                    // is read there.
+                    // Only events from NATS wait until the snapshot is complete. A gap among events of the stream itself shows that the
+                    // worker sends its events there, so they are read there from now on.
                     if gaps_without_events == 2 || source == EventSource::Direct {
                         return Ok(Resync::NoDelivery);
                     }

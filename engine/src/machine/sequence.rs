@@ -30,7 +30,7 @@ pub(super) struct Sequence {
     pub committed: usize,
     /// Backpressure: its job's event buffer is full, so nothing is computed, and its blocks are the first to be taken for others.
     pub paused: bool,
-    /// Its blocks may be matched in the cache.
+    /// The prompt may reuse blocks of the prefix cache.
     pub cache_reads: bool,
     pub submitted: Duration,
     /// From submission until blocks were first allocated; `None` before that.

@@ -13,7 +13,7 @@ pub struct SampleRequest<'a> {
 /// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
-    /// The token.
+    /// The token's id.
     pub token: TokenId,
     /// Its log probability and those of the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) asks for them.
     pub logprobs: Option<TokenLogprobs>,

@@ -30,13 +30,13 @@ pub(crate) struct Facts {
 /// The times at which the stages before the first token ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// A router was asked for the first placement.
+    /// Time at which a router was asked for the first placement.
     pub(crate) asked_at: Instant,
-    /// The placement arrived.
+    /// Time at which the placement of this attempt arrived.
     pub(crate) placed_at: Instant,
-    /// The prefill began.
+    /// Time at which the prefill began.
     pub(crate) scheduled_at: Option<Instant>,
-    /// The prompt's KV was on the decode worker.
+    /// Time at which all of the prompt's KV was on the decode worker.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
 }

@@ -65,9 +65,9 @@ struct Literals {
 /// Whether special tokens are recognised in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Special {
-    /// Their names become their ids.
+    /// The name of a control token is encoded as its id.
     Parsed,
-    /// Their names are plain text.
+    /// The name of a control token is encoded as plain text.
     Text,
 }
 

@@ -1,4 +1,4 @@
-//! What a prompt's answer consists of.
+//! The events of which a prompt's answer consists.
 
 use crate::dispatch::Facts;
 use tandem_kv::TokenId;

@@ -65,7 +65,7 @@ fn pypi(requirement: &str) -> Option<Source> {
     let (requirement, sha256) = cut(requirement, "#sha256=");
     let (package, version) = cut(requirement, "==");
     let is_hash = |hash: &str| hash.len() == 64 && hash.bytes().all(|digit| digit.is_ascii_hexdigit());
-    // A hash belongs to one version's file.
+    // A hash identifies the file of one version, so it needs a version.
     let valid = is_name(package) && version.is_none_or(is_name) && sha256.is_none_or(|hash| is_hash(hash) && version.is_some());
     valid.then(|| Source::PyPi {
         package: normalised(package),
