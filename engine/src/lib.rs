@@ -112,7 +112,7 @@ pub enum Logits<'a> {
     Sample(SampleRequest<'a>),
 }
 
-/// What a step returns. Logits are rows of `vocab_size` numbers, in the order of the chunks and of their tokens.
+/// The result of a step. Logits are rows of `vocab_size` numbers, in the order of the chunks and of their tokens.
 #[derive(Clone, Debug)]
 pub enum StepOutput {
     /// The output of a device that does not sample: all rows that the chunks request.

@@ -10,9 +10,9 @@ pub struct Prefill {
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
-    /// Only KV of the same namespace is reused.
+    /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
-    /// At least one token.
+    /// The token ids of the prompt, at least one.
     pub prompt: Vec<TokenId>,
 }
 
@@ -23,9 +23,9 @@ pub struct Generate {
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
-    /// Only KV of the same namespace is reused.
+    /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
-    /// At least one token.
+    /// The token ids of the prompt, at least one.
     pub prompt: Vec<TokenId>,
     /// How tokens are sampled. Sample `i` equals a separate request with `seed + i`.
     pub sampling: Sampling,

@@ -60,7 +60,7 @@ pub struct TokenLogprob {
 pub struct TokenLogprobs {
     /// The natural logarithm of the sampled token's probability.
     pub logprob: f32,
-    /// As many of the likeliest tokens as were requested.
+    /// The likeliest tokens, as many as were requested.
     pub top: Vec<TokenLogprob>,
 }
 

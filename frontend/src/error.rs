@@ -107,7 +107,7 @@ pub(crate) enum ApiError {
     Dispatch(#[from] DispatchError),
 }
 
-/// What is wrong with a field; the text continues after the field's name.
+/// The problem with a field. Its text follows the field's name in the error message.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub(crate) enum Problem {
     #[error("is required")]

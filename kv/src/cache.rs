@@ -41,7 +41,7 @@ pub struct Full;
 /// Blocks allocated for a prompt. Each is pinned once for the caller and must be released once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Acquired {
-    /// In prompt order: first those found in the cache, then fresh ones.
+    /// The allocated blocks in prompt order: first those found in the cache, then fresh ones.
     pub blocks: Vec<BlockId>,
     /// How many of them were found in the cache.
     pub cached_blocks: u32,

@@ -1,4 +1,4 @@
-//! What a worker reports after a step: its cache's changes, and its load.
+//! The report of a worker after a step: the changes of its cache, and its load.
 
 use crate::KvEvent;
 use std::time::Duration;
@@ -32,7 +32,7 @@ pub struct Load {
     pub invariant_violations: u32,
 }
 
-/// What one engine step computed.
+/// The work of one engine step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepStats {
     /// Number of prompt tokens computed.

@@ -63,13 +63,13 @@ pub struct NatsSettings {
 pub enum NatsAuth {
     /// Without authentication.
     None,
-    /// With a name and a password.
+    /// Authentication with a name and a password.
     User(String, Secret),
-    /// With a token.
+    /// Authentication with a token.
     Token(Secret),
-    /// With a credentials file, as written by `nsc`.
+    /// Authentication with a credentials file, as written by `nsc`.
     Credentials(PathBuf),
-    /// With an nkey, whose seed is in this file.
+    /// Authentication with an nkey, whose seed is in this file.
     Nkey(PathBuf),
 }
 

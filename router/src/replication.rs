@@ -293,7 +293,7 @@ mod tests {
         BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
     }
 
-    /// What a receiver makes of these messages after an empty state.
+    /// Returns the updates that a receiver derives from these messages after an empty state.
     fn received(messages: Vec<Message>) -> Vec<PeerUpdate> {
         let mut receiver = PeerReceiver::new(10_000);
         let first = encode("i", Message::State { at: 0, bookings: vec![], last: true });

@@ -87,7 +87,7 @@ impl SubscriptionError {
 pub(crate) enum EventSource {
     /// All from the `Watch` stream, which is in order.
     Direct,
-    /// From NATS. The stream announces their ids, perhaps earlier than they arrive.
+    /// Events come from NATS. The stream announces their ids, perhaps earlier than they arrive.
     Nats,
 }
 

@@ -1,4 +1,4 @@
-//! What placed requests add to one worker's load before the worker's own reports include them.
+//! The load that placed requests add to one worker before the worker's own reports include them.
 //!
 //! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until
 //! the booking is released: never in addition to the worker's own report, never after the booking. Predicted blocks are those of

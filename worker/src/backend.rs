@@ -1,4 +1,4 @@
-//! What computes for a worker: an engine in this process, or one that this process drives.
+//! The back end that computes for a worker: an engine in this process, or one that this process drives.
 
 use std::{
     future::poll_fn,

@@ -100,7 +100,7 @@ impl std::fmt::Debug for Ledger {
 }
 
 struct Writer {
-    /// `None` only during the drop.
+    /// The channel to the writing thread; `None` only while the ledger is dropped.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }

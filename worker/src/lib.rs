@@ -60,7 +60,7 @@ pub enum WorkerError {
     NoTransfers,
 }
 
-/// What the services of one worker share. Cheap to clone.
+/// The state that the services of one worker share. Cheap to clone.
 #[derive(Clone)]
 pub struct Worker {
     /// The description of the worker that other processes read, with a new instance id.

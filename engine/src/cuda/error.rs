@@ -118,7 +118,7 @@ pub enum CudaError {
     Memory {
         /// This engine's share of the free memory.
         free_bytes: usize,
-        /// What the buffers of a step and the KV blocks (at least one) take.
+        /// Bytes that the buffers of a step and the KV blocks (at least one) need.
         needed_bytes: usize,
     },
     /// The file is not a model that can be run.

@@ -40,7 +40,7 @@ pub(super) struct Sizes {
     pub capacity_blocks: u32,
 }
 
-/// What a device offers to the engines of a process.
+/// The memory that a device offers to the engines of a process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceBudget {
     pub multiprocessors: usize,

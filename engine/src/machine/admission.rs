@@ -319,7 +319,7 @@ enum Admission {
     OutOfBlocks { preempted: bool },
 }
 
-/// What may be admitted next of an account.
+/// The next sequence of an account that may be admitted.
 #[derive(Clone, Copy)]
 enum Candidate {
     Preempted(Order),

@@ -15,7 +15,7 @@ pub struct SampleRequest<'a> {
 pub struct SampledToken {
     /// The token's id.
     pub token: TokenId,
-    /// Its log probability and those of the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) asks for them.
+    /// Logprobs of the token and of the likeliest alternatives; `None` unless [`Sampling::logprobs`](super::Sampling::logprobs) is set.
     pub logprobs: Option<TokenLogprobs>,
 }
 

@@ -54,7 +54,7 @@ pub(super) struct Work<'a> {
 /// One attempt among those at a prompt.
 pub(super) struct Try<'a> {
     pub(super) placement: Placement,
-    /// From 1; no two attempts at a prompt have the same number, because ledgers identify attempts by it.
+    /// The attempt's number, from 1; unique among the attempts at a prompt, because ledgers identify attempts by it.
     pub(super) number: u32,
     /// The time in which the prefill has to begin. `None`: it may wait in the worker's queue.
     pub(super) start_timeout: Option<Duration>,

@@ -321,7 +321,7 @@ struct AddedToken {
     id: TokenId,
     content: String,
     special: bool,
-    /// These three would change the text around the token.
+    /// `lstrip`, `rstrip` and `single_word` would change the text around the token.
     #[serde(default)]
     lstrip: bool,
     #[serde(default)]

