@@ -6,7 +6,7 @@ use tandem_kv::{Namespace, TokenId};
 /// A request to compute the KV of all tokens of a prompt but the last, and to hold it until the job is dropped.
 #[derive(Clone, Debug)]
 pub struct Prefill {
-    /// Reported with the first load that includes the request's work.
+    /// The request's id, which is reported with the first load that includes the request's work.
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
@@ -19,7 +19,7 @@ pub struct Prefill {
 /// A request to generate continuations of a prompt.
 #[derive(Clone, Debug)]
 pub struct Generate {
-    /// Reported with the first load that includes the request's work.
+    /// The request's id, which is reported with the first load that includes the request's work.
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,

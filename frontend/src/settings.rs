@@ -19,8 +19,7 @@ pub struct FrontendSettings {
     pub model: ServedModel,
     /// Tokens in a block; equal in the whole cluster.
     pub block_size: u32,
-    /// Sequences (prompts × `n`) that run at a time; further requests are refused with 503. Bounds memory and the load that a cluster
-    /// can be given.
+    /// The most running sequences (prompts × `n`); further requests are refused with 503. Bounds memory and the load of the cluster.
     pub concurrent_sequences: usize,
     /// Sequences of one client (an account, or else an address) that run at a time; its further requests are refused with 429.
     /// `None`: one client may use all.
@@ -30,9 +29,9 @@ pub struct FrontendSettings {
     /// Bytes of all bodies that are read or parsed at a time; further requests are refused with 503. The first 16 KiB of each
     /// body do not count.
     pub bodies_max_bytes: usize,
-    /// Open connections; further ones are closed with 503.
+    /// The most open connections; further ones are closed with 503.
     pub connections_max: usize,
-    /// Open connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no limit for one address.
+    /// The most open connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no limit for one address.
     pub connections_per_address_max: usize,
     /// Names accepted in `Host`, besides IP addresses and localhost. Checked where the listener is on a loopback address, and everywhere
     /// if the list is not empty: a web page can give its own name any address, but cannot change the `Host` that the browser sends.

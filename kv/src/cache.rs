@@ -89,9 +89,9 @@ pub struct PrefixCache {
 struct Block {
     /// The callers' pins, and one for each pinned cached child.
     pins: u32,
-    /// Set while it is cached. `None` if it is free, or private to its owners.
+    /// Set while the block is cached; `None` if it is free, or private to its owners.
     content: Option<Content>,
-    /// It was in use when the cache was cleared, and stays private until it is free.
+    /// The block was in use when the cache was cleared, and stays private until it is free.
     outdated: bool,
 }
 

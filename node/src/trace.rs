@@ -105,7 +105,7 @@ struct Source {
 pub struct Span(Option<(Context, Arc<Source>)>);
 
 impl Tracer {
-    /// A tracer, and the task that sends what it makes. Within a tokio runtime, which connects to the collector when it first sends.
+    /// Returns a tracer, and the task that sends its spans; its first span opens the connection. Must be called in a tokio runtime.
     pub fn new(
         settings: TraceSettings,
         metrics: &Metrics,

@@ -67,7 +67,7 @@ pub(super) struct Attempt {
     pub(super) number: u32,
     /// The decode worker's instance.
     pub(super) instance_id: InstanceId,
-    /// Replies up to the first token that belong to the answer and were not taken yet.
+    /// Messages of the answer that came up to the first token and were not returned to the caller yet.
     pending: VecDeque<Message>,
     replies: Streaming<GenerateReply>,
 }

@@ -27,7 +27,7 @@ const RETRIES: usize = 3;
 /// The revision to download when the source names none.
 const MAIN: &str = "main";
 
-/// Beside the weights: what a model must have, and what it may have.
+/// The files that a model must have in addition to its weights; `WELCOME` names those that it may have.
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 const WELCOME: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 const INDEX: &str = "model.safetensors.index.json";
