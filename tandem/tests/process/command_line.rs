@@ -161,7 +161,11 @@ fn print_config_prints_effective_settings() {
     let again = ended(&from_file);
     assert_eq!(text(&again.stdout), printed);
     let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("runs");
-    assert!(text(&overridden.stdout).contains("block-size = 64"), "the environment overrides the file: {}", text(&overridden.stdout));
+    assert!(
+        text(&overridden.stdout).contains("block-size = 64"),
+        "the environment overrides the file: {}",
+        text(&overridden.stdout)
+    );
 }
 
 #[test]
