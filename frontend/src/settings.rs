@@ -19,7 +19,7 @@ pub struct FrontendSettings {
     pub model: ServedModel,
     /// Tokens in a block; equal in the whole cluster.
     pub block_size: u32,
-    /// The most running sequences (prompts × `n`); further requests are refused with 503. Bounds memory and the load of the cluster.
+    /// The most running sequences (prompts × `n`); further requests are refused with 503. Bounds memory and load of the cluster.
     pub concurrent_sequences: usize,
     /// Sequences of one client (an account, or else an address) that run at a time; its further requests are refused with 429.
     /// `None`: one client may use all.

@@ -105,7 +105,7 @@ struct Source {
 pub struct Span(Option<(Context, Arc<Source>)>);
 
 impl Tracer {
-    /// Returns a tracer, and the task that sends its spans; its first span opens the connection. Must be called in a tokio runtime.
+    /// Returns a tracer, and the task that sends its spans; the first one opens the connection. Needs a tokio runtime.
     pub fn new(
         settings: TraceSettings,
         metrics: &Metrics,

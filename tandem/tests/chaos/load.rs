@@ -53,7 +53,7 @@ pub fn distinct() -> Vec<serde_json::Value> {
 }
 
 impl Load {
-    /// Starts `clients` clients of all frontends, which end with the load or after `requests` requests. Each load needs another `salt`.
+    /// Starts `clients` clients of all frontends, which end with the load or after `requests` requests. `salt` is unique.
     pub fn start(rig: &Rig, clients: usize, requests: usize, salt: &str) -> Self {
         let (next, ended, end) = (Arc::default(), Arc::default(), Arc::new(AtomicUsize::new(requests)));
         let mut asking = JoinSet::new();

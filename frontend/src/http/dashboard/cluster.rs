@@ -62,7 +62,7 @@ fn replies<'a>(views: &'a Views, identity: &Identity) -> Vec<(&'a str, &'a Worke
     replies.filter(|(_, reply)| identity.fits(reply.identity.as_ref().unwrap_or(&Identity::default())).is_ok()).collect()
 }
 
-/// Returns every worker instance that a router knows, by name. The routers' placements are added up. A report reaches all routers in
+/// Returns every worker instance that a router knows, by name. Placements of routers are added up. A report reaches all routers in
 /// a second, so the latest report of a worker is used.
 fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
