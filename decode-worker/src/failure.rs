@@ -2,8 +2,8 @@
 
 use crate::convert::Invalid;
 use tandem_engine::Refusal;
-use tandem_node::worker::ClientGone;
 use tandem_proto::v1::{Failure, FailureReason};
+use tandem_worker::ClientGone;
 
 /// Why an attempt ended early.
 #[derive(Debug, thiserror::Error)]

@@ -6,15 +6,15 @@ use crate::{
     service::Client,
 };
 use futures::FutureExt;
-use tandem_engine::{Event, Job};
-use tandem_node::worker::ClientGone;
+use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
+use tandem_worker::{ClientGone, Job};
 
 /// Tokens in one message: what a slow client finds when it comes back.
 const TOKENS_MAX: usize = 256;
 
 /// Tells the client everything to the last sample's end. A client that is slow makes this wait, never the engine.
-pub(crate) async fn forward(job: &mut Job, output: Output, client: &Client) -> Result<(), Ended> {
+pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) -> Result<(), Ended> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
     while running > 0 {

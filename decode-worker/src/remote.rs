@@ -11,13 +11,13 @@ use crate::{
     service::{Client, Worker, in_time},
     ways::{self, Chosen},
 };
-use tandem_engine::{Event, Job, Started};
+use tandem_engine::{Event, Started};
 use tandem_kv::Ticket;
-use tandem_node::worker::Direction;
 use tandem_proto::v1::{
     self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, TransferPath, WorkerRef, generate_reply::Message,
     worker_info::Role,
 };
+use tandem_worker::{Direction, Job};
 use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
@@ -26,7 +26,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         worker.metrics.count_unvouched();
         return Err(Ended::Unvouched);
     }
-    request.generate.check(worker.engine.info())?;
+    request.generate.check(worker.backend.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
     let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
@@ -52,8 +52,8 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     let deadline = Instant::now() + worker.settings.landing_wait;
     // The ticket, and the way its blocks take. Dropped after the job: as long as the ticket is live, its blocks have a source.
     let mut given: Option<(Ticket, Chosen)> = None;
-    let mut job = worker.engine.generate(generate).await?;
-    let landed = land(worker, &mut job, &mut prefill, &mut given, deadline).await?;
+    let mut job = worker.backend.generate(generate).await?;
+    let landed = land(worker, &mut *job, &mut prefill, &mut given, deadline).await?;
     drop(given);
     drop(waiting);
     if landed.started.kv_transfer_bytes > 0 {
@@ -65,7 +65,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
     client.prefilled(landed.chunks).await?;
-    forward(&mut job, output, client).await
+    forward(&mut *job, output, client).await
 }
 
 struct Landed {
@@ -79,7 +79,7 @@ struct Landed {
 /// are here. Until then the written blocks may be forged.
 async fn land(
     worker: &Worker,
-    job: &mut Job,
+    job: &mut dyn Job,
     prefill: &mut Prefill,
     given: &mut Option<(Ticket, Chosen)>,
     deadline: Instant,
@@ -119,7 +119,7 @@ async fn land(
             said = prefill.next(), if done.is_none() => match said? {
                 Said::Done(said) => {
                     let Some((ticket, chosen)) = given else { return Err(prefill.lost()) };
-                    worker.engine.confirm(*ticket).await;
+                    worker.ways.confirm(*ticket).await;
                     worker.ways.landed(chosen, prefill.instance_id(), &said);
                     done = Some(said);
                 }

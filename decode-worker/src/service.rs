@@ -5,16 +5,16 @@ use std::{
     sync::{Arc, Once},
     time::Duration,
 };
-use tandem_engine::{EngineHandle, Event};
-use tandem_node::{
-    trace::Span,
-    worker::{Begun, ClientGone, LedgerEntry, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics},
-};
+use tandem_engine::Event;
+use tandem_node::trace::Span;
 use tandem_proto::{
     channel::Channels,
     v1::{
         GenerateReply, GenerateRequest, PrefillChunk, PrefillTimeline, Scheduled, decode_server::Decode, generate_reply::Message,
     },
+};
+use tandem_worker::{
+    Backend, ClientGone, LedgerEntry, Replies, ReplySender, Requests, ScheduledPrompt, WorkerLedger, WorkerMetrics,
 };
 use tokio::sync::Semaphore;
 use tonic::{Response, Status};
@@ -25,7 +25,7 @@ pub(crate) struct Worker {
     pub(crate) instance_id: String,
     /// Where prefill workers send blocks.
     pub(crate) address: String,
-    pub(crate) engine: EngineHandle,
+    pub(crate) backend: Arc<dyn Backend>,
     pub(crate) settings: DecodeWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) ways: Ways,
@@ -98,11 +98,11 @@ impl Decode for Service {
 
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let (worker, request) = (self.0.clone(), request.into_inner());
-        let span = worker.settings.tracer.follow(&request.traceparent, "generate");
+        let span = worker.settings.worker.tracer.follow(&request.traceparent, "generate");
         if span.is_sampled() {
-            span.set("tandem.worker", worker.settings.worker_id.clone());
+            span.set("tandem.worker", worker.settings.worker.worker_id.clone());
             span.set("tandem.attempt", request.attempt);
-            span.set("gen_ai.request.model", worker.settings.model.clone());
+            span.set("gen_ai.request.model", worker.settings.worker.model.clone());
             span.set("gen_ai.usage.input_tokens", request.prompt.len() as u64);
             span.set("tandem.resumed", !request.generated.is_empty());
         }
@@ -121,7 +121,7 @@ impl Worker {
         let ended = tokio::select! {
             biased;
             ended = self.run(request, &client) => ended,
-            () = self.engine.hung() => Err(Ended::Hung),
+            () = self.backend.hung() => Err(Ended::Hung),
         };
         let Err(ended) = ended else { return Ok(()) };
         tracing::debug!(%ended, "generation ended early");
@@ -135,7 +135,7 @@ impl Worker {
         if self.requests.is_draining() {
             return Err(Ended::Draining);
         }
-        let request = Request::check(request, self.engine.info().vocab_size)?;
+        let request = Request::check(request, self.backend.info().vocab_size)?;
         match request.prefill.clone() {
             None => self.local(request, client).await,
             Some(prefill) => remote::run(self, request, prefill, client).await,
@@ -147,7 +147,7 @@ impl Worker {
         let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
         let (request_id, account) = (generate.request_id.clone(), generate.account.clone());
         let starting = async {
-            let mut job = self.engine.generate(generate).await?;
+            let mut job = self.backend.generate(generate).await?;
             match job.next().await {
                 Some(Event::Scheduled { cached_tokens }) => Ok((job, cached_tokens)),
                 _ => Err(Ended::Engine),
@@ -156,9 +156,9 @@ impl Worker {
         let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
         self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
         let (request_id, account) = (&request_id, &account);
-        self.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
-        let reported = self.settings.report_cached_tokens.then_some(cached_tokens);
+        self.ledger.scheduled(ScheduledPrompt { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
+        let reported = (!self.settings.worker.withhold_cached_tokens).then_some(cached_tokens);
         client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
-        forward(&mut job, output, client).await
+        forward(&mut *job, output, client).await
     }
 }

@@ -12,12 +12,10 @@ use std::{
 };
 use tandem_engine::{EngineHandle, WriteRefused};
 use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, Ticket};
-use tandem_node::{
-    Shutdown,
-    worker::{Requests, WorkerMetrics},
-};
+use tandem_node::Shutdown;
 use tandem_proto::v1::{self, PrefillDone, ReadyBlocks, TransferPath};
 use tandem_transfer::{Links, Piece, Receiver, Refused, Sink};
+use tandem_worker::{Requests, WorkerMetrics};
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot},
     task::spawn_blocking,
@@ -233,6 +231,11 @@ impl Ways {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.state.lock()
+    }
+
+    /// Tells the engine that the prefill worker has written all of the ticket's blocks.
+    pub(crate) async fn confirm(&self, ticket: Ticket) {
+        self.0.engine.confirm(ticket).await;
     }
 
     /// The best way from a prefill worker that is ready now.

@@ -12,7 +12,9 @@ use crate::{Engine, EngineError, EngineInfo, Event, Generate, Prefill, Refusal, 
 use block_write::{EndedWrite, EndedWrites, ReservedWrite};
 use bytes::Bytes;
 use std::collections::BTreeMap;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tandem_kv::{BlockAccess, BlockWrite, HashKey, KvBatch, KvMemory, Load, Snapshot, StepStats, Ticket};
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
@@ -234,12 +236,17 @@ impl EngineHandle {
 impl Job {
     /// The next event; `None` after the last. Cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
-        let event = self.events.recv().await;
+        poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// Polls for the next event, as [`Job::next`] does.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        let event = ready!(self.events.poll_recv(context));
         // While it is paused nothing comes after what is here: it passes this number, one by one.
         if self.events.len() == self.go_on_at {
             self.wake.notify_one();
         }
-        event
+        Poll::Ready(event)
     }
 
     /// Prefill: reports these blocks with [`Event::BlocksReady`] as soon as they are computed. To be called once per job.

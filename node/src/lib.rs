@@ -9,7 +9,6 @@ mod secret;
 mod shutdown;
 pub mod telemetry;
 pub mod trace;
-pub mod worker;
 
 pub use metrics::Metrics;
 pub use retry::Tries;

@@ -7,12 +7,9 @@ use crate::{
 };
 use futures::FutureExt;
 use std::time::Duration;
-use tandem_engine::{Event, Job, Prefill};
+use tandem_engine::{Event, Prefill};
 use tandem_kv::{BlockAccess, Namespace, ReadyBlock, Ticket};
-use tandem_node::{
-    trace::Span,
-    worker::{Begun, ClientGone, Direction, ReplySender},
-};
+use tandem_node::trace::Span;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{
@@ -21,6 +18,7 @@ use tandem_proto::{
     },
 };
 use tandem_transfer::TransferError;
+use tandem_worker::{ClientGone, Direction, Job, ReplySender, ScheduledPrompt};
 use tokio::time::Instant;
 use tonic::Streaming;
 
@@ -43,13 +41,13 @@ pub(crate) async fn attempt(
     };
     worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
     let (request_id, account) = (&request_id, &account);
-    worker.ledger.scheduled(Begun { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
+    worker.ledger.scheduled(ScheduledPrompt { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
     span.event("scheduled", &[]);
     span.set("tandem.cached_tokens", cached_tokens);
     if let Some(ways) = worker.ways.offered() {
         replies.send(PrefillReply { message: Some(prefill_reply::Message::TransferCapabilities(*ways)) }).await?;
     }
-    let scheduled = Scheduled::on_device(worker.settings.report_cached_tokens.then_some(cached_tokens));
+    let scheduled = Scheduled::on_device((!worker.settings.worker.withhold_cached_tokens).then_some(cached_tokens));
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
 
     // The engine computes meanwhile.
@@ -58,11 +56,11 @@ pub(crate) async fn attempt(
         worker.metrics.count_unvouched();
         return Err(Ended::Protocol(Protocol::Unvouched));
     }
-    check(&ticket, blocks(prompt_tokens, worker.engine.info().block_size))?;
+    check(&ticket, blocks(prompt_tokens, worker.backend.info().block_size))?;
     send(worker, job, ticket, span).await
 }
 
-async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
+async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Box<dyn Job>, Ended> {
     if start.instance_id != worker.instance_id {
         return Err(Ended::WrongInstance { asked_for: start.instance_id.clone() });
     }
@@ -73,7 +71,7 @@ async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
     if texts.iter().any(|text| text.len() > TEXT_BYTES_MAX) || start.cache_namespace.len() > NAMESPACE_BYTES_MAX {
         return Err(Ended::TooLong);
     }
-    let vocab_size = worker.engine.info().vocab_size;
+    let vocab_size = worker.backend.info().vocab_size;
     if start.prompt.iter().any(|token| usize::try_from(*token).map_or(true, |token| token >= vocab_size)) {
         return Err(Ended::UnknownToken);
     }
@@ -83,7 +81,7 @@ async fn submit(worker: &Worker, start: &PrefillStart) -> Result<Job, Ended> {
         namespace: Namespace::from_bytes(&start.cache_namespace),
         prompt: start.prompt.clone(),
     };
-    Ok(worker.engine.prefill(prefill).await?)
+    Ok(worker.backend.prefill(prefill).await?)
 }
 
 async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<v1::Ticket, Ended> {
@@ -112,7 +110,7 @@ fn check(ticket: &v1::Ticket, blocks: u32) -> Result<(), Ended> {
 }
 
 /// Sends each missing block as soon as it is computed; returns when all is computed and all have landed.
-async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) -> Result<PrefillDone, Ended> {
+async fn send(worker: &Worker, mut job: Box<dyn Job>, ticket: v1::Ticket, span: &Span) -> Result<PrefillDone, Ended> {
     let path = ticket.path();
     let v1::Ticket { ticket, address, missing_blocks, communicator, wants_ipc_handle, .. } = ticket;
     let ticket = Ticket::try_from(&ticket[..]).map_err(|_| Ended::Protocol(Protocol::InvalidTicket))?;
@@ -128,7 +126,7 @@ async fn send(worker: &Worker, mut job: Job, ticket: v1::Ticket, span: &Span) ->
         error @ (TransferError::Refused(_) | TransferError::Gone(_)) => error.into(),
     })?;
     let (nothing_missing, blocks) = (missing_blocks.is_empty(), missing_blocks.len() as u64);
-    let block_bytes = worker.engine.info().block_bytes;
+    let block_bytes = worker.backend.info().block_bytes;
     let bytes = blocks * block_bytes as u64;
     let mut transfer = Span::default();
     match chosen {

@@ -1,12 +1,12 @@
 //! Why an attempt ends early, and what the other side hears: the one table from causes to reasons.
 
 use tandem_engine::Refusal;
-use tandem_node::worker::ClientGone;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{Failure, FailureReason},
 };
 use tandem_transfer::TransferError;
+use tandem_worker::ClientGone;
 use tonic::Status;
 
 /// Why an attempt ended before its blocks had landed.

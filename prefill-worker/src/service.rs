@@ -8,16 +8,13 @@ use crate::{
     ways::Ways,
 };
 use std::sync::Arc;
-use tandem_engine::EngineHandle;
-use tandem_node::{
-    trace::Span,
-    worker::{ClientGone, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics},
-};
+use tandem_node::trace::Span;
 use tandem_proto::{
     ClusterKey,
     v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill},
 };
 use tandem_transfer::Transport;
+use tandem_worker::{Backend, ClientGone, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics};
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
@@ -26,7 +23,7 @@ pub(crate) struct Worker {
     pub(crate) instance_id: String,
     /// Of the cluster whose workers it connects to.
     pub(crate) key: ClusterKey,
-    pub(crate) engine: EngineHandle,
+    pub(crate) backend: Arc<dyn Backend>,
     pub(crate) settings: PrefillWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) transport: Box<dyn Transport>,
@@ -49,9 +46,9 @@ impl Prefill for Service {
             return Err(Protocol::MissingStart.into());
         };
         let worker = self.0.clone();
-        let span = worker.settings.tracer.follow(&start.traceparent, "prefill");
+        let span = worker.settings.worker.tracer.follow(&start.traceparent, "prefill");
         if span.is_sampled() {
-            span.set("tandem.worker", worker.settings.worker_id.clone());
+            span.set("tandem.worker", worker.settings.worker.worker_id.clone());
             span.set("tandem.attempt", start.attempt);
             span.set("tandem.prompt_tokens", start.prompt.len() as u64);
         }
@@ -73,7 +70,7 @@ impl Worker {
         let ended = tokio::select! {
             biased;
             ended = attempt(self, start, messages, &replies, &span) => ended,
-            () = self.engine.hung() => Err(Ended::Hung),
+            () = self.backend.hung() => Err(Ended::Hung),
         };
         let last = match ended {
             Ok(done) => prefill_reply::Message::Done(done),

@@ -7,11 +7,12 @@ use std::{
     sync::Arc,
 };
 use tandem_kv::{BlockId, CommunicatorEnd, KvCommunicator, KvMemory, ReadyBlock, Ticket};
-use tandem_node::{Shutdown, worker::Requests};
+use tandem_node::Shutdown;
 use tandem_proto::{
     channel::{Channels, Network},
     v1::{self, NcclControlReply, NcclControlRequest, TransferPath, transfer_client::TransferClient},
 };
+use tandem_worker::Requests;
 use tokio::{
     sync::{Semaphore, mpsc, oneshot},
     task::spawn_blocking,

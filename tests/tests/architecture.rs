@@ -4,7 +4,7 @@ use cargo_metadata::{Dependency, DependencyKind};
 use std::path::{Path, PathBuf};
 
 /// Who may use whom, by folder; nothing else is allowed. `tandem` and `tests` may use everything but each other.
-const ARROWS: [(&str, &[&str]); 10] = [
+const ARROWS: [(&str, &[&str]); 11] = [
     ("kv", &[]),
     ("model", &[]),
     ("proto", &["kv"]),
@@ -13,8 +13,9 @@ const ARROWS: [(&str, &[&str]); 10] = [
     ("transfer", &["proto", "kv"]),
     ("router", &["node", "proto", "kv"]),
     ("frontend", &["node", "proto", "kv", "model"]),
-    ("prefill-worker", &["node", "proto", "kv", "engine", "transfer"]),
-    ("decode-worker", &["node", "proto", "kv", "engine", "transfer"]),
+    ("worker", &["node", "proto", "kv", "engine"]),
+    ("prefill-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
+    ("decode-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
 ];
 
 /// Past this a file holds more than one idea.

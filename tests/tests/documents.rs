@@ -11,11 +11,12 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Client, Endpoint};
 use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
 const DOCUMENTS: u32 = 40;
@@ -97,14 +98,13 @@ impl Parts {
     async fn prefill_worker(&self, number: usize) -> Result<String> {
         let (listener, address) = Self::listener().await?;
         let settings = PrefillWorkerSettings {
-            worker_id: format!("prefill-{number}"),
-            cluster: "tandem".to_owned(),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: true,
+            worker: WorkerSettings {
+                worker_id: format!("prefill-{number}"),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             ticket_wait: SOON,
             transfer_mode: TransferMode::Simulated { block: sim(0).block_transfer() },
         };
@@ -116,15 +116,14 @@ impl Parts {
     async fn decode_worker(&self) -> Result<String> {
         let (listener, address) = Self::listener().await?;
         let settings = DecodeWorkerSettings {
-            worker_id: "decode-0".to_owned(),
-            cluster: "tandem".to_owned(),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: "decode-0".to_owned(),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
             transfer_mode: TransferMode::Tcp,
@@ -239,12 +238,16 @@ async fn ask_all(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// 0.876 of all tokens could be found: all blocks of a document but for its first question.
+/// 0.876 of all tokens could be found: all blocks of a document but for its first question. `--nocapture` shows the figures.
 #[test]
+#[expect(clippy::print_stdout, reason = "it prints figures")]
 fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
-        assert!(hit_rate >= 0.82, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
+        println!(
+            "seed {seed}: {hit_rate:.3} of all prompt tokens were cached; the busiest worker had {busiest:.2} times the mean"
+        );
+        assert!(hit_rate >= 0.86, "seed {seed}: {hit_rate:.3} of all prompt tokens were cached");
         assert!(busiest <= 1.2, "seed {seed}: the busiest worker had {busiest:.2} times the mean");
     }
     Ok(())

@@ -7,12 +7,10 @@ use tandem_engine::{
     EngineHandle, EngineSettings, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
-use tandem_node::{
-    Metrics, Shutdown,
-    worker::{Ledger, Requests, WorkerMetrics},
-};
+use tandem_node::{Metrics, Shutdown};
 use tandem_proto::channel::Network;
 use tandem_transfer::{Loopback, Piece, Refused, Sink};
+use tandem_worker::{Ledger, Requests, WorkerMetrics, WorkerSettings};
 use tokio::{task::JoinSet, time::sleep};
 
 const BLOCK: u32 = 16;
@@ -105,16 +103,15 @@ impl Pair {
             key: Default::default(),
             ways: Ways::new(None, Network::default(), Requests::new(Shutdown::default()), Shutdown::default()),
             link: Link::new(pace.settings().block_transfer()),
-            engine,
+            backend: Arc::new(engine),
             settings: PrefillWorkerSettings {
-                cluster: "tandem".to_owned(),
-                worker_id: "prefill-0".to_owned(),
-                model: "sim".to_owned(),
-                revision: "1".to_owned(),
-                ledger: Ledger::default(),
-                broker: None,
-                tracer: Default::default(),
-                report_cached_tokens: true,
+                worker: WorkerSettings {
+                    worker_id: "prefill-0".to_owned(),
+                    cluster: "tandem".to_owned(),
+                    model: "sim".to_owned(),
+                    revision: "1".to_owned(),
+                    ..Default::default()
+                },
                 ticket_wait: Duration::from_secs(10),
                 transfer_mode: tandem_transfer::TransferMode::Auto,
             },
@@ -175,7 +172,7 @@ impl Pair {
         assert!(matches!(job.next().await, Some(Event::Computed(_))));
     }
 
-    async fn submit(&self, prompt: Vec<u32>) -> Job {
+    async fn submit(&self, prompt: Vec<u32>) -> Box<dyn Job> {
         let start = PrefillStart { instance_id: "instance".to_owned(), prompt, ..PrefillStart::default() };
         let mut job = submit(&self.prefill, &start).await.expect("it fits");
         assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
@@ -197,7 +194,7 @@ fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
     }
 }
 
-async fn tokens(mut job: Job) -> Vec<u32> {
+async fn tokens(mut job: tandem_engine::Job) -> Vec<u32> {
     let mut tokens = Vec::new();
     while let Some(event) = job.next().await {
         if let Event::Token { token, .. } = event {

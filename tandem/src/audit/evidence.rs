@@ -6,7 +6,7 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
 };
-use tandem_node::worker::LedgerLine;
+use tandem_worker::LedgerLine;
 
 /// All there is.
 #[derive(Clone, Debug, Default)]

@@ -14,7 +14,7 @@ pub use report::{Format, Report, report};
 
 use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
-use tandem_node::worker::{LedgerLine, Outcome};
+use tandem_worker::{LedgerLine, Outcome};
 
 /// Something that does not reconcile, and where.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

@@ -9,7 +9,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fmt::Write as _,
 };
-use tandem_node::worker::LedgerLine;
+use tandem_worker::LedgerLine;
 
 /// How it is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,7 +177,7 @@ fn quoted(cell: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_node::worker::Outcome;
+    use tandem_worker::Outcome;
 
     /// 2026-02-28 23:59:59 UTC.
     const FEBRUARY: u64 = 1_772_323_199;

@@ -11,12 +11,12 @@ use tandem_node::{
     events::Broker,
     new_instance_id,
     trace::{TraceSettings, Tracer},
-    worker::Ledger,
 };
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{ClusterKey, channel::Listener, v1::Identity};
 use tandem_router::{PolicyKind, RouterSettings};
 use tandem_transfer::TransferMode;
+use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
 /// A decode worker that has heard `Scheduled` answers at once; what it waits for is blocks that others give back.
@@ -104,10 +104,17 @@ impl Parts {
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
-        let (worker_id, engine, cluster) = (worker.id.clone(), worker.engine.clone(), self.cluster.clone());
-        let (model, revision) = (loaded.served.id().to_owned(), loaded.revision.clone());
-        let (ledger, broker, tracer) = (self.ledger.clone(), self.broker.clone(), self.tracer.clone());
-        let report_cached_tokens = settings.report_cached_tokens;
+        let shared = WorkerSettings {
+            worker_id: worker.id.clone(),
+            cluster: self.cluster.clone(),
+            model: loaded.served.id().to_owned(),
+            revision: loaded.revision.clone(),
+            ledger: self.ledger.clone(),
+            broker: self.broker.clone(),
+            tracer: self.tracer.clone(),
+            withhold_cached_tokens: !settings.report_cached_tokens,
+        };
+        let engine = worker.engine.clone();
         let transfer_mode = match (settings.kv_transfer, settings.engine) {
             (_, EngineKind::Sim) => TransferMode::Simulated { block: sim_settings(settings).block_transfer() },
             (KvTransfer::Auto, _) => TransferMode::Auto,
@@ -116,31 +123,13 @@ impl Parts {
         let (metrics, stop, listener) = (metrics.clone(), shutdown.clone(), self.listener(listener));
         match worker.role {
             Role::Prefill => {
-                let settings = PrefillWorkerSettings {
-                    worker_id,
-                    cluster,
-                    model,
-                    revision,
-                    ledger,
-                    broker,
-                    tracer,
-                    report_cached_tokens,
-                    ticket_wait: TICKET_WAIT,
-                    transfer_mode,
-                };
+                let settings = PrefillWorkerSettings { worker: shared, ticket_wait: TICKET_WAIT, transfer_mode };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
-                    worker_id,
-                    cluster,
-                    model,
-                    revision,
-                    ledger,
-                    broker,
-                    tracer,
+                    worker: shared,
                     advertise: worker.advertise.clone(),
-                    report_cached_tokens,
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
                     remote_waiting_max: settings.limits.max_concurrent_requests as usize,
                     landing_wait: FIRST_TOKEN_WAIT,

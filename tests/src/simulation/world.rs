@@ -23,7 +23,7 @@ use tandem_engine::{
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_kv::{BlockId, HashKey, SequenceHash};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
@@ -32,6 +32,7 @@ use tandem_proto::{
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_transfer::TransferMode;
+use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
 /// As in production (`tandem/cluster/parts`).
@@ -136,14 +137,14 @@ impl World {
         match role {
             Role::Prefill => {
                 let settings = PrefillWorkerSettings {
-                    worker_id: text(&name),
-                    cluster: text("tandem"),
-                    model: text("sim"),
-                    revision: text("sim"),
-                    ledger: self.ledger.clone(),
-                    broker: None,
-                    tracer: Default::default(),
-                    report_cached_tokens: true,
+                    worker: WorkerSettings {
+                        worker_id: text(&name),
+                        cluster: text("tandem"),
+                        model: text("sim"),
+                        revision: text("sim"),
+                        ledger: self.ledger.clone(),
+                        ..Default::default()
+                    },
                     ticket_wait: TICKET_WAIT,
                     transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
@@ -152,15 +153,15 @@ impl World {
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
-                    worker_id: text(&name),
-                    cluster: text("tandem"),
-                    model: text("sim"),
-                    revision: text("sim"),
-                    ledger: self.ledger.clone(),
-                    broker: None,
-                    tracer: Default::default(),
+                    worker: WorkerSettings {
+                        worker_id: text(&name),
+                        cluster: text("tandem"),
+                        model: text("sim"),
+                        revision: text("sim"),
+                        ledger: self.ledger.clone(),
+                        ..Default::default()
+                    },
                     advertise: Some(format!("{name}:1")),
-                    report_cached_tokens: true,
                     remote_waiting_max: 64,
                     landing_wait: LANDING_WAIT,
                     transfer_mode: TransferMode::Tcp,

@@ -8,10 +8,11 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
 /// Tokens of a prompt in a step, at most.
@@ -71,14 +72,13 @@ impl Parts {
     async fn prefill_worker(&self, name: &str) -> Result<String> {
         let (listener, address) = listener().await?;
         let settings = PrefillWorkerSettings {
-            worker_id: name.to_owned(),
-            cluster: "tandem".to_owned(),
-            model: self.model.clone(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: true,
+            worker: WorkerSettings {
+                worker_id: name.to_owned(),
+                cluster: "tandem".to_owned(),
+                model: self.model.clone(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             ticket_wait: SOON,
             transfer_mode: TransferMode::Simulated { block: sim().block_transfer() },
         };
@@ -89,15 +89,14 @@ impl Parts {
     async fn decode_worker(&self, name: &str) -> Result<String> {
         let (listener, address) = listener().await?;
         let settings = DecodeWorkerSettings {
-            worker_id: name.to_owned(),
-            cluster: "tandem".to_owned(),
-            model: self.model.clone(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: name.to_owned(),
+                cluster: "tandem".to_owned(),
+                model: self.model.clone(),
+                revision: "sim".to_owned(),
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: true,
             remote_waiting_max: 64,
             landing_wait: SOON,
             transfer_mode: TransferMode::Tcp,

@@ -15,7 +15,7 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings},
 };
 use tandem_kv::{BlockId, HashKey, KvMemory};
-use tandem_node::{Metrics, Shutdown, worker::Ledger};
+use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     channel::endpoint,
@@ -26,6 +26,7 @@ use tandem_proto::{
     },
 };
 use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
@@ -84,14 +85,14 @@ impl Setup {
 
     pub fn prefill_settings(&self) -> PrefillWorkerSettings {
         PrefillWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("prefill-{}", self.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
-            report_cached_tokens: self.report_cached_tokens,
+            worker: WorkerSettings {
+                worker_id: format!("prefill-{}", self.number),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                withhold_cached_tokens: !self.report_cached_tokens,
+                ..Default::default()
+            },
             ticket_wait: self.ticket_wait,
             transfer_mode: self.transfer_mode,
         }
@@ -213,15 +214,15 @@ impl Worker {
 
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
-            cluster: "tandem".to_owned(),
-            worker_id: format!("decode-{}", setup.number),
-            model: "sim".to_owned(),
-            revision: "sim".to_owned(),
-            ledger: Ledger::default(),
-            broker: None,
-            tracer: Default::default(),
+            worker: WorkerSettings {
+                worker_id: format!("decode-{}", setup.number),
+                cluster: "tandem".to_owned(),
+                model: "sim".to_owned(),
+                revision: "sim".to_owned(),
+                withhold_cached_tokens: !setup.report_cached_tokens,
+                ..Default::default()
+            },
             advertise: None,
-            report_cached_tokens: setup.report_cached_tokens,
             remote_waiting_max: setup.remote_waiting_max,
             landing_wait: setup.landing_wait,
             transfer_mode: setup.transfer_mode,

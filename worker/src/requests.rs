@@ -1,26 +1,26 @@
-//! The requests a worker is serving: each is a task whose client holds a stream of replies.
+//! The requests that a worker is serving. Each is a task whose client holds a stream of replies.
 //!
-//! - A client that goes away ends its task at the task's next await; what the task held is dropped with it.
-//! - Every stream ends with what its task said last, or with an error: never silently in the middle.
-//! - While the process drains, running requests keep their worker reachable (blocks may still have to arrive).
+//! - If the client disconnects, its task ends at the task's next await, and all that it held is dropped.
+//! - Every stream ends with its task's last message or with an error, never silently in the middle.
+//! - While the process drains, the server accepts connections until the last request has ended: its KV may still have to be transferred.
 
-use super::WorkerMetrics;
-use crate::Shutdown;
+use crate::WorkerMetrics;
 use futures::Stream;
 use std::{
     future::Future,
     pin::Pin,
     task::{Context, Poll, ready},
 };
+use tandem_node::Shutdown;
 use tandem_proto::channel::{self, Listener};
 use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
-/// Replies that wait for a slow client. When these are full its task waits, and nobody else.
+/// Replies buffered for a slow client. While the buffer is full, the client's task waits.
 const REPLIES_MAX: usize = 32;
 
-/// How long the last replies have to leave the process after it was told to stop.
+/// Time for the last replies to leave the process after it was stopped.
 const FLUSH: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// All requests of one worker. Cheap to clone.
@@ -30,12 +30,12 @@ pub struct Requests {
     shutdown: Shutdown,
 }
 
-/// The client does not listen any more; there is nobody to do anything for.
+/// The client has closed its stream, so the request has no purpose any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the client is gone")]
+#[error("the client has disconnected")]
 pub struct ClientGone;
 
-/// A task's side of a stream of replies.
+/// The sending side of a stream of replies; the request's task holds it.
 #[derive(Debug)]
 pub struct ReplySender<T>(mpsc::Sender<Message<T>>);
 
@@ -53,23 +53,29 @@ enum Message<T> {
 }
 
 impl<T> ReplySender<T> {
-    /// Waits while the client is slow.
+    /// Sends a reply. Waits while the client is slow.
+    ///
+    /// # Errors
+    /// The client has disconnected.
     pub async fn send(&self, reply: T) -> Result<(), ClientGone> {
         self.0.send(Message::Reply(reply)).await.map_err(|_| ClientGone)
     }
 
     /// Ends the stream with an error.
+    ///
+    /// # Errors
+    /// The client has disconnected.
     pub async fn fail(&self, status: Status) -> Result<(), ClientGone> {
         self.0.send(Message::Error(status)).await.map_err(|_| ClientGone)
     }
 
-    /// Resolves when nobody listens any more.
+    /// Resolves when the client has disconnected.
     pub async fn closed(&self) {
         self.0.closed().await;
     }
 }
 
-/// The client's side of a stream of replies. The request counts as running until this is dropped.
+/// The receiving side of a stream of replies; the gRPC response holds it. The request counts as running until this is dropped.
 #[derive(Debug)]
 pub struct Replies<T> {
     replies: mpsc::Receiver<Message<T>>,
@@ -78,19 +84,19 @@ pub struct Replies<T> {
 }
 
 impl Requests {
-    /// None yet.
+    /// No requests.
     pub fn new(shutdown: Shutdown) -> Self {
         let running = TaskTracker::new();
         running.close();
         Self { running, shutdown }
     }
 
-    /// Whether new requests are to be refused.
+    /// Whether new requests must be refused.
     pub fn is_draining(&self) -> bool {
         self.shutdown.is_draining()
     }
 
-    /// Starts a request's task. It is dropped when the client goes away or the process must stop.
+    /// Starts a request's task. It is dropped when the client disconnects or the process is stopped.
     pub fn start<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
         F: Future<Output = Result<(), ClientGone>> + Send + 'static,
@@ -98,8 +104,8 @@ impl Requests {
         self.stream(task, Some(self.running.token()))
     }
 
-    /// Starts a stream that nobody waits for when the process drains.
-    pub(super) fn start_background<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
+    /// Starts a stream that does not delay the drain.
+    pub(crate) fn start_background<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
         F: Future<Output = Result<(), ClientGone>> + Send + 'static,
     {
@@ -117,29 +123,29 @@ impl Requests {
         let (sender, replies) = mpsc::channel(REPLIES_MAX);
         let task = task(ReplySender(sender.clone()));
         self.shutdown.spawn(async move {
-            let listened_to = tokio::select! {
+            let ended = tokio::select! {
                 biased;
                 () = sender.closed() => Err(ClientGone),
                 result = task => result,
             };
-            if listened_to.is_ok() {
-                // A failure means that the client left just now, with everything.
+            if ended.is_ok() {
+                // An error means that the client has disconnected meanwhile.
                 let _ = sender.send(Message::End).await;
             }
         });
         Replies { replies, ended: false, _running: running }
     }
 
-    /// Resolves when the process drains and no request runs any more.
+    /// Resolves when the process drains and the last request has ended.
     pub async fn drained(&self) {
         self.shutdown.draining().await;
         self.running.wait().await;
     }
 
-    /// Serves until all requests have ended after draining began, or the process must stop.
+    /// Serves until the process drains and all requests have ended, or until it is stopped.
     ///
     /// # Errors
-    /// The server failed.
+    /// The socket cannot be served.
     pub async fn serve(
         &self,
         listener: Listener,
@@ -189,7 +195,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_goes_away_ends_the_task() {
+    async fn disconnected_client_ends_the_task() {
         let (requests, _shutdown) = requests();
         let (held, released) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<u32>| async move {
@@ -202,25 +208,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_client_makes_its_own_task_wait() {
+    async fn slow_client_delays_only_its_own_task() {
         let (requests, _shutdown) = requests();
         let (done, mut is_done) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<usize>| async move {
             for reply in 0..=REPLIES_MAX {
                 replies.send(reply).await?;
             }
-            done.send(()).expect("the test waits for it");
+            done.send(()).expect("the test holds the receiver");
             Ok(())
         });
         tokio::time::sleep(Duration::from_secs(1)).await;
         assert_eq!(is_done.try_recv(), Err(oneshot::error::TryRecvError::Empty));
         let all: Vec<usize> = replies.map(|reply| reply.expect("no error")).collect().await;
         assert_eq!(all, (0..=REPLIES_MAX).collect::<Vec<_>>());
-        is_done.await.expect("it went on");
+        is_done.await.expect("the task continued");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_stream_never_ends_silently_in_the_middle() {
+    async fn stream_ends_with_its_last_reply_or_an_error() {
         let (requests, shutdown) = requests();
         let mut whole = requests.start(|replies: ReplySender<u32>| async move { replies.send(1).await });
         assert!(matches!(whole.next().await, Some(Ok(1))));
@@ -237,11 +243,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn draining_waits_for_the_last_reply_to_be_taken() {
+    async fn drained_waits_until_the_last_stream_is_dropped() {
         let (requests, shutdown) = requests();
         let replies = requests.start(|replies: ReplySender<u32>| async move { replies.send(1).await });
         let mut drained = Box::pin(requests.drained());
-        assert!(drained.as_mut().now_or_never().is_none(), "nobody drains yet");
+        assert!(drained.as_mut().now_or_never().is_none(), "the process does not drain yet");
         shutdown.run(Duration::from_secs(1)).await;
         assert!(drained.as_mut().now_or_never().is_none(), "a reply has not left");
         drop(replies);

@@ -1,13 +1,12 @@
-//! `Control`: what a worker is, and every change of its cache to everybody who watches.
+//! The `Control` service: describes a worker, and streams its KV events and load.
 
-use super::{ClientGone, Replies, ReplySender, Requests, WorkerMetrics};
-use crate::{
+use crate::{Backend, CacheWatch, ClientGone, Replies, ReplySender, Requests, Worker, WorkerMetrics};
+use std::{sync::Arc, time::Duration};
+use tandem_kv::{KvBatch, Load};
+use tandem_node::{
     Shutdown,
     events::{Broker, unix_us},
 };
-use futures::future::BoxFuture;
-use std::{sync::Arc, time::Duration};
-use tandem_kv::{KvBatch, Load, Snapshot};
 use tandem_proto::{
     event_batch, snapshot_chunks,
     v1::{
@@ -15,41 +14,20 @@ use tandem_proto::{
         control_server::ControlServer, watch_reply,
     },
 };
-use tokio::{
-    sync::broadcast::{self, error::RecvError},
-    time::Instant,
-};
+use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use tonic::{Request, Response, Status};
 
-/// At least this often a watcher hears the last event's id and the load, so that a lost last batch and a dead worker are noticed.
+/// The longest time between two messages on a `Watch` stream. Each has the last event's id and the load, so that a lost last batch and a
+/// dead worker are noticed.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// A load alone is told this often at most: steps take milliseconds, and a router's choice does not change with each.
+/// The shortest time between two messages without events: steps take milliseconds, and a router's choice does not change with each.
 const LOAD_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A cache at one moment, and all that happens to it afterwards.
-pub struct Watched {
-    /// The cache.
-    pub snapshot: Snapshot,
-    /// The load.
-    pub load: Load,
-    /// Every batch since. Events with ids up to the snapshot's are in the snapshot.
-    pub batches: broadcast::Receiver<Arc<KvBatch>>,
-}
-
-/// What an engine shows of itself.
-#[derive(Clone)]
-pub struct Watch {
-    /// Where watchers get the cache from; `None` when the engine is gone.
-    pub start: Arc<dyn Fn() -> BoxFuture<'static, Option<Watched>> + Send + Sync>,
-    /// Resolves when the engine hangs, at once if it does so now.
-    pub hung: Arc<dyn Fn() -> BoxFuture<'static, ()> + Send + Sync>,
-}
-
-/// The service; one value a worker.
-pub struct ControlService {
-    info: WorkerInfo,
-    watch: Watch,
+/// The service; one value per worker.
+pub(crate) struct ControlService {
+    info: Arc<WorkerInfo>,
+    backend: Arc<dyn Backend>,
     metrics: Arc<WorkerMetrics>,
     shutdown: Shutdown,
     requests: Requests,
@@ -57,16 +35,10 @@ pub struct ControlService {
 }
 
 impl ControlService {
-    /// A worker that says `info` about itself, and publishes events at the broker if there is one (see [`Broker::publish_all`]).
-    pub fn new(
-        info: WorkerInfo,
-        watch: Watch,
-        metrics: Arc<WorkerMetrics>,
-        requests: Requests,
-        shutdown: Shutdown,
-        broker: Option<Broker>,
-    ) -> Self {
-        Self { info, watch, metrics, shutdown, requests, broker }
+    /// Describes `worker`, and reports its KV events and load.
+    pub fn new(worker: &Worker) -> Self {
+        let Worker { info, backend, metrics, shutdown, requests, broker, .. } = worker.clone();
+        Self { info, backend, metrics, shutdown, requests, broker }
     }
 
     /// For a gRPC server.
@@ -78,7 +50,7 @@ impl ControlService {
 #[tonic::async_trait]
 impl Control for ControlService {
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
-        Ok(Response::new(self.info.clone()))
+        Ok(Response::new((*self.info).clone()))
     }
 
     type WatchStream = Replies<WatchReply>;
@@ -87,16 +59,15 @@ impl Control for ControlService {
         let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         self.admit(&instance_id)?;
         let (shutdown, broker) = (self.shutdown.clone(), self.broker.clone().filter(|_| events_over_nats));
-        let (watched, hung, metrics) = ((self.watch.start)(), (self.watch.hung)(), self.metrics.clone());
+        let (backend, metrics) = (self.backend.clone(), self.metrics.clone());
         let replies = self.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
             let error = tokio::select! {
-                // An engine that hangs is not even asked.
+                // A hung engine would not answer `watch`. While it hangs, every new stream ends like this, so the worker is not routed to.
                 biased;
                 () = shutdown.draining() => draining(),
-                // Not routed to until it moves: who asks again hears this again.
-                () = hung => engine_hangs(),
-                ended = async { watcher.run(watched.await, events_over_nats).await } => ended?,
+                () = backend.hung() => engine_hung(),
+                ended = async { watcher.run(backend.watch().await, events_over_nats).await } => ended?,
             };
             watcher.replies.fail(error).await
         });
@@ -108,14 +79,14 @@ impl Control for ControlService {
     async fn snapshot(&self, request: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
         let SnapshotRequest { instance_id } = request.into_inner();
         self.admit(&instance_id)?;
-        let (watched, hung) = ((self.watch.start)(), (self.watch.hung)());
+        let backend = self.backend.clone();
         let replies = self.requests.start_background(|replies| async move {
-            let watched = tokio::select! {
+            let watch = tokio::select! {
                 biased;
-                () = hung => return replies.fail(engine_hangs()).await,
-                watched = watched => watched,
+                () = backend.hung() => return replies.fail(engine_hung()).await,
+                watch = backend.watch() => watch,
             };
-            let Some(Watched { snapshot, .. }) = watched else { return replies.fail(engine_gone()).await };
+            let Some(CacheWatch { snapshot, .. }) = watch else { return replies.fail(engine_gone()).await };
             for chunk in snapshot_chunks(&instance_id, &snapshot) {
                 replies.send(chunk).await?;
             }
@@ -128,36 +99,36 @@ impl Control for ControlService {
 impl ControlService {
     fn admit(&self, instance_id: &str) -> Result<(), Status> {
         if instance_id != self.info.instance_id {
-            return Err(Status::failed_precondition("this worker was started anew; describe it again"));
+            return Err(Status::failed_precondition("this worker has been restarted; describe it again"));
         }
         if self.requests.is_draining() { Err(draining()) } else { Ok(()) }
     }
 }
 
 fn draining() -> Status {
-    Status::unavailable("the worker is leaving")
+    Status::unavailable("the worker is draining")
 }
 
-fn engine_hangs() -> Status {
+fn engine_hung() -> Status {
     Status::unavailable("the engine hangs")
 }
 
 fn engine_gone() -> Status {
-    Status::unavailable("the engine is gone")
+    Status::unavailable("the engine has ended")
 }
 
 struct Watcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
-    /// Where the client hears of events, too.
+    /// The broker from which the client receives events as well; absent: this stream has all of them.
     broker: Option<Broker>,
 }
 
 impl Watcher {
-    /// Tells everything until it cannot be told without a gap; says why then.
-    async fn run(&self, watched: Option<Watched>, without_snapshot: bool) -> Result<Status, ClientGone> {
-        let Some(Watched { snapshot, load, mut batches }) = watched else { return Ok(engine_gone()) };
+    /// Streams the snapshot and all later events, until they cannot be sent without a gap; returns the error with which the stream ends.
+    async fn run(&self, watch: Option<CacheWatch>, without_snapshot: bool) -> Result<Status, ClientGone> {
+        let Some(CacheWatch { snapshot, load, mut batches }) = watch else { return Ok(engine_gone()) };
         let above = snapshot.at_event_id;
         if !without_snapshot {
             for chunk in snapshot_chunks(&self.instance_id, &snapshot) {
@@ -165,21 +136,21 @@ impl Watcher {
             }
         }
         drop(snapshot);
-        // What a heartbeat says: the newest state without what is told once.
+        // Content of the next heartbeat: the newest state, without events and request ids, which are sent once.
         let mut newest = KvBatch { last_event_id: above, load, ..Default::default() };
-        let mut told = self.tell(&newest, above).await?;
+        let mut sent = self.send(&newest, above).await?;
         loop {
-            let wait = if newest.load == told.load { HEARTBEAT } else { LOAD_INTERVAL };
+            let wait = if newest.load == sent.load { HEARTBEAT } else { LOAD_INTERVAL };
             tokio::select! {
                 biased;
-                () = tokio::time::sleep_until(told.at + wait) => told = self.tell(&newest, above).await?,
+                () = tokio::time::sleep_until(sent.at + wait) => sent = self.send(&newest, above).await?,
                 batch = batches.recv() => match batch {
                     Ok(batch) => {
                         newest.last_event_id = batch.last_event_id.max(above);
                         newest.load = batch.load.clone();
-                        let has_news = !self.is_published() && batch.events.last().is_some_and(|last| last.event_id > above);
-                        if has_news || !batch.included_request_ids.is_empty() {
-                            told = self.tell(&batch, above).await?;
+                        let has_events = !self.is_published() && batch.events.last().is_some_and(|last| last.event_id > above);
+                        if has_events || !batch.included_request_ids.is_empty() {
+                            sent = self.send(&batch, above).await?;
                         }
                     }
                     Err(RecvError::Lagged(_)) => return Ok(Status::data_loss("the watcher is too slow; watch again")),
@@ -189,12 +160,13 @@ impl Watcher {
         }
     }
 
-    /// Whether the client hears of events by another way now.
+    /// Whether the client receives events from the broker now.
     fn is_published(&self) -> bool {
         self.broker.as_ref().is_some_and(Broker::is_connected)
     }
 
-    async fn tell(&self, batch: &KvBatch, above: u64) -> Result<Told, ClientGone> {
+    /// Sends the batch's events with ids above `above`, and the load.
+    async fn send(&self, batch: &KvBatch, above: u64) -> Result<Sent, ClientGone> {
         let mut message = event_batch(&self.instance_id, batch, above);
         message.sent_unix_us = unix_us();
         if self.is_published() {
@@ -206,11 +178,12 @@ impl Watcher {
             load.steps = Some(self.metrics.step_totals());
         }
         self.replies.send(WatchReply { message: Some(watch_reply::Message::Batch(message)) }).await?;
-        Ok(Told { at: Instant::now(), load: batch.load.clone() })
+        Ok(Sent { at: Instant::now(), load: batch.load.clone() })
     }
 }
 
-struct Told {
+/// The last message on a stream.
+struct Sent {
     at: Instant,
     load: Load,
 }

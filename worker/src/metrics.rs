@@ -1,7 +1,6 @@
-//! What a worker counts: its prefix cache's answers, its blocks, steps and transfers.
+//! A worker's metrics: prefix cache hits, KV blocks, engine steps and KV transfers.
 
-use super::Watched;
-use crate::Metrics;
+use crate::CacheWatch;
 use ::metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
 use std::{
@@ -12,10 +11,11 @@ use std::{
     time::Duration,
 };
 use tandem_kv::{KvBatch, Load, StepStats};
+use tandem_node::Metrics;
 use tandem_proto::{channel::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
 
-/// The handles of one worker's families; label `worker`.
+/// Handles of one worker's metric families, with the label `worker`.
 pub struct WorkerMetrics {
     registry: Metrics,
     worker_id: String,
@@ -41,18 +41,18 @@ pub struct WorkerMetrics {
     transfer_bytes_per_second: Mutex<f64>,
 }
 
-/// What the prefix cache has been asked since the worker's start.
+/// Prefix cache lookups since the worker's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct CacheTotals {
-    /// Of prompts.
+    /// Prompts.
     total_requests: u64,
-    /// Prompts of which at least one block was found.
+    /// Prompts with at least one block in the cache.
     hit_requests: u64,
-    /// Prompts of which none was.
+    /// Prompts without any.
     miss_requests: u64,
     /// Tokens of all prompts.
     total_prompt_tokens: u64,
-    /// Those of them that were found.
+    /// Tokens of all prompts that were in the cache.
     total_cached_tokens: u64,
 }
 
@@ -68,12 +68,12 @@ impl CacheTotals {
         self.total_cached_tokens += u64::from(cached_tokens);
     }
 
-    /// Prompts with a hit, of all prompts; 0 before the first.
+    /// Share of prompts with a hit; 0 before the first prompt.
     fn hit_rate(&self) -> f64 {
         ratio(self.hit_requests, self.total_requests)
     }
 
-    /// Tokens found, of all prompt tokens: a ratio of sums, so a long prompt weighs more than a short one.
+    /// Share of prompt tokens found: a ratio of sums, so that each token has the same weight.
     fn token_hit_rate(&self) -> f64 {
         ratio(self.total_cached_tokens, self.total_prompt_tokens)
     }
@@ -83,31 +83,31 @@ fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
-/// Which way blocks went.
+/// The direction of a KV transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From this worker to another.
+    /// From this worker to another one.
     Sent,
-    /// From another to this one.
+    /// From another worker to this one.
     Received,
 }
 
-/// The families of one way of moving blocks.
+/// Metrics of one transfer path in one direction.
 pub struct TransferMetrics {
-    /// KV bytes that landed.
+    /// KV bytes written into the receiver's memory.
     pub bytes: Counter,
-    /// Of whole transfers, in seconds.
+    /// Duration of whole transfers, in seconds.
     pub duration: Histogram,
 }
 
 impl WorkerMetrics {
-    /// To be called for each call that is refused for lack of the cluster's key.
+    /// Returns the function to call for each gRPC call that is refused for lack of the cluster's key.
     pub fn count_unauthenticated(&self) -> OnRefused {
         let refused = self.unauthenticated.clone();
         Arc::new(move || refused.increment(1))
     }
 
-    /// An address was not connected to, because the cluster does not vouch for it.
+    /// Counts an address that was not connected to because it is not signed with the cluster's key.
     pub fn count_unvouched(&self) {
         self.unvouched.increment(1);
     }
@@ -137,7 +137,7 @@ impl WorkerMetrics {
             cached_blocks: blocks("cached"),
             in_use_blocks: blocks("in_use"),
             batch_tokens: registry.histogram("tandem_worker_batch_tokens", "Tokens computed in a step.", &[worker]),
-            queue_depth: registry.gauge("tandem_worker_queue_depth", "Jobs that wait for blocks.", &[worker]),
+            queue_depth: registry.gauge("tandem_worker_queue_depth", "Jobs that wait for KV blocks.", &[worker]),
             prefill_step: step("prefill"),
             decode_step: step("decode"),
             mixed_step: step("mixed"),
@@ -151,8 +151,12 @@ impl WorkerMetrics {
                 "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.",
                 &[worker],
             ),
-            preemptions: registry.counter("tandem_worker_preemptions_total", "Sequences pushed back for others.", &[worker]),
-            capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "KV blocks in all.", &[worker]),
+            preemptions: registry.counter(
+                "tandem_worker_preemptions_total",
+                "Sequences preempted: their KV blocks were needed for others.",
+                &[worker],
+            ),
+            capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "All KV blocks of the worker.", &[worker]),
             totals: Mutex::default(),
             prefilled_tokens: AtomicU64::default(),
             generated_tokens: AtomicU64::default(),
@@ -162,12 +166,12 @@ impl WorkerMetrics {
         }
     }
 
-    /// How many blocks the worker has.
+    /// Sets the number of KV blocks.
     pub fn set_capacity(&self, blocks: u32) {
         self.capacity_blocks.set(blocks);
     }
 
-    /// Counts a prompt whose prefill begins here, once.
+    /// Counts a prompt whose prefill begins on this worker. To be called once per prompt.
     pub fn observe_scheduled(&self, prompt_tokens: u32, cached_tokens: u32) {
         if cached_tokens > 0 { &self.hits } else { &self.misses }.increment(1);
         self.prompt_tokens.increment(prompt_tokens.into());
@@ -194,8 +198,8 @@ impl WorkerMetrics {
         *self.totals.lock()
     }
 
-    /// What the counters of this worker's cache say, for the router's view.
-    pub(super) fn cache_totals(&self) -> v1::CacheTotals {
+    /// Prefix cache totals, as reported to routers.
+    pub(crate) fn cache_totals(&self) -> v1::CacheTotals {
         let totals = self.totals();
         v1::CacheTotals {
             prompts: totals.total_requests,
@@ -205,15 +209,15 @@ impl WorkerMetrics {
         }
     }
 
-    /// What the steps have computed, for the router's view.
-    pub(super) fn step_totals(&self) -> v1::StepTotals {
+    /// Totals of all steps, as reported to routers.
+    pub(crate) fn step_totals(&self) -> v1::StepTotals {
         v1::StepTotals {
             prefilled_tokens: self.prefilled_tokens.load(Ordering::Relaxed),
             generated_tokens: self.generated_tokens.load(Ordering::Relaxed),
         }
     }
 
-    /// The families for blocks that `transport` moves.
+    /// Metrics of the transfer path that has the label `transport`.
     pub fn transfer(&self, transport: &'static str, direction: Direction) -> TransferMetrics {
         let direction = match direction {
             Direction::Sent => "sent",
@@ -230,15 +234,15 @@ impl WorkerMetrics {
         }
     }
 
-    /// Writes of blocks that this worker refused, for a `reason` from a closed set.
+    /// Counter of refused writes, for a `reason` from a closed set.
     pub fn refused_writes(&self, reason: &'static str) -> Counter {
         let help = "Writes of KV blocks that were refused: their ticket did not allow them.";
         self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
     }
 
-    /// Takes a measurement of what the way to other workers can carry: `bytes` in a time in which nothing but it was waited for.
+    /// Adds a measurement of the bandwidth to other workers: `bytes`, moved in a time in which the transfer was the only thing waited for.
     pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
-        /// Weight of the newest measurement: a few transfers follow a change, one odd one does not.
+        /// Weight of the newest measurement: a few transfers suffice to follow a change, and one outlier does not count much.
         const NEWEST: f64 = 0.2;
         if bytes == 0 || busy.is_zero() {
             return;
@@ -248,18 +252,18 @@ impl WorkerMetrics {
         *average = if *average == 0.0 { measured } else { *average + NEWEST * (measured - *average) };
     }
 
-    /// What has been measured; 0 before the first transfer.
-    pub(super) fn transfer_bytes_per_second(&self) -> f64 {
+    /// Average bandwidth in bytes per second; 0 before the first transfer.
+    pub(crate) fn transfer_bytes_per_second(&self) -> f64 {
         *self.transfer_bytes_per_second.lock()
     }
 
-    /// Keeps gauges and step histograms up to date until the engine ends.
-    pub async fn follow(&self, mut watched: Watched) {
-        self.observe_load(&watched.load);
+    /// Keeps gauges and step histograms up to date until the back end ends.
+    pub async fn follow(&self, mut watch: CacheWatch) {
+        self.observe_load(&watch.load);
         loop {
-            match watched.batches.recv().await {
+            match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // Steps that were missed are not in the histograms; gauges and totals are right with the next batch.
+                // The histograms lack the missed steps; gauges are correct again with the next batch.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }
@@ -297,7 +301,7 @@ mod tests {
     use tokio::sync::broadcast;
 
     #[test]
-    fn the_token_hit_rate_is_a_ratio_of_sums() {
+    fn token_hit_rate_is_a_ratio_of_sums() {
         let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
         assert_eq!((metrics.totals().hit_rate(), metrics.totals().token_hit_rate()), (0.0, 0.0));
         for (prompt, cached) in [(1000, 0), (100, 96), (100, 96), (20, 0)] {
@@ -330,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn totals_are_logged_at_debug_after_each_prompt_and_not_at_info() {
+    fn totals_are_logged_at_debug_after_each_prompt() {
         let logged = |level| {
             let lines = Lines::default();
             let writer = {
@@ -355,7 +359,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn every_family_is_there_with_the_workers_name() {
+    async fn each_family_has_the_worker_label() {
         let registry = Metrics::default();
         let metrics = WorkerMetrics::new(&registry, "decode-0");
         metrics.observe_scheduled(33, 32);
@@ -381,7 +385,7 @@ mod tests {
         }
         drop(sender);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
-        metrics.follow(Watched { snapshot, load: Load::default(), batches }).await;
+        metrics.follow(CacheWatch { snapshot, load: Load::default(), batches }).await;
         assert_eq!(metrics.step_totals(), v1::StepTotals { prefilled_tokens: 32, generated_tokens: 5 });
         let text = registry.render();
         for line in [
@@ -407,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn bandwidth_follows_a_change_and_ignores_what_is_no_measurement() {
+    fn bandwidth_follows_changes_and_ignores_empty_transfers() {
         let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
         assert_eq!(metrics.transfer_bytes_per_second(), 0.0);
         metrics.observe_bandwidth(1_000, Duration::from_secs(1));

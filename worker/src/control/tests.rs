@@ -1,48 +1,74 @@
 use super::*;
-use crate::{Metrics, Shutdown};
-use futures::{FutureExt, StreamExt};
-use std::sync::Mutex;
-use tandem_kv::{Change, KvEvent, SequenceHash, StoredChain};
+use crate::Job;
+use futures::StreamExt;
+use parking_lot::Mutex;
+use tandem_engine::{EngineHandle, EngineInfo, Generate, Prefill, Refusal};
+use tandem_kv::{Change, KvEvent, SequenceHash, Snapshot, StoredChain};
+use tandem_node::Metrics;
 use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
+use tokio::sync::{broadcast, watch};
 use tonic::Code;
 
-/// A worker whose batches the test makes.
+/// A back end whose batches come from the test.
 struct Scripted {
-    service: ControlService,
-    batches: broadcast::Sender<Arc<KvBatch>>,
-    snapshot: Arc<Mutex<Snapshot>>,
-    metrics: Arc<WorkerMetrics>,
-    shutdown: Shutdown,
-    /// Whether the engine hangs.
-    hangs: tokio::sync::watch::Sender<bool>,
+    batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
+    snapshot: Mutex<Snapshot>,
+    hangs: watch::Sender<bool>,
 }
 
-impl Scripted {
+#[tonic::async_trait]
+impl Backend for Scripted {
+    fn info(&self) -> &EngineInfo {
+        unreachable!("the worker's info is made by the test")
+    }
+
+    async fn prefill(&self, _: Prefill) -> Result<Box<dyn Job>, Refusal> {
+        Err(Refusal::Gone)
+    }
+
+    async fn generate(&self, _: Generate) -> Result<Box<dyn Job>, Refusal> {
+        Err(Refusal::Gone)
+    }
+
+    async fn watch(&self) -> Option<CacheWatch> {
+        let batches = self.batches.lock().as_ref()?.subscribe();
+        Some(CacheWatch { snapshot: self.snapshot.lock().clone(), load: Load::default(), batches })
+    }
+
+    async fn hung(&self) {
+        drop(self.hangs.subscribe().wait_for(|hangs| *hangs).await);
+    }
+
+    fn transfers(&self) -> Option<&EngineHandle> {
+        None
+    }
+}
+
+/// A worker with such a back end.
+struct Watched {
+    service: ControlService,
+    backend: Arc<Scripted>,
+    metrics: Arc<WorkerMetrics>,
+    shutdown: Shutdown,
+}
+
+impl Watched {
+    /// Watchers may be `capacity` batches behind.
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
-        let snapshot = Arc::new(Mutex::new(Snapshot { at_event_id: 0, stored: Vec::new() }));
-        let hangs = tokio::sync::watch::Sender::new(false);
-        let start = {
-            let (batches, snapshot) = (batches.clone(), snapshot.clone());
-            Arc::new(move || {
-                let snapshot = snapshot.lock().expect("not poisoned").clone();
-                let watched = Watched { snapshot, load: Load::default(), batches: batches.subscribe() };
-                async { Some(watched) }.boxed()
-            })
-        };
-        let hung = {
-            let hangs = hangs.subscribe();
-            Arc::new(move || {
-                let mut hangs = hangs.clone();
-                async move { drop(hangs.wait_for(|hangs| *hangs).await) }.boxed()
-            })
-        };
-        let watch = Watch { start, hung };
+        let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
+        let backend =
+            Arc::new(Scripted { batches: Some(batches).into(), snapshot: snapshot.into(), hangs: watch::Sender::new(false) });
         let (shutdown, metrics) = (Shutdown::default(), Arc::new(WorkerMetrics::new(&Metrics::default(), "w")));
-        let info = WorkerInfo { instance_id: "now".to_owned(), ..Default::default() };
-        let requests = Requests::new(shutdown.clone());
-        let service = ControlService::new(info, watch, metrics.clone(), requests, shutdown.clone(), None);
-        Self { service, batches, snapshot, metrics, shutdown, hangs }
+        let service = ControlService {
+            info: WorkerInfo { instance_id: "now".to_owned(), ..Default::default() }.into(),
+            backend: backend.clone(),
+            metrics: metrics.clone(),
+            requests: Requests::new(shutdown.clone()),
+            shutdown: shutdown.clone(),
+            broker: None,
+        };
+        Self { service, backend, metrics, shutdown }
     }
 
     async fn watch(&self) -> Replies<WatchReply> {
@@ -59,7 +85,8 @@ impl Scripted {
     }
 
     fn send(&self, batch: KvBatch) {
-        self.batches.send(Arc::new(batch)).expect("somebody watches");
+        let batches = self.backend.batches.lock();
+        batches.as_ref().expect("the engine has not ended").send(Arc::new(batch)).expect("a stream is open");
     }
 }
 
@@ -92,23 +119,23 @@ fn ids(batch: &v1::KvEventBatch) -> Vec<u64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_whose_engine_hangs_is_not_watched_until_it_moves() {
-    let worker = Scripted::new(8);
+async fn watch_fails_while_the_engine_hangs() {
+    let worker = Watched::new(8);
     let mut replies = worker.watch_batches().await;
-    worker.hangs.send_replace(true);
-    let ended = replies.next().await.expect("it is told").expect_err("the stream ends");
+    worker.backend.hangs.send_replace(true);
+    let ended = replies.next().await.expect("an error ends the stream").expect_err("the stream ends");
     assert_eq!((ended.code(), ended.message()), (Code::Unavailable, "the engine hangs"));
     let mut again = worker.watch().await;
-    again.next().await.expect("it is told").expect_err("at once");
-    worker.hangs.send_replace(false);
+    again.next().await.expect("an error ends the stream").expect_err("immediately");
+    worker.backend.hangs.send_replace(false);
     worker.watch_batches().await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_snapshot_comes_first_and_then_only_what_is_not_in_it() {
-    let worker = Scripted::new(16);
+async fn snapshot_is_first_and_later_events_exclude_it() {
+    let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: (0..2 * CHUNK_HASHES_MAX as u64 + 1).map(SequenceHash).collect() };
-    *worker.snapshot.lock().expect("not poisoned") = Snapshot { at_event_id: 5, stored: vec![chain] };
+    *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
     let mut replies = worker.watch().await;
     tokio::task::yield_now().await;
     worker.send(events(4..=5));
@@ -125,14 +152,14 @@ async fn the_snapshot_comes_first_and_then_only_what_is_not_in_it() {
     };
     assert_eq!((chunks, snapshot.at_event_id), (3, 5));
     let first = next_batch(&mut replies).await;
-    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "the load comes at once");
+    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "the load follows immediately");
     let second = next_batch(&mut replies).await;
     assert_eq!((second.last_event_id, ids(&second)), (7, vec![6, 7]));
 }
 
 #[tokio::test(start_paused = true)]
-async fn news_is_forwarded_at_once_and_load_is_held_back() {
-    let worker = Scripted::new(16);
+async fn events_are_sent_immediately_and_load_alone_is_delayed() {
+    let worker = Watched::new(16);
     let mut replies = worker.watch_batches().await;
     let started = Instant::now();
     worker.send(events(1..=2));
@@ -150,8 +177,8 @@ async fn news_is_forwarded_at_once_and_load_is_held_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_idle_worker_is_heard_every_second() {
-    let worker = Scripted::new(16);
+async fn idle_worker_sends_a_heartbeat_every_second() {
+    let worker = Watched::new(16);
     let mut replies = worker.watch_batches().await;
     worker.send(events(1..=3));
     next_batch(&mut replies).await;
@@ -166,14 +193,14 @@ async fn an_idle_worker_is_heard_every_second() {
         assert_eq!(load.transfer_bytes_per_second, 500.0);
         let (prompts, cached_tokens) = (u64::from(second), 16 * (u64::from(second) - 1));
         let totals = v1::CacheTotals { prompts, prompts_hit: prompts - 1, prompt_tokens: 100 * prompts, cached_tokens };
-        assert_eq!(load.cache, Some(totals), "they are told with the next load");
+        assert_eq!(load.cache, Some(totals), "totals come with the next load");
         worker.metrics.observe_scheduled(100, 16);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn steps_without_news_do_not_keep_the_load_back_forever() {
-    let worker = Scripted::new(16);
+async fn steps_without_events_do_not_delay_the_load_forever() {
+    let worker = Watched::new(16);
     let mut replies = worker.watch_batches().await;
     let steps = async {
         for running in 0.. {
@@ -181,89 +208,87 @@ async fn steps_without_news_do_not_keep_the_load_back_forever() {
             tokio::time::sleep(Duration::from_millis(3)).await;
         }
     };
-    let heard = async {
+    let received = async {
         let started = Instant::now();
         for _ in 0..10 {
             next_batch(&mut replies).await;
         }
         started.elapsed()
     };
-    let elapsed = tokio::select! { () = steps => unreachable!(), elapsed = heard => elapsed };
+    let elapsed = tokio::select! { () = steps => unreachable!(), elapsed = received => elapsed };
     assert!((Duration::from_millis(950)..=Duration::from_millis(1_100)).contains(&elapsed), "{elapsed:?}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watcher_that_lags_is_told_to_watch_again_and_others_go_on() {
-    let worker = Scripted::new(4);
+async fn slow_watcher_gets_data_loss_and_others_continue() {
+    let worker = Watched::new(4);
     let (mut slow, mut quick) = (worker.watch_batches().await, worker.watch_batches().await);
     for id in 1..=100 {
         worker.send(events(id..=id));
         assert_eq!(ids(&next_batch(&mut quick).await), [id]);
     }
-    let mut heard = Vec::new();
+    let mut received = Vec::new();
     let error = loop {
         match slow.next().await.expect("an error ends the stream") {
-            Ok(WatchReply { message: Some(watch_reply::Message::Batch(batch)) }) => heard.extend(ids(&batch)),
+            Ok(WatchReply { message: Some(watch_reply::Message::Batch(batch)) }) => received.extend(ids(&batch)),
             Ok(_) => panic!("the snapshot came before"),
             Err(error) => break error,
         }
     };
     assert_eq!(error.code(), Code::DataLoss);
-    assert!(heard.len() < 100 && heard.iter().zip(1..).all(|(id, expected)| *id == expected), "no gap before the error");
+    assert!(received.len() < 100 && received.iter().zip(1..).all(|(id, expected)| *id == expected), "no gap before the error");
     assert!(slow.next().await.is_none());
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_instance_is_refused() {
-    let worker = Scripted::new(4);
+async fn watch_of_another_instance_is_refused() {
+    let worker = Watched::new(4);
     let request = WatchRequest { instance_id: "before".to_owned(), events_over_nats: false };
     let error = worker.service.watch(Request::new(request)).await.expect_err("it is another instance");
     assert_eq!(error.code(), Code::FailedPrecondition);
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_ends_the_streams() {
-    let worker = Scripted::new(4);
+async fn draining_ends_watch_streams() {
+    let worker = Watched::new(4);
     let mut replies = worker.watch_batches().await;
     let started = Instant::now();
     worker.shutdown.run(Duration::from_secs(30)).await;
-    assert_eq!(started.elapsed(), Duration::ZERO, "no watcher holds up the end");
+    assert_eq!(started.elapsed(), Duration::ZERO, "no watch stream delays the drain");
     let error = replies.next().await.expect("an error").expect_err("an error");
     assert_eq!(error.code(), Code::Unavailable);
     let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
-    let error = worker.service.watch(Request::new(request)).await.expect_err("it is leaving");
+    let error = worker.service.watch(Request::new(request)).await.expect_err("it drains");
     assert_eq!(error.code(), Code::Unavailable);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_ends_ends_the_streams() {
-    let mut worker = Scripted::new(4);
+async fn watch_streams_end_with_the_engine() {
+    let worker = Watched::new(4);
     let mut replies = worker.watch_batches().await;
-    let (unused, _) = broadcast::channel(1);
-    worker.batches = unused;
-    worker.service.watch.start = Arc::new(|| std::future::pending().boxed());
+    worker.backend.batches.lock().take();
     let error = replies.next().await.expect("an error").expect_err("an error");
     assert_eq!(error.code(), Code::Unavailable);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_does_not_publish_tells_events_to_whoever_listens_elsewhere() {
-    let worker = Scripted::new(16);
+async fn watch_carries_events_while_the_broker_is_disconnected() {
+    let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(9)] };
-    *worker.snapshot.lock().expect("not poisoned") = Snapshot { at_event_id: 5, stored: vec![chain] };
+    *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
     let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: true };
     let mut replies = worker.service.watch(Request::new(request)).await.expect("the instance is right").into_inner();
     assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "no snapshot comes first");
     worker.send(events(6..=7));
-    let told = next_batch(&mut replies).await;
-    assert_eq!(ids(&told), [6, 7]);
-    assert!(told.sent_unix_us > 0);
+    let batch = next_batch(&mut replies).await;
+    assert_eq!(ids(&batch), [6, 7]);
+    assert!(batch.sent_unix_us > 0);
 
     let ask =
         |instance_id: &str| worker.service.snapshot(Request::new(v1::SnapshotRequest { instance_id: instance_id.to_owned() }));
     let chunks: Vec<_> = ask("now").await.expect("the instance is right").into_inner().collect().await;
     let mut assembly = SnapshotAssembly::new(usize::MAX);
     let whole = chunks.into_iter().map(|chunk| assembly.push(chunk.expect("no error")).expect("in order"));
-    assert_eq!(whole.last().flatten(), Some(worker.snapshot.lock().expect("not poisoned").clone()));
+    assert_eq!(whole.last().flatten(), Some(worker.backend.snapshot.lock().clone()));
     assert_eq!(ask("before").await.expect_err("another instance").code(), Code::FailedPrecondition);
 }

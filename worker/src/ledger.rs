@@ -1,13 +1,13 @@
-//! The ledger: what a worker found in its cache for each prompt it began, and what became of each attempt, a line of JSON each.
+//! The ledger: a line of JSON for each prompt whose prefill begins on a worker (with its cached tokens), and one for the outcome of each
+//! attempt.
 //!
-//! `scheduled` comes from the worker that counted (the one that sends `Scheduled`), `ended` from the decode worker that owns the
-//! attempt. Two lines instead of one, each as soon as it is true: a worker that is killed has said what it had counted, and
-//! only the owner knows whether a first token came. `docs/adr/007-ledger.md` says how they are read together.
+//! `scheduled` is written by the worker that counted the cached tokens (the one that sends `Scheduled`), `ended` by the decode worker that
+//! owns the attempt. Each line is written as soon as it is true: a worker that is killed has written what it had counted, and only the owner
+//! of the attempt knows whether a first token came. `docs/adr/007-ledger.md` says how they are read together.
 //!
-//! Nobody waits for the disk: lines go through a bounded queue to a thread of their own; those that do not fit, or cannot be
-//! written, are lost and counted.
+//! No request waits for the disk: lines go through a bounded queue to a thread of their own. Lines that do not fit, or cannot be written, are
+//! lost and counted.
 
-use crate::Metrics;
 use ::metrics::Counter;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -24,24 +24,25 @@ use std::{
     thread::JoinHandle,
     time::{SystemTime, UNIX_EPOCH},
 };
+use tandem_node::Metrics;
 
-/// Lines that wait for the disk: seconds of a busy cluster's, a few megabytes.
+/// Lines queued for the disk: those of a busy cluster's seconds, a few megabytes.
 const LINES_MAX: usize = 16_384;
 
-/// The permissions of a ledger that is made: its owner may read and write it.
+/// The permissions of a new ledger file: its owner may read and write it.
 const OWNER_ONLY: u32 = 0o600;
 
-/// What became of an attempt.
+/// The outcome of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// Its first token is the request's: its count stands, whatever comes later.
+    /// It produced the request's first token: its count of cached tokens is the request's.
     Won,
-    /// It continues what an earlier attempt began: that one's count stands.
+    /// It resumed the output of an earlier attempt, whose count is the request's.
     Superseded,
-    /// Nobody wanted it any more before its first token.
+    /// The client cancelled it before its first token.
     Cancelled,
-    /// It broke off before its first token, and said why.
+    /// It failed before its first token, and reported the reason.
     Failed,
 }
 
@@ -51,44 +52,44 @@ pub enum Outcome {
 pub enum LedgerLine {
     /// A prompt's prefill began.
     Scheduled {
-        /// Of the prompt: the frontend's id and, behind a dash, the prompt's place in its request.
+        /// The frontend's request id, a dash, and the prompt's position in the request.
         request_id: String,
-        /// From 1.
+        /// The attempt's number, from 1.
         attempt: u32,
-        /// Who counted.
+        /// The worker that counted.
         worker: String,
-        /// Tokens.
+        /// Tokens of the prompt.
         prompt: u32,
-        /// Tokens found.
+        /// Tokens found in the prefix cache.
         cached: u32,
         /// `prompt − cached`.
         computed: u32,
-        /// Tokens found, by the tiers that exist.
+        /// Tokens found, by cache tier.
         by_tier: BTreeMap<String, u32>,
-        /// When, in seconds since 1970.
+        /// The time, in seconds since 1970.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at: Option<u64>,
         /// The served model's id.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         model: String,
-        /// Whom the prompt is for, if the frontend was told.
+        /// The account of the request, if it has one.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         account: String,
     },
-    /// The attempt has its outcome.
+    /// An attempt has its outcome.
     Ended {
         /// As in `scheduled`.
         request_id: String,
         /// As in `scheduled`.
         attempt: u32,
-        /// Who owned it.
+        /// The decode worker that owned it.
         worker: String,
-        /// What became of it.
+        /// Its outcome.
         outcome: Outcome,
     },
 }
 
-/// A process's ledger. Cheap to clone; the default keeps none.
+/// A process's ledger. Cheap to clone; the default writes nothing.
 #[derive(Clone, Default)]
 pub struct Ledger(Option<Arc<Writer>>);
 
@@ -99,7 +100,7 @@ impl std::fmt::Debug for Ledger {
 }
 
 struct Writer {
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -110,12 +111,12 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Appends to this file, which is made if it is not there, readable by its owner alone: it says which account sent how much and when.
-    /// An existing file keeps its permissions, with a warning when others may use it. Half a line, left by a process that was killed,
-    /// stays on its own; a file that a living process writes is refused.
+    /// Appends to this file. A new file is readable by its owner alone, because the ledger records which account sent how much and when; an
+    /// existing file keeps its permissions, with a warning if other users may access it. Half a line, left by a process that was killed, stays
+    /// on a line of its own.
     ///
     /// # Errors
-    /// Fails if the file cannot be opened, or if another process has it open as its ledger.
+    /// The file cannot be opened, or another process has it open as its ledger.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = File::options().read(true).append(true).create(true).mode(OWNER_ONLY).open(path)?;
         if let Some(mode) = wider_mode(&file)? {
@@ -125,7 +126,7 @@ impl Ledger {
                 "other users may read or write the ledger, which holds accounts, sizes and times; run chmod 600 on it"
             );
         }
-        // Where files cannot be locked, nothing is known of others.
+        // On file systems without locks, another writer goes unnoticed.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(io::Error::other("another process writes this ledger; give each process a file of its own"));
         }
@@ -145,7 +146,7 @@ impl Ledger {
         Ok(Self(Some(Arc::new(Writer { lines: Some(lines), thread: Some(thread) }))))
     }
 
-    /// One worker's side of it, who serves this model.
+    /// Returns the part of one worker, which serves this model.
     pub fn of(&self, worker_id: &str, model: &str, metrics: &Metrics) -> WorkerLedger {
         let help = "Lines of the ledger that were lost: the disk was too slow or refused them.";
         let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
@@ -153,41 +154,41 @@ impl Ledger {
     }
 }
 
-/// The file's permissions, if they are wider than its owner's.
+/// Returns the file's permissions if users other than its owner have any.
 fn wider_mode(file: &File) -> io::Result<Option<u32>> {
     let mode = file.metadata()?.permissions().mode() & 0o777;
     Ok((mode & !OWNER_ONLY != 0).then_some(mode))
 }
 
-/// Waits until the lines that are queued are with the system.
+/// Waits until the queued lines are written to the file.
 impl Drop for Writer {
     fn drop(&mut self) {
         self.lines = None;
         if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
-            tracing::error!("the ledger's thread has panicked; its last lines are lost");
+            tracing::error!("the ledger's thread panicked; its last lines are lost");
         }
     }
 }
 
-/// Until all senders are gone. Whatever is queued is written before anything is waited for.
+/// Writes lines until all senders are dropped. All queued lines are flushed before it waits for more.
 fn write(queued: &Receiver<Queued>, to: impl Write) {
     let mut to = BufWriter::new(to);
-    let mut told = false;
+    let mut reported = false;
     while let Ok(first) = queued.recv() {
         let batch: Vec<Queued> = std::iter::once(first).chain(queued.try_iter().take(LINES_MAX)).collect();
         let written = batch.iter().try_for_each(|line| to.write_all(line.text.as_bytes())).and_then(|()| to.flush());
         if let Err(error) = written {
             batch.iter().for_each(|line| line.lost.increment(1));
-            if !std::mem::replace(&mut told, true) {
-                tracing::error!(%error, "the ledger cannot be written; lines are lost until it can");
+            if !std::mem::replace(&mut reported, true) {
+                tracing::error!(%error, "cannot write the ledger; its lines are lost until writing succeeds");
             }
         } else {
-            told = false;
+            reported = false;
         }
     }
 }
 
-/// What one worker writes. Cheap to clone.
+/// One worker's part of the ledger. Cheap to clone.
 #[derive(Clone)]
 pub struct WorkerLedger {
     ledger: Ledger,
@@ -198,23 +199,23 @@ pub struct WorkerLedger {
 
 /// A prompt whose prefill begins.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Begun<'a> {
-    /// Of the prompt.
+pub struct ScheduledPrompt<'a> {
+    /// The prompt's request id.
     pub request_id: &'a str,
-    /// From 1.
+    /// The attempt's number, from 1.
     pub attempt: u32,
-    /// Whom it is for; empty: nobody said.
+    /// The account of the request; empty: none.
     pub account: &'a str,
-    /// Tokens.
+    /// Tokens of the prompt.
     pub prompt: u32,
-    /// Tokens found on the device.
+    /// Tokens found in the prefix cache on the device.
     pub cached: u32,
 }
 
 impl WorkerLedger {
-    /// A prompt's prefill begins here, now.
-    pub fn scheduled(&self, begun: Begun<'_>) {
-        let Begun { request_id, attempt, account, prompt, cached } = begun;
+    /// Records that a prompt's prefill begins here, now.
+    pub fn scheduled(&self, begun: ScheduledPrompt<'_>) {
+        let ScheduledPrompt { request_id, attempt, account, prompt, cached } = begun;
         self.append(|worker| LedgerLine::Scheduled {
             request_id: request_id.to_owned(),
             attempt,
@@ -229,8 +230,8 @@ impl WorkerLedger {
         });
     }
 
-    /// An attempt owned here, which is `Cancelled` unless something else becomes of it before this is dropped. `resumes`: it
-    /// goes on with what an earlier one began.
+    /// Opens the entry of an attempt owned by this worker. Dropping the entry without another outcome records `Cancelled`. `resumes`: the
+    /// attempt continues the output of an earlier one.
     pub fn attempt(&self, request_id: &str, attempt: u32, resumes: bool) -> LedgerEntry {
         let open = (request_id.to_owned(), attempt, if resumes { Outcome::Superseded } else { Outcome::Won });
         LedgerEntry { ledger: self.clone(), open: Mutex::new(Some(open)) }
@@ -246,19 +247,19 @@ impl WorkerLedger {
     }
 }
 
-/// An attempt without an outcome yet.
+/// An attempt that may not have an outcome yet. Only its first outcome is recorded.
 pub struct LedgerEntry {
     ledger: WorkerLedger,
     open: Mutex<Option<(String, u32, Outcome)>>,
 }
 
 impl LedgerEntry {
-    /// Its first token is on the way to the client. Only the first outcome counts.
+    /// Records that the first token was sent to the client.
     pub fn began(&self) {
         self.settle(None);
     }
 
-    /// It has broken off. Only the first outcome counts.
+    /// Records that the attempt failed.
     pub fn failed(&self) {
         self.settle(Some(Outcome::Failed));
     }
@@ -281,9 +282,9 @@ impl Drop for LedgerEntry {
 mod tests {
     use super::*;
 
-    const BEGUN: Begun<'_> = Begun { request_id: "a", attempt: 1, account: "", prompt: 1, cached: 0 };
+    const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt { request_id: "a", attempt: 1, account: "", prompt: 1, cached: 0 };
 
-    /// A disk that one can hold.
+    /// A disk that a test can block, by its lock.
     #[derive(Clone, Default)]
     struct Disk {
         text: Arc<Mutex<Vec<u8>>>,
@@ -307,21 +308,21 @@ mod tests {
     fn lost(metrics: &Metrics) -> u64 {
         let text = metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix("tandem_worker_ledger_lost_total{worker=\"p0\"} "));
-        line.and_then(|value| value.parse().ok()).expect("it is counted from the start")
+        line.and_then(|value| value.parse().ok()).expect("the counter is registered")
     }
 
     fn outcomes(disk: &Disk) -> Vec<Outcome> {
         let text = String::from_utf8(disk.text.lock().clone()).expect("text");
-        let lines = text.lines().map(|line| serde_json::from_str(line).expect("what is written can be read"));
+        let lines = text.lines().map(|line| serde_json::from_str(line).expect("a ledger line"));
         lines.filter_map(|line| if let LedgerLine::Ended { outcome, .. } = line { Some(outcome) } else { None }).collect()
     }
 
     #[test]
-    fn every_attempt_has_one_outcome_and_the_end_waits_for_the_last_line() {
+    fn each_attempt_has_one_outcome_and_drop_flushes_the_last_line() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
-        worker.scheduled(Begun { request_id: "a \"name\"\n", attempt: 1, account: "acme", prompt: 100, cached: 96 });
+        worker.scheduled(ScheduledPrompt { request_id: "a \"name\"\n", attempt: 1, account: "acme", prompt: 100, cached: 96 });
         let won = worker.attempt("a", 1, false);
         won.began();
         won.failed();
@@ -332,29 +333,29 @@ mod tests {
         assert_eq!(outcomes(&disk), [Outcome::Won, Outcome::Superseded, Outcome::Failed, Outcome::Cancelled]);
         let text = String::from_utf8(disk.text.lock().clone()).expect("text");
         let first = text.lines().next().expect("a line");
-        let (before, after) = first.split_once(",\"at\":").expect("it says when");
+        let (before, after) = first.split_once(",\"at\":").expect("the line has a time");
         let expected = r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}"#;
         assert_eq!(before, expected);
         assert!(after.ends_with(r#","model":"m","account":"acme"}"#), "{first}");
-        // Lines of an older worker say less.
+        // Lines of an older worker have fewer fields.
         let LedgerLine::Scheduled { at, model, account, .. } =
             serde_json::from_str(&(expected.to_owned() + "}")).expect("a line")
         else {
-            panic!("it is scheduled");
+            panic!("not a scheduled line");
         };
         assert_eq!((at, model.as_str(), account.as_str()), (None, "", ""));
         assert_eq!(lost(&metrics), 0);
     }
 
     #[test]
-    fn lines_that_do_not_fit_or_cannot_be_written_are_counted() {
+    fn lost_lines_are_counted() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let held = disk.text.lock();
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
-        // One batch may be on its way to the disk, which is held.
+        // The writing thread may hold one batch while the disk is blocked.
         for _ in 0..=2 * LINES_MAX + 1 {
-            worker.scheduled(BEGUN);
+            worker.scheduled(PROMPT);
         }
         let dropped = lost(&metrics);
         assert!(dropped >= 1 && dropped <= LINES_MAX as u64 + 2, "{dropped}");
@@ -364,30 +365,30 @@ mod tests {
         assert_eq!(lines as u64 + dropped, 2 * LINES_MAX as u64 + 2);
 
         let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("a thread");
-        ledger.of("p0", "m", &metrics).scheduled(BEGUN);
+        ledger.of("p0", "m", &metrics).scheduled(PROMPT);
         drop(ledger);
         assert_eq!(lost(&metrics), dropped + 1);
     }
 
     #[test]
-    fn a_file_has_one_writer() {
+    fn open_refuses_a_file_with_another_writer() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         let ledger = Ledger::open(file.path()).expect("a temporary file");
-        let refused = Ledger::open(file.path()).expect_err("it is written");
+        let refused = Ledger::open(file.path()).expect_err("it has a writer");
         assert!(refused.to_string().contains("a file of its own"), "{refused}");
         drop(ledger);
-        Ledger::open(file.path()).expect("nobody writes it any more");
+        Ledger::open(file.path()).expect("its writer has ended");
     }
 
     #[test]
-    fn half_a_line_spoils_no_other() {
+    fn half_a_line_does_not_damage_the_next() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         let mut expected = String::new();
         for before in ["", "{\"line\":\"sched"] {
             let mut end = std::fs::OpenOptions::new().append(true).open(file.path()).expect("a temporary file");
             end.write_all(before.as_bytes()).expect("a temporary file");
             let ledger = Ledger::open(file.path()).expect("a temporary file");
-            ledger.of("p0", "m", &Metrics::default()).scheduled(BEGUN);
+            ledger.of("p0", "m", &Metrics::default()).scheduled(PROMPT);
             drop(ledger);
             expected += if before.is_empty() { "whole\n" } else { "half\nwhole\n" };
             let text = std::fs::read_to_string(file.path()).expect("text");
@@ -398,17 +399,17 @@ mod tests {
     }
 
     #[test]
-    fn without_a_ledger_nothing_is_written_or_lost() {
+    fn default_ledger_writes_and_loses_nothing() {
         let metrics = Metrics::default();
         let worker = Ledger::default().of("p0", "m", &metrics);
-        worker.scheduled(BEGUN);
+        worker.scheduled(PROMPT);
         worker.attempt("a", 1, false).began();
         assert_eq!(lost(&metrics), 0);
     }
 
     #[test]
-    fn new_ledger_belongs_to_its_owner_and_a_wider_one_is_warned_about() {
-        /// A log that a test can read.
+    fn new_file_is_private_and_wider_permissions_are_warned_about() {
+        /// A log in memory.
         #[derive(Clone, Default)]
         struct Log(Arc<Mutex<Vec<u8>>>);
         impl Write for Log {
@@ -422,8 +423,8 @@ mod tests {
             }
         }
         let folder = tempfile::tempdir().expect("a folder");
-        let mode = |path: &Path| std::fs::metadata(path).expect("it is there").permissions().mode() & 0o777;
-        // What is logged when the ledger is opened.
+        let mode = |path: &Path| std::fs::metadata(path).expect("the file exists").permissions().mode() & 0o777;
+        // Returns what is logged when the ledger is opened.
         let opened = |path: &Path| {
             let log = Log::default();
             let writer = log.clone();
@@ -440,6 +441,6 @@ mod tests {
         std::fs::set_permissions(&wide, PermissionsExt::from_mode(0o640)).expect("ours");
         let log = opened(&wide);
         assert!(log.contains("WARN") && log.contains("640") && log.contains("chmod 600"), "{log}");
-        assert_eq!(mode(&wide), 0o640, "its owner may have meant it");
+        assert_eq!(mode(&wide), 0o640, "an existing file keeps its permissions");
     }
 }

@@ -1,0 +1,152 @@
+//! What prefill and decode workers share: the back end they drive ([`Backend`]), and how they describe themselves, count, account for
+//! prompts and end their requests.
+//!
+//! A worker is a [`Worker`] plus the gRPC service of its role. [`Worker::serve`] adds the `Control` service and runs until the process drains.
+
+mod backend;
+mod control;
+mod ledger;
+mod metrics;
+mod requests;
+
+pub use backend::{Backend, CacheWatch, Job};
+pub use ledger::{Ledger, LedgerEntry, LedgerLine, Outcome, ScheduledPrompt, WorkerLedger};
+pub use metrics::{Direction, TransferMetrics, WorkerMetrics};
+pub use requests::{ClientGone, Replies, ReplySender, Requests};
+
+use control::ControlService;
+use futures::future::OptionFuture;
+use std::sync::Arc;
+use tandem_engine::EngineHandle;
+use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
+use tandem_proto::{
+    channel::{Listener, Network},
+    v1::{WorkerInfo, worker_info::Role},
+};
+use tonic::service::Routes;
+
+/// Settings of a worker of either role.
+#[derive(Clone, Debug, Default)]
+pub struct WorkerSettings {
+    /// The worker's stable name, and the label of its metrics.
+    pub worker_id: String,
+    /// The cluster's name; routers of other clusters do not route here.
+    pub cluster: String,
+    /// The served model's id.
+    pub model: String,
+    /// The version of the model's weights.
+    pub revision: String,
+    /// Where prompts are accounted for.
+    pub ledger: Ledger,
+    /// Where KV events are published in addition to the `Watch` streams; absent: nowhere.
+    pub broker: Option<Broker>,
+    /// Continues the traces of requests.
+    pub tracer: Tracer,
+    /// `Scheduled` does not say how many tokens were cached. Only for tests of what the cluster makes of such a worker.
+    pub withhold_cached_tokens: bool,
+}
+
+/// Why a worker ended.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The socket cannot be served.
+    #[error("the worker cannot serve its socket")]
+    Serve(#[from] tonic::transport::Error),
+    /// The back end has ended.
+    #[error("the worker's engine has ended; the log says why")]
+    EngineGone,
+    /// The back end moves KV itself, by means that no worker of this version has.
+    #[error("the worker's engine does not support Tandem's KV transfers")]
+    NoTransfers,
+}
+
+/// What the services of one worker share. Cheap to clone.
+#[derive(Clone)]
+pub struct Worker {
+    /// What the worker says of itself; its instance id is new.
+    pub info: Arc<WorkerInfo>,
+    /// What computes.
+    pub backend: Arc<dyn Backend>,
+    /// The worker's metrics.
+    pub metrics: Arc<WorkerMetrics>,
+    /// The requests that run.
+    pub requests: Requests,
+    /// The worker's part of the ledger.
+    pub ledger: WorkerLedger,
+    /// The process's shutdown.
+    pub shutdown: Shutdown,
+    broker: Option<Broker>,
+}
+
+impl Worker {
+    /// A new instance of the worker `settings.worker_id`, in the cluster whose key `network` has.
+    pub fn new(
+        role: Role,
+        backend: Arc<dyn Backend>,
+        settings: &WorkerSettings,
+        network: &Network,
+        metrics: &Metrics,
+        shutdown: Shutdown,
+    ) -> Self {
+        let engine = backend.info();
+        let info = WorkerInfo {
+            role: role.into(),
+            worker_id: settings.worker_id.clone(),
+            instance_id: tandem_node::new_instance_id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            model: settings.model.clone(),
+            revision: settings.revision.clone(),
+            block_size: engine.block_size,
+            capacity_blocks: engine.capacity_blocks,
+            context_length: engine.context_length,
+            block_bytes: engine.block_bytes as u64,
+            cluster: settings.cluster.clone(),
+            key_fingerprint: network.key().fingerprint().to_owned(),
+        };
+        let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
+        let metrics = WorkerMetrics::new(metrics, &settings.worker_id);
+        metrics.set_capacity(info.capacity_blocks);
+        Self {
+            info: info.into(),
+            backend,
+            metrics: metrics.into(),
+            requests: Requests::new(shutdown.clone()),
+            ledger,
+            shutdown,
+            broker: settings.broker.clone(),
+        }
+    }
+
+    /// Returns the engine whose KV memory the transfer paths use.
+    ///
+    /// # Errors
+    /// The back end moves KV itself.
+    pub fn engine(&self) -> Result<&EngineHandle, WorkerError> {
+        self.backend.transfers().ok_or(WorkerError::NoTransfers)
+    }
+
+    /// Serves `Control` and the services in `routes` until the process drains and every request has ended.
+    ///
+    /// # Errors
+    /// The socket cannot be served, or the back end has ended.
+    pub async fn serve(self, listener: Listener, routes: Routes) -> Result<(), WorkerError> {
+        let info = &self.info;
+        tracing::info!(
+            role = info.role().as_str_name(),
+            worker = info.worker_id,
+            instance = info.instance_id,
+            model = info.model,
+            "worker started"
+        );
+        let watch = self.backend.watch().await.ok_or(WorkerError::EngineGone)?;
+        let batches = watch.batches.resubscribe();
+        let published = self.broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), batches));
+        let routes = routes.add_service(ControlService::new(&self).into_server());
+        tokio::select! {
+            biased;
+            served = self.requests.serve(listener, routes, &self.metrics) => Ok(served?),
+            () = self.metrics.follow(watch) => Err(WorkerError::EngineGone),
+            Some(()) = OptionFuture::from(published) => Err(WorkerError::EngineGone),
+        }
+    }
+}
