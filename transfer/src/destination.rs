@@ -31,6 +31,9 @@ pub trait Destination: Send + Sync + 'static {
     /// As for [`Destination::write`].
     async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused>;
 
+    /// Confirms that the worker which computed the ticket's blocks has written all of them.
+    async fn confirm(&self, ticket: Ticket);
+
     /// Refuses a write of blocks that the sender announced in its memory, because the ticket does not name a path on which they can be copied.
     async fn refuse(&self, ticket: Ticket) -> Refused;
 }

@@ -35,6 +35,8 @@ pub struct ReceivePaths {
 
 /// A ticket's path. Its blocks can be received while this exists.
 pub struct Negotiated {
+    destination: Arc<dyn Destination>,
+    ticket: Ticket,
     label: &'static str,
     grant: Option<Box<dyn Grant>>,
 }
@@ -83,12 +85,13 @@ impl ReceivePaths {
         secret: Ticket,
         ticket: &mut v1::Ticket,
     ) -> Negotiated {
-        let mut negotiated = Negotiated { label: host::LABEL, grant: None };
+        let destination = Arc::clone(&self.destination);
+        let mut negotiated = Negotiated { destination, ticket: secret, label: host::LABEL, grant: None };
         for path in offered.into_iter().flat_map(|_| &self.paths) {
             let Some(capabilities) = offered else { break };
             match path.offer(Offer { peer, capabilities, secret, ticket }).await {
                 Decision::Accepted(grant) => {
-                    negotiated = Negotiated { label: path.label(), grant };
+                    (negotiated.label, negotiated.grant) = (path.label(), grant);
                     break;
                 }
                 Decision::Prepares(grant) => {
@@ -108,8 +111,10 @@ impl Negotiated {
         self.label
     }
 
-    /// To be called when the prefill worker has confirmed that all of the ticket's blocks were written: prepares paths for later tickets.
-    pub fn confirmed(&mut self, done: &PrefillDone) {
+    /// To be called when the prefill worker has confirmed that all of the ticket's blocks were written: lets the destination use them, and
+    /// prepares paths for later tickets.
+    pub async fn confirmed(&mut self, done: &PrefillDone) {
+        self.destination.confirm(self.ticket).await;
         if let Some(grant) = self.grant.take() {
             grant.confirmed(done);
         }
