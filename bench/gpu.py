@@ -240,7 +240,7 @@ def fast(folder):
         else:
             kv = found["batch"] * found["context"] * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
             name, share, goal = f"decode {found['batch']} × {found['context']}", (weights + kv) / seconds / bandwidth, DECODE_GOAL
-            name, other = f"{name}, {found['draw']}", theirs.get(name)
+            name, other = f"{name}, {found['sampling']}", theirs.get(name)
             rate = f"{seconds * 1e3:.2f} ms a step"
         met &= share >= goal
         compared = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "– | –"

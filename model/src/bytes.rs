@@ -1,4 +1,4 @@
-//! A file's bytes, mapped or in memory.
+//! A file's bytes, memory-mapped or owned.
 
 use crate::ModelError;
 use std::{fs::File, path::Path};
@@ -9,12 +9,12 @@ pub(crate) enum Bytes {
 }
 
 impl Bytes {
-    /// Weights are read from the disk when they are first touched.
+    /// Maps a file. Pages are read from disk at their first access.
     pub(crate) fn map(path: &Path) -> Result<Self, ModelError> {
         let failed = |source| ModelError::Open { path: path.to_owned(), source };
         let file = File::open(path).map_err(failed)?;
-        // SAFETY: the map is read-only, and what it is read as (bytes) has no invalid values. A file that shrinks while it
-        // is mapped would end the process; model files are put in place by renaming a complete file and never written again.
+        // SAFETY: the map is read-only, and every byte is a valid `u8`. A file that shrinks while it is mapped would end the process; model files
+        // are put in place by renaming a complete file and are not written afterwards.
         #[expect(unsafe_code)]
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(failed)?;
         Ok(Self::Mapped(map))

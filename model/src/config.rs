@@ -1,53 +1,57 @@
-//! A model's sizes, and which models can be run at all.
+//! A model's configuration, and which models are supported.
 
 use crate::{
     Gguf, ModelError, ModelFile, Pairs, Rope, TensorType,
     rope::{Scaling, yarn_magnitude},
 };
 
-/// The numbers that make a Llama or a Qwen: every one is positive, `heads` is a multiple of `kv_heads`, `head_dim` is even.
+/// The configuration of a Llama or Qwen model: all sizes are positive, `heads` is a multiple of `kv_heads`, `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Transformer blocks.
     pub layers: usize,
-    /// Numbers in the residual stream.
+    /// Length of the residual stream.
     pub width: usize,
     /// Query heads.
     pub heads: usize,
     /// Key and value heads; each serves `heads ÷ kv_heads` query heads.
     pub kv_heads: usize,
-    /// Numbers in one head.
+    /// Length of a head.
     pub head_dim: usize,
-    /// Numbers between the two halves of the feed-forward network.
+    /// Length of the feed-forward network's inner layer.
     pub ffn: usize,
-    /// Added to the mean square before its root.
+    /// RMSNorm's epsilon, added to the mean square.
     pub eps: f32,
-    /// How positions enter.
+    /// Rotary position embedding.
     pub rope: Rope,
     /// Queries, keys and values have biases.
     pub qkv_biases: bool,
-    /// Every head of queries and keys is normalised before it is turned.
+    /// Every head of queries and keys is normalised before RoPE.
     pub qk_norms: bool,
-    /// The longest sequence in tokens.
+    /// Longest sequence, in tokens.
     pub context_length: u32,
-    /// Rows of the embedding.
+    /// Tokens in the vocabulary: rows of the embedding.
     pub vocab_size: usize,
-    /// The output head is the embedding.
+    /// The output head shares the embedding's weights.
     pub tied: bool,
 }
 
 const ARCHITECTURE: &str = "general.architecture";
 
 impl Gguf {
-    /// The longest sequence the model takes, in tokens.
+    /// Returns the longest sequence that the model supports, in tokens.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has another value.
     pub fn context_length(&self) -> Result<u32, ModelError> {
         self.u32(&format!("{}.context_length", self.str(ARCHITECTURE)?))
     }
 }
 
-/// What tells the families apart.
+/// The differences between the model families.
 pub(crate) struct Family {
-    /// In GGUF files.
+    /// The order of RoPE pairs in GGUF files.
     pairs: Pairs,
     pub(crate) qkv_biases: bool,
     pub(crate) qk_norms: bool,
@@ -66,7 +70,11 @@ impl Family {
 }
 
 impl ModelConfig {
-    /// Reads and checks the numbers. Any other family, and positions scaled in a way that is not known, are refused.
+    /// Reads and checks the configuration of a GGUF file.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a value is missing or invalid, or if the model's family or its RoPE scaling is not supported.
     pub fn read(file: &Gguf) -> Result<Self, ModelError> {
         const EPS: &str = "attention.layer_norm_rms_epsilon";
         let architecture = file.str(ARCHITECTURE)?;
@@ -92,7 +100,7 @@ impl ModelConfig {
             kv_heads,
             head_dim,
             ffn: numbers.size("feed_forward_length")?,
-            // Without it the file's own error says that it is missing.
+            // If it is absent, `f32` returns the error that names the key.
             eps: numbers.positive(EPS)?.map_or_else(|| file.f32(&numbers.key(EPS)), Ok)?,
             rope: Rope::new(family.pairs, head_dim, rope_base, divisors.as_deref(), scaling),
             qkv_biases: family.qkv_biases,
@@ -104,7 +112,7 @@ impl ModelConfig {
     }
 }
 
-/// A file's numbers under its architecture's name.
+/// A file's numbers, whose keys start with the architecture's name.
 struct Numbers<'a> {
     file: &'a Gguf,
     architecture: &'a str,
@@ -137,7 +145,7 @@ impl Numbers<'_> {
         }
     }
 
-    /// Keys, values and rotations are all of one length.
+    /// Returns the length of a head, which must be the same for keys, values and RoPE.
     fn head_dim(&self, width: usize, heads: usize) -> Result<usize, ModelError> {
         let head_dim = match self.optional_size("attention.key_length")? {
             Some(head_dim) => head_dim,
@@ -161,7 +169,7 @@ impl Numbers<'_> {
     }
 }
 
-/// The embedding has a row for each token.
+/// Returns the number of rows of the embedding.
 fn vocab_size(file: &Gguf, width: usize) -> Result<usize, ModelError> {
     const NAME: &str = "token_embd.weight";
     match file.tensor(NAME)?.shape {
@@ -170,7 +178,7 @@ fn vocab_size(file: &Gguf, width: usize) -> Result<usize, ModelError> {
     }
 }
 
-/// What a conversion of a Llama 3 has computed already from that family's scaling.
+/// Returns the divisors of RoPE frequencies, into which conversions of Llama 3 models have put that family's scaling.
 fn rope_divisors(file: &Gguf, pairs: usize) -> Result<Option<Vec<f32>>, ModelError> {
     const NAME: &str = "rope_freqs.weight";
     if !file.has_tensor(NAME) {
@@ -191,7 +199,7 @@ fn rope_scaling(file: &Gguf, architecture: &str, context_length: u32) -> Result<
         Some(number) if !number.is_finite() || number <= 0.0 => Err(ModelError::WrongValue { key: key(name), wanted: "above 0" }),
         number => Ok(number.map(f64::from)),
     };
-    // Conversions older than the types have a factor only, under one of two names.
+    // Older conversions have no type, only a factor under one of two names.
     let old_name = format!("{architecture}.rope.scale_linear");
     let factor = match number("factor")? {
         None if file.has(&old_name) => Some(f64::from(file.f32(&old_name)?)).filter(|factor| *factor > 0.0),
@@ -203,7 +211,7 @@ fn rope_scaling(file: &Gguf, architecture: &str, context_length: u32) -> Result<
         "linear" if factor == 1.0 => Ok(Scaling::None),
         "linear" => Ok(Scaling::Linear { factor }),
         "yarn" => {
-            // How much of YaRN there is: all of it in every model of these families.
+            // The share of YaRN's extrapolation, which is 1 in all models of these families.
             if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
                 return Err(ModelError::WrongValue { key: key("yarn_ext_factor"), wanted: "1" });
             }

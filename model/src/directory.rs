@@ -1,4 +1,4 @@
-//! A model as Hugging Face's libraries save it: a directory with `config.json`, `tokenizer.json` and safetensors.
+//! A model in Hugging Face's layout: a directory with `config.json`, `tokenizer.json` and safetensors.
 
 mod config;
 mod names;
@@ -13,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A directory's model, checked when it was opened: its weights' files are whole.
+/// A model's directory. Opening it checks that the weight files are complete.
 pub struct HfDirectory {
     path: PathBuf,
     shards: Vec<Bytes>,
@@ -29,16 +29,16 @@ struct TensorInfo {
     range: Range<usize>,
 }
 
-/// What a directory says about text; not yet a tokeniser.
+/// The data from which a tokenizer is built.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HfTokenizer {
-    /// `tokenizer.json`, as the crate `tokenizers` reads it.
+    /// Contents of `tokenizer.json`, for the crate `tokenizers`.
     pub json: Vec<u8>,
-    /// Jinja source that makes a prompt of a conversation.
+    /// Jinja source of the chat template.
     pub chat_template: Option<String>,
-    /// The text of the token that begins a sequence; may be empty.
+    /// Text of the token that starts a sequence; may be empty.
     pub bos: String,
-    /// The text of the token that ends one; may be empty.
+    /// Text of the token that ends a sequence; may be empty.
     pub eos: String,
     /// Ids of tokens that end an answer.
     pub stop_tokens: Vec<u32>,
@@ -53,12 +53,16 @@ const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
 impl HfDirectory {
-    /// Whether a directory is meant to be such a model.
+    /// Whether a directory has the files of such a model.
     pub fn is_at(path: &Path) -> bool {
         path.join(CONFIG).is_file() && (path.join(WHOLE).is_file() || path.join(INDEX).is_file())
     }
 
-    /// Maps the weights into memory and reads what they are. Weights are read from the disk when they are first touched.
+    /// Reads the configuration and maps the weights into memory; weights are read from disk at their first access.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a file is missing, damaged or invalid, or if the model is not supported.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let config = read(path, CONFIG)?;
         let (mut shards, mut tensors) = (Vec::new(), HashMap::new());
@@ -85,14 +89,18 @@ impl HfDirectory {
         Ok(Self { path: path.to_owned(), shards, tensors, config })
     }
 
-    /// The files that make up the model: those of them that exist, in the order of their names.
+    /// Returns the existing files of the model, in the order of their names.
     pub(crate) fn files(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
         let mut names = shard_names(path)?;
         names.extend([CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION, TEMPLATE].map(str::to_owned));
         Ok(names.into_iter().map(|name| path.join(name)).filter(|file| file.exists()).collect())
     }
 
-    /// The tokeniser's files, and what others say about text.
+    /// Returns the tokenizer's file, and what other files say about text.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
     pub fn tokenizer(&self) -> Result<HfTokenizer, ModelError> {
         let config: TokenizerConfig = match read_optional(&self.path, TOKENIZER_CONFIG)? {
             Some(bytes) => json(TOKENIZER_CONFIG, &bytes)?,
@@ -156,7 +164,7 @@ struct Index {
     weight_map: HashMap<String, String>,
 }
 
-/// The index's files in their names' order, each a plain name within the directory; without an index the one file.
+/// Returns the names of the weight files: those in the index, or else the single file.
 fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
     let Some(bytes) = read_optional(path, INDEX)? else {
         return Ok(BTreeSet::from([WHOLE.to_owned()]));
@@ -164,14 +172,18 @@ fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
     shards_of_index(&bytes)
 }
 
-/// The names of the weights' files in an index, each a plain name within its directory.
+/// Returns the names of the weight files in an index, in order. Each is a plain name within the directory.
+///
+/// # Errors
+///
+/// Fails if the index is not valid JSON, names no files, or names files of other directories.
 pub fn shards_of_index(index: &[u8]) -> Result<BTreeSet<String>, ModelError> {
     let names: BTreeSet<String> = json::<Index>(INDEX, index)?.weight_map.into_values().collect();
     let is_plain = |name: &String| name.ends_with(".safetensors") && !name.contains(['/', '\\']);
     if names.iter().all(is_plain) && !names.is_empty() {
         Ok(names)
     } else {
-        Err(ModelError::Malformed { what: "the index of the weights names no files, or such in other places" })
+        Err(ModelError::Malformed { what: "the index of the weights names no files, or files of other directories" })
     }
 }
 
@@ -200,7 +212,7 @@ struct TokenizerConfig {
     chat_template: Option<TemplateField>,
 }
 
-/// A token's text, or an object that holds it.
+/// A token's text, or an object that contains it.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum TokenField {
@@ -216,7 +228,7 @@ impl TokenField {
     }
 }
 
-/// One template, or several by name.
+/// One template, or several with names.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum TemplateField {

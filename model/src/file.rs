@@ -1,19 +1,31 @@
-//! What the engine asks of a model's files, whichever format they have.
+//! The engine's view of a model's files, independent of their format.
 
 use crate::{ModelConfig, ModelError, Tensor};
 
-/// A model's sizes and weights. Tensors have the names that GGUF gives them.
+/// A model's configuration and weights. Tensors are named as in GGUF.
 pub trait ModelFile {
-    /// Reads and checks the model's numbers.
+    /// Returns the model's configuration.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a value is missing or invalid, or if the model is not supported.
     fn config(&self) -> Result<ModelConfig, ModelError>;
 
-    /// A tensor by its name.
+    /// Returns a tensor by its name.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no such tensor, or if its number format is not supported.
     fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError>;
 
     /// Whether there is a tensor of this name.
     fn has_tensor(&self, name: &str) -> bool;
 
-    /// A tensor by its name, which must have this shape (innermost dimension first).
+    /// Returns a tensor by its name, checking its shape (innermost dimension first).
+    ///
+    /// # Errors
+    ///
+    /// As [`tensor`](Self::tensor), and if the shape differs.
     fn tensor_of(&self, name: &str, shape: &[u64]) -> Result<Tensor<'_>, ModelError> {
         let tensor = self.tensor(name)?;
         if tensor.shape == shape {

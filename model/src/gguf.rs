@@ -1,21 +1,29 @@
-//! A GGUF file in memory: its metadata by key, its tensors by name.
+//! A GGUF file: its metadata by key, its tensors by name.
 
 use crate::{ModelConfig, ModelError, ModelFile, Tensor, TensorType, bytes::Bytes, parse};
 use std::{collections::HashMap, path::Path};
 
-/// A GGUF file, checked when it was opened: what it announces lies within it.
+/// A GGUF file. Opening it checks that everything it announces lies within the file.
 pub struct Gguf {
     bytes: Bytes,
     contents: parse::Contents,
 }
 
 impl Gguf {
-    /// Maps the file into memory. Weights are read from the disk when they are first touched.
+    /// Maps the file into memory; weights are read from disk at their first access.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the file cannot be opened, or is not a complete GGUF file of version 3.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         Self::new(Bytes::map(path)?)
     }
 
-    /// A file that is in memory already.
+    /// Parses a file that is in memory.
+    ///
+    /// # Errors
+    ///
+    /// Fails if it is not a complete GGUF file of version 3.
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self, ModelError> {
         Self::new(Bytes::Owned(bytes))
     }
@@ -25,7 +33,11 @@ impl Gguf {
         Ok(Self { bytes, contents })
     }
 
-    /// A tensor by its name.
+    /// Returns a tensor by its name.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no such tensor.
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
         let found = self.contents.tensors.get(name).ok_or_else(|| ModelError::MissingTensor { name: name.to_owned() })?;
         Ok(Tensor { kind: found.kind, shape: &found.shape, data: &self.bytes.as_slice()[found.range.clone()] })
@@ -36,34 +48,46 @@ impl Gguf {
         self.contents.tensors.contains_key(name)
     }
 
-    /// All tensors' names and types, in no order.
+    /// Returns the names and types of all tensors, in no particular order.
     pub fn tensor_types(&self) -> impl Iterator<Item = (&str, TensorType)> {
         self.contents.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.kind))
     }
 
-    /// Whether the metadata have this key.
+    /// Whether the metadata contain this key.
     pub fn has(&self, key: &str) -> bool {
         self.contents.metadata.contains_key(key)
     }
 
-    /// A whole number of any width that is not negative and fits.
+    /// Returns an integer of any width that is in the range of `u32`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has another value.
     pub fn u32(&self, key: &str) -> Result<u32, ModelError> {
-        self.value(key, "a whole number below 2^32", |value| match value {
+        self.value(key, "an integer below 2^32", |value| match value {
             parse::Value::Unsigned(number) => u32::try_from(*number).ok(),
             parse::Value::Signed(number) => u32::try_from(*number).ok(),
             _ => None,
         })
     }
 
-    /// A number with a fraction.
+    /// Returns a floating-point number.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has a value of another type.
     pub fn f32(&self, key: &str) -> Result<f32, ModelError> {
-        self.value(key, "a number with a fraction", |value| match value {
+        self.value(key, "a floating-point number", |value| match value {
             parse::Value::Float(number) => Some(*number as f32),
             _ => None,
         })
     }
 
-    /// Yes or no.
+    /// Returns a boolean.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has a value of another type.
     pub fn bool(&self, key: &str) -> Result<bool, ModelError> {
         self.value(key, "true or false", |value| match value {
             parse::Value::Bool(value) => Some(*value),
@@ -71,31 +95,43 @@ impl Gguf {
         })
     }
 
-    /// A text.
+    /// Returns a string.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has a value of another type.
     pub fn str(&self, key: &str) -> Result<&str, ModelError> {
-        self.value(key, "a text", |value| match value {
+        self.value(key, "a string", |value| match value {
             parse::Value::Text(text) => Some(text.as_str()),
             _ => None,
         })
     }
 
-    /// A list of texts.
+    /// Returns a list of strings.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has a value of another type.
     pub fn strings(&self, key: &str) -> Result<Vec<String>, ModelError> {
-        self.value(key, "a list of texts", |value| match value {
+        self.value(key, "a list of strings", |value| match value {
             parse::Value::Array(array) => array.strings(self.bytes.as_slice()),
             _ => None,
         })
     }
 
-    /// A list of 32-bit whole numbers.
+    /// Returns a list of 32-bit integers that are in the range of `i32`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the key is missing or has another value.
     pub fn i32s(&self, key: &str) -> Result<Vec<i32>, ModelError> {
-        self.value(key, "a list of 32-bit whole numbers", |value| match value {
+        self.value(key, "a list of 32-bit integers", |value| match value {
             parse::Value::Array(array) => array.i32s(self.bytes.as_slice()),
             _ => None,
         })
     }
 
-    /// `None` when the key is absent; an error still when its value is wrong.
+    /// Returns `None` if the key is absent; a wrong value is still an error.
     pub(crate) fn optional<T>(
         &self,
         key: &str,
@@ -129,5 +165,5 @@ impl ModelFile for Gguf {
     }
 }
 
-/// Names to what was found under them.
+/// A map by name.
 pub(crate) type ByName<T> = HashMap<String, T>;

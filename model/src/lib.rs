@@ -1,4 +1,4 @@
-//! What a model's files say: the one reader of them, for the engine (weights) and the frontend (tokeniser, template).
+//! Reads a model's files, GGUF or a Hugging Face directory: weights for the engine, tokenizer and chat template for the frontend.
 
 mod bytes;
 mod config;
@@ -21,14 +21,14 @@ pub use rope::{Pairs, Rope};
 pub use tensor::{Tensor, TensorType};
 pub use tokenizer::TokenizerData;
 
-/// The vocabulary of `--engine sim`: the 256 bytes, then these.
+/// The built-in vocabulary of `--engine sim`: the 256 bytes, then these tokens.
 pub mod sim {
-    /// Begins a chat turn.
+    /// Starts a chat turn.
     pub const IM_START: u32 = 256;
-    /// Ends a chat turn, and an answer.
+    /// Ends a chat turn, and so an answer.
     pub const IM_END: u32 = 257;
-    /// How many tokens there are.
+    /// Number of tokens.
     pub const VOCAB_SIZE: usize = 258;
-    /// Tokens a sequence may have.
+    /// Longest sequence, in tokens.
     pub const CONTEXT_LENGTH: u32 = 131_072;
 }

@@ -1,4 +1,4 @@
-//! GGUF v3's bytes, taken apart with every length checked before it is used.
+//! Parses GGUF version 3. Every length is checked before it is used.
 
 use crate::{ModelError, TensorType, gguf::ByName};
 use std::ops::Range;
@@ -17,7 +17,7 @@ pub(crate) enum Value {
     Array(Array),
 }
 
-/// Checked when the file was opened, decoded when asked for.
+/// An array, checked when the file is opened and decoded on access.
 pub(crate) struct Array {
     kind: u32,
     len: usize,
@@ -32,10 +32,10 @@ pub(crate) struct TensorInfo {
 
 const METADATA: &str = "metadata";
 const TENSOR_LIST: &str = "list of tensors";
-/// GGUF's numbers of the types of values.
+/// GGUF's numbers of value types.
 const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
-/// As ggml has it.
+/// ggml's limit.
 const DIMENSIONS_MAX: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
@@ -130,7 +130,7 @@ impl Array {
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// For the error.
+    /// The part of the file being read, for errors.
     part: &'static str,
 }
 
@@ -145,7 +145,7 @@ impl<'a> Reader<'a> {
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], ModelError> {
-        Ok(self.take(N as u64)?.try_into().expect("take returns what was asked for"))
+        Ok(self.take(N as u64)?.try_into().expect("take returns the requested length"))
     }
 
     fn u32(&mut self) -> Result<u32, ModelError> {
@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
             };
             self.take(len.checked_mul(width).ok_or(ModelError::Truncated { part: self.part })?)?;
         }
-        // Each element took at least one byte of the file, so the length fits.
+        // Each element takes at least one byte of the file, so the length fits.
         let len = usize::try_from(len).map_err(|_| ModelError::Truncated { part: self.part })?;
         Ok(Array { kind, len, range: start..self.at })
     }

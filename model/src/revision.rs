@@ -1,7 +1,7 @@
-//! Which model some files are: the SHA-256 of every byte that is read of them.
+//! A model's revision: the SHA-256 of all bytes of its files.
 //!
-//! KV is shared between workers only when they name the same revision, so two models that differ in one weight must differ here.
-//! Of a GGUF file it is what `sha256sum FILE` prints; of a directory, what `sha256sum FILES | sha256sum` prints in it, with the
+//! Workers share KV only if their revisions are equal, so models that differ in a single weight must have different ones.
+//! The revision of a GGUF file is the output of `sha256sum FILE`; that of a directory is the output of `sha256sum FILES | sha256sum` in it, for the
 //! names of [`files`] in their order.
 
 use crate::{HfDirectory, ModelError};
@@ -11,10 +11,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// How much of a file is in memory at a time, in bytes: large enough for full speed, small beside any model.
+/// Bytes read at a time: large enough for full speed, small compared to any model.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The files whose bytes decide which model is at `path`: the file itself, or those of a directory in the order of their names.
+/// Returns the files that define the model at `path`: the file itself, or those of a directory in the order of their names.
 ///
 /// # Errors
 /// Fails if the directory's index of weights cannot be read.
@@ -22,10 +22,10 @@ pub fn files(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
     if path.is_dir() { HfDirectory::files(path) } else { Ok(vec![path.to_owned()]) }
 }
 
-/// The revision of the model at `path`, 64 lowercase hex digits; `sha256` says what a file's SHA-256 is, in the same form.
+/// Returns the revision of the model at `path`, 64 lowercase hex digits. `sha256` returns a file's SHA-256 in the same form.
 ///
 /// # Errors
-/// Fails if the files cannot be listed, or with what `sha256` fails with.
+/// Fails if the files cannot be listed, or if `sha256` fails.
 pub fn revision<E: From<ModelError>>(path: &Path, mut sha256: impl FnMut(&Path) -> Result<String, E>) -> Result<String, E> {
     if !path.is_dir() {
         return sha256(path);
@@ -38,7 +38,7 @@ pub fn revision<E: From<ModelError>>(path: &Path, mut sha256: impl FnMut(&Path) 
     Ok(hex(list))
 }
 
-/// The SHA-256 of all that `from` gives, in 64 lowercase hex digits; `read` hears of every chunk's length in bytes.
+/// Returns the SHA-256 of a stream, 64 lowercase hex digits. `read` is called with the length of every chunk in bytes.
 ///
 /// # Errors
 /// Fails if `from` cannot be read to its end.
@@ -46,8 +46,8 @@ pub fn sha256(from: impl Read, read: impl FnMut(usize)) -> io::Result<String> {
     hash(Context::new(&SHA256), from, read)
 }
 
-/// The name that git gives to a file of `len` bytes: a SHA-1 in 40 lowercase hex digits. The Hugging Face hub has nothing better for
-/// files that are not in its large-file storage.
+/// Returns the hash that git gives to a file of `len` bytes: a SHA-1 in 40 lowercase hex digits. For files outside its large-file storage, the
+/// Hugging Face hub publishes no other hash.
 ///
 /// # Errors
 /// Fails if `from` cannot be read to its end.
@@ -86,14 +86,14 @@ mod tests {
         sha256(fs::File::open(path).map_err(open)?, |_| {}).map_err(open)
     }
 
-    /// What a shell prints in `folder`, up to the first space.
+    /// Returns the output of a shell command in `folder`, up to the first space.
     fn shell(folder: &Path, command: &str) -> String {
         let output = Command::new("sh").args(["-c", command]).current_dir(folder).output().expect("there is a shell");
         String::from_utf8_lossy(&output.stdout).split(' ').next().unwrap_or_default().to_owned()
     }
 
     #[test]
-    fn every_byte_of_a_file_is_part_of_its_revision() {
+    fn revision_covers_every_byte_of_a_file() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a.gguf");
         // More than one chunk, and not a whole number of them.
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn git_names_of_files_are_those_of_git() {
+    fn git_blob_hash_equals_that_of_git() {
         // `printf hello | git hash-object --stdin`
         assert_eq!(git_blob_sha1(5, &b"hello"[..]).expect("memory"), "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0");
     }

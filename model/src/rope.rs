@@ -1,8 +1,8 @@
-//! How positions turn the pairs of a head, whichever way a model's context was stretched.
+//! Rotary position embedding (RoPE) and its scalings for longer contexts.
 
 use std::f64::consts::PI;
 
-/// Which numbers of a head are turned together.
+/// Which elements of a head form a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairs {
     /// 2i and 2i + 1.
@@ -11,34 +11,35 @@ pub enum Pairs {
     Halves,
 }
 
-/// Rotary position embedding: at position `p`, pair `i` of every query and key is turned by `p × frequencies[i]` and multiplied by
-/// `magnitude`. Scaled positions are in these numbers already.
+/// Rotary position embedding (Su et al. 2021): at position `p`, pair `i` of every query and key is rotated by `p × frequencies[i]` radians and
+/// multiplied by `magnitude`. Both include the model's context scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Which numbers are a pair.
+    /// Which elements form a pair.
     pub pairs: Pairs,
-    /// Radians from one position to the next, of half a head's length of pairs.
+    /// Radians per position, for each of the `head_dim / 2` pairs.
     pub frequencies: Vec<f64>,
-    /// 1 but for YaRN.
+    /// 1 except with YaRN.
     pub magnitude: f64,
 }
 
-/// How frequencies were changed for a longer context than a model was first trained with.
+/// How frequencies are changed for a longer context than the model was pre-trained with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Scaling {
     None,
-    /// All divided.
+    /// All frequencies are divided by the factor.
     Linear {
         factor: f64,
     },
-    /// Long waves divided, short ones kept, those between mixed.
+    /// Llama 3.1: low frequencies are divided, high ones kept, those between interpolated.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
         high_freq_factor: f64,
         original_context: f64,
     },
-    /// Pairs that turn seldom in the original context divided, those that turn often kept, those between mixed.
+    /// YaRN (Peng et al. 2023): pairs that rotate fewer than `beta_slow` times in the original context are divided, those that rotate more than
+    /// `beta_fast` times are kept, those between are interpolated.
     Yarn {
         factor: f64,
         original_context: f64,
@@ -48,13 +49,13 @@ pub(crate) enum Scaling {
     },
 }
 
-/// What YaRN multiplies by when a model does not say otherwise: sharper attention for a longer context.
+/// YaRN's default magnitude, which sharpens attention for a longer context.
 pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * libm::log(factor) + 1.0 }
 }
 
 impl Rope {
-    /// `divisors`, one a pair, divide the frequencies before all else.
+    /// Computes the frequencies. `divisors`, one per pair, are applied before the scaling.
     pub(crate) fn new(pairs: Pairs, head_dim: usize, base: f32, divisors: Option<&[f32]>, scaling: Scaling) -> Self {
         let len = head_dim / 2;
         let mut frequencies: Vec<f64> = (0..len).map(|pair| libm::pow(f64::from(base), -(pair as f64) / len as f64)).collect();
@@ -67,19 +68,20 @@ impl Rope {
             Scaling::Linear { factor } => frequencies.iter_mut().for_each(|frequency| *frequency /= factor),
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
                 for frequency in &mut frequencies {
-                    let turns = original_context * *frequency / (2.0 * PI);
-                    let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    let rotations = original_context * *frequency / (2.0 * PI);
+                    let kept = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                     *frequency *= kept + (1.0 - kept) / factor;
                 }
             }
             Scaling::Yarn { factor, original_context, beta_fast, beta_slow, magnitude: given } => {
-                // The pair that turns so often in the original context.
-                let pair_of =
-                    |turns: f64| len as f64 * libm::log(original_context / (turns * 2.0 * PI)) / libm::log(f64::from(base));
+                // The pair that rotates this often in the original context.
+                let pair_of = |rotations: f64| {
+                    len as f64 * libm::log(original_context / (rotations * 2.0 * PI)) / libm::log(f64::from(base))
+                };
                 let first = libm::floor(pair_of(beta_fast)).max(0.0);
                 let last = libm::ceil(pair_of(beta_slow)).min(head_dim as f64 - 1.0);
                 for (pair, frequency) in frequencies.iter_mut().enumerate() {
-                    // Where both are one pair, the step is steep but not endless.
+                    // If both bounds are the same pair, avoid a division by zero.
                     let divided = ((pair as f64 - first) / (last - first).max(0.001)).clamp(0.0, 1.0);
                     *frequency *= 1.0 - divided + divided / factor;
                 }
@@ -101,10 +103,10 @@ mod tests {
         }
     }
 
-    // The expected numbers are numpy's, after the formulas of Hugging Face's `modeling_rope_utils`.
+    // Expected values were computed with numpy after the formulas of Hugging Face's `modeling_rope_utils`.
 
     #[test]
-    fn llama3_divides_long_waves_only() {
+    fn llama3_scaling_divides_low_frequencies_only() {
         let scaling =
             |factor, original_context| Scaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context };
         let rope = Rope::new(Pairs::Halves, 16, 500_000.0, None, scaling(32.0, 8192.0));
@@ -121,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn yarn_mixes_between_two_pairs() {
+    fn yarn_interpolates_between_two_pairs() {
         let scaling = |original_context| Scaling::Yarn {
             factor: 4.0,
             original_context,
@@ -140,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn linear_scaling_and_divisors_divide() {
+    fn linear_scaling_and_divisors_divide_frequencies() {
         let rope = Rope::new(Pairs::Halves, 4, 100.0, Some(&[1.0, 8.0]), Scaling::Linear { factor: 2.0 });
         assert_near(&rope.frequencies, &[0.5, 0.1 / 16.0]);
         assert_near(&Rope::new(Pairs::Halves, 4, 100.0, None, Scaling::None).frequencies, &[1.0, 0.1]);

@@ -1,6 +1,6 @@
-//! How a tensor's numbers are stored.
+//! Tensors and their number formats.
 
-/// A number format of tensors, under GGUF's own names.
+/// A number format of tensors, with GGUF's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, non_camel_case_types)]
 pub enum TensorType {
@@ -27,7 +27,7 @@ pub enum TensorType {
 }
 
 impl TensorType {
-    /// By GGUF's number.
+    /// Returns the type with this number in GGUF.
     pub(crate) fn from_number(number: u32) -> Option<Self> {
         Some(match number {
             0 => Self::F32,
@@ -54,7 +54,7 @@ impl TensorType {
         })
     }
 
-    /// Numbers in one unit of storage.
+    /// Numbers per storage block.
     pub fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 | Self::I8 | Self::I16 | Self::I32 | Self::I64 | Self::F64 => 1,
@@ -63,7 +63,7 @@ impl TensorType {
         }
     }
 
-    /// Bytes of one unit of storage.
+    /// Bytes per storage block.
     pub fn block_bytes(self) -> usize {
         match self {
             Self::I8 => 1,
@@ -86,13 +86,13 @@ impl TensorType {
     }
 }
 
-/// One tensor of a file.
+/// A tensor of a file.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
-    /// How its numbers are stored.
+    /// Its number format.
     pub kind: TensorType,
-    /// Innermost dimension first: a weight's rows have `shape[0]` numbers each and there are `shape[1]` of them.
+    /// Dimensions, innermost first: a weight has `shape[1]` rows of `shape[0]` numbers.
     pub shape: &'a [u64],
-    /// As stored: `shape`'s product ÷ `block_len` × `block_bytes` bytes.
+    /// The stored bytes: product of `shape` ÷ `block_len` × `block_bytes` of them.
     pub data: &'a [u8],
 }

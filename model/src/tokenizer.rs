@@ -1,8 +1,8 @@
-//! The tokeniser's part of a model's file.
+//! The tokenizer's data in a GGUF file.
 
 use crate::{Gguf, ModelError};
 
-/// What a file says about how text becomes tokens; not yet a tokeniser.
+/// The data from which a tokenizer is built.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenizerData {
     /// Each token's text as the vocabulary writes it (byte-level for `gpt2`), by token id.
@@ -11,22 +11,26 @@ pub struct TokenizerData {
     pub token_types: Vec<i32>,
     /// Pairs of tokens to merge, best first, each as `left right`.
     pub merges: Vec<String>,
-    /// How text is cut before merging; `default` when the file does not say.
+    /// Name of the pre-tokenizer, which splits text before merging; `default` if the file has none.
     pub pre: String,
     /// The algorithm; `gpt2` is byte-level BPE.
     pub model: String,
-    /// Begins a sequence.
+    /// Token that starts a sequence.
     pub bos: Option<u32>,
-    /// Ends an answer.
+    /// Token that ends an answer.
     pub eos: Option<u32>,
     /// Whether the model was trained with `bos` before every sequence.
     pub add_bos: bool,
-    /// Jinja source that makes a prompt of a conversation.
+    /// Jinja source of the chat template.
     pub chat_template: Option<String>,
 }
 
 impl Gguf {
-    /// The tokeniser's data. Every token has a type, and every id lies in the vocabulary.
+    /// Returns the tokenizer's data. Every token has a type, and every id is in the vocabulary.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a required key is missing, or if a value is invalid or contradicts another.
     pub fn tokenizer(&self) -> Result<TokenizerData, ModelError> {
         const TYPES: &str = "tokenizer.ggml.token_type";
         let tokens = self.strings("tokenizer.ggml.tokens")?;
@@ -48,7 +52,7 @@ impl Gguf {
             model: self.str("tokenizer.ggml.model")?.to_owned(),
             bos: id("tokenizer.ggml.bos_token_id")?,
             eos: id("tokenizer.ggml.eos_token_id")?,
-            // Llama 3's tokeniser always adds it; conversions of those models need not say so.
+            // Llama 3's tokenizer always adds it, but conversions of those models may lack the key.
             add_bos: add_bos.unwrap_or(pre == "llama-bpe"),
             pre,
             chat_template: self.optional("tokenizer.chat_template", |key| self.str(key))?.map(str::to_owned),

@@ -1,4 +1,4 @@
-//! What a GGUF file may say, and what is refused.
+//! Which GGUF files are accepted, and what is read from them.
 
 mod writer;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use tandem_model::{Gguf, ModelConfig, ModelError, ModelFile, Pairs, Rope, TensorType};
 use writer::{Writer, kind};
 
-/// A file with all that the reader knows, of a Llama without layers' weights.
+/// A Llama file with every key that the reader knows, but without the layers' weights.
 fn small() -> Writer {
     Writer::default()
         .str("general.architecture", "llama")
@@ -43,7 +43,7 @@ fn config_error(writer: Writer) -> ModelError {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn reader_returns_what_the_writer_wrote() {
     let file = read(small()).unwrap();
     let config = ModelConfig::read(&file).unwrap();
     let expected = ModelConfig {
@@ -75,7 +75,7 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn a_mapped_file_is_the_same_as_its_bytes() {
+fn mapped_file_equals_its_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model.gguf");
     std::fs::write(&path, small().finish()).unwrap();
@@ -87,7 +87,7 @@ fn a_mapped_file_is_the_same_as_its_bytes() {
 }
 
 #[test]
-fn what_may_be_absent_has_defaults() {
+fn optional_keys_have_defaults() {
     let writer = small()
         .without("tokenizer.ggml.pre")
         .without("tokenizer.ggml.token_type")
@@ -152,7 +152,7 @@ fn lengths_beyond_the_file_are_refused_without_allocating_for_them() {
 }
 
 #[test]
-fn what_breaks_the_format_is_refused() {
+fn malformed_files_are_refused() {
     assert!(matches!(error(small().raw("x", 77, &[])), ModelError::Malformed { .. }), "type of value");
     assert!(
         matches!(error(small().raw("x", 9, &[9, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])), ModelError::Malformed { .. }),
@@ -195,7 +195,7 @@ fn values_of_another_type_and_absent_keys_are_named() {
 }
 
 #[test]
-fn tokenisers_that_contradict_themselves_are_refused() {
+fn inconsistent_tokenizers_are_refused() {
     let tokenizer = |writer| read(writer).unwrap().tokenizer().unwrap_err();
     let short = tokenizer(small().i32s("tokenizer.ggml.token_type", &[1]));
     assert!(matches!(short, ModelError::WrongValue { key, .. } if key == "tokenizer.ggml.token_type"));
@@ -205,7 +205,7 @@ fn tokenisers_that_contradict_themselves_are_refused() {
 }
 
 #[test]
-fn models_that_would_be_run_wrongly_are_refused() {
+fn unsupported_models_are_refused() {
     assert!(
         matches!(config_error(small().str("general.architecture", "gemma3")), ModelError::Architecture { found } if found == "gemma3")
     );
@@ -241,7 +241,7 @@ fn models_that_would_be_run_wrongly_are_refused() {
     assert!(matches!(config_error(small().without_tensor("token_embd.weight")), ModelError::MissingTensor { .. }));
 }
 
-/// The same model under another family's name.
+/// The same model as another family.
 fn family(name: &str) -> Writer {
     small()
         .str("general.architecture", name)
@@ -255,7 +255,7 @@ fn family(name: &str) -> Writer {
 }
 
 #[test]
-fn families_differ_in_pairs_biases_and_norms() {
+fn families_set_pairs_biases_and_norms() {
     for (name, pairs, qkv_biases, qk_norms) in
         [("llama", Pairs::Adjacent, false, false), ("qwen2", Pairs::Halves, true, false), ("qwen3", Pairs::Halves, false, true)]
     {
@@ -266,7 +266,7 @@ fn families_differ_in_pairs_biases_and_norms() {
 }
 
 #[test]
-fn stretched_contexts_are_read() {
+fn rope_scalings_are_read() {
     let rope = |writer| ModelConfig::read(&read(writer).unwrap()).unwrap().rope;
     let qwen = || family("qwen3").f32("qwen3.rope.freq_base", 100.0);
     assert_eq!(rope(qwen()).frequencies, [1.0, 0.1]);
@@ -284,14 +284,14 @@ fn stretched_contexts_are_read() {
     let found = rope(yarn(qwen()));
     assert!((found.magnitude - 1.1386294361).abs() < 1e-9, "{}", found.magnitude);
     assert_eq!(rope(yarn(qwen()).f32("qwen3.rope.scaling.attn_factor", 2.0)).magnitude, found.magnitude * 2.0);
-    // A context of 64 has ten turns of the first pair and one of the second; of 4,096 many of both.
+    // In a context of 64 the first pair rotates ten times and the second once; in one of 4,096, both do often.
     assert_eq!(found.frequencies[0], 1.0);
     assert!(found.frequencies[1] < 0.1, "{}", found.frequencies[1]);
     assert_eq!(rope(yarn(qwen()).u32("qwen3.rope.scaling.original_context_length", 4096)).frequencies, [1.0, 0.1]);
 }
 
 proptest! {
-    /// Whatever bytes a file has, it is taken or refused, and what is taken can be asked for everything.
+    /// Damaged files are accepted or refused without a panic, and accepted ones can be read completely.
     #[test]
     fn damaged_files_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         let mut file = small().finish();

@@ -1,4 +1,4 @@
-//! Kernels from source to the device's code, kept on the disk.
+//! Compiles the kernels with NVRTC, and caches the result on disk.
 
 use super::{
     CudaError,
@@ -13,7 +13,11 @@ use std::{
 };
 use xxhash_rust::xxh3::xxh3_128;
 
-/// The kernels' code for this model and device: from the disk where it is there, compiled otherwise (some ten seconds).
+/// Returns the kernels' code for this model and GPU, from the cache or else compiled (some ten seconds). A cache that cannot be written is logged.
+///
+/// # Errors
+///
+/// Fails if NVRTC is not found, or refuses the kernels.
 pub(super) fn cubin(shape: &Shape, driver: &Driver, kernels_dir: Option<&Path>) -> Result<Vec<u8>, CudaError> {
     let architecture = driver.architecture();
     let Some(folder) = kernels_dir else { return compile(shape, &architecture) };
@@ -21,22 +25,22 @@ pub(super) fn cubin(shape: &Shape, driver: &Driver, kernels_dir: Option<&Path>) 
     if let Some(kept) = kept(&file) {
         return Ok(kept);
     }
-    tracing::info!(%architecture, "compiling the kernels for this model and GPU; the result is kept");
+    tracing::info!(%architecture, "compiling the kernels for this model and GPU; the result is cached");
     let code = compile(shape, &architecture)?;
     if let Err(error) = keep(folder, &file, &code) {
-        tracing::warn!(folder = %folder.display(), %error, "the compiled kernels cannot be kept: every start compiles them anew");
+        tracing::warn!(folder = %folder.display(), %error, "cannot cache the compiled kernels; every start will compile them");
     }
     Ok(code)
 }
 
-/// Of all that the code depends on.
+/// The cache key: a hash of everything that the code depends on.
 fn key(shape: &Shape, architecture: &str, driver_version: i32) -> String {
     let mut text = format!("{architecture} {driver_version} {:?}", options(shape, architecture));
     SOURCES.iter().for_each(|(_, source)| text.push_str(source));
     format!("{:032x}", xxh3_128(text.as_bytes()))
 }
 
-/// A file that is whole: its first 16 bytes are the hash of the others.
+/// Reads a cached file. Its first 16 bytes are the hash of the rest; an incomplete or damaged file is ignored.
 fn kept(file: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(file).ok()?;
     let hash = u128::from_le_bytes(*bytes.first_chunk::<16>()?);
@@ -44,7 +48,7 @@ fn kept(file: &Path) -> Option<Vec<u8>> {
     (xxh3_128(&code) == hash).then_some(code)
 }
 
-/// Under a name of its own first: who reads finds all or nothing.
+/// Writes under a temporary name and renames: a reader never sees an incomplete file.
 fn keep(folder: &Path, file: &Path, code: &[u8]) -> std::io::Result<()> {
     fs::create_dir_all(folder)?;
     let unfinished = file.with_extension(format!("{}.part", std::process::id()));
@@ -58,9 +62,9 @@ fn options(shape: &Shape, architecture: &str) -> Vec<String> {
     options
 }
 
-/// With NVRTC, which needs no GPU.
+/// Compiles with NVRTC, which needs no GPU.
 pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, CudaError> {
-    // SAFETY: looking whether a library can be opened; opening it runs nothing but its own initialisers.
+    // SAFETY: this only tries to open the library, which runs nothing but its own initialisers.
     #[expect(unsafe_code)]
     let present = unsafe { sys::is_culib_present() };
     if !present {
@@ -68,7 +72,7 @@ pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, Cuda
     }
     let failed = |log: String| CudaError::Compile { log };
     let lines = SOURCES.map(|(name, source)| format!("#line 1 \"{name}\"\n{source}"));
-    let source = CString::new(lines.concat()).expect("the sources are text");
+    let source = CString::new(lines.concat()).expect("the sources contain no NUL");
     let program = result::create_program(&source, None).map_err(|error| failed(error.to_string()))?;
     let code = compiled(program, &options(shape, architecture));
     // SAFETY: the program was created above, is destroyed once, and is not used afterwards.
@@ -78,11 +82,10 @@ pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, Cuda
     code.map_err(failed)
 }
 
-/// The error is NVRTC's log.
+/// Compiles a program; the error is NVRTC's log.
 fn compiled(program: sys::nvrtcProgram, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: result::NvrtcError| error.to_string();
-    // SAFETY: the program is alive, as the caller promises by having created it; the sizes that NVRTC gives are those of the buffers that it
-    // then fills, and a log ends with a zero.
+    // SAFETY: the caller created the program and has not destroyed it; NVRTC fills buffers of the sizes it reported, and a log ends with a NUL.
     #[expect(unsafe_code)]
     unsafe {
         if let Err(error) = result::compile_program(program, options) {
@@ -119,7 +122,7 @@ mod tests {
         small_shared_memory: false,
     };
 
-    /// ELF's magic number, and a name of every kernel in its table of symbols.
+    /// Checks ELF's magic number, and that the symbol table names every kernel.
     fn check(code: &[u8]) {
         assert_eq!(&code[..4], b"\x7fELF");
         for kernel in crate::cuda::device::Kernel::ALL {
@@ -133,7 +136,7 @@ mod tests {
         // SAFETY: as in `compile`.
         #[expect(unsafe_code)]
         if !unsafe { sys::is_culib_present() } {
-            assert!(std::env::var_os("TANDEM_NVRTC").is_none(), "NVRTC was promised (TANDEM_NVRTC), but libnvrtc is not found");
+            assert!(std::env::var_os("TANDEM_NVRTC").is_none(), "TANDEM_NVRTC is set, but libnvrtc is not found");
             let skipped = "SKIPPED: no NVRTC; ci/test.sh fetches it (its part `nvrtc`)";
             writeln!(std::io::stderr(), "{skipped}").unwrap();
             return;
@@ -149,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_found_again_and_what_is_damaged_is_not() {
+    fn cache_returns_what_was_kept_and_ignores_damaged_files() {
         let folder = tempfile::tempdir().unwrap();
         let (inner, code) = (folder.path().join("kernels"), vec![7; 1_000]);
         let file = inner.join("a.cubin");
@@ -166,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn code_is_kept_by_all_that_it_depends_on() {
+    fn cache_key_depends_on_shape_architecture_and_driver() {
         let other = Shape { head_dim: 64, ..QWEN3_8B };
         let keys = [
             key(&QWEN3_8B, "sm_90", 13_000),

@@ -1,6 +1,6 @@
-//! NVIDIA's driver and cuBLASLt: all calls of foreign code, and nothing else.
+//! The device interface on a GPU: all calls of the driver, cuBLASLt and NCCL, and nothing else.
 //!
-//! Libraries are looked for before anything of theirs is called: `cudarc` panics where one is missing.
+//! A library is opened before any of its functions is called, because `cudarc` panics if it is missing.
 
 mod driver;
 mod gemm;
@@ -28,12 +28,15 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Pinned memory of a queue, through which large copies go.
+/// Pinned host memory of a stream, through which copies are staged.
 const STAGING_BYTES: usize = 8 << 20;
 
-/// Held while a sum is started on all its GPUs, and while anything is taken or given back for which the driver may wait for all of a GPU, and let other
-/// threads' calls wait as well: else it could wait for a sum that has begun on one GPU, and whose start on the next one waits for this call.
-/// Nobody asks for another lock meanwhile but for a communicator's own. A link that waits for its other end may be waited for, until its limit.
+/// Held while an all-reduce is launched on all its GPUs, and during calls for which the driver may wait for all work of a GPU while it blocks other
+/// threads' calls (allocating, freeing, loading). Otherwise such a call could wait for an all-reduce that has started on one GPU and whose launch on
+/// the next GPU is blocked by that call. Under this lock only a communicator's own lock is taken; a peer communicator that waits for its other end
+/// holds this lock's waiters up for at most its limit.
+///
+/// It is process-wide because the driver is: a process has one primary context per GPU, which all engines share.
 static DRIVER_LOCK: Mutex<()> = Mutex::new(());
 
 fn driver_lock() -> MutexGuard<'static, ()> {
@@ -44,7 +47,7 @@ fn failed(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |source| CudaError::Driver { doing, source: Box::new(source) }
 }
 
-/// A device's context with the kernels in it. Weights and all queues of a process share it.
+/// A GPU's primary context with the kernels loaded, shared by the weights and all streams of a model.
 pub(super) struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
@@ -54,10 +57,10 @@ pub(super) struct Context {
     chosen: ChosenAlgorithms,
 }
 
-// SAFETY: the driver's handles may be used from any thread.
+// SAFETY: the driver allows its handles to be used from any thread.
 #[expect(unsafe_code)]
 unsafe impl Send for Context {}
-// SAFETY: likewise, from several at a time.
+// SAFETY: the driver allows its handles to be used by several threads at a time; `chosen` has a lock.
 #[expect(unsafe_code)]
 unsafe impl Sync for Context {}
 
@@ -69,8 +72,8 @@ impl Context {
         };
         let device = driver.device;
         let _locked = driver_lock();
-        // SAFETY: the device is one that the driver gave. The image outlives the call, and is what NVRTC made for this device (or a file that
-        // had its hash). Functions are of the module, which lives as long as they do.
+        // SAFETY: the driver returned this device. The image outlives the call and was compiled by NVRTC for this device (or read from a file with a
+        // matching hash). The functions belong to the module, which is unloaded in `drop` only.
         #[expect(unsafe_code)]
         unsafe {
             let context = result::primary_ctx::retain(device).map_err(failed("opening a context"))?;
@@ -78,14 +81,15 @@ impl Context {
             let module = result::module::load_data(cubin.as_ptr().cast()).map_err(failed("loading the kernels"))?;
             let mut functions = [std::ptr::null_mut(); Kernel::ALL.len()];
             for (function, kernel) in functions.iter_mut().zip(Kernel::ALL) {
-                let name = CString::new(kernel.name()).expect("kernels' names are plain");
+                let name = CString::new(kernel.name()).expect("kernel names contain no NUL");
                 *function = result::module::get_function(module, name).map_err(failed("finding a kernel"))?;
             }
             for (kernel, bytes) in [(Kernel::AttendPrompt, shape.prompt_bytes()), (Kernel::AttendToken, shape.token_bytes())] {
                 let set = result::function::set_function_attribute(functions[kernel as usize], SHARED_MAX, bytes as i32);
                 set.map_err(failed("reserving shared memory"))?;
             }
-            let multiprocessors = result::device::get_attribute(device, PROCESSORS).map_err(failed("telling what the GPU is"))?;
+            let multiprocessors =
+                result::device::get_attribute(device, PROCESSORS).map_err(failed("querying the GPU's attributes"))?;
             Ok(Self {
                 device,
                 context,
@@ -97,11 +101,11 @@ impl Context {
         }
     }
 
-    /// Every call needs it: the driver keeps a context for each thread.
+    /// Makes the context current for this thread. Required before every driver call, since the driver keeps a current context per thread.
     fn enter(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as this value.
         #[expect(unsafe_code)]
-        unsafe { result::ctx::set_current(self.context) }.map_err(failed("entering its context"))
+        unsafe { result::ctx::set_current(self.context) }.map_err(failed("setting the current context"))
     }
 }
 
@@ -109,7 +113,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         if self.enter().is_ok() {
             let _locked = driver_lock();
-            // SAFETY: nobody has the functions any more, and each is given back once. What the driver says to that changes nothing.
+            // SAFETY: no reference to the functions remains, and module and context are released once. Errors are ignored: there is no one to report to.
             #[expect(unsafe_code)]
             unsafe {
                 let _ = result::module::unload(self.module);
@@ -119,29 +123,28 @@ impl Drop for Context {
     }
 }
 
-/// A queue of a GPU.
+/// A stream of a GPU.
 pub(super) struct Gpu {
-    // Dropped in this order: what cuBLASLt holds is of the context.
+    // Fields are dropped in this order: cuBLASLt's resources belong to the context.
     gemms: Mutex<GemmPlans>,
     staging: Mutex<Staging>,
     stream: sys::CUstream,
     context: Arc<Context>,
 }
 
-// SAFETY: the driver's handles may be used from any thread; what changes is behind locks.
+// SAFETY: the driver allows its handles to be used from any thread.
 #[expect(unsafe_code)]
 unsafe impl Send for Gpu {}
-// SAFETY: likewise, from several at a time.
+// SAFETY: the driver allows its handles to be used by several threads at a time; all mutable state has a lock.
 #[expect(unsafe_code)]
 unsafe impl Sync for Gpu {}
 
-/// Memory of the host that the device copies from and to by itself.
+/// Pinned host memory, which the device reads and writes by DMA.
 struct Staging(*mut u8);
 
 impl Staging {
-    /// SAFETY of all uses: the pointer is to `STAGING_BYTES` bytes, and whoever has the lock is alone with them.
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: see above; the memory was zeroed when it was taken.
+        // SAFETY: the pointer refers to `STAGING_BYTES` bytes, zeroed when allocated and freed in `drop` only; `&mut self` excludes other references.
         #[expect(unsafe_code)]
         unsafe {
             std::slice::from_raw_parts_mut(self.0, STAGING_BYTES)
@@ -150,7 +153,7 @@ impl Staging {
 }
 
 impl Gpu {
-    /// The first queue of a GPU, with these kernels.
+    /// Opens a GPU, loads these kernels, and creates a first stream.
     pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape) -> Result<Self, CudaError> {
         Self::of(Arc::new(Context::open(driver, cubin, shape)?))
     }
@@ -158,11 +161,11 @@ impl Gpu {
     fn of(context: Arc<Context>) -> Result<Self, CudaError> {
         context.enter()?;
         let locked = driver_lock();
-        let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("making a queue"))?;
-        // SAFETY: the size is not 0; the bytes are zeroed before anybody reads them, and given back once, in `drop`.
+        let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("creating a stream"))?;
+        // SAFETY: the size is not 0; the bytes are zeroed before they are read, and freed once, in `drop`.
         #[expect(unsafe_code)]
         let staging = unsafe {
-            let bytes: *mut c_void = result::malloc_host(STAGING_BYTES, 0).map_err(failed("taking memory of the host"))?;
+            let bytes: *mut c_void = result::malloc_host(STAGING_BYTES, 0).map_err(failed("allocating pinned host memory"))?;
             bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
             Staging(bytes.cast())
         };
@@ -176,20 +179,20 @@ impl Gpu {
     }
 
     fn idle(&self) -> Result<(), CudaError> {
-        // SAFETY: the stream lives as long as this value.
+        // SAFETY: the stream is destroyed in `drop` only.
         #[expect(unsafe_code)]
-        unsafe { result::stream::synchronize(self.stream) }.map_err(failed("computing"))
+        unsafe { result::stream::synchronize(self.stream) }.map_err(failed("executing work"))
     }
 }
 
 impl Drop for Gpu {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // A device that has failed has nothing left to wait for.
+            // Fails only if the device has failed; then no work is left to wait for.
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
             let _locked = driver_lock();
-            // SAFETY: nothing runs on the stream any more, and both are given back once.
+            // SAFETY: the stream is idle, and memory and stream are released once.
             #[expect(unsafe_code)]
             unsafe {
                 let _ = result::free_host(staging.0.cast());
@@ -200,7 +203,7 @@ impl Drop for Gpu {
 }
 
 impl Gpu {
-    /// Sends so many bytes over NCCL to another place of this GPU's memory, and says how long that took and whether they came.
+    /// See `CudaModel::nccl_self_test`.
     pub fn nccl_self_test(self: &Arc<Self>, bytes: usize) -> Result<(Duration, bool), CudaError> {
         const LIMIT: Duration = Duration::from_secs(30);
         let sent: Vec<u8> = (0..bytes).map(|byte| ((byte * 31) >> 3) as u8).collect();
@@ -208,7 +211,7 @@ impl Gpu {
         self.wait()?;
         let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
         let began = Instant::now();
-        // In regions, as blocks are.
+        // Two regions, since KV blocks are sent as several.
         let regions =
             |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
         ranks[0].nccl_self_test(&regions(&from), &regions(&to), LIMIT)?;
@@ -219,20 +222,20 @@ impl Gpu {
     }
 }
 
-/// A recording that can be launched.
+/// An executable CUDA graph.
 pub(super) struct Graph {
     graph: sys::CUgraphExec,
     context: Arc<Context>,
 }
 
-// SAFETY: the driver's handles may be used from any thread.
+// SAFETY: the driver allows its handles to be used from any thread.
 #[expect(unsafe_code)]
 unsafe impl Send for Graph {}
 
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: it is given back once; the driver keeps it until it has run.
+            // SAFETY: it is destroyed once; the driver keeps its resources until a running launch has ended.
             #[expect(unsafe_code)]
             let _ = unsafe { result::graph::exec_destroy(self.graph) };
         }
@@ -242,7 +245,7 @@ impl Drop for Graph {
 impl Device for Gpu {
     type Communicators = Vec<Communicator>;
 
-    /// NCCL's buffers by channel, and what its kernels take of the stack: up to 1.6 GB were reported with eight GPUs.
+    /// NCCL's channel buffers and its kernels' stack: up to 1.6 GB were reported with eight GPUs.
     const COMMUNICATOR_BYTES: usize = 2 << 30;
 
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError> {
@@ -263,7 +266,7 @@ impl Device for Gpu {
     type Graph = Graph;
 
     fn new_stream(&self) -> Result<Self, CudaError> {
-        // What the other queue has been asked for (weights to copy) is done before this one begins.
+        // Earlier work of this stream (copies of weights) must be done before the new stream uses its results.
         self.context.enter()?;
         self.idle()?;
         Self::of(Arc::clone(&self.context))
@@ -275,24 +278,24 @@ impl Device for Gpu {
 
     fn free_bytes(&self) -> Result<usize, CudaError> {
         self.context.enter()?;
-        Ok(result::mem_get_info().map_err(failed("telling how much memory is free"))?.0)
+        Ok(result::mem_get_info().map_err(failed("querying free memory"))?.0)
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         self.context.enter()?;
         let _locked = driver_lock();
-        // Not from the stream's pool: other processes may be given a handle to this memory.
-        // SAFETY: the size is not 0, and nobody reads the memory as anything but bytes.
+        // Not stream-ordered: IPC handles exist only for memory of `cuMemAlloc`.
+        // SAFETY: the size is not 0, and the memory is used as bytes only.
         #[expect(unsafe_code)]
-        unsafe { result::malloc_sync(bytes) }.map_err(failed("taking memory"))
+        unsafe { result::malloc_sync(bytes) }.map_err(failed("allocating device memory"))
     }
 
     fn free(&self, address: u64) {
         if self.context.enter().is_ok() {
-            // A device that has failed keeps nothing.
+            // Fails only if the device has failed; then its memory is lost anyway.
             let _ = self.idle();
             let _locked = driver_lock();
-            // SAFETY: the caller gives back what it was given, once, and nothing that runs uses it.
+            // SAFETY: the caller frees each allocation once, and no running work uses it.
             #[expect(unsafe_code)]
             unsafe {
                 let _ = result::free_sync(address);
@@ -304,12 +307,12 @@ impl Device for Gpu {
         self.context.enter()?;
         let mut staging = self.staging.lock().expect("no copy panics");
         for (i, chunk) in bytes.chunks(STAGING_BYTES).enumerate() {
-            // The copy before has read its bytes.
+            // The previous copy must have read the staging memory.
             self.idle()?;
             let staged = &mut staging.bytes()[..chunk.len()];
             staged.copy_from_slice(chunk);
             let to = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the destination is of the caller's memory; the source is not changed before the wait above, or that of the next call.
+            // SAFETY: the caller allocated the destination; the source is not modified before the wait above in the next iteration or call.
             #[expect(unsafe_code)]
             unsafe { result::memcpy_htod_async(to, staged, self.stream) }.map_err(failed("copying to the GPU"))?;
         }
@@ -322,7 +325,7 @@ impl Device for Gpu {
         for (i, chunk) in into.chunks_mut(STAGING_BYTES).enumerate() {
             let staged = &mut staging.bytes()[..chunk.len()];
             let from = from + (i * STAGING_BYTES) as u64;
-            // SAFETY: the source is of the caller's memory; the destination is not touched before the copy is done.
+            // SAFETY: the caller allocated the source; the destination is not accessed before the copy is done.
             #[expect(unsafe_code)]
             unsafe { result::memcpy_dtoh_async(staged, from, self.stream) }.map_err(failed("copying from the GPU"))?;
             self.idle()?;
@@ -341,24 +344,24 @@ impl Device for Gpu {
             let mut busy = false;
             for rank in ranks {
                 rank.context.enter()?;
-                // SAFETY: the stream lives as long as the rank.
+                // SAFETY: the stream is destroyed when the rank is dropped.
                 #[expect(unsafe_code)]
                 match unsafe { sys::cuStreamQuery(rank.stream) } {
                     sys::CUresult::CUDA_ERROR_NOT_READY => busy = true,
-                    other => other.result().map_err(failed("computing"))?,
+                    other => other.result().map_err(failed("executing work"))?,
                 }
             }
             if !busy {
                 return Ok(());
             }
-            // As the driver waits: a pause would be felt in every step.
+            // A sleep would lengthen every step.
             std::thread::yield_now();
         }
     }
 
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: both are of the caller's memory.
+        // SAFETY: the caller allocated source and destination.
         #[expect(unsafe_code)]
         unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) }.map_err(failed("copying on the GPU"))
     }
@@ -367,8 +370,8 @@ impl Device for Gpu {
         self.context.enter()?;
         let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
-        // SAFETY: the function is of a loaded module. Arguments are read during the call, each as many bytes of the eight as the kernel's
-        // parameter has. That they are the kernel's, and name memory of its sizes, is what the tests on the host show of every caller.
+        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as the
+        // kernel's parameter has. That every caller's arguments match the kernel and name memory of sufficient size is checked by the tests on the host.
         #[expect(unsafe_code)]
         let launched = unsafe {
             result::launch_kernel(
@@ -380,20 +383,23 @@ impl Device for Gpu {
                 &mut pointers,
             )
         };
-        launched.map_err(failed("starting a kernel"))
+        launched.map_err(failed("launching a kernel"))
     }
 
     fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError> {
         self.context.enter()?;
-        self.gemms.lock().expect("no gemm panics").run(half, gemm, operands, self.stream)
+        self.gemms.lock().expect("no GEMM call panics").run(half, gemm, operands, self.stream)
     }
 
     fn prepare(&self, half: Half, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
         self.context.enter()?;
-        let (began, mut prepared) = (Instant::now(), self.gemms.lock().expect("no gemm panics"));
+        let (began, mut prepared) = (Instant::now(), self.gemms.lock().expect("no GEMM call panics"));
         for (i, (gemm, operands)) in gemms.iter().enumerate() {
             if began.elapsed() > limit {
-                tracing::info!(left = gemms.len() - i, "gemms are left to be timed at their first use");
+                tracing::info!(
+                    left = gemms.len() - i,
+                    "time limit reached; the remaining GEMMs will be timed at their first use"
+                );
                 break;
             }
             prepared.prepare(half, *gemm, *operands, self.stream)?;
@@ -403,21 +409,21 @@ impl Device for Gpu {
 
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         self.context.enter()?;
-        // What other queues do meanwhile (take memory, wait) is none of this one's business.
+        // Relaxed: other threads may allocate or wait meanwhile, which the other modes forbid.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream lives as long as this value.
+        // SAFETY: the stream is destroyed in `drop` only.
         #[expect(unsafe_code)]
-        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning to record"))?;
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning a stream capture"))?;
         let worked = work();
-        // SAFETY: likewise. A recording is ended even when something failed: from then on the stream does what it is told again.
+        // SAFETY: the stream is destroyed in `drop` only. The capture is ended even if `work` failed, so that the stream executes work again.
         #[expect(unsafe_code)]
-        let recorded = unsafe { result::stream::end_capture(self.stream) }.map_err(failed("recording"));
-        // SAFETY: what was recorded is given back once, and is not needed to launch what is made of it.
+        let recorded = unsafe { result::stream::end_capture(self.stream) }.map_err(failed("capturing a stream"));
+        // SAFETY: the captured graph is destroyed once; the executable graph does not refer to it.
         #[expect(unsafe_code)]
         let graph = recorded.and_then(|recorded| unsafe {
             let graph = result::graph::instantiate(recorded, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(recorded);
-            graph.map_err(failed("preparing a recording"))
+            graph.map_err(failed("instantiating a graph"))
         });
         worked?;
         let graph = graph?;
@@ -426,17 +432,19 @@ impl Device for Gpu {
 
     fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
         self.context.enter()?;
-        // SAFETY: both are alive. The memory that it names is of the caller, who replays nothing that names what was given back.
+        // SAFETY: graph and stream are alive. The caller replays no graph whose memory has been freed.
         #[expect(unsafe_code)]
-        unsafe { result::graph::launch(graph.graph, self.stream) }.map_err(failed("replaying"))
+        unsafe { result::graph::launch(graph.graph, self.stream) }.map_err(failed("launching a graph"))
     }
 
     fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError> {
         self.context.enter()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
-        // SAFETY: the memory is of `allocate`, and the handle goes to as many bytes as it has.
+        // SAFETY: the memory comes from `allocate`, and the driver writes one handle.
         #[expect(unsafe_code)]
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }.result().map_err(failed("naming memory for other processes"))?;
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }
+            .result()
+            .map_err(failed("exporting memory to other processes"))?;
         Ok(handle.reserved.map(|byte| byte as u8))
     }
 
@@ -446,18 +454,18 @@ impl Device for Gpu {
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
         let locked = driver_lock();
-        // SAFETY: the driver checks the handle, and gives the address of memory that lives until it is closed or its own process ends.
+        // SAFETY: the driver validates the handle and writes the address of a mapping that lives until it is closed.
         #[expect(unsafe_code)]
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }.result();
         drop(locked);
-        opened.map_err(failed("opening another process's memory"))?;
+        opened.map_err(failed("mapping another process's memory"))?;
         let (mut start, mut bytes) = (0, 0);
-        // SAFETY: the address was mapped above; both numbers go to places of their sizes.
+        // SAFETY: the address was mapped above; the driver writes two values of these types.
         #[expect(unsafe_code)]
         let measured = unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut bytes, address) }.result();
         if let Err(error) = measured {
             self.close(address);
-            return Err(failed("measuring another process's memory")(error));
+            return Err(failed("querying the size of another process's memory")(error));
         }
         Ok((address, bytes))
     }
@@ -466,7 +474,7 @@ impl Device for Gpu {
         if self.context.enter().is_ok() {
             let _ = self.idle();
             let _locked = driver_lock();
-            // SAFETY: the address is of `import`, is closed once, and nothing that runs uses it.
+            // SAFETY: the address comes from `import`, is closed once, and no running work uses it.
             #[expect(unsafe_code)]
             unsafe {
                 let _ = sys::cuIpcCloseMemHandle(address);

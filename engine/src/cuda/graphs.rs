@@ -1,50 +1,51 @@
-//! Steps in which sequences go on by a token each, recorded once and replayed: a driver takes hundreds of launches as one.
+//! CUDA graphs of decode steps: a step's hundreds of launches are captured once and replayed by one call.
 //!
-//! Between two such steps of one bucket only the uploaded lists differ. What launches them names (geometry, counts, addresses) follows from the
-//! bucket and from where the lists are: a recording is found by its bucket, and all are forgotten when the lists move.
+//! Steps of one bucket differ only in their uploaded lists. All launch parameters (geometry, counts, addresses) follow from the bucket and the lists'
+//! addresses, so a graph is looked up by its bucket, and all graphs are discarded when the lists move.
 
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;
 
-/// Recordings that are entry: more than there are kinds of steps in a mixed load. One has a few hundred launches, and each of them takes a driver some
-/// kilobytes.
+/// Bound of cached graphs: more than the buckets of a mixed load. A graph has a few hundred launches, each of which takes some kilobytes in the
+/// driver.
 const GRAPHS_MAX: usize = 256;
 
-/// What a step is padded to.
+/// The numbers that a step is padded to, and the key of its graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
     pub rows: usize,
     pub partitions: usize,
-    /// Alternatives that a row may want.
+    /// Slots for alternatives (logprobs) per row.
     pub top_max: usize,
 }
 
-/// One engine's recordings.
+/// One engine's LRU cache of graphs.
 pub(super) struct Graphs<D: Device> {
     rows_max: usize,
     partitions_max: usize,
-    /// Where the lists and results are that recordings name.
+    /// The addresses of lists and results that the graphs use.
     addresses: [u64; 2],
     entries: HashMap<Bucket, Entry<D>>,
-    /// Steps so far: the time that `Entry` counts in.
+    /// Number of steps so far, the clock of `Entry::used`.
     steps: u64,
-    /// The device has disabled a recording.
+    /// A capture has failed: all steps are launched kernel by kernel.
     disabled: bool,
 }
 
 struct Entry<D: Device> {
-    /// `None`: a step of this kind was run once. So all is there that the device makes at a first time.
+    /// `None`: a step of this bucket has run once, so that all first-use initialisation is done; the next one is captured.
     graph: Option<D::Graph>,
+    /// The step in which it was last used.
     used: u64,
 }
 
 impl<D: Device> Graphs<D> {
-    /// For steps of so many rows and partitions at most; there is memory for them.
+    /// Creates an empty cache. The engine's buffers hold this many rows and partitions.
     pub fn new(rows_max: usize, partitions_max: usize) -> Self {
         Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, disabled: false }
     }
 
-    /// Of a step whose rows are all drawn, and so single tokens; `None` for others.
+    /// Returns the bucket of a step whose rows are all sampled, and so are single tokens; `None` for other steps.
     pub fn bucket(&self, batch: &Batch, top_max: usize) -> Option<Bucket> {
         let rows = batch.rows();
         let bucket = || Bucket {
@@ -55,8 +56,8 @@ impl<D: Device> Graphs<D> {
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
-    /// Does the work of a step that was padded to this bucket, with its lists and results at these addresses. It may be asked for twice, and must
-    /// not mind what was begun of it before.
+    /// Executes the step `work`, which was padded to this bucket and has its lists and results at these addresses: launched directly the first time,
+    /// then captured and replayed. `work` may be called a second time after a partial execution, and must then still give the right result.
     pub fn run(
         &mut self,
         device: &D,
@@ -87,9 +88,9 @@ impl<D: Device> Graphs<D> {
                 entry.graph = Some(graph);
                 Ok(())
             }
-            // If the device is lost, the work says so, too.
+            // If the device is lost, `work` fails as well.
             Err(error) => {
-                tracing::warn!(%error, "steps are not recorded, so those of few sequences take longer");
+                tracing::warn!(%error, "cannot capture a CUDA graph; decode steps are launched kernel by kernel, which is slower for small batches");
                 self.disabled = true;
                 self.entries.clear();
                 work()
@@ -97,7 +98,7 @@ impl<D: Device> Graphs<D> {
         }
     }
 
-    /// Forgets the kind of step that has not come for the longest time.
+    /// Evicts the least recently used graph if the cache is full.
     fn evict_least_recently_used(&mut self) {
         if self.entries.len() >= GRAPHS_MAX
             && let Some(oldest) = self.entries.iter().min_by_key(|(_, entry)| entry.used).map(|(bucket, _)| *bucket)

@@ -1,4 +1,4 @@
-//! What the host says of a step, as the kernels find it.
+//! The lists that describe a step, as the kernels read them.
 
 use super::{
     CudaError,
@@ -8,17 +8,17 @@ use super::{
 };
 use std::sync::Arc;
 
-/// For the lists of almost all steps: 256 sequences with 900 blocks each, or 20,000 tokens of prompts. When they move, recordings are of no use any
-/// more, and giving back where they were waits for all that the device does.
+/// Initial size, enough for the lists of almost all steps: 256 sequences with 900 blocks each, or 20,000 prompt tokens. Reallocation invalidates all
+/// CUDA graphs, and freeing the old buffer waits for the device.
 pub(super) const BYTES: usize = 1 << 20;
 
-/// What the host says of a step, in one piece.
+/// The device buffer of a step's lists, uploaded with one copy.
 pub(super) struct Inputs<D: Device> {
     pub memory: Memory<D>,
     bytes: Vec<u8>,
 }
 
-/// Where a step's lists are.
+/// Device addresses of a step's lists.
 pub(super) struct Lists {
     pub tokens: u64,
     pub positions: u64,
@@ -33,17 +33,17 @@ pub(super) struct Lists {
 }
 
 impl<D: Device> Inputs<D> {
-    /// With room for so many bytes, and more when they are needed.
+    /// Allocates this many bytes; the buffer grows when needed.
     pub fn new(device: &Arc<D>, bytes: usize) -> Result<Self, CudaError> {
         Ok(Self { memory: Memory::new(device, bytes)?, bytes: Vec::new() })
     }
 
-    /// Copies a step's lists, each to a multiple of 16 bytes. Those whose length does not follow from the numbers of rows and parts come last: the
-    /// others are where they are in every step that is padded to the same numbers.
-    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, draws: &SampleInputs) -> Result<Lists, CudaError> {
+    /// Copies a step's lists, each aligned to 16 bytes. The lists whose length depends on more than the numbers of rows and partitions come last, so
+    /// that the others have the same addresses in all steps padded to the same numbers.
+    pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, sampling: &SampleInputs) -> Result<Lists, CudaError> {
         self.bytes.clear();
         let mut lists = Lists {
-            sample_settings: self.list(&draws.settings),
+            sample_settings: self.list(&sampling.settings),
             tokens: self.numbers(&batch.tokens),
             positions: self.numbers(&batch.positions),
             slots: self.numbers(&batch.slots),
@@ -54,8 +54,12 @@ impl<D: Device> Inputs<D> {
             sampled_rows: self.numbers(&batch.sampled_rows),
             tables: self.numbers(&batch.tables),
         };
-        let adjustments = self.list(&draws.adjustments);
-        assert_eq!(adjustments, lists.tables + u64::from(batch.offset_after_tables()) * 16, "the draws say where they are");
+        let adjustments = self.list(&sampling.adjustments);
+        assert_eq!(
+            adjustments,
+            lists.tables + u64::from(batch.offset_after_tables()) * 16,
+            "offsets of adjustments count from the tables"
+        );
         if self.memory.bytes() < self.bytes.len() {
             self.memory = Memory::new(device, self.bytes.len().next_power_of_two())?;
         }
@@ -68,7 +72,7 @@ impl<D: Device> Inputs<D> {
         Ok(lists)
     }
 
-    /// Where the list begins.
+    /// Appends a list and returns its offset.
     fn list(&mut self, list: &[u8]) -> u64 {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
         let place = self.bytes.len() as u64;

@@ -1,4 +1,4 @@
-//! A model's weights in a device's memory, or one rank's part of them.
+//! A model's weights in device memory, or one rank's shard of them.
 
 use super::{
     CudaError,
@@ -11,7 +11,7 @@ use crate::cpu::{CpuError, weights::vector};
 use std::sync::Arc;
 use tandem_model::{ModelConfig, ModelFile};
 
-/// Weights, and the device that has them. A rank has its share of heads and feed-forward, and all of the embedding and the norms.
+/// The weights on one device. A rank holds its shard of heads and feed-forward, and all of the embedding and the norms.
 pub(super) struct Model<D: Device> {
     pub shape: Shape,
     pub shard: Shard,
@@ -19,33 +19,33 @@ pub(super) struct Model<D: Device> {
     pub eps: f32,
     pub magnitude: f64,
     pub device: Arc<D>,
-    /// Bytes that were free when all weights had come.
+    /// Bytes of device memory free after loading the weights.
     pub free_bytes: usize,
-    /// Radians a position, in double precision.
+    /// RoPE: radians per position for each pair, 64-bit floats.
     pub frequencies: Memory<D>,
     pub embedding: Memory<D>,
     pub layers: Vec<Layer<D>>,
     pub norm: Memory<D>,
-    /// `None` when the embedding is the head as well, and on other ranks than the first, which makes the logits.
+    /// `None` if the embedding is also the head, and on all ranks but the first, which computes the logits.
     head: Option<Memory<D>>,
 }
 
-/// Matrices in numbers of two bytes, vectors in those of four.
+/// The weights of one layer: matrices are row-major 16-bit floats, vectors 32-bit floats.
 pub(super) struct Layer<D: Device> {
     pub attention_norm: Memory<D>,
-    /// Queries, keys and values in one product.
+    /// Queries, keys and values, concatenated for one GEMM.
     pub qkv: Memory<D>,
     pub qkv_biases: Option<Memory<D>>,
     pub query_norm: Option<Memory<D>>,
     pub key_norm: Option<Memory<D>>,
     pub attention_out: Memory<D>,
     pub ffn_norm: Memory<D>,
-    /// Gate and up in one product.
+    /// Gate and up, concatenated for one GEMM.
     pub gates: Memory<D>,
     pub down: Memory<D>,
 }
 
-/// What rows are multiplied with.
+/// The GEMMs of a step.
 pub(super) struct Gemms {
     pub qkv: Gemm,
     pub attention_out: Gemm,
@@ -55,7 +55,8 @@ pub(super) struct Gemms {
 }
 
 impl<D: Device> Model<D> {
-    /// Reads, checks and copies a rank's weights to the device that `open` gives for the model's shape.
+    /// Reads and checks a rank's weights and copies them to the device that `open` returns for the model's shape. `shared_max`: bytes of shared memory
+    /// that a thread block may use. Fails if the model is not supported, a weight cannot be read, or the device fails.
     pub fn load(
         file: &dyn ModelFile,
         block_size: usize,
@@ -123,28 +124,28 @@ impl<D: Device> Model<D> {
         })
     }
 
-    /// Of so many rows.
+    /// The GEMMs of a step with this many rows.
     pub fn gemms(&self, rows: usize) -> Gemms {
         let Shape { width, ffn, vocab_size, .. } = self.shape;
         let gemm = |inputs, outputs, epilogue| Gemm { rows, inputs, outputs, epilogue };
-        // The first rank adds to its stream, the others put their parts where theirs was: the sum of all is the stream again, on every rank.
-        let onto_stream = if self.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
+        // The first rank adds to its residual stream, the others overwrite theirs: the all-reduce then gives the updated stream on every rank.
+        let to_residual = if self.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
         Gemms {
             qkv: gemm(width, self.shape.qkv_dim(), Epilogue::StoreHalf),
-            attention_out: gemm(self.shape.query_dim(), width, onto_stream),
+            attention_out: gemm(self.shape.query_dim(), width, to_residual),
             gates: gemm(width, 2 * ffn, Epilogue::StoreHalf),
-            down: gemm(ffn, width, onto_stream),
+            down: gemm(ffn, width, to_residual),
             head: gemm(width, vocab_size, Epilogue::StoreSingle),
         }
     }
 
-    /// The output head's address.
+    /// Address of the output head's weights.
     pub fn head(&self) -> u64 {
         self.head.as_ref().unwrap_or(&self.embedding).address()
     }
 }
 
-/// What is not read would be missing from every result.
+/// Fails if the file has tensors that this model family should not have: ignoring them would falsify every result.
 fn refuse_unread(file: &dyn ModelFile, config: &ModelConfig) -> Result<(), CudaError> {
     let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !config.qkv_biases);
     let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !config.qk_norms);

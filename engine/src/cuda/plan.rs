@@ -1,36 +1,38 @@
-//! A step's chunks as the kernels take them. Plain data.
+//! Lays a step's chunks out as lists for the kernels. Plain data.
 
 use super::shape::Shape;
 use crate::{Chunk, Logits};
 
-/// Fewer positions in a part of a sequence are not worth a block of their own.
+/// Fewest positions of a sequence that are worth a partition, and so a thread block, of their own.
 const PARTITION_POSITIONS_MIN: usize = 256;
-/// Where the KV of a padding row goes: nowhere. kernels/model.cu has it too.
+/// The slot of padding rows, whose KV is not stored. kernels/model.cu has it too.
 const NO_SLOT: u32 = u32::MAX;
-/// Blocks of `attend_token` for each multiprocessor: two run at a time, and the last ones are not waited for alone.
+/// Target number of `attend_token` thread blocks per multiprocessor: two run at a time, and more than that keep the last ones from running alone.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
-/// One step's rows (a token each, those of a chunk one after the other) and what attention does with them.
+/// A step as lists: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     pub tokens: Vec<u32>,
     pub positions: Vec<u32>,
-    /// Where each row's KV goes: block × block size + slot.
+    /// The slot of each row's KV: block × block size + offset in the block.
     pub slots: Vec<u32>,
-    /// The chunks' blocks, one list after the other.
+    /// The chunks' block tables, concatenated.
     pub tables: Vec<u32>,
-    /// First row, tokens, position of the first, place in `tables`: prompts in pieces, those with the most to read first.
+    /// Tiles of prompts, those that read the most KV first: first row, tokens, position of the first token, offset in `tables`.
     pub tiles: Vec<[u32; 4]>,
-    /// Row, first position, position after the last, place in `tables`: parts of what single tokens read.
+    /// Partitions of the KV that single tokens read: row, first position, position after the last, offset in `tables`.
     pub partitions: Vec<[u32; 4]>,
-    /// Row, first part, parts, nothing.
+    /// Single tokens: row, first partition, number of partitions, unused.
     pub combined: Vec<[u32; 4]>,
-    /// Rows whose logits are wanted, and rows from whose logits a token is to be drawn.
+    /// Rows whose logits are returned.
     pub logit_rows: Vec<u32>,
+    /// Rows from whose logits a token is sampled.
     pub sampled_rows: Vec<u32>,
 }
 
 impl Batch {
+    /// Lays out the chunks of a step, for a device with this many multiprocessors.
     pub fn new(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> Self {
         let mut batch = Self::default();
         let tile_tokens = Shape::PROMPT_ROWS / shape.group();
@@ -77,7 +79,7 @@ impl Batch {
         self.tokens.len()
     }
 
-    /// Adds rows that attend to nothing, leave no KV and are drawn like others, and parts without positions. The batch is of single tokens.
+    /// Pads a batch of single tokens with rows that attend to nothing, store no KV and are sampled like others, and with empty partitions.
     pub fn pad(&mut self, rows: usize, partitions: usize) {
         assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {
@@ -90,13 +92,13 @@ impl Batch {
         self.partitions.resize(partitions, [0; 4]);
     }
 
-    /// Where what is 16 bytes long begins that lies behind `tables`, counted from where those begin.
+    /// Offset of the list after `tables`, in units of 16 bytes from the start of `tables`.
     pub fn offset_after_tables(&self) -> u32 {
         self.tables.len().div_ceil(4) as u32
     }
 }
 
-/// Positions in a part, so that single tokens keep all multiprocessors busy and have no more parts than that takes.
+/// Returns the length of a partition in positions: just short enough that the single tokens' partitions occupy all multiprocessors.
 fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> usize {
     let ends = chunks.iter().filter(|chunk| chunk.tokens.len() == 1).map(|chunk| chunk.start as usize + 1);
     let blocks_per_partition = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
@@ -104,14 +106,14 @@ fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usi
     ends.sum::<usize>().div_ceil(parts).next_multiple_of(Shape::TOKEN_POSITIONS).max(PARTITION_POSITIONS_MIN)
 }
 
-/// The most parts that so many single tokens can have.
+/// Returns the most partitions that this many single tokens can have.
 pub(super) fn partitions_max(tokens: usize, shape: &Shape, multiprocessors: usize) -> usize {
     let blocks_per_partition = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
     tokens + (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks_per_partition)
 }
 
-/// To how many rows a step of so many single tokens is padded, so that few numbers of rows occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
-/// A product's time hardly depends on such numbers: it is that of reading the weights.
+/// Returns the number of rows that a decode step is padded to, so that few different numbers occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
+/// Padding hardly costs time: a GEMM of few rows takes as long as reading its weights.
 pub(super) fn padded_rows(rows: usize) -> usize {
     rows.next_multiple_of((rows.next_power_of_two() / 4).max(1))
 }
@@ -142,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn every_token_is_attended_once_and_reads_all_before_it() {
+    fn every_token_is_attended_once_over_all_earlier_positions() {
         let tokens: Vec<u32> = (0..500).collect();
         let blocks: Vec<BlockId> = (0..400).rev().map(BlockId).collect();
         let chunks = [
@@ -171,7 +173,7 @@ mod tests {
             let parts = &batch.partitions[*first as usize..(first + parts) as usize];
             let mut next = 0;
             for part in parts {
-                assert_eq!((part[0], part[1]), (*row, next), "parts follow each other");
+                assert_eq!((part[0], part[1]), (*row, next), "partitions are contiguous");
                 assert!(part[2] > part[1]);
                 next = part[2];
             }
@@ -179,12 +181,12 @@ mod tests {
         }
         assert!(attended.iter().all(|times| *times == 1));
         let ends: Vec<u32> = batch.tiles.iter().map(|[_, tokens, position, _]| tokens + position).collect();
-        assert!(ends.is_sorted_by(|longer, shorter| longer >= shorter), "the most work begins first");
+        assert!(ends.is_sorted_by(|longer, shorter| longer >= shorter), "the longest tiles are first");
         assert!(batch.partitions.len() <= partitions_max(2, &SHAPE, 4));
     }
 
     #[test]
-    fn few_numbers_of_rows_occur_and_little_is_added() {
+    fn padding_uses_few_row_counts_and_adds_at_most_half() {
         let mut occurring: Vec<usize> = (1..=256).map(padded_rows).collect();
         assert!((1..=256).zip(&occurring).all(|(rows, padded)| (rows..=rows * 3 / 2).contains(padded)));
         occurring.dedup();
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_leaves_the_batch_as_it_is_and_its_lists_where_they_are() {
+    fn padding_keeps_existing_entries_and_tables() {
         let blocks: Vec<BlockId> = (0..40).map(BlockId).collect();
         let chunks = [600, 3, 20].map(|position| chunk(&[7], position, &blocks, Logits::Last));
         let mut batch = Batch::new(&chunks, &SHAPE, 4);
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn single_tokens_have_as_many_parts_as_keep_the_device_busy() {
+    fn partitions_of_single_tokens_fill_the_device() {
         let blocks: Vec<BlockId> = (0..8_192).map(BlockId).collect();
         let parts = |sequences: usize, position: u32, multiprocessors: usize| {
             let chunks = vec![chunk(&[1], position, &blocks, Logits::Last); sequences];
@@ -216,7 +218,7 @@ mod tests {
             assert!(batch.partitions.len() <= partitions_max(sequences, &SHAPE, multiprocessors), "{sequences} at {position}");
             batch.partitions.len()
         };
-        // Two key heads: half as many parts as blocks, as far as whole tiles allow.
+        // With two key heads, half as many partitions as thread blocks, rounded to whole tiles.
         assert_eq!(parts(1, 100_000, 132), 261);
         assert_eq!(parts(1, 255, 132), 1);
         assert_eq!(parts(1, 256, 132), 2);

@@ -1,4 +1,4 @@
-//! An engine's KV memory for others: workers of the same host copy from it, and links send and receive its blocks.
+//! Direct access to an engine's KV memory: workers of the same host copy from it over CUDA IPC, and NCCL communicators send and receive its blocks.
 
 use super::{
     CudaError,
@@ -13,52 +13,54 @@ use std::{
 };
 use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 
-/// For the other end to come, while its process may still be loading NCCL.
+/// Time limit for the other end to join a communicator; its process may still be loading NCCL.
 const LINK_MAX: Duration = Duration::from_secs(30);
-/// For blocks to pass: ten seconds, in which the other end may still be at a step, and what a slow network takes. Who takes longer is taken for lost.
+/// Time limit for sending blocks: ten seconds, as the other end may still be in a step, plus the time on a slow network. A peer that takes longer is
+/// considered lost.
 fn move_max(blocks: usize, block_bytes: usize) -> Duration {
     const BYTES_PER_SECOND_MIN: f64 = 50e6;
     Duration::from_secs(10) + Duration::from_secs_f64((blocks * block_bytes) as f64 / BYTES_PER_SECOND_MIN)
 }
 
-/// One GPU's handle, as drivers make them.
+/// Bytes of one GPU's IPC handle (`CUipcMemHandle`).
 pub(super) const HANDLE_BYTES: usize = 64;
 
-/// One rank's part of every block, in a piece of its device's memory.
+/// One rank's shard of all blocks, in its device's memory.
 pub(super) struct Part<D: Device> {
-    /// A queue of its own: copies wait for no step.
+    /// A stream of its own, so that copies do not wait for steps.
     pub device: Arc<D>,
     pub kv: Arc<Memory<D>>,
 }
 
-/// The KV memory of an engine, as long as anybody copies.
+/// The KV memory of an engine. It outlives the engine while transfers use it.
 pub(super) struct Pool<D: Device>(Arc<Parts<D>>);
 
 struct Parts<D: Device> {
-    /// Of this process's pools.
+    /// Its key in `POOLS`.
     number: u64,
     parts: Vec<Part<D>>,
-    /// Of one part of a block.
+    /// Bytes of one rank's shard of a block.
     block_bytes: usize,
     blocks: u32,
 }
 
-/// What a handle says, in this order.
+/// The fields of a serialised handle, in this order; integers are little-endian.
 struct Handle {
     host: [u8; 16],
     process: [u8; 16],
     block_bytes: u64,
     blocks: u32,
-    /// In that process.
+    /// The pool's key in that process.
     number: u64,
-    /// What the driver calls each part, for other processes than the one that has it.
+    /// The driver's IPC handle of each rank's shard.
     parts: Vec<[u8; HANDLE_BYTES]>,
 }
 
-/// This process's pools, by number.
+/// The pools of this process, by number. A registry of the process, because CUDA cannot open an IPC handle in the process that exported it: engines of one
+/// process find each other's memory here.
 static POOLS: Mutex<BTreeMap<u64, Weak<dyn Any + Send + Sync>>> = Mutex::new(BTreeMap::new());
 
-/// Which host this is, whatever containers it has, until it starts anew; zeros where it does not say.
+/// Identifies the host, across containers, until it reboots; zeros if it cannot be determined. Constant for the process.
 fn host() -> [u8; 16] {
     static HOST: OnceLock<[u8; 16]> = OnceLock::new();
     *HOST.get_or_init(|| {
@@ -67,10 +69,10 @@ fn host() -> [u8; 16] {
     })
 }
 
-/// Which process this is: numbers of processes are not unique among containers.
+/// Identifies the process by a random number, since process ids are not unique across containers. Constant for the process.
 fn process() -> [u8; 16] {
     static PROCESS: OnceLock<[u8; 16]> = OnceLock::new();
-    // From the system's randomness: the standard library seeds every hasher with it.
+    // The standard library seeds every hasher from the system's randomness.
     let number = || std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0u8);
     *PROCESS.get_or_init(|| ((u128::from(number()) << 64) | u128::from(number())).to_le_bytes())
 }
@@ -120,7 +122,7 @@ impl<D: Device> Pool<D> {
 
 impl<D: Device> Parts<D> {
     fn address(&self, part: &Part<D>, block: BlockId) -> u64 {
-        assert!(block.0 < self.blocks, "blocks are those of the KV memory");
+        assert!(block.0 < self.blocks, "the block is in the KV memory");
         part.kv.address() + u64::from(block.0) * self.block_bytes as u64
     }
 }
@@ -135,12 +137,12 @@ impl<D: Device> KvMemory for Pool<D> {
 
     fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
         let ours = &self.0;
-        let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("its handle is of another build"))?;
+        let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("invalid handle (from another version?)"))?;
         if handle.host != host() || handle.host == [0; 16] {
-            return Err(unreachable("it is on another host"));
+            return Err(unreachable("on another host"));
         }
         if (handle.block_bytes, handle.parts.len()) != (ours.block_bytes as u64, ours.parts.len()) {
-            return Err(unreachable("its blocks are otherwise, or on another number of GPUs"));
+            return Err(unreachable("incompatible KV layout or tensor-parallel degree"));
         }
         let mut peer = Peer { pool: Arc::clone(ours), addresses: Vec::new(), blocks: handle.blocks, owner: None };
         if handle.process == process() {
@@ -156,7 +158,7 @@ impl<D: Device> KvMemory for Pool<D> {
             let (address, bytes) = part.device.import(exported).map_err(broken)?;
             peer.addresses.push(address);
             if (bytes as u64) < wanted {
-                return Err(unreachable("it has fewer blocks than it says"));
+                return Err(unreachable("its memory is smaller than its handle says"));
             }
         }
         Ok(Arc::new(peer))
@@ -175,7 +177,7 @@ impl<D: Device> KvMemory for Pool<D> {
         let ours = &self.0;
         let (names, rest) = name.as_chunks();
         if names.len() != ours.parts.len() || !rest.is_empty() {
-            return Err(unreachable("its link is for another number of GPUs"));
+            return Err(unreachable("the communicator id is for another tensor-parallel degree"));
         }
         let rank = match end {
             CommunicatorEnd::Sender => 0,
@@ -191,13 +193,13 @@ impl<D: Device> KvMemory for Pool<D> {
     }
 }
 
-/// Another engine's memory.
+/// Another engine's KV memory.
 struct Peer<D: Device> {
     pool: Arc<Parts<D>>,
-    /// Of each part.
+    /// Address of each rank's shard.
     addresses: Vec<u64>,
     blocks: u32,
-    /// Of this process: it must not end before us. Others' memory is mapped.
+    /// The pool, if it is of this process, which keeps its memory allocated. The memory of other processes is mapped.
     owner: Option<Arc<Parts<D>>>,
 }
 
@@ -212,10 +214,10 @@ impl<D: Device> Drop for Peer<D> {
 impl<D: Device> PeerMemory for Peer<D> {
     fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
         if blocks.iter().any(|(from, _)| from.0 >= self.blocks) {
-            return Err(unreachable("it does not have such a block"));
+            return Err(unreachable("no such block"));
         }
         let (pool, block_bytes) = (&self.pool, self.pool.block_bytes);
-        // Neighbours that stay neighbours go at once.
+        // Runs of consecutive blocks are copied together.
         let follows = |a: &(BlockId, BlockId), b: &(BlockId, BlockId)| (a.0.0 + 1, a.1.0 + 1) == (b.0.0, b.1.0);
         let mut copied = Ok(());
         for (part, address) in pool.parts.iter().zip(&self.addresses) {
@@ -225,20 +227,20 @@ impl<D: Device> PeerMemory for Peer<D> {
                 copied = copied.and_then(|()| part.device.copy(from, pool.address(part, to), run.len() * block_bytes));
             }
         }
-        // All are waited for, even if one fails: none may write when this has returned.
+        // Wait for all ranks even if one has failed: no copy may write after this function has returned.
         let waited: Vec<_> = pool.parts.iter().map(|part| part.device.wait()).collect();
         waited.into_iter().fold(copied, Result::and).map_err(broken)
     }
 }
 
-/// One end of a link: a line for each part, and a place for what is received and not wanted.
+/// One end of a transfer over NCCL: a communicator per rank, and memory for received blocks that are discarded.
 struct Between<D: Device> {
     lines: Vec<(D::PeerCommunicator, Memory<D>)>,
     pool: Arc<Parts<D>>,
 }
 
 impl<D: Device> Between<D> {
-    /// All parts beside each other: who sends and who receives need not be at the same one.
+    /// Runs the transfers of all ranks concurrently, since the two ends may process them in different orders.
     fn on_all(
         &self,
         moves: impl Fn(&Part<D>, &(D::PeerCommunicator, Memory<D>)) -> Result<(), CudaError> + Sync,
@@ -246,7 +248,7 @@ impl<D: Device> Between<D> {
         let moved: Vec<_> = std::thread::scope(|scope| {
             let parts = self.pool.parts.iter().zip(&self.lines);
             let moving: Vec<_> = parts.map(|(part, line)| scope.spawn(|| moves(part, line))).collect();
-            moving.into_iter().map(|moving| moving.join().expect("moving does not panic")).collect()
+            moving.into_iter().map(|moving| moving.join().expect("transfers do not panic")).collect()
         });
         moved.into_iter().collect::<Result<(), _>>().map_err(broken)
     }

@@ -1,4 +1,4 @@
-//! An engine on a device, or on several that are ranks of one model: one step after the other.
+//! An engine on one device, or on several that hold the ranks of one model.
 
 use super::{
     CudaError, CudaLimits,
@@ -16,53 +16,64 @@ use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, Sampl
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, KvMemory};
 
-/// Layers that several ranks are told of ahead. A driver that has been told of a thousand launches lets the host wait for the first of them, and no
-/// error would end that while one rank's sum waits for another's.
+/// Layers enqueued on several ranks before the host waits for them. With some thousand launches pending, the driver blocks further launches until
+/// the first are done, and no error would end that while one rank's all-reduce waits for another rank's.
 const LAYERS_IN_FLIGHT: usize = 32;
-/// For the gemms of steps to be prepared on a device, which takes a second or two as a rule.
+/// Time limit for planning the GEMMs of decode steps on one device, which usually takes a second or two.
 const PREPARE_MAX: Duration = Duration::from_secs(20);
 
-/// Computes one worker's steps.
+/// Executes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// `None` on one device, and when a step has failed: what waits for a rank that is lost must end before anything is given back.
+    /// `None` on one device, and after a rank was lost: collectives that wait for it must end before memory is freed.
     communicators: Option<D::Communicators>,
-    /// Of one rank; several run every step plainly.
+    /// `None` with several ranks, which launch every step kernel by kernel.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
     limits: CudaLimits,
     sizes: Sizes,
-    /// Last, so that they go last: a step that broke off may still read its weights until this engine's memory has been given back.
+    /// The last field, so that it is dropped last: an aborted step may read its weights until freeing the engine's buffers has waited for it.
     models: Arc<[Model<D>]>,
 }
 
-/// What an engine has on one device.
+/// An engine's resources on one device.
 struct Rank<D: Device> {
-    /// A queue of its own: engines of one device run beside each other.
+    /// A stream of its own: engines on one device run concurrently.
     device: Arc<D>,
     buffers: Buffers<D>,
     inputs: Inputs<D>,
     kv: Arc<Memory<D>>,
 }
 
-/// Used again in every step.
+/// Buffers reused by every step; rows are the step's tokens.
 struct Buffers<D: Device> {
+    /// The residual stream: rows × width, 32-bit.
     residual: Memory<D>,
+    /// Rows × width, 16-bit.
     normed: Memory<D>,
+    /// Queries, keys and values: rows × (heads + 2 × key heads) × head length, 16-bit.
     qkv: Memory<D>,
+    /// Rows × heads × head length, 16-bit.
     attended: Memory<D>,
+    /// Gate and up projections: rows × 2 × feed-forward length, 16-bit.
     gates: Memory<D>,
+    /// Rows × feed-forward length, 16-bit.
     inner: Memory<D>,
+    /// Cosine and sine per row and pair, 32-bit.
     rope: Memory<D>,
+    /// Attention outputs per partition and head, not yet normalised, 32-bit.
     partial_outputs: Memory<D>,
+    /// Softmax maximum and sum per partition and head, 32-bit.
     partial_sums: Memory<D>,
+    /// Rows × vocabulary, 32-bit; on the first rank only.
     logits: Memory<D>,
+    /// A modifiable copy of the logits for sampling.
     scratch: Memory<D>,
-    /// Tokens that were drawn, and their logprobs.
+    /// Sampled tokens and their logprobs.
     sampled: Memory<D>,
 }
 
 impl<D: Device> Runner<D> {
-    /// Takes all memory that steps will need, of a model with all its ranks.
+    /// Allocates all memory that steps need and connects the ranks. `models` are all ranks of one model.
     pub fn new(models: Arc<[Model<D>]>, limits: CudaLimits) -> Result<Self, CudaError> {
         let free_bytes = models.iter().map(|model| model.free_bytes).min().expect("a model has a rank");
         let communicator_bytes = if models.len() > 1 { D::COMMUNICATOR_BYTES } else { 0 };
@@ -72,7 +83,7 @@ impl<D: Device> Runner<D> {
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
-            // What the first sum takes, or refuses, it does before anybody relies on this engine. What is added up means nothing yet.
+            // The first all-reduce allocates, and may fail; it does so here rather than in a step. The values are not used.
             let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.residual.address())).collect();
             D::all_reduce_sum(communicators, &streams, models[0].shape.width)?;
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
@@ -83,24 +94,24 @@ impl<D: Device> Runner<D> {
         Ok(Self { communicators, graphs, ranks, limits, sizes, models })
     }
 
-    /// Every step is run plainly.
+    /// Launches every step kernel by kernel.
     #[cfg(test)]
     pub fn without_graphs(mut self) -> Self {
         self.graphs = None;
         self
     }
 
-    /// All that grows begins with nothing, and so moves.
+    /// Starts the growing buffers empty, so that they are reallocated at other addresses.
     #[cfg(test)]
     pub fn with_empty_buffers(mut self) -> Self {
         for Rank { device, buffers, inputs, .. } in &mut self.ranks {
-            *inputs = Inputs::new(device, 0).expect("nothing is little");
-            buffers.sampled = Memory::new(device, 0).expect("nothing is little");
+            *inputs = Inputs::new(device, 0).expect("an empty buffer fits");
+            buffers.sampled = Memory::new(device, 0).expect("an empty buffer fits");
         }
         self
     }
 
-    /// Of each rank.
+    /// The shape that each rank computes.
     pub fn shape(&self) -> &Shape {
         &self.models[0].shape
     }
@@ -129,50 +140,51 @@ impl<D: Device> Runner<D> {
             _ => None,
         });
         let requests: Vec<SampleRequest<'_>> = requests.collect();
-        let mut draws = SampleInputs::new(&requests, &[], batch.offset_after_tables(), self.shape().vocab_size);
-        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, draws.top_max()));
+        let mut sampling = SampleInputs::new(&requests, &[], batch.offset_after_tables(), self.shape().vocab_size);
+        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max()));
         if let Some(bucket) = bucket {
             batch.pad(bucket.rows, bucket.partitions);
-            draws.pad(bucket.rows);
+            sampling.pad(bucket.rows);
         }
-        let drawn_bytes = draws.rows().min(self.sizes.head_rows_max) * (1 + draws.top_max()) * LOGPROB_BYTES;
+        let results_bytes = sampling.rows().min(self.sizes.head_rows_max) * (1 + sampling.top_max()) * LOGPROB_BYTES;
         let Rank { device, buffers, .. } = &mut self.ranks[0];
-        if buffers.sampled.bytes() < drawn_bytes {
-            buffers.sampled = Memory::new(device, drawn_bytes.next_power_of_two())?;
+        if buffers.sampled.bytes() < results_bytes {
+            buffers.sampled = Memory::new(device, results_bytes.next_power_of_two())?;
         }
-        let lists = self.ranks.iter_mut().map(|rank| rank.inputs.upload(&rank.device, &batch, &draws));
+        let lists = self.ranks.iter_mut().map(|rank| rank.inputs.upload(&rank.device, &batch, &sampling));
         let lists = lists.collect::<Result<Vec<_>, _>>()?;
         let step = |(lists, (rank, model)): (_, (_, _))| {
             let Rank { device, buffers, kv, .. }: &Rank<D> = rank;
             Step { model, device: &**device, buffers, kv: kv.address(), batch: &batch, lists }
         };
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
-        // All ranks have the stream, and the first one the head.
+        // After the layers every rank has the residual stream; the head is on the first rank.
         let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
-        let (logits, mut drawn) = match (bucket, &mut self.graphs) {
+        let (logits, mut tokens) = match (bucket, &mut self.graphs) {
             (Some(bucket), Some(graphs)) => {
                 let Rank { device, inputs, buffers, .. } = &self.ranks[0];
                 graphs.run(device, bucket, [inputs.memory.address(), buffers.sampled.address()], || {
                     layers()?;
                     first.sample(0, bucket.rows, bucket.top_max)
                 })?;
-                (Vec::new(), first.read(0, bucket.rows, &draws)?)
+                (Vec::new(), first.read(0, bucket.rows, &sampling)?)
             }
             _ => {
                 layers()?;
-                (first.logits(self.sizes.head_rows_max)?, first.draw(self.sizes.head_rows_max, &draws)?)
+                (first.logits(self.sizes.head_rows_max)?, first.sampled_tokens(self.sizes.head_rows_max, &sampling)?)
             }
         };
-        drawn.truncate(requests.len());
-        // Whoever measures the step measures all of it, and what fails fails here.
+        tokens.truncate(requests.len());
+        // The step's duration includes all of its work, and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
-        Ok(StepOutput::Sampled { tokens: drawn, logits })
+        Ok(StepOutput::Sampled { tokens, logits })
     }
 }
 
-/// Embedding, then all layers, on all ranks; the stream of all rows is left, or only the KV where no logits are wanted.
+/// Runs embedding and all layers on all ranks. Leaves the residual stream of all rows; if no logits are needed, the last layer only writes its KV.
 ///
-/// Several ranks are done when it returns. Nothing else must wait for one of them before: if another one is lost, its sums never end.
+/// With several ranks, all work is done when it returns. No other call may wait for a single rank before that: if another rank is lost, its
+/// all-reduce never ends.
 fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Communicators>) -> Result<(), CudaError> {
     let each =
         |work: fn(&Step<'a, D>, usize) -> Result<(), CudaError>, layer| steps.iter().try_for_each(|step| work(step, layer));
@@ -181,7 +193,7 @@ fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Commun
     let all_reduce_sum = || match communicators {
         Some(communicators) => D::all_reduce_sum(communicators, &streams, batch.rows() * model.shape.width),
         None => {
-            assert_eq!(steps.len(), 1, "an engine that was lost computes no more");
+            assert_eq!(steps.len(), 1, "a lost engine runs no more steps");
             Ok(())
         }
     };
@@ -228,7 +240,7 @@ impl<D: Device> Rank<D> {
         Ok(Self { device, buffers, inputs, kv })
     }
 
-    /// All that single tokens are multiplied with, by every number of rows that they are padded to. A layer's matrices have the shape of all layers'.
+    /// Plans the GEMMs of decode steps for every number of rows that they are padded to. All layers have the first one's shapes.
     fn prepare(&self, model: &Model<D>, rows_max: usize) -> Result<(), CudaError> {
         let Some(layer) = model.layers.first() else { return Ok(()) };
         let buffers = &self.buffers;
@@ -249,10 +261,10 @@ impl<D: Device> Rank<D> {
         self.device.prepare(model.shape.half, &gemms.collect::<Vec<_>>(), PREPARE_MAX)
     }
 
-    /// Where this rank's part of a block is.
+    /// The address of this rank's shard of a block.
     fn block(&self, shape: &Shape, block: BlockId) -> u64 {
         let at = block.0 as usize * shape.block_bytes();
-        assert!(at < self.kv.bytes(), "blocks are those of the KV memory");
+        assert!(at < self.kv.bytes(), "the block is in the KV memory");
         self.kv.address() + at as u64
     }
 }
@@ -277,7 +289,7 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
-        assert_eq!(into.len(), self.describe().block_bytes, "a block is read into as many bytes as it has");
+        assert_eq!(into.len(), self.describe().block_bytes, "the destination has the size of a block");
         let shape = self.shape();
         if let [rank] = &*self.ranks {
             return Ok(rank.device.download(rank.block(shape, block), into)?);
@@ -291,7 +303,7 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
-        assert_eq!(bytes.len(), self.describe().block_bytes, "a block is written from as many bytes as it has");
+        assert_eq!(bytes.len(), self.describe().block_bytes, "the source has the size of a block");
         let shape = self.shape();
         if let [rank] = &*self.ranks {
             return Ok(rank.device.upload(rank.block(shape, block), bytes)?);
@@ -321,7 +333,7 @@ impl<D: Device> Engine for Runner<D> {
     }
 }
 
-/// One rank's part of a step under way.
+/// One rank's share of the current step.
 struct Step<'a, D: Device> {
     model: &'a Model<D>,
     device: &'a D,
@@ -331,7 +343,7 @@ struct Step<'a, D: Device> {
     lists: Lists,
 }
 
-/// The gemm_buffers of a layer's numbers that a product reads and writes.
+/// The buffers that a GEMM reads and writes.
 struct GemmBuffers<'a, D: Device> {
     weights: &'a Memory<D>,
     inputs: &'a Memory<D>,
@@ -349,7 +361,7 @@ impl<D: Device> Step<'_, D> {
         self.launch(Kernel::Embed, [rows, 1, 1], embed)
     }
 
-    /// A layer's queries, and its keys and values, which go to the KV memory.
+    /// Computes a layer's queries, keys and values, and stores keys and values in the KV memory.
     fn keys(&self, index: usize) -> Result<(), CudaError> {
         let (layer, rows) = (&self.model.layers[index], self.batch.rows());
         self.norm(rows, 0, &layer.attention_norm)?;
@@ -377,7 +389,7 @@ impl<D: Device> Step<'_, D> {
         self.gemm(down, GemmBuffers { weights: &layer.down, inputs: &buffers.inner, outputs: &buffers.residual })
     }
 
-    /// The head, for the rows whose logits are wanted, so many at a time.
+    /// Returns the logits of `logit_rows`, computed `each` rows at a time.
     fn logits(&self, each: usize) -> Result<Vec<f32>, CudaError> {
         let (shape, wanted) = (&self.model.shape, self.batch.logit_rows.len());
         let mut logits = vec![0.0; wanted * shape.vocab_size];
@@ -393,18 +405,18 @@ impl<D: Device> Step<'_, D> {
         Ok(logits)
     }
 
-    /// Tokens of the rows that have a draw, so many at a time.
-    fn draw(&self, each: usize, draws: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
-        let mut drawn = Vec::with_capacity(draws.rows());
-        for first in (0..draws.rows()).step_by(each) {
-            let rows = each.min(draws.rows() - first);
-            self.sample(first, rows, draws.top_max())?;
-            drawn.extend(self.read(first, rows, draws)?);
+    /// Returns the tokens of `sampled_rows`, computed `each` rows at a time.
+    fn sampled_tokens(&self, each: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
+        let mut tokens = Vec::with_capacity(sampling.rows());
+        for first in (0..sampling.rows()).step_by(each) {
+            let rows = each.min(sampling.rows() - first);
+            self.sample(first, rows, sampling.top_max())?;
+            tokens.extend(self.read(first, rows, sampling)?);
         }
-        Ok(drawn)
+        Ok(tokens)
     }
 
-    /// SampleInputs the tokens of some of the rows that have a draw, each with so many alternatives at most.
+    /// Enqueues head and sampling of `rows` of the sampled rows from `first` on, with up to `top_max` alternatives each.
     fn sample(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
         let (buffers, lists) = (self.buffers, &self.lists);
         self.head(rows, lists.sampled_rows + (first * 4) as u64)?;
@@ -414,7 +426,7 @@ impl<D: Device> Step<'_, D> {
             buffers.scratch.address(),
             self.model.shape.vocab_size as u64,
             lists.sample_settings + SampleInputs::offset(first),
-            // The draws count their adjustments from here.
+            // Offsets of adjustments count from here.
             lists.tables,
             0,
             tokens,
@@ -424,14 +436,14 @@ impl<D: Device> Step<'_, D> {
         self.launch(Kernel::Sample, [rows, 1, 1], arguments)
     }
 
-    /// Waits for tokens that `sample` draws.
-    fn read(&self, first: usize, rows: usize, draws: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
-        let mut bytes = vec![0; rows * (1 + draws.top_max()) * LOGPROB_BYTES];
+    /// Waits for the tokens of `sample`.
+    fn read(&self, first: usize, rows: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
+        let mut bytes = vec![0; rows * (1 + sampling.top_max()) * LOGPROB_BYTES];
         self.device.download(self.buffers.sampled.address(), &mut bytes)?;
-        Ok(draws.read(first, rows, &bytes))
+        Ok(sampling.read(first, rows, &bytes))
     }
 
-    /// Logits of the rows in a list.
+    /// Computes the logits of the rows in the list at this device address.
     fn head(&self, rows: usize, list: u64) -> Result<(), CudaError> {
         self.norm(rows, list, &self.model.norm)?;
         let (inputs, outputs) = (self.buffers.normed.address(), self.buffers.logits.address());
@@ -439,7 +451,7 @@ impl<D: Device> Step<'_, D> {
         self.device.gemm(self.model.shape.half, head, operands)
     }
 
-    /// Normalised rows of the stream: those of the list at this address, or the first ones where there is none (0).
+    /// Applies RMSNorm to the rows in the list at this device address, or to the first `rows` if it is 0.
     fn norm(&self, rows: usize, list: u64, weight: &Memory<D>) -> Result<(), CudaError> {
         let (stream, normed) = (self.buffers.residual.address(), self.buffers.normed.address());
         let width = self.model.shape.width as u64;
@@ -447,7 +459,7 @@ impl<D: Device> Step<'_, D> {
     }
 
     fn store_kv(&self, index: usize, layer: &Layer<D>) -> Result<(), CudaError> {
-        /// Heads that a block of the kernel takes.
+        /// Heads per thread block of the kernel.
         const HEADS: usize = 4;
         let shape = &self.model.shape;
         let optional = |memory: &Option<Memory<D>>| memory.as_ref().map_or(0, Memory::address);
@@ -466,11 +478,11 @@ impl<D: Device> Step<'_, D> {
         self.launch(Kernel::StoreKv, grid, arguments)
     }
 
-    /// Prompts by tiles, single tokens by partitions.
+    /// Attention: prompts by tiles, single tokens by partitions.
     fn attend(&self, index: usize) -> Result<(), CudaError> {
         let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
         let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());
-        // Exponentials are powers of two.
+        // The kernels compute exponentials as powers of two.
         let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
         let (tiles, partitions, combined) = (self.batch.tiles.len(), self.batch.partitions.len(), self.batch.combined.len());
         if tiles > 0 {

@@ -1,47 +1,47 @@
-//! SampleInputs as `kernels/sampling.cu` takes them, and what it gives.
+//! Encodes sampling requests for `kernels/sampling.cu`, and decodes its results.
 
 use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 
-/// Bytes of `Draw` in the kernel's source.
+/// Bytes of the kernel's `SampleSettings`.
 const SETTINGS_BYTES: usize = 56;
-/// Bytes of `Likelihood` there.
+/// Bytes of the kernel's `TokenLogprob`.
 pub(super) const LOGPROB_BYTES: usize = 8;
-/// Alternatives that there is room for, as few numbers of them as are often asked for: what launches a step names this number. The API allows no more.
+/// Numbers of slots for alternatives per row. Few different ones, because the number is part of a CUDA graph's key; the API allows at most 20.
 const TOPS: [usize; 3] = [0, 5, 20];
-/// Bytes that are written for a row, unless somebody wants more alternatives than the API allows.
+/// Bytes of a row's results, unless a request asks for more alternatives than the API allows.
 pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LOGPROB_BYTES;
-/// No logprobs.
+/// The kernel's value for "no logprobs".
 const NONE: u32 = u32::MAX;
 
-/// The draws of a step's rows.
+/// The sampling inputs of a step's rows.
 #[derive(Debug, Default)]
 pub(super) struct SampleInputs {
-    /// `Draw` of each row.
+    /// `SampleSettings` of each row.
     pub settings: Vec<u8>,
-    /// `Adjustment` of every token that has one, row by row.
+    /// `Adjustment` of every token that has one, row after row.
     pub adjustments: Vec<u8>,
-    /// Alternatives wanted of each row; `None`: not even the token's logprob.
+    /// Alternatives requested by each row; `None`: not even the sampled token's logprob.
     pub tops: Vec<Option<u32>>,
 }
 
 impl SampleInputs {
-    /// In the order of the rows. `masks` has for each row where its mask begins, in words; rows beyond its end have none. `first` is where the
-    /// adjustments begin, in adjustments.
-    pub fn new(draws: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
+    /// Encodes requests in the order of the rows. `masks` has for each row the offset of its mask in 32-bit words; rows beyond its end have none. `first`
+    /// is the offset of the adjustments, in adjustments.
+    pub fn new(requests: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
-        for (row, draw) in draws.iter().enumerate() {
-            let s = draw.sampling();
+        for (row, request) in requests.iter().enumerate() {
+            let s = request.sampling();
             let top = s.logprobs.map(|top| top.min(vocab_size as u32));
             let mask = masks.get(row).map_or(-1, |mask| *mask as i32);
             let mut adjustments = 0u32;
-            for adjustment in draw.adjustments(vocab_size) {
+            for adjustment in request.adjustments(vocab_size) {
                 let numbers = [adjustment.token, adjustment.count, adjustment.seen.into()].map(u32::to_le_bytes);
                 all.adjustments.extend(numbers.as_flattened());
                 all.adjustments.extend(adjustment.bias.to_le_bytes());
                 adjustments += 1;
             }
             let into = &mut all.settings;
-            into.extend(draw.uniform().to_le_bytes());
+            into.extend(request.uniform().to_le_bytes());
             let singles = [s.temperature, s.top_p, s.min_p, s.frequency_penalty, s.presence_penalty, s.repetition_penalty]
                 .map(f32::to_le_bytes);
             into.extend(singles.as_flattened());
@@ -51,14 +51,14 @@ impl SampleInputs {
             first += adjustments;
             all.tops.push(top);
         }
-        debug_assert_eq!(all.settings.len(), draws.len() * SETTINGS_BYTES);
+        debug_assert_eq!(all.settings.len(), requests.len() * SETTINGS_BYTES);
         all
     }
 
-    /// Adds rows whose tokens nobody reads: each its likeliest.
+    /// Appends padding rows, whose tokens are not read; they are sampled greedily.
     pub fn pad(&mut self, rows: usize) {
         for _ in self.rows()..rows {
-            // All zeros but for mask and top: there is neither.
+            // All zeros but for mask and top, which are absent.
             self.settings.extend([[0; 44].as_slice(), &[0xff; 8], &[0; 4]].concat());
             self.tops.push(None);
         }
@@ -69,23 +69,23 @@ impl SampleInputs {
         self.tops.len()
     }
 
-    /// Places for alternatives that each row has: no row wants more.
+    /// Slots for alternatives per row: at least as many as any row requests.
     pub fn top_max(&self) -> usize {
         let wanted = self.tops.iter().flatten().max().map_or(0, |top| *top as usize);
         TOPS.into_iter().find(|top| *top >= wanted).unwrap_or(wanted)
     }
 
-    /// Where the settings of a row begin.
+    /// Offset of a row's settings, in bytes.
     pub fn offset(row: usize) -> u64 {
         (row * SETTINGS_BYTES) as u64
     }
 
-    /// What the kernel has written for rows from `first` on: a likelihood each, then `top_max` each.
+    /// Decodes the kernel's results for `rows` rows from `first` on: one `TokenLogprob` each, then `top_max` alternatives each.
     pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<SampledToken> {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);
         let read = |bytes: &[u8]| {
-            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("a likelihood has eight bytes"));
+            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("a result has eight bytes"));
             TokenLogprob { token: u32::from_le_bytes(token), logprob: f32::from_le_bytes(logprob) }
         };
         let row = |(token, wanted): (&[u8], &Option<u32>)| {

@@ -1,9 +1,9 @@
-//! What the kernels are compiled for, and what the host must know of them.
+//! The constants that the kernels are compiled with, and the kernels' constants that the host needs.
 
 use super::{CudaError, shard::Shard};
 use tandem_model::{ModelConfig, Pairs};
 
-/// The kernels' sources, in the order in which they use each other. `kernels/primitives.cu` comes first on a device.
+/// The kernels' sources, in the order of their dependencies. (The emulation replaces `primitives.cu`.)
 pub(super) const SOURCES: [(&str, &str); 6] = [
     ("primitives.cu", include_str!("kernels/primitives.cu")),
     ("model.cu", include_str!("kernels/model.cu")),
@@ -13,19 +13,19 @@ pub(super) const SOURCES: [(&str, &str); 6] = [
     ("sampling.cu", include_str!("kernels/sampling.cu")),
 ];
 
-/// A number of two bytes.
+/// A 16-bit float type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Half {
-    /// IEEE's: more digits, up to 65,504.
+    /// IEEE half precision: 11 significant bits, up to 65,504.
     Float16,
-    /// The upper half of single precision.
+    /// The upper half of an IEEE single: 8 significant bits, the range of singles.
     BFloat16,
 }
 
-/// The longest head: the prompt's kernel keeps a tile of outputs in registers.
+/// Longest supported head: `attend_prompt` keeps a tile of outputs in registers.
 pub(super) const HEAD_DIM_MAX: usize = 128;
 
-/// The constants of one model that its kernels are compiled with; heads and feed-forward are those of one rank.
+/// The constants of a model that its kernels are compiled with; numbers of heads and feed-forward columns are those of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub half: Half,
@@ -38,13 +38,13 @@ pub(super) struct Shape {
     pub vocab_size: usize,
     pub block_size: usize,
     pub pairs: Pairs,
-    /// The kernels' tiles are smaller, for GPUs with less shared memory than data centres' have.
+    /// Use smaller tiles, for GPUs with less shared memory than data-centre models.
     pub small_shared_memory: bool,
 }
 
 impl Shape {
-    /// Of one of so many ranks. Refuses what the kernels cannot do: their copies are of 16 bytes. A block may have `shared_max` bytes of shared
-    /// memory.
+    /// Returns the shape of one rank. Fails if the kernels do not support the model (they copy 16 bytes at a time) or the shards are uneven.
+    /// `shared_max`: bytes of shared memory that a thread block may use.
     pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, shard: Shard) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
         let refused = |what, found| Err(CudaError::Shape { what, found });
@@ -69,7 +69,7 @@ impl Shape {
         Ok(shape)
     }
 
-    /// As the compiler takes them.
+    /// The constants as compiler options.
     pub fn definitions(&self) -> Vec<String> {
         let definition = |name, value: usize| format!("-D{name}={value}");
         vec![
@@ -84,51 +84,51 @@ impl Shape {
         ]
     }
 
-    /// Query heads that share a key head.
+    /// Query heads per key head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Numbers of all query heads.
+    /// Length of a row of queries: heads × head length.
     pub fn query_dim(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Numbers of a row of queries, keys and values.
+    /// Length of a row of queries, keys and values.
     pub fn qkv_dim(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Bytes of a slot's keys (or values) of one layer.
+    /// Bytes of one token's keys (or values) in one layer.
     pub fn kv_row_bytes(&self) -> usize {
         self.kv_heads * self.head_dim * 2
     }
 
-    /// Bytes of one KV block, or a rank's part of it.
+    /// Bytes of one KV block (of a rank's shard of it).
     pub fn block_bytes(&self) -> usize {
         self.layers * 2 * self.block_size * self.kv_row_bytes()
     }
 
-    // What follows repeats constants of kernels/attention.cu and kernels/decode.cu; a test compares them.
+    // The following repeat constants of kernels/attention.cu and kernels/decode.cu; a test compares them.
 
-    /// Packed rows (a token's query heads of one key head) in a tile of a prompt.
+    /// Packed rows (a token's query heads of one key head) per tile of a prompt.
     pub const PROMPT_ROWS: usize = 128;
-    /// Query heads that a block of `attend_token` takes.
+    /// Query heads per thread block of `attend_token`.
     pub const TOKEN_ROWS: usize = 16;
-    /// Positions that a block of `attend_token` takes at a time.
+    /// Positions that a thread block of `attend_token` processes at a time.
     pub const TOKEN_POSITIONS: usize = 64;
 
     fn head_pad(&self) -> usize {
         self.head_dim.next_multiple_of(16)
     }
 
-    /// Bytes of shared memory of `attend_prompt`.
+    /// Bytes of shared memory per thread block of `attend_prompt`.
     pub fn prompt_bytes(&self) -> usize {
         let tile = if self.small_shared_memory { 32 } else { 64 };
         (Self::PROMPT_ROWS + 4 * tile) * (self.head_pad() + 8) * 2
     }
 
-    /// Bytes of shared memory of `attend_token`.
+    /// Bytes of shared memory per thread block of `attend_token`.
     pub fn token_bytes(&self) -> usize {
         let stages = if self.small_shared_memory { 2 } else { 3 };
         let copies = (Self::TOKEN_ROWS + stages * 2 * Self::TOKEN_POSITIONS) * (self.head_pad() + 8) * 2;

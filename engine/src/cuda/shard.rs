@@ -1,16 +1,17 @@
-//! A model on several GPUs, a *rank* each: who has what of a tensor, and of a block. Plain arithmetic.
+//! Tensor parallelism: which shard of each tensor and of each KV block a rank holds. Plain arithmetic.
 //!
-//! Every rank has the same number of heads and of the feed-forward's columns, one rank's after the other's. The rows that make them are of one
-//! rank; of the matrices that read them (attention's output and `down`) a rank has those columns, so that the ranks' products must be added.
+//! As in Megatron-LM (Shoeybi et al. 2019): heads and feed-forward columns are divided evenly, in the order of the ranks. The matrices that produce
+//! them (`qkv`, `gate`, `up`) are divided by rows; those that consume them (attention output, `down`) by columns, so that the ranks' results must be
+//! summed by an all-reduce.
 
 use super::CudaError;
 use std::ops::Range;
 use tandem_model::ModelConfig;
 
-/// The most GPUs that one engine computes on: those of one machine.
+/// Upper bound of GPUs per engine: those of one machine.
 pub(super) const RANKS_MAX: usize = 8;
 
-/// One rank of several.
+/// The shard of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shard {
     pub rank: usize,
@@ -18,13 +19,13 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// What this rank has of rows or columns that belong to heads or to the feed-forward.
+    /// This rank's range of `len` rows or columns that belong to heads or to the feed-forward.
     pub fn range(self, len: usize) -> Range<usize> {
         let each = len / self.ranks;
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Refuses models whose heads or columns cannot be dealt out evenly; the kernels' copies are of eight numbers.
+    /// Fails if heads or columns cannot be divided evenly; columns in units of eight, since the kernels copy eight numbers at a time.
     pub fn check(self, &ModelConfig { heads, kv_heads, ffn, .. }: &ModelConfig) -> Result<(), CudaError> {
         let fits =
             |ranks: &usize| [heads, kv_heads].iter().all(|heads| heads.is_multiple_of(*ranks)) && ffn.is_multiple_of(8 * ranks);
@@ -35,13 +36,14 @@ impl Shard {
         Err(CudaError::TensorParallel { ranks: self.ranks, heads, kv_heads, ffn, possible })
     }
 
-    /// Copies this rank's part of a block into the whole, whose rows (a slot's keys or values) have all ranks' heads side by side.
+    /// Copies this rank's shard of a KV block into the whole block, whose rows (a slot's keys or values) contain all ranks' heads in order. `row_bytes`
+    /// is the length of a shard's row.
     pub fn merge_into(self, part: &[u8], row_bytes: usize, whole: &mut [u8]) {
         let rows = whole.chunks_exact_mut(row_bytes).skip(self.rank).step_by(self.ranks);
         rows.zip(part.chunks_exact(row_bytes)).for_each(|(into, row)| into.copy_from_slice(row));
     }
 
-    /// This rank's part of a whole block.
+    /// Returns this rank's shard of a whole block.
     pub fn extract(self, whole: &[u8], row_bytes: usize) -> Vec<u8> {
         whole.chunks_exact(row_bytes).skip(self.rank).step_by(self.ranks).collect::<Vec<_>>().concat()
     }
@@ -52,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_have_everything_once() {
+    fn shards_partition_rows_and_blocks() {
         for ranks in [1, 2, 3, 4] {
             let shards = (0..ranks).map(|rank| Shard { rank, ranks });
             let ranges: Vec<usize> = shards.clone().flat_map(|shard| shard.range(24)).collect();

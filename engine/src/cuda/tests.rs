@@ -1,4 +1,4 @@
-//! The engine on the host: the same host code, the kernels' own sources, an emulated GPU. `emulation/shim.h` says what it shows.
+//! Tests of the engine on an emulated GPU: the same host code and kernel sources. `emulation/shim.h` says what the emulation detects.
 
 mod attention;
 mod emulated;

@@ -1,4 +1,4 @@
-//! A model's tensors as the GPU takes them: numbers of two bytes, row by row.
+//! Converts a model's tensors to row-major 16-bit floats.
 
 use super::{CudaError, shape::Half};
 use crate::cpu::{CpuError, weights::Matrix};
@@ -6,17 +6,18 @@ use half::{bf16, f16};
 use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
-/// In which numbers a model is computed: in its own, and in bfloat16, which overflows nowhere, where those have another size.
+/// Returns the 16-bit type that a model is computed in: its own, or bfloat16 (whose range is that of 32-bit floats) if its weights have another size.
 pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     let kind = file.tensor("blk.0.attn_q.weight")?.kind;
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
 }
 
-/// A matrix of the file, and what is taken of it.
+/// A range of rows and columns of a matrix in the file.
 pub(super) struct MatrixSlice {
     pub name: String,
-    /// Rows and columns that the file has.
+    /// Rows in the file.
     pub outputs: usize,
+    /// Columns in the file.
     pub inputs: usize,
     pub rows: Range<usize>,
     pub columns: Range<usize>,
@@ -28,7 +29,8 @@ impl MatrixSlice {
     }
 }
 
-/// The rows of several matrices, one matrix after the other.
+/// Returns the rows of several slices, one slice after the other. Fails if a tensor is missing, has another shape, or has a number that is not finite
+/// in the 16-bit type.
 pub(super) fn rows(file: &dyn ModelFile, half: Half, slices: &[MatrixSlice]) -> Result<Vec<u8>, CudaError> {
     let mut bytes = Vec::with_capacity(slices.iter().map(|slice| slice.rows.len() * slice.columns.len() * 2).sum());
     for slice in slices {
@@ -47,7 +49,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
         rows.for_each(|row| into.extend_from_slice(&row[columns.start * 2..columns.end * 2]));
     } else {
         let matrix = Matrix::load_rows(file, name, *outputs, *inputs, rows.clone())?;
-        // Quants come in blocks: a row is made whole before it is cut.
+        // Quantised numbers are stored in blocks, so a whole row is decoded before its columns are taken.
         let mut row = vec![0.0; *inputs];
         for output in 0..rows.len() {
             matrix.row(output, &mut row);
@@ -58,7 +60,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
             }
         }
     }
-    // All ones in the exponent: infinite, or not a number.
+    // All exponent bits set: infinite or NaN.
     let exponent = match half {
         Half::Float16 => 0x7c00,
         Half::BFloat16 => 0x7f80,
@@ -67,7 +69,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
     match (finite, as_it_is) {
         (true, _) => Ok(()),
         (false, true) => Err(CpuError::NotFinite { name: name.to_owned() }.into()),
-        // The matrix was finite when it was loaded.
+        // Loading the matrix has checked that it is finite, so the conversion overflowed.
         (false, false) => Err(CudaError::BeyondHalf { name: name.to_owned() }),
     }
 }

@@ -1,4 +1,4 @@
-//! `config.json`.
+//! Reads `config.json`.
 
 use super::{CONFIG, json};
 use crate::{
@@ -20,7 +20,7 @@ struct Config {
     rms_norm_eps: f32,
     rope_theta: Option<f32>,
     rope_scaling: Option<RopeScaling>,
-    /// What newer libraries write instead of the two before.
+    /// Replaces the two fields above in files of newer libraries.
     rope_parameters: Option<RopeScaling>,
     max_position_embeddings: u32,
     vocab_size: usize,
@@ -54,7 +54,7 @@ fn wrong(key: &str, wanted: &'static str) -> ModelError {
     ModelError::WrongValue { key: format!("{CONFIG}: {key}"), wanted }
 }
 
-/// Reads and checks the numbers. `tied_by_absence`: there is no head, for configurations that do not say.
+/// Reads and checks the configuration. `tied_by_absence`: the weights have no head, which decides if the file does not say whether it is tied.
 pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, ModelError> {
     let config: Config = json(CONFIG, bytes)?;
     let family = Family::of(&config.model_type)?;
@@ -115,7 +115,7 @@ pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, M
         head_dim,
         ffn: config.intermediate_size,
         eps: config.rms_norm_eps,
-        // Only conversions to GGUF order a Llama's rows so that pairs are adjacent.
+        // Only conversions to GGUF reorder a Llama's rows so that pairs are adjacent.
         rope: Rope::new(Pairs::Halves, head_dim, base, None, scaling),
         qkv_biases: family.qkv_biases,
         qk_norms: family.qk_norms,

@@ -1,6 +1,6 @@
-//! Tensors' names: GGUF's, by which the engine asks, and those of Hugging Face's models.
+//! Translates tensor names from GGUF's, which the engine uses, to Hugging Face's.
 
-/// `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`. A name without a counterpart stays as it is.
+/// Translates for example `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`. A name without a counterpart is returned unchanged.
 pub(super) fn in_safetensors(name: &str) -> String {
     let whole = match name {
         "token_embd.weight" => Some("model.embed_tokens.weight"),

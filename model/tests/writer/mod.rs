@@ -1,6 +1,6 @@
-//! Writes GGUF files, for tests of what reads them.
+//! Writes GGUF files for tests.
 
-/// GGUF's numbers of tensor types.
+/// GGUF's tensor type numbers.
 pub mod kind {
     #![allow(dead_code, missing_docs)]
     pub const F32: u32 = 0;
@@ -79,7 +79,7 @@ impl Writer {
         self
     }
 
-    /// The file's bytes, aligned to 32.
+    /// Returns the file's bytes, with tensors aligned to 32 bytes.
     pub fn finish(self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());

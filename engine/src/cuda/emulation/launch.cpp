@@ -1,4 +1,4 @@
-// Runs a kernel by its name, as cuLaunchKernel does: a pointer to each argument. Built by engine/src/cuda/tests/emulated.rs.
+// Runs a kernel by name, with a pointer to each argument as for cuLaunchKernel. Built by engine/src/cuda/tests/emulated.rs.
 
 #include "shim.h"
 #include <sys/mman.h>
@@ -47,13 +47,13 @@ void enter() {
     _longjmp(own.scheduler, 1);
 }
 
-/// Of all threads of a block, the largest there may be. Pages that are not touched take no memory.
+/// The stacks of all threads of the largest possible block. Pages that are not touched take no memory.
 std::unique_ptr<unsigned char[]> &stacks() {
     static thread_local std::unique_ptr<unsigned char[]> stacks(new unsigned char[1024 * STACK_BYTES]);
     return stacks;
 }
 
-/// Lets one thread run until it waits or ends.
+/// Runs one thread until it waits or ends.
 void resume(Block &own, Fiber &fiber) {
     own.current = &fiber;
     if (_setjmp(own.scheduler) != 0) return;
@@ -71,7 +71,7 @@ bool all_in(std::vector<Fiber>::iterator begin, std::vector<Fiber>::iterator end
     return std::all_of(begin, end, [state](const Fiber &fiber) { return fiber.state == state; });
 }
 
-/// Lets a warp run until all its threads wait for the block or have ended: as far ahead of the others as it can get.
+/// Runs a warp until all its threads wait for the block or have ended: as far ahead of the other warps as it can get.
 void run_warp(const char *kernel, Block &own, size_t warp, bool reversed) {
     const auto begin = own.fibers.begin() + warp * LANES, end = begin + LANES;
     for (;;) {
@@ -80,7 +80,7 @@ void run_warp(const char *kernel, Block &own, size_t warp, bool reversed) {
             if (fiber.state == Fiber::READY) resume(own, fiber);
         }
         if (all_in(begin, end, Fiber::AT_BLOCK) || all_in(begin, end, Fiber::DONE)) return;
-        if (!all_in(begin, end, Fiber::AT_WARP)) fail(kernel, "some lanes of a warp wait for others that never come");
+        if (!all_in(begin, end, Fiber::AT_WARP)) fail(kernel, "some lanes of a warp wait at an operation that other lanes never reach");
         for (auto lane = begin; lane != end; lane++) {
             if (strcmp(lane->operation, begin->operation) != 0) fail(kernel, "the lanes of a warp are at different operations");
             lane->state = Fiber::READY;
@@ -105,17 +105,17 @@ void run_block(const char *kernel, Block &own, bool reversed) {
         if (all_in(own.fibers.begin(), own.fibers.end(), Fiber::AT_BLOCK)) {
             for (auto &fiber : own.fibers) fiber.state = Fiber::READY;
         } else if (!all_in(own.fibers.begin(), own.fibers.end(), Fiber::DONE)) {
-            // A warp may end early where the others never wait for it again.
+            // A warp may end early only if the others do not wait at a barrier.
             const bool waits = std::any_of(own.fibers.begin(), own.fibers.end(), [](const Fiber &f) { return f.state == Fiber::AT_BLOCK; });
-            if (waits) fail(kernel, "some threads wait for others that have ended");
+            if (waits) fail(kernel, "some threads wait at a barrier for threads that have ended");
         }
     }
 }
 
 } // namespace
 
-/// Runs a kernel to its end. False when there is none of this name. `order`: 1 runs lanes, warps and blocks last to first, 2 makes
-/// asynchronous copies at once, 3 both.
+/// Runs a kernel to its end. Returns false if there is no kernel of this name. `order`: 1 runs lanes, warps and blocks from last to first, 2 performs
+/// asynchronous copies immediately, 3 both.
 extern "C" bool launch(const char *name, const u32 grid[3], u32 threads, u32 shared_bytes, void **arguments, u32 order) {
     for (const Entry &entry : ENTRIES) {
         if (strcmp(entry.name, name) != 0) continue;
@@ -150,7 +150,7 @@ size_t pages_of(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes()
 
 } // namespace
 
-/// Memory of the device: all NaNs, and a page behind it that nobody may touch, so that who reads or writes beyond its end is noticed.
+/// Allocates device memory filled with NaNs, followed by an inaccessible page, so that any access beyond its end is a fault.
 extern "C" unsigned char *allocate(size_t bytes) {
     bytes = (bytes + 15) / 16 * 16;
     void *pages = mmap(nullptr, pages_of(bytes) + page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -166,7 +166,7 @@ extern "C" void release(unsigned char *memory, size_t bytes) {
     munmap(memory + bytes - pages_of(bytes), pages_of(bytes) + page_bytes());
 }
 
-/// What engine/src/cuda/shape.rs and device.rs repeat.
+/// The constants that engine/src/cuda/shape.rs repeats.
 extern "C" void constants(u32 into[4]) {
     const u32 all[4] = {PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS, TOKEN_BYTES};
     memcpy(into, all, sizeof all);

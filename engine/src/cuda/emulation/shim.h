@@ -1,9 +1,9 @@
-// The kernels on the host: the twin of kernels/primitives.cu, for tests.
+// Emulation of a GPU on the host, for tests: the counterpart of kernels/primitives.cu.
 //
-// The threads of a block are fibers of one thread of the host. A warp runs as far ahead of the others as barriers let it, from the first
-// warp or from the last; asynchronous copies are made when they are begun, or as late as they may be, when they are waited for. What a kernel
-// computes must not depend on either, and does where a barrier or a wait is missing. Dynamic shared memory starts as NaNs. A block of
-// which some threads wait for others that never come ends the process with a sentence.
+// The threads of a block are fibers of one host thread. A warp runs as far ahead of the others as barriers allow, from the first warp or from the
+// last; asynchronous copies are performed when they are started, or as late as possible, when they are waited for. A kernel's result must not depend
+// on either, and does if a barrier or a wait is missing. Dynamic shared memory starts as NaNs. A deadlock among the threads of a block ends the process
+// with a message.
 
 #pragma once
 #include <algorithm>
@@ -59,7 +59,7 @@ struct Copy {
     bool present;
 };
 
-/// What a lane shows to its warp.
+/// The values that a lane passes to its warp.
 struct Shown {
     u64 words[3];
 };
@@ -99,17 +99,17 @@ inline unsigned char *dynamic_shared() {
     return reinterpret_cast<unsigned char *>((address + 127) / 128 * 128);
 }
 
-/// Gives way to others until the scheduler lets this thread go on.
+/// Suspends this thread until the scheduler resumes it.
 inline void wait(decltype(Fiber::READY) state, const char *operation) {
     Fiber &self = fiber();
     self.state = state, self.operation = operation;
     if (_setjmp(self.place) == 0) _longjmp(block()->scheduler, 1);
 }
 
-/// Shows something to the warp, waits until all lanes have, and gives what they showed, lane 0 first. All must be at the same operation.
+/// Passes a value to the warp, waits for all lanes to do so, and returns their values, lane 0 first. All lanes must be at the same operation.
 inline const Shown *exchange(const char *operation, Shown own) {
     Fiber &self = fiber();
-    // Two places: a lane may show its next before another has read this one, but never the one after it.
+    // Double-buffered: a lane may pass its next value before another lane has read this one, but not the one after that.
     auto &places = block()->shown[self.exchanges++ % 2];
     places[self.index.x] = own;
     wait(Fiber::AT_WARP, operation);
@@ -118,7 +118,7 @@ inline const Shown *exchange(const char *operation, Shown own) {
 
 template <class T> u64 bits_of(T value) {
     u64 bits = 0;
-    static_assert(sizeof(T) <= sizeof bits && std::is_trivially_copyable<T>::value, "a lane shows plain values");
+    static_assert(sizeof(T) <= sizeof bits && std::is_trivially_copyable<T>::value, "only trivially copyable values are passed");
     memcpy(&bits, &value, sizeof value);
     return bits;
 }
@@ -156,7 +156,7 @@ DEVICE half_t narrow(float number) {
 #if HALF_IS_FLOAT16
     const u16 sign = bits >> 16 & 0x8000;
     if (number != number) return sign | 0x7fff;
-    // In units of the last place of the half precision number: rounded to even by the host's default mode.
+    // Scaled to units in the last place, and rounded to even by the host's default rounding mode.
     int exponent;
     std::frexp(number, &exponent);
     const int place = std::max(exponent - 11, -24);
@@ -196,8 +196,8 @@ DEVICE u32 ballot(bool yes) {
     return lanes;
 }
 
-/// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": of a lane, `group` = lane / 4 and `t` = lane % 4. The first
-/// factor's register i holds row group (+ 8 where i is odd), columns 2t and 2t + 1 (+ 8 where i > 1); the second's rows 2t and 2t + 1 (+ 8 for
+/// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": for a lane, `group` = lane / 4 and `t` = lane % 4. The first
+/// operand's register i holds row group (+ 8 where i is odd), columns 2t and 2t + 1 (+ 8 where i > 1); the second's rows 2t and 2t + 1 (+ 8 for
 /// the second register) of column group; the sum's i: row group (+ 8 where i > 1), column 2t + i % 2.
 DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
     const auto pair = [](u32 low, u32 high) { return low | static_cast<u64>(high) << 32; };
@@ -217,7 +217,7 @@ DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
     }
 }
 
-/// PTX ISA, ldmatrix: a lane receives of each matrix row lane / 4, numbers 2 (lane % 4) and the next; transposed, of column lane / 4.
+/// PTX ISA, ldmatrix: a lane receives from each matrix elements 2 (lane % 4) and the next of row lane / 4; transposed, of column lane / 4.
 DEVICE void load_matrices(u32 to[4], const half_t *row) {
     if (reinterpret_cast<uintptr_t>(row) % 16) fprintf(stderr, "load_matrices: a row is not aligned to 16 bytes\n"), abort();
     const auto shown = emulation::exchange("load_matrices", {{emulation::bits_of(row)}});
@@ -237,7 +237,7 @@ DEVICE void load_matrices_transposed(u32 to[4], const half_t *row) {
 
 namespace emulation {
 
-inline void make(const Copy &copy) {
+inline void perform(const Copy &copy) {
     if (copy.present) {
         memcpy(copy.to, copy.from, 16);
     } else {
@@ -252,7 +252,7 @@ DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
     if (misaligned(shared) || misaligned(global)) fprintf(stderr, "copy_async: an address is not aligned to 16 bytes\n"), abort();
     const emulation::Copy copy = {shared, global, present};
     if (emulation::block()->copies_immediate) {
-        emulation::make(copy);
+        emulation::perform(copy);
     } else {
         emulation::fiber().copies.back().push_back(copy);
     }
@@ -262,9 +262,9 @@ DEVICE void copy_commit() { emulation::fiber().copies.emplace_back(); }
 
 template <int LEFT> DEVICE void copy_wait() {
     auto &copies = emulation::fiber().copies;
-    // The last group is not committed.
+    // The last group is still open.
     while (copies.size() > LEFT + 1) {
-        for (const auto &copy : copies.front()) emulation::make(copy);
+        for (const auto &copy : copies.front()) emulation::perform(copy);
         copies.erase(copies.begin());
     }
 }

@@ -1,4 +1,4 @@
-//! What there is: the driver, its libraries, and the GPUs it has.
+//! Finds the driver, its libraries, and its GPUs.
 
 use super::{failed, nccl::Nccl};
 use crate::cuda::CudaError;
@@ -7,10 +7,10 @@ use cudarc::{
     driver::{result, sys},
 };
 
-/// The least that has asynchronous copies and bfloat16.
+/// Lowest major compute capability with asynchronous copies and bfloat16 (Ampere).
 const CAPABILITY_MIN: i32 = 8;
 
-/// A driver, and a GPU that it has.
+/// The driver and one of its GPUs.
 pub(in crate::cuda) struct Driver {
     pub(super) device: sys::CUdevice,
     capability: (i32, i32),
@@ -19,15 +19,15 @@ pub(in crate::cuda) struct Driver {
 }
 
 impl Driver {
-    /// Finds driver and GPU.
+    /// Finds the driver, cuBLASLt and the GPU with this ordinal. Fails if one is missing, or if the GPU is too old.
     pub fn find(device: u32) -> Result<Self, CudaError> {
-        // SAFETY: looking whether libraries can be opened; opening runs nothing but their own initialisers.
+        // SAFETY: this only tries to open the libraries, which runs nothing but their own initialisers.
         #[expect(unsafe_code)]
         let (driver, blas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
         if !driver {
             return Err(CudaError::NoDriver);
         }
-        result::init().map_err(failed("starting"))?;
+        result::init().map_err(failed("initialising"))?;
         let count = result::device::get_count().map_err(failed("counting GPUs"))?;
         if i64::from(device) >= i64::from(count) {
             return Err(CudaError::NoDevice { device, count });
@@ -41,11 +41,11 @@ impl Driver {
             CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as SHARED,
         };
         let mut version = 0;
-        // SAFETY: the device is one that the driver gave, and the version goes to a number of the size it has.
+        // SAFETY: the driver returned this device, and writes one integer as the version.
         #[expect(unsafe_code)]
         let (major, minor, shared) = unsafe {
-            sys::cuDriverGetVersion(&mut version).result().map_err(failed("telling its version"))?;
-            let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("telling what the GPU is"));
+            sys::cuDriverGetVersion(&mut version).result().map_err(failed("querying its version"))?;
+            let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("querying the GPU's attributes"));
             (attribute(MAJOR)?, attribute(MINOR)?, attribute(SHARED)?)
         };
         if major < CAPABILITY_MIN {
@@ -54,7 +54,7 @@ impl Driver {
         Ok(Self { device: handle, capability: (major, minor), version, shared_max: shared.max(0) as usize })
     }
 
-    /// Finds GPUs of one kind, from this number on, and what connects them if there are several.
+    /// Finds `gpus` GPUs of one kind from ordinal `device` on, and NCCL if there are several. Fails if one is missing or differs from the first.
     pub fn find_alike(device: u32, gpus: u32) -> Result<Vec<Self>, CudaError> {
         let first = Self::find(device)?;
         let mut found = vec![first];
@@ -72,17 +72,17 @@ impl Driver {
         Ok(found)
     }
 
-    /// As compilers name it, such as `sm_90`.
+    /// The architecture as the compiler names it, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
 
-    /// Bytes of shared memory that a block may have.
+    /// Bytes of shared memory that a thread block may use.
     pub fn shared_max(&self) -> usize {
         self.shared_max
     }
 
-    /// Such as 13000 for 13.0.
+    /// The CUDA version that the driver supports, such as 13000 for 13.0.
     pub fn version(&self) -> i32 {
         self.version
     }

@@ -1,4 +1,4 @@
-//! cuBLASLt: products of matrices, each kind planned once, and those that come often timed.
+//! GEMMs by cuBLASLt. Each shape is planned once; for frequent shapes the fastest algorithm is found by timing.
 
 use super::{
     driver_lock,
@@ -25,20 +25,20 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// What NVIDIA recommends for its latest; less than a hundredth of any card that has them.
+/// Size that NVIDIA recommends for Hopper; less than a hundredth of such a GPU's memory.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Plans that are kept: all numbers of sequences that decode together, and some of prompts' tokens. To make one takes tens of microseconds.
+/// Bound of cached plans: all batch sizes of decode, and some numbers of prompt tokens. Making one takes tens of microseconds.
 const PLANS_MAX: usize = 4_096;
-/// Algorithms that are timed: cuBLASLt names those first that it expects to be the fastest.
+/// Algorithms that are timed: the first that cuBLASLt's heuristic proposes, which orders them by expected speed.
 const CANDIDATES: usize = 8;
-/// cuBLAS's `CUBLAS_OP_T`, which the bindings of cuBLASLt lack.
+/// `CUBLAS_OP_T`, which cudarc's bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
 
-/// Algorithms that were chosen. All queues of a GPU share them in a process: what is computed on one is, bit for bit, what another computes.
+/// The algorithms chosen so far. All streams of a model's GPU share them, so that they compute the same results bit for bit.
 pub(super) type ChosenAlgorithms = Arc<Mutex<HashMap<(Half, Gemm), sys::cublasLtMatmulAlgo_t>>>;
 
-/// One target's products: its workspace is used by one at a time.
+/// The GEMM plans of one stream, with a workspace that its GEMMs use one after the other.
 pub(super) struct GemmPlans {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
@@ -46,19 +46,19 @@ pub(super) struct GemmPlans {
     chosen: ChosenAlgorithms,
 }
 
-/// A product's layouts and algorithms.
+/// The layouts and candidate algorithms of a GEMM.
 pub(super) struct Plan {
     operation: sys::cublasLtMatmulDesc_t,
     weights: sys::cublasLtMatrixLayout_t,
     inputs: sys::cublasLtMatrixLayout_t,
     outputs: sys::cublasLtMatrixLayout_t,
-    /// The first one is used; others are there until one has been chosen.
+    /// The first one is used; the others are candidates until one has been chosen.
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     uses: usize,
     accumulates: bool,
 }
 
-/// Where products are computed.
+/// Where a GEMM is executed.
 #[derive(Clone, Copy)]
 struct Target {
     handle: sys::cublasLtHandle_t,
@@ -71,35 +71,35 @@ fn failed(source: CublasError) -> CudaError {
 }
 
 impl GemmPlans {
-    /// In the thread's current context.
+    /// Creates a cuBLASLt handle and a workspace in the thread's current context.
     pub fn new(chosen: ChosenAlgorithms) -> Result<Self, CudaError> {
         let _locked = driver_lock();
         let handle = result::create_handle().map_err(failed)?;
-        // SAFETY: the size is not 0; it is given back once, in `drop`.
+        // SAFETY: the size is not 0; the workspace is freed once, in `drop`.
         #[expect(unsafe_code)]
         let workspace = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
         match workspace {
             Ok(workspace) => Ok(Self { handle, workspace, plans: HashMap::new(), chosen }),
             Err(source) => {
-                // SAFETY: the handle was made above and is used nowhere.
+                // SAFETY: the handle was created above and is not used.
                 #[expect(unsafe_code)]
                 let _ = unsafe { result::destroy_handle(handle) };
-                Err(CudaError::Driver { doing: "taking memory", source: Box::new(source) })
+                Err(CudaError::Driver { doing: "allocating device memory", source: Box::new(source) })
             }
         }
     }
 
-    /// Puts a product on the stream.
+    /// Enqueues a GEMM.
     pub fn run(&mut self, half: Half, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
         let plan = self.prepare(half, gemm, operands, stream)?;
         plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
-    /// The product's plan; made, and its algorithms timed, if it is time for that. Nothing is written to the outputs.
+    /// Returns the GEMM's plan. Creates it at the first call, and times its algorithms when due (`timed_at`). Does not write the outputs.
     pub fn prepare(&mut self, half: Half, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
-            // No product that runs needs its plan: cuBLASLt has read it.
+            // Running GEMMs do not need their plans: cuBLASLt has read them.
             self.plans.clear();
         }
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
@@ -109,8 +109,8 @@ impl GemmPlans {
         };
         plan.uses = plan.uses.saturating_add(1);
         if plan.algorithms.len() > 1 {
-            // Held meanwhile: two queues that time the same would disturb each other, and might choose differently.
-            let mut chosen = self.chosen.lock().expect("nothing panics while products are timed");
+            // The lock is held while timing: two streams that timed the same GEMM would disturb each other, and might choose differently.
+            let mut chosen = self.chosen.lock().expect("timing does not panic");
             if let Some(algorithm) = chosen.get(&(half, gemm)) {
                 plan.algorithms = vec![*algorithm];
             } else if timed_at(gemm.rows).is_some_and(|uses| plan.uses >= uses) && !is_capturing(stream)? {
@@ -123,22 +123,21 @@ impl GemmPlans {
     }
 }
 
-/// Whether the stream is told what to do later, when nothing can be timed.
+/// Whether the stream is being captured, when nothing can be timed.
 fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
-    // SAFETY: the caller's stream is alive.
+    // SAFETY: the stream belongs to the caller and is alive.
     #[expect(unsafe_code)]
     let status = unsafe { driver::stream::is_capturing(stream) };
-    let status =
-        status.map_err(|source| CudaError::Driver { doing: "telling whether it is_capturing", source: Box::new(source) })?;
+    let status = status.map_err(|source| CudaError::Driver { doing: "querying the capture status", source: Box::new(source) })?;
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl Drop for GemmPlans {
-    /// The stream is idle by then.
+    /// Must be called when the stream is idle.
     fn drop(&mut self) {
         self.plans.clear();
         let _locked = driver_lock();
-        // SAFETY: both were made in `new` and are given back once.
+        // SAFETY: both were created in `new` and are released once.
         #[expect(unsafe_code)]
         unsafe {
             let _ = driver::free_sync(self.workspace);
@@ -148,7 +147,7 @@ impl Drop for GemmPlans {
 }
 
 impl Plan {
-    /// cuBLASLt's matrices are column by column: it computes outputsᵀ = weights × inputsᵀ, of which our rows are the columns.
+    /// Plans a GEMM. cuBLASLt's matrices are column-major: it computes outputsᵀ = weights × inputsᵀ, whose columns are our rows.
     fn new(handle: sys::cublasLtHandle_t, half: Half, gemm: Gemm) -> Result<Self, CudaError> {
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
         let Gemm { rows, inputs, outputs, epilogue } = gemm;
@@ -160,14 +159,14 @@ impl Plan {
         let layout = |kind, len: usize, count: usize| {
             result::create_matrix_layout(kind, len as u64, count as u64, len as i64).map_err(failed)
         };
-        // A plan that fails half way loses a few hundred bytes, and the engine ends.
+        // If planning fails midway, a few hundred bytes leak; the engine ends then.
         let operation = result::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, CUDA_R_32F).map_err(failed)?;
         let (weights, inputs, outputs) =
             (layout(halves, inputs, outputs)?, layout(halves, inputs, rows)?, layout(out, outputs, rows)?);
         let preference = result::create_matmul_pref().map_err(failed)?;
         let wanted = if timed_at(rows).is_some() { CANDIDATES } else { 1 };
-        // SAFETY: all that is named was made above, and attributes are given with their sizes. There is room for as many results as are asked
-        // for, and cuBLASLt says how many of them it has written.
+        // SAFETY: all handles were created above, and attributes are passed with their sizes. The vector has capacity for as many results as are
+        // requested, and cuBLASLt reports how many of them it has written.
         #[expect(unsafe_code)]
         let found = unsafe {
             let transposed = TRANSPOSED;
@@ -203,11 +202,11 @@ impl Plan {
         Ok(Self { operation, weights, inputs, outputs, algorithms, uses: 0, accumulates: epilogue == Epilogue::AddSingle })
     }
 
-    /// Puts the product on the target's stream.
+    /// Enqueues the GEMM with this algorithm.
     fn run(&self, target: Target, algorithm: &sys::cublasLtMatmulAlgo_t, operands: Operands) -> Result<(), CublasError> {
         let (alpha, beta) = (1.0f32, if self.accumulates { 1.0f32 } else { 0.0 });
-        // SAFETY: handle and plan are alive; the plan's layouts are those of the product; the caller's addresses are of matrices of its sizes; the
-        // two operands are read during the call. C and D are one matrix of one layout, which cuBLASLt allows.
+        // SAFETY: handle and plan are alive; the plan's layouts are those of the GEMM, and the caller's addresses refer to matrices of these sizes; alpha
+        // and beta are read during the call. C and D are the same matrix with the same layout, which cuBLASLt allows.
         #[expect(unsafe_code)]
         unsafe {
             result::matmul(
@@ -231,19 +230,19 @@ impl Plan {
         }
     }
 
-    /// Milliseconds of the product with each of the algorithms; `None` where that is not known. The caller's outputs stay as they are.
+    /// Times the GEMM with each of the algorithms, in milliseconds; `None` where that is not known. Does not write the caller's outputs.
     fn times(&self, target: Target, gemm: Gemm, operands: Operands) -> Result<Vec<Option<f32>>, CudaError> {
         let bytes = gemm.rows * gemm.outputs * if gemm.epilogue == Epilogue::StoreHalf { 2 } else { 4 };
         let Some(mut clock) = Clock::new(target.stream, bytes)? else { return Ok(Vec::new()) };
         let operands = Operands { outputs: clock.scratch(), ..operands };
-        // An algorithm that refuses is none to choose.
+        // An algorithm that fails has no time and so is not chosen.
         self.algorithms.iter().map(|algorithm| clock.best(|| self.run(target, algorithm, operands).is_ok())).collect()
     }
 }
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: all were made in `new` and are given back once.
+        // SAFETY: all were created in `new` and are destroyed once.
         #[expect(unsafe_code)]
         unsafe {
             let _ = result::destroy_matmul_desc(self.operation);

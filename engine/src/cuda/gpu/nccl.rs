@@ -1,8 +1,8 @@
-//! NCCL: memory from one GPU to another, and sums over several.
+//! NCCL: sends memory from one GPU to another, and sums over several.
 //!
-//! - What the other rank may hold up has a limit. NCCL is asked again and again whether it is done, and when time is up, or it reports an error,
-//!   the communicator is aborted and of no use any more. The GPU still is.
-//! - The library is looked for when the first communicator is wanted, and everything else works without.
+//! - Every wait for another rank has a time limit. NCCL is polled; at the limit, or when it reports an error, the communicator is aborted and cannot be
+//!   used any more. The GPU still can.
+//! - The library is opened when the first communicator is created; all else works without it.
 
 use super::{Context, DRIVER_LOCK, driver_lock};
 use crate::cuda::CudaError;
@@ -22,41 +22,41 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Pip's wheel and Debian's package have the first name only, NVIDIA's archive both.
+/// File names of the library. Python's wheel and Debian's package have the first only, NVIDIA's archive has both.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// Between two looks at whether something is done.
+/// Interval between polls.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// For the other rank to end as well, before a communicator is dropped without it; and for others to be done with what is in order.
+/// Time limit for the other rank to finalise as well before a communicator is dropped without it, and for obtaining the driver lock then.
 const FINALIZE_MAX: Duration = Duration::from_secs(2);
 
-// Of nccl.h.
+// Constants of nccl.h.
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 const UINT8: c_int = 1;
 const FLOAT32: c_int = 7;
 const SUM: c_int = 0;
 
-/// Names the two ends of a communicator to each other.
+/// Identifies a communicator to its ranks (`ncclUniqueId`).
 pub(in crate::cuda) type Id = [u8; 128];
 
 type Handle = *mut c_void;
-/// Address and bytes.
+/// A region of device memory: address and bytes.
 type Region = (u64, usize);
-/// `ncclSend`, and `ncclRecv`: address, count, type, peer.
+/// The type of `ncclSend` and `ncclRecv`: address, count, type, peer, communicator, stream.
 type TransferFn = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int;
 
-/// Passed by value.
+/// `ncclUniqueId`, which is passed by value.
 #[repr(C)]
 struct UniqueId(Id);
 
-/// `ncclConfig_t` as version 2.14 had it: a later library knows by size and version what is missing, and takes its defaults.
+/// `ncclConfig_t` of version 2.14. A later library derives from size and version which fields are missing, and uses their defaults.
 #[repr(C)]
 struct Config {
     size: usize,
     magic: u32,
     version: u32,
     blocking: c_int,
-    /// Not set: padding in 2.14, and since then the first number that came after.
+    /// Left unset: padding in 2.14, the first additional field in later versions.
     cga_cluster_size: c_int,
 }
 
@@ -67,10 +67,10 @@ impl Config {
     }
 }
 
-/// The library.
+/// The library's functions.
 ///
-/// Not cudarc's: that one looks for other names and panics without, and its results are an enum of one version, which must not be given the
-/// number of a later one.
+/// cudarc's loader is not used: it looks for other file names and panics if there is none, and its result type is an enum of one version, which must
+/// not hold a code of a later version.
 pub(in crate::cuda) struct Nccl {
     get_unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
@@ -84,18 +84,18 @@ pub(in crate::cuda) struct Nccl {
     receive: TransferFn,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    /// The functions are of it.
+    /// Keeps the functions valid.
     _library: Library,
 }
 
-/// Why a communicator is of no use.
+/// Why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
     #[error("{what}, result {code}")]
     Refused { code: c_int, what: String },
     #[error("not done after {0:?}")]
     Late(Duration),
-    #[error("it was given up when something failed before")]
+    #[error("the communicator was aborted after an earlier failure")]
     Broken,
     #[error(transparent)]
     Driver(#[from] DriverError),
@@ -106,16 +106,18 @@ fn failed(doing: &'static str) -> impl Fn(NcclError) -> CudaError {
 }
 
 impl Nccl {
-    /// Looks for it once a process.
+    /// Returns the library, which is searched for once per process: a process-wide cache, because a shared library is loaded once per process.
+    ///
+    /// Fails if it is not found, or older than 2.14.
     pub fn load() -> Result<Arc<Self>, CudaError> {
         static LOADED: OnceLock<Option<Arc<Nccl>>> = OnceLock::new();
         let loaded = LOADED.get_or_init(|| NAMES.into_iter().find_map(Self::open).map(Arc::new));
         loaded.clone().ok_or(CudaError::NoLibrary { library: "libnccl.so.2, 2.14 or later,", package: "nvidia-nccl-cu13" })
     }
 
-    /// `None` where there is no such library, or it is older than what is called of it.
+    /// Returns `None` if there is no such library, or if it lacks one of the functions.
     fn open(name: &str) -> Option<Self> {
-        // SAFETY: opening it runs nothing but its own initialisers; the types are those of nccl.h, where enums are numbers of four bytes.
+        // SAFETY: opening it runs nothing but its own initialisers; the function types are those of nccl.h, whose enums have 32 bits.
         #[expect(unsafe_code)]
         unsafe {
             let library = Library::new(name).ok()?;
@@ -137,13 +139,13 @@ impl Nccl {
         }
     }
 
-    /// For one communicator, whose ranks all must have it.
+    /// Returns a new id, which all ranks of one communicator must use.
     pub fn unique_id(&self) -> Result<Id, CudaError> {
         let mut id = [0; 128];
-        // SAFETY: it fills as many bytes.
+        // SAFETY: the function writes 128 bytes.
         #[expect(unsafe_code)]
         let code = unsafe { (self.get_unique_id)(&mut id) };
-        self.check(code).map_err(failed("naming a connection"))?;
+        self.check(code).map_err(failed("creating a communicator id"))?;
         Ok(id)
     }
 
@@ -151,28 +153,28 @@ impl Nccl {
         if matches!(code, SUCCESS | IN_PROGRESS) {
             return Ok(());
         }
-        // SAFETY: it has a text for every number, which is the library's own and ends with a zero.
+        // SAFETY: the function returns a static string, ending with a NUL, for every code.
         #[expect(unsafe_code)]
         let what = unsafe { CStr::from_ptr((self.error_string)(code)) }.to_string_lossy().into_owned();
         Err(NcclError::Refused { code, what })
     }
 
-    /// The calls as one group, which ends whatever they give.
+    /// Makes the calls as one NCCL group, which is ended even if they fail.
     fn group(&self, calls: impl FnOnce() -> Result<(), NcclError>) -> Result<(), NcclError> {
-        // SAFETY: a group is of this thread, and is ended below.
+        // SAFETY: a group belongs to the calling thread, and is ended below.
         #[expect(unsafe_code)]
         self.check(unsafe { (self.group_start)() })?;
         let called = calls();
-        // SAFETY: it was begun above.
+        // SAFETY: the group was started above.
         #[expect(unsafe_code)]
         let ended = self.check(unsafe { (self.group_end)() });
         called.and(ended)
     }
 
-    /// Whether all that a communicator was asked for has begun.
+    /// Whether all calls on a communicator have been started on the device.
     fn ready(&self, handle: Handle) -> Result<bool, NcclError> {
         let mut state = SUCCESS;
-        // SAFETY: the communicator is alive, as the caller promises; the state goes to a number of the size it has.
+        // SAFETY: the caller guarantees that the communicator is alive; the function writes one 32-bit state.
         #[expect(unsafe_code)]
         self.check(unsafe { (self.async_error)(handle, &mut state) })?;
         self.check(state)?;
@@ -180,7 +182,7 @@ impl Nccl {
     }
 }
 
-/// Looks until it is done, an error, or later than the limit allows.
+/// Polls `done` until it returns true or fails; fails itself when `limit` has passed since `began`.
 fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
     while !done()? {
         if began.elapsed() >= limit {
@@ -191,7 +193,8 @@ fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<
     Ok(())
 }
 
-/// To end a communicator, which gives memory back. Who has the lock for longer waits for what is about to be ended.
+/// Takes the driver lock for ending a communicator, which frees memory. Continues without it after a time limit: a holder that keeps it for longer waits
+/// for the very communicator that is to be ended.
 fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     let mut locked = None;
     let _ = poll_until(Instant::now(), FINALIZE_MAX, || {
@@ -204,56 +207,55 @@ fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     locked
 }
 
-/// Which of a communicator's ranks one is.
+/// A rank of a communicator.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct Rank {
     pub rank: u32,
     pub ranks: u32,
 }
 
-/// One GPU's end of a connection to others.
+/// One rank of an NCCL communicator.
 pub(in crate::cuda) struct Communicator {
     nccl: Arc<Nccl>,
     context: Arc<Context>,
-    /// What is sent and received waits for nothing else of the GPU.
+    /// A stream of its own, so that transfers do not wait for the GPU's other work.
     stream: CUstream,
     rank: u32,
-    /// All ranks are of this process.
+    /// All ranks are in this process.
     in_process: bool,
-    /// Null once it was given up. One call at a time.
+    /// Null after an abort. The lock admits one call at a time.
     handle: Mutex<Handle>,
 }
 
-// SAFETY: NCCL's and the driver's handles may be used from any thread; the former by one at a time, which the lock sees to.
+// SAFETY: NCCL and the driver allow their handles to be used from any thread.
 #[expect(unsafe_code)]
 unsafe impl Send for Communicator {}
-// SAFETY: likewise.
+// SAFETY: a driver handle may be used by several threads at a time; an NCCL handle by one at a time, which the lock ensures.
 #[expect(unsafe_code)]
 unsafe impl Sync for Communicator {}
 
-/// A stream of the highest priority: a GPU has few queues, each with streams of one priority, and a step must not be behind what waits here for
-/// another rank.
+/// Creates a stream of the highest priority. Streams share few hardware queues, each for streams of one priority: at another priority, a step could be
+/// queued behind a transfer that waits for another rank.
 fn high_priority_stream() -> Result<CUstream, DriverError> {
     let (_, greatest) = result::stream::get_priority_range()?;
     result::stream::create_with_priority(StreamKind::NonBlocking, greatest)
 }
 
 impl Communicator {
-    /// One rank of those that have this id. It returns when all have connected, or after `limit` with an error.
+    /// Joins the communicator with this id. Returns when all ranks have joined; fails after `limit`.
     pub fn new(nccl: &Arc<Nccl>, context: &Arc<Context>, id: Id, rank: Rank, limit: Duration) -> Result<Self, CudaError> {
         let communicators = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
         Ok(communicators.into_iter().next().expect("one context is one rank"))
     }
 
-    /// All ranks of a communicator, each with a GPU of this process.
+    /// Creates a communicator whose ranks are GPUs of this process.
     ///
-    /// They block: what they are asked for has begun when the call returns, while NCCL would start a thread for every call otherwise. No other
-    /// process can hold that up.
+    /// Its calls block until the work has been enqueued; in non-blocking mode NCCL would start a thread for every call. No other process can delay them.
     pub fn all(nccl: &Arc<Nccl>, contexts: &[Arc<Context>]) -> Result<Vec<Self>, CudaError> {
         Self::join(nccl, contexts, nccl.unique_id()?, Rank { rank: 0, ranks: contexts.len() as u32 }, Duration::ZERO)
     }
 
-    /// The ranks from `first` on, at once: each waits for all others.
+    /// Joins the ranks from `first` on together, since each waits for all others.
     fn join(
         nccl: &Arc<Nccl>,
         contexts: &[Arc<Context>],
@@ -271,7 +273,7 @@ impl Communicator {
             let (nccl, context) = (Arc::clone(nccl), Arc::clone(context));
             communicators.push(Self { nccl, context, stream, rank, in_process, handle: Mutex::new(null_mut()) });
         }
-        // Ranks of other processes connected when they like.
+        // The lock is not held while waiting for other processes.
         let locked = in_process.then_some(locked);
         let handles: Vec<AtomicPtr<c_void>> = contexts.iter().map(|_| AtomicPtr::default()).collect();
         let began = Instant::now();
@@ -279,7 +281,7 @@ impl Communicator {
             for (context, (handle, rank)) in contexts.iter().zip(handles.iter().zip(first..)) {
                 context.enter().map_err(|_| NcclError::Broken)?;
                 let mut config = Config::new(in_process);
-                // SAFETY: the configuration is read during the call. The handle may be written until the rank has connected, which is waited for below.
+                // SAFETY: the configuration is read during the call. The handle may be written until the rank has joined, which is awaited below.
                 #[expect(unsafe_code)]
                 let code = unsafe { (nccl.init)(handle.as_ptr(), ranks as c_int, UniqueId(id), rank as c_int, &mut config) };
                 nccl.check(code)?;
@@ -292,36 +294,36 @@ impl Communicator {
         });
         drop(locked);
         for (communicator, one) in communicators.iter_mut().zip(&handles) {
-            *communicator.handle.get_mut().expect("nobody has used it") = handle(one);
+            *communicator.handle.get_mut().expect("not shared yet") = handle(one);
             if connected.is_err() {
-                communicator.abort_communicator();
+                communicator.abort_now();
             }
         }
         connected.map_err(failed)?;
         Ok(communicators)
     }
 
-    /// Sends regions of memory (address and bytes) to the one other rank, which must receive regions of the same lengths in this order.
-    /// They must hold what is to be sent: it does not wait for the GPU's other queues.
+    /// Sends regions to the one other rank, which must receive regions of the same lengths in the same order. Does not wait for work on other streams,
+    /// so the regions must be complete. Returns when they have been sent; fails after `limit`.
     pub fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
         self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))
     }
 
-    /// Receives regions of memory. What they held is lost even if it fails.
+    /// Receives regions from the one other rank. Their former contents are lost even if it fails.
     pub fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
         self.exchange(&[(self.nccl.receive, peer, regions)], limit).map_err(failed("receiving from another GPU"))
     }
 
-    /// Sends regions of memory to other places of the same GPU's: all that a machine with one GPU can show of the two above.
+    /// Sends regions to other regions of the same GPU: all of the two above that a machine with one GPU can exercise.
     pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
         self.exchange(&both, limit).map_err(failed("sending to the same GPU"))
     }
 
-    /// Returns when the regions have been sent to their peers, or received from them.
+    /// Sends or receives regions. Returns when all transfers are done; on failure, aborts the communicator and waits until no transfer can write.
     fn exchange(&self, transfers: &[(TransferFn, c_int, &[Region])], limit: Duration) -> Result<(), NcclError> {
         let nccl = &self.nccl;
         let exchanged = self.with_handle(|handle| {
@@ -330,14 +332,14 @@ impl Communicator {
                 let all =
                     transfers.iter().flat_map(|(one, peer, regions)| regions.iter().map(move |region| (one, *peer, region)));
                 all.into_iter().try_for_each(|(one, peer, (address, bytes))| {
-                    // SAFETY: communicator and stream are alive; the memory is the caller's until this returns.
+                    // SAFETY: communicator and stream are alive; the caller keeps the memory until this returns.
                     #[expect(unsafe_code)]
                     nccl.check(unsafe { one(*address as *mut c_void, *bytes, UINT8, peer, handle, self.stream) })
                 })
             })?;
             poll_until(began, limit, || nccl.ready(handle))?;
             poll_until(began, limit, || {
-                // SAFETY: the stream is alive.
+                // SAFETY: the stream is destroyed in `drop` only.
                 #[expect(unsafe_code)]
                 let state = unsafe { sys::cuStreamQuery(self.stream) };
                 match state {
@@ -347,28 +349,28 @@ impl Communicator {
             })
         });
         if exchanged.is_err() {
-            self.abort_communicator();
+            self.abort_now();
             self.wait_until_idle();
         }
         exchanged
     }
 
-    /// Returns when nothing runs any more, however long that takes: aborting need not wait for what is under way, and the caller will give the memory
-    /// to others, which nothing must write to by then.
+    /// Returns when the stream is idle, however long that takes: an abort may return before running transfers have ended, and the caller may reuse the
+    /// memory, which no transfer may write to then.
     fn wait_until_idle(&self) {
         let running = || {
-            // SAFETY: the stream is alive.
+            // SAFETY: the stream is destroyed in `drop` only.
             #[expect(unsafe_code)]
             let state = unsafe { sys::cuStreamQuery(self.stream) };
             state == CUresult::CUDA_ERROR_NOT_READY
         };
-        // A device that has failed runs nothing.
+        // A failed device executes nothing.
         while self.context.enter().is_ok() && running() {
             std::thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// With the communicator to itself, in its GPU's context.
+    /// Makes calls with exclusive use of the communicator, in its GPU's context. Fails if it has been aborted.
     fn with_handle<T>(&self, calls: impl FnOnce(Handle) -> Result<T, NcclError>) -> Result<T, NcclError> {
         let handle = self.handle.lock().expect("no call panics");
         if handle.is_null() || self.context.enter().is_err() {
@@ -377,12 +379,12 @@ impl Communicator {
         calls(*handle)
     }
 
-    /// Ends what runs, and all that will be asked for.
-    fn abort_communicator(&self) {
+    /// Aborts running transfers; later calls fail.
+    fn abort_now(&self) {
         let handle = std::mem::replace(&mut *self.handle.lock().expect("no call panics"), null_mut());
         if !handle.is_null() && self.context.enter().is_ok() {
             let _locked = driver_lock_within_limit();
-            // SAFETY: the communicator was alive, and nobody has it any more.
+            // SAFETY: the communicator was alive, and this was its only handle.
             #[expect(unsafe_code)]
             let _ = unsafe { (self.nccl.abort)(handle) };
         }
@@ -395,18 +397,18 @@ impl Drop for Communicator {
         if self.context.enter().is_err() {
             return;
         }
-        // Destroying may wait for the other rank, unless both have ended what they had. Ranks of one process end one after the other, and what still
-        // runs (if one's GPU was lost) must not be waited for.
+        // `ncclCommDestroy` may wait for the other rank unless both have finalised. Ranks of one process are dropped one after the other, and a collective
+        // that still runs (because one GPU was lost) must not be waited for, so those are aborted.
         let ended = || {
-            // SAFETY: the communicator is alive, and nobody asks anything of it any more.
+            // SAFETY: the communicator is alive, and no further calls follow.
             #[expect(unsafe_code)]
             self.nccl.check(unsafe { (self.nccl.finalize)(handle) })?;
             poll_until(Instant::now(), FINALIZE_MAX, || self.nccl.ready(handle))
         };
         let ends_itself = !handle.is_null() && !self.in_process && ended().is_ok();
         let _locked = driver_lock_within_limit();
-        // SAFETY: communicator and stream are alive, nobody asks anything of them any more, and each is given back once. What NCCL and the driver
-        // say to that changes nothing.
+        // SAFETY: communicator and stream are alive, no further calls follow, and each is released once. Errors are ignored: nothing could be done about
+        // them.
         #[expect(unsafe_code)]
         unsafe {
             if !handle.is_null() {
@@ -417,25 +419,26 @@ impl Drop for Communicator {
     }
 }
 
-/// One rank's numbers of four bytes in a sum, and the stream that has them.
+/// One rank's 32-bit floats in an all-reduce, and the stream that orders it.
 pub(super) struct RankBuffer<'a> {
     pub communicator: &'a Communicator,
     pub stream: CUstream,
     pub address: u64,
 }
 
-/// Every rank's numbers become their sum over all ranks, in the order of each rank's stream. All ranks are of this process (`Communicator::all`).
+/// Replaces every rank's `count` numbers by their sum over all ranks, in the order of each rank's stream. All ranks are in this process
+/// (`Communicator::all`).
 pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result<(), NcclError> {
     let Some(nccl) = buffers.first().map(|buffer| &buffer.communicator.nccl) else { return Ok(()) };
     let put = |buffer: &RankBuffer<'_>| {
         buffer.communicator.with_handle(|handle| {
             let numbers = buffer.address as *mut c_void;
-            // SAFETY: communicator and stream are alive, and so is the memory until the stream has passed.
+            // SAFETY: communicator and stream are alive, and so is the memory until the stream has executed the call.
             #[expect(unsafe_code)]
             nccl.check(unsafe { (nccl.all_reduce)(numbers, numbers, count, FLOAT32, SUM, handle, buffer.stream) })
         })
     };
-    // Engines of one process use the same GPUs: all of them get the sums in one order.
+    // Engines of one process share GPUs: the lock makes the order of all-reduces the same on all of them.
     let locked = driver_lock();
     let summed = nccl.group(|| buffers.iter().try_for_each(put));
     drop(locked);
@@ -443,7 +446,7 @@ pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result
         .and_then(|()| {
             buffers.iter().try_for_each(|buffer| buffer.communicator.with_handle(|handle| nccl.ready(handle)).map(drop))
         })
-        .inspect_err(|_| buffers.iter().for_each(|buffer| buffer.communicator.abort_communicator()))
+        .inspect_err(|_| buffers.iter().for_each(|buffer| buffer.communicator.abort_now()))
 }
 
 #[cfg(test)]
@@ -451,8 +454,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_configuration_is_what_the_header_of_2_14_makes() {
-        // SAFETY: it has no padding.
+    fn config_has_the_layout_of_nccl_2_14() {
+        // SAFETY: the struct has no padding, and any bytes are valid as `u8`.
         #[expect(unsafe_code)]
         let bytes: [u8; 24] = unsafe { std::mem::transmute(Config::new(false)) };
         let number = |at: usize| u32::from_le_bytes(*bytes[at..].first_chunk().unwrap());
@@ -461,18 +464,18 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_missing_or_another_is_none() {
+    fn missing_or_foreign_library_is_not_opened() {
         assert!(Nccl::open("libnccl-is-not-here.so.2").is_none());
         assert!(Nccl::open("libc.so.6").is_none());
     }
 
-    /// Both outcomes, as the machine has it: never a panic.
+    /// Covers both outcomes, depending on the machine: neither panics.
     #[test]
-    fn without_the_library_the_error_says_what_to_install() {
+    fn missing_nccl_error_names_the_package_to_install() {
         match Nccl::load() {
             Err(error) => {
-                let told = error.to_string();
-                assert!(told.contains("libnccl.so.2") && told.contains("nvidia-nccl-cu13"), "{told}");
+                let message = error.to_string();
+                assert!(message.contains("libnccl.so.2") && message.contains("nvidia-nccl-cu13"), "{message}");
             }
             Ok(nccl) => {
                 let refused = nccl.check(5).unwrap_err().to_string();
@@ -484,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_ends_with_success_an_error_or_the_limit() {
+    fn polling_ends_with_success_error_or_limit() {
         let mut looks = 0;
         let third = poll_until(Instant::now(), Duration::from_secs(60), || {
             looks += 1;

@@ -1,4 +1,4 @@
-//! Which of cuBLASLt's algorithms is the fastest: it guesses, the GPU's clock knows.
+//! Finds the fastest of cuBLASLt's algorithms for a GEMM by timing them, since its heuristic only estimates.
 
 use super::driver_lock;
 use crate::cuda::{CudaError, plan::padded_rows};
@@ -9,24 +9,23 @@ use cudarc::driver::{
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Prompts in steps of this many tokens, or a multiple, come often: a full step has as many tokens as the worker's budget.
+/// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk budget.
 const PROMPT_ROWS: usize = 256;
-/// Uses after which a prompt's product is timed: its second or third step, since every layer has one.
+/// Uses after which a prompt step's GEMM is timed: in its second or third step, since every layer uses it once.
 const PROMPT_USES: usize = 64;
-/// Runs of an algorithm. The first may have to load its code; the fastest counts.
+/// Runs per algorithm. The first may load code; the fastest counts.
 const RUNS: usize = 4;
-/// What all runs of one product may take, but for first ones; how fast the algorithms that are left are stays unknown. Only long prompts' products
-/// on slow cards come so far.
+/// Time limit for all runs of one GEMM, without first runs. Algorithms not timed by then are not chosen. Only long prompts on slow GPUs reach it.
 const ALL_MAX_MS: f32 = 100.0;
-/// For what was enqueue on the stream before, longer than any step takes. Later than that, it waits for another GPU that is lost, and so would we.
+/// Time limit for the work that was enqueued before, longer than any step takes. If it is exceeded, that work waits for a lost GPU.
 const LATE_MAX: Duration = Duration::from_secs(60);
-/// An algorithm must be faster by this share than one that cuBLASLt prefers: differences below it are chance.
+/// Relative advantage that an algorithm needs over one that cuBLASLt ranks higher: smaller differences are noise.
 const MARGIN: f32 = 0.02;
-/// Overwritten before each run: more than a GPU's cache, because in a step all weights come from memory.
+/// Bytes overwritten before each run to evict the weights from the GPU's L2 cache: in a step, all weights come from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// At which of its uses a product of so many rows is timed; `None`: never. To time it takes as long as some thirty uses, so it must come
-/// often: every number of rows that decoding sequences are padded to does, and is timed at once, before a graph is recorded with it.
+/// Returns at which of its uses a GEMM of this many rows is timed; `None`: never. Timing takes as long as some thirty uses, so only frequent shapes
+/// are timed. Numbers of rows that decode steps are padded to are timed at the first use, before a graph is captured with them.
 pub(super) fn timed_at(rows: usize) -> Option<usize> {
     if rows <= PROMPT_ROWS && padded_rows(rows) == rows {
         Some(1)
@@ -35,7 +34,7 @@ pub(super) fn timed_at(rows: usize) -> Option<usize> {
     }
 }
 
-/// The algorithm to use, of those whose milliseconds are known: the first one unless another is clearly faster.
+/// Returns the index of the algorithm to use, given milliseconds: the first one with a known time unless another is clearly faster.
 pub(super) fn fastest(times: &[Option<f32>]) -> usize {
     let known = times.iter().enumerate().filter_map(|(index, time)| Some((index, (*time)?)));
     let better = |best: (usize, f32), other: (usize, f32)| if other.1 < best.1 * (1.0 - MARGIN) { other } else { best };
@@ -43,10 +42,10 @@ pub(super) fn fastest(times: &[Option<f32>]) -> usize {
 }
 
 fn failed(source: DriverError) -> CudaError {
-    CudaError::Driver { doing: "timing a product", source: Box::new(source) }
+    CudaError::Driver { doing: "timing a GEMM", source: Box::new(source) }
 }
 
-/// Times what is enqueue on a stream, with memory to write to meanwhile.
+/// Times work on a stream by CUDA events; provides scratch memory for its output.
 pub(super) struct Clock {
     stream: CUstream,
     scratch: u64,
@@ -54,33 +53,33 @@ pub(super) struct Clock {
     started: CUevent,
     ended: CUevent,
     spent_ms: f32,
-    /// What is on the stream may never end.
+    /// Earlier work on the stream did not end in time, and may never end.
     late: bool,
 }
 
 impl Clock {
-    /// `None` where there is no memory left to write to.
+    /// Returns `None` if the scratch memory cannot be allocated.
     pub fn new(stream: CUstream, bytes: usize) -> Result<Option<Self>, CudaError> {
         let bytes = bytes.max(FLUSHED_BYTES);
         let _locked = driver_lock();
-        // SAFETY: the size is not 0; memory is given back once, in `drop`.
+        // SAFETY: the size is not 0; the memory is freed once, in `drop`.
         #[expect(unsafe_code)]
         let Ok(scratch) = (unsafe { result::malloc_sync(bytes) }) else {
-            tracing::debug!(bytes, "a product is not timed: there is no memory for it");
+            tracing::debug!(bytes, "a GEMM is not timed: no memory for its output");
             return Ok(None);
         };
         let event = || result::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed);
-        // A driver that refuses an event is lost, with all its memory.
+        // If creating an event fails, the device is lost, and the memory with it.
         let (started, ended) = (event()?, event()?);
         Ok(Some(Self { stream, scratch, bytes, started, ended, spent_ms: 0.0, late: false }))
     }
 
-    /// Its address.
+    /// Address of the scratch memory.
     pub fn scratch(&self) -> u64 {
         self.scratch
     }
 
-    /// Milliseconds of the fastest of some runs; `None` when no time is left for it, or it cannot be enqueue on the stream.
+    /// Returns the milliseconds of the fastest of several runs; `None` if the time limit was reached before, or if `enqueue` returns false.
     pub fn best(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         let mut best: Option<f32> = None;
         for run in 0..RUNS {
@@ -95,10 +94,10 @@ impl Clock {
     }
 
     fn time(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
-        // SAFETY: stream, events and memory are alive, and the memory has so many bytes.
+        // SAFETY: stream, events and memory are alive, and the memory has `bytes` bytes.
         #[expect(unsafe_code)]
         unsafe {
-            // While this goes on, the host puts the rest on the stream: no event waits for it.
+            // While the device fills the memory, the host enqueues the rest, so that host time is not measured.
             result::memset_d8_async(self.scratch, 0, self.bytes, self.stream).map_err(failed)?;
             result::event::record(self.started, self.stream).map_err(failed)?;
             if !enqueue() {
@@ -124,10 +123,10 @@ impl Clock {
 impl Drop for Clock {
     fn drop(&mut self) {
         if self.late {
-            // The engine ends, and what is lost with it is little.
+            // Freeing would wait for ever. The engine ends then, and little is leaked.
             return;
         }
-        // SAFETY: the stream is alive. All others were made in `new` and are given back once, when nothing uses them any more.
+        // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses them.
         #[expect(unsafe_code)]
         unsafe {
             let _ = result::stream::synchronize(self.stream);
@@ -144,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_wins_by_more_than_chance() {
+    fn fastest_algorithm_must_win_by_a_margin() {
         for (times, expected) in [
             (&[][..], 0),
             (&[None, None], 0),
@@ -158,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_often_is_timed_and_nothing_else() {
+    fn only_frequent_row_counts_are_timed() {
         let timed = |uses| (1..1_100).filter(|rows| timed_at(*rows) == Some(uses)).collect::<Vec<_>>();
         assert_eq!(timed(1), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]);
         assert_eq!(timed(PROMPT_USES), [512, 768, 1_024]);

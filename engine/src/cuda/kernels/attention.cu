@@ -1,16 +1,16 @@
-// Attention over paged KV: what prompts and single tokens have in common, and that of prompts.
+// Attention over paged KV: the parts common to prompts and single tokens, and the kernel for prompts.
 //
-// FlashAttention-2 (Dao 2023): scores of a tile of positions, online softmax, and never more than a tile of either in memory. A tile's
-// rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once for all.
-// Scores are kept times log2(e): exponentials are powers of two.
+// FlashAttention-2 (Dao 2023): scores are computed for a tile of positions at a time, with an online softmax, so that no more than a tile is in
+// memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once for all of
+// them. Scores are scaled by log2(e), so that exponentials are powers of two.
 
-/// Numbers from one row to the next in shared memory: 16 bytes more than a head, so that the eight rows of a matrix lie in different banks.
+/// Elements from one row to the next in shared memory: 16 bytes more than a head, so that the eight rows of a matrix are in different banks.
 constexpr int STRIDE = HEAD_PAD + 8;
 
-/// Of 16 packed rows, in the fragments of an accumulator: a lane has rows lane / 4 and lane / 4 + 8, and two of every eight columns.
+/// Online softmax of 16 packed rows, as accumulator fragments: a lane holds rows lane / 4 and lane / 4 + 8, and two of every eight columns.
 struct Softmax {
     float out[HEAD_PAD / 8][4];
-    /// The largest score so far, and the lane's share of the sum of powers.
+    /// The maximum score so far, and the lane's share of the sum of exponentials.
     float max[2], sum[2];
 
     DEVICE_MEMBER void clear() {
@@ -20,14 +20,14 @@ struct Softmax {
         for (int half = 0; half < 2; half++) max[half] = -INFINITY_F, sum[half] = 0;
     }
 
-    /// Takes in the scores of 8 × TILES positions, and makes them powers.
+    /// Updates maximum and sum with the scores of 8 × TILES positions, rescales the output, and replaces the scores by their exponentials.
     template <int TILES> DEVICE_MEMBER void update(float scores[TILES][4]) {
         for (int half = 0; half < 2; half++) {
             float most = max[half];
             for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
             most = fmaxf(most, shuffle_xor(most, 1));
             most = fmaxf(most, shuffle_xor(most, 2));
-            // Where all is masked so far, any number will do but infinity.
+            // While all scores are masked, any finite base will do.
             const float base = most == -INFINITY_F ? 0.0f : most;
             const float kept = exp2_fast(max[half] - base);
             max[half] = most;
@@ -42,7 +42,7 @@ struct Softmax {
         }
     }
 
-    /// Adds 16 positions' values, weighted by the powers of two tiles of eight.
+    /// Adds the values of 16 positions, weighted by their exponentials (two fragments of eight columns).
     DEVICE_MEMBER void accumulate(const float first[4], const float second[4], const half_t *values, int lane) {
         const u32 powers[4] = {narrow_pair(first[0], first[1]), narrow_pair(first[2], first[3]), narrow_pair(second[0], second[1]),
                                narrow_pair(second[2], second[3])};
@@ -56,7 +56,7 @@ struct Softmax {
         }
     }
 
-    /// The whole rows' sums in all their lanes.
+    /// Sums over the lanes of each row.
     DEVICE_MEMBER void finish() {
         for (int half = 0; half < 2; half++) {
             sum[half] += shuffle_xor(sum[half], 1);
@@ -65,15 +65,15 @@ struct Softmax {
     }
 };
 
-/// The fragment of 16 rows × 16 numbers for the first factor of a product.
+/// Loads 16 rows × 16 elements as the first operand of `multiply_add`.
 DEVICE void load_rows(u32 to[4], const half_t *rows, int lane) { load_matrices(to, rows + (lane % 16) * STRIDE + lane / 16 * 8); }
 
-/// The fragments of 16 positions × 16 numbers for the second: two numbers for positions 0–7, two for 8–15.
+/// Loads 16 positions × 16 elements as the second operand: two registers for positions 0–7, two for 8–15.
 DEVICE void load_keys(u32 to[4], const half_t *keys, int lane) {
     load_matrices(to, keys + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
 }
 
-/// Begins to copy the keys and values of `count` positions from `first` on; zeros for those from `end` on.
+/// Starts copying the keys and values of `count` positions from `first` on; zeros for those from `end` on.
 DEVICE void copy_kv(half_t *keys, half_t *values, const half_t *pool, const u32 *table, int first, int end, int count, int layer, int kv_head,
                     int thread, int threads) {
     for (int vector = thread; vector < count * HEAD_VECTORS; vector += threads) {
@@ -86,7 +86,7 @@ DEVICE void copy_kv(half_t *keys, half_t *values, const half_t *pool, const u32 
     }
 }
 
-/// Begins to copy packed query rows: `rows` of them from head `first_head` of token `token` on; zeros to fill `count`.
+/// Starts copying `rows` packed query rows from head `first_head` of token `token` on, padded with zero rows to `count`.
 DEVICE void copy_queries(half_t *to, const half_t *qkv, u64 token, int first_head, int rows, int count, int thread, int threads, int heads) {
     for (int vector = thread; vector < count * HEAD_VECTORS; vector += threads) {
         const int row = vector / HEAD_VECTORS, at = vector % HEAD_VECTORS * 8;
@@ -97,16 +97,16 @@ DEVICE void copy_queries(half_t *to, const half_t *qkv, u64 token, int first_hea
 }
 
 constexpr int PROMPT_WARPS = 4;
-/// Fragments of 16 rows in a warp: keys and values in fragments serve this many.
+/// Fragments of 16 rows per warp.
 constexpr int PROMPT_DEPTH = 2;
 constexpr int PROMPT_ROWS = PROMPT_WARPS * PROMPT_DEPTH * 16;
-/// Positions in a tile.
+/// Positions per tile.
 constexpr int PROMPT_TILE = SMALL_SHARED_MEMORY ? 32 : 64;
-/// Of shared memory: queries, and two tiles each of keys and values, one computed with while the other comes.
+/// Bytes of shared memory: queries, and two tiles each of keys and values, one in use while the other is being copied.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;
 
-/// Attention of consecutive tokens. A block per tile and key head. `tiles`: first row, tokens (PROMPT_ROWS / GROUP at most), position of
-/// the first token, where the sequence's blocks begin in `tables`. The KV of the tokens themselves is in the memory already.
+/// Attention of consecutive tokens. One thread block per tile and key head. `tiles`: first row, tokens (PROMPT_ROWS / GROUP at most), position of
+/// the first token, offset of the sequence's block table in `tables`. The tokens' own KV is already in `pool`.
 KERNEL(PROMPT_WARPS * 32)
 attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *tiles, half_t *out, int layer, float scale) {
     DYNAMIC_SHARED(shared);
@@ -159,7 +159,7 @@ attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const in
                 }
             }
         }
-        // Only the last tiles hold positions that some token must not see.
+        // Causal mask; only the last tiles have positions after a token's own.
         const bool masked = first + PROMPT_TILE > tile.z;
 #pragma unroll
         for (int m = 0; m < PROMPT_DEPTH; m++) {

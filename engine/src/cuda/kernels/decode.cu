@@ -1,21 +1,22 @@
-// Attention of single tokens: reading the KV is all the work, so many blocks share one sequence's, and a second kernel adds their parts.
+// Attention of single tokens (Flash-Decoding, Dao et al. 2023): it is bound by reading the KV, so several thread blocks divide a sequence's positions
+// into partitions, and a second kernel combines their results.
 
 constexpr int TOKEN_WARPS = 4;
-/// Packed rows: the query heads of one key head, 16 at a time.
+/// Packed rows: query heads of one key head, 16 at a time.
 constexpr int TOKEN_ROWS = 16;
-/// Positions a warp takes at a time.
+/// Positions that a warp processes at a time.
 constexpr int TOKEN_TILE = 16;
-/// Tiles of a warp in shared memory: one computed with, the others on their way.
+/// Tiles of a warp in shared memory: one in use, the others being copied.
 constexpr int TOKEN_STAGES = SMALL_SHARED_MEMORY ? 2 : 3;
 constexpr int TOKEN_STAGE = 2 * TOKEN_TILE * STRIDE;
 constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_STAGES * TOKEN_STAGE) * 2;
-/// At the end every warp's rows, their maxima and sums: in the same place.
+/// At the end, the same memory holds every warp's rows, maxima and sums.
 constexpr int TOKEN_RESULTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
 constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_RESULTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_RESULTS_BYTES;
 
-/// A part of the positions of one token. A block per part, key head and 16 query heads of it. `parts`: row, first position, position after
-/// the last, where the sequence's blocks begin in `tables`. Results, not yet divided by their sums: [part][head][number], and each one's
-/// maximum and sum; none of parts without positions, which only fill a step up.
+/// Attention of one token over one partition of its positions. One thread block per partition, key head and 16 of its query heads. `partitions`: row,
+/// first position, position after the last, offset of the sequence's block table in `tables`. Writes outputs that are not yet divided by their sums,
+/// [partition][head][element], and the maximum and sum of each, [partition][head]. Empty partitions are padding and write nothing.
 KERNEL(TOKEN_WARPS * 32)
 attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *partitions, float *partial_outputs, float2 *partial_sums, int layer, float scale) {
     DYNAMIC_SHARED(shared);
@@ -30,7 +31,7 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
     const int steps = (partition.z - partition.y + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
 
     copy_queries(queries, qkv, partition.x, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
-    // Every warp has its own tiles and waits for nobody else's.
+    // Every warp copies and waits for its own tiles only.
     const auto begin = [&](int step) {
         if (step < steps) {
             half_t *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
@@ -71,12 +72,12 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
         }
         softmax.update<2>(scores);
         softmax.accumulate(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
-        // The next copies go where this step has read.
+        // The next copies overwrite what this step has read.
         warp_sync();
     }
     softmax.finish();
 
-    // The four warps' rows, added: each first times the power of its distance from the largest maximum.
+    // Combine the four warps' rows, each scaled by the exponential of its maximum minus the largest maximum.
     block_sync();
     float *warp_outs = reinterpret_cast<float *>(shared);
     float *warp_maxima = warp_outs + TOKEN_WARPS * TOKEN_ROWS * HEAD_PAD, *warp_sums = warp_maxima + TOKEN_WARPS * TOKEN_ROWS;
@@ -107,7 +108,8 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
 
 constexpr int COMBINE_THREADS = 128;
 
-/// Adds the parts of single tokens. A block per token and head. `rows`: row, its first part, how many parts it has; zeros where it has none.
+/// Combines the partitions of single tokens. One thread block per token and head. `rows`: row, first partition, number of partitions. Rows without
+/// partitions (padding) get zeros.
 KERNEL(COMBINE_THREADS) combine(const float *partial_outputs, const float2 *partial_sums, const int4 *rows, half_t *out) {
     const int4 row = rows[blockIdx.x];
     const int head = blockIdx.y;

@@ -1,21 +1,21 @@
-// What the kernels need of the device beyond plain CUDA C++: numbers of two bytes, warps, matrix units, asynchronous copies.
+// The device operations that the kernels need beyond plain CUDA C++: 16-bit floats, warp shuffles, tensor cores, asynchronous copies.
 //
-// The host's twin of this file is emulation/shim.h: the same names, defined by what PTX's manual says of each instruction. All other files
-// compile with both. No header of CUDA's is included, so a machine needs NVRTC's library and nothing else.
+// emulation/shim.h defines the same names for the host, after the description of each instruction in the PTX ISA manual. All other files compile with
+// either. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
 //
-// Chosen when compiling: HALF_IS_FLOAT16 (1: numbers of two bytes are IEEE's, 0: bfloat16).
+// Compile-time option: HALF_IS_FLOAT16 (1: 16-bit floats are IEEE half precision, 0: bfloat16).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/// A weight, an activation, a key or a value: two bytes, never computed with as they are.
+/// The bits of a 16-bit float (weight, activation, key or value), which is converted to 32 bits for computing.
 typedef u16 half_t;
 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
-/// Shared memory whose size the launch decides.
+/// Dynamic shared memory, whose size is a launch parameter.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define INFINITY_F __int_as_float(0x7f800000)
 
@@ -31,7 +31,7 @@ DEVICE float widen(half_t bits) {
 #endif
 }
 
-/// The nearest, of two equally near the even one.
+/// Rounds to the nearest 16-bit float, ties to even.
 DEVICE half_t narrow(float number) {
     half_t bits;
 #if HALF_IS_FLOAT16
@@ -42,7 +42,7 @@ DEVICE half_t narrow(float number) {
     return bits;
 }
 
-/// Two side by side, the first at the lower address.
+/// Rounds two numbers and packs them, the first at the lower address.
 DEVICE u32 narrow_pair(float first, float second) {
     u32 bits;
 #if HALF_IS_FLOAT16
@@ -53,7 +53,7 @@ DEVICE u32 narrow_pair(float first, float second) {
     return bits;
 }
 
-/// 2^x within 2 ulp; 0 for -infinity.
+/// Returns 2^x within 2 ulp; 0 for -infinity.
 DEVICE float exp2_fast(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
@@ -65,10 +65,10 @@ DEVICE void warp_sync() { __syncwarp(); }
 template <class T> DEVICE T shuffle_xor(T value, int lanes) { return __shfl_xor_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle_up(T value, int lanes) { return __shfl_up_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(ALL_LANES, value, lane); }
-/// Which lanes say yes, lane 0 in the lowest bit.
+/// Returns a bit per lane, lane 0 in the lowest, set where `yes` is true.
 DEVICE u32 ballot(bool yes) { return __ballot_sync(ALL_LANES, yes); }
 
-/// d += a × b: 16 × 16 by 16 × 8, in the fragments of PTX's mma.m16n8k16.
+/// d += a × b on tensor cores: 16 × 16 by 16 × 8, in the fragment layouts of PTX's mma.m16n8k16.
 DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
 #if HALF_IS_FLOAT16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -81,7 +81,7 @@ DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
 
 DEVICE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-/// Four 8 × 8 matrices of shared memory to fragments; lane l names row l % 8 (16 bytes, aligned) of matrix l / 8.
+/// Loads four 8 × 8 matrices from shared memory into fragments; lane l passes the address of row l % 8 (16 bytes, aligned) of matrix l / 8.
 DEVICE void load_matrices(u32 to[4], const half_t *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -89,7 +89,7 @@ DEVICE void load_matrices(u32 to[4], const half_t *row) {
                  : "memory");
 }
 
-/// The same, each matrix transposed.
+/// As `load_matrices`, with each matrix transposed.
 DEVICE void load_matrices_transposed(u32 to[4], const half_t *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -97,7 +97,7 @@ DEVICE void load_matrices_transposed(u32 to[4], const half_t *row) {
                  : "memory");
 }
 
-/// Begins to copy 16 bytes to shared memory; zeros where nothing is `present` (nothing is read then).
+/// Starts copying 16 bytes to shared memory; if not `present`, nothing is read and zeros are written.
 DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
@@ -105,8 +105,8 @@ DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
                  : "memory");
 }
 
-/// What this thread has begun since the last call is one group.
+/// Makes the copies that this thread has started since the last call one group.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Returns when all of this thread's groups but the last `LEFT` are there, for this thread.
+/// Waits until all but the last `LEFT` of this thread's groups are complete and visible to this thread.
 template <int LEFT> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" : : "n"(LEFT) : "memory"); }

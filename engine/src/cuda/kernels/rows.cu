@@ -1,8 +1,8 @@
-// What is done to every row (token) by itself between two products: embedding, RMSNorm, rotations, SwiGLU.
+// The operations on single rows (tokens) between GEMMs: embedding, RMSNorm, RoPE, SwiGLU.
 
 constexpr int ROW_THREADS = 256;
 
-/// Eight numbers at a time.
+/// Eight 16-bit floats, for 16-byte accesses.
 struct __align__(16) Eight {
     u32 pairs[4];
 };
@@ -10,14 +10,15 @@ struct __align__(16) Eight {
 DEVICE float first_of(u32 pair) { return widen(static_cast<half_t>(pair & 0xffff)); }
 DEVICE float second_of(u32 pair) { return widen(static_cast<half_t>(pair >> 16)); }
 
-/// Token ids to the first state of the stream. A block per row; `width` is a multiple of 8.
+/// Writes the tokens' embeddings to the residual stream ([row][width]). One thread block per row; `width` is a multiple of 8.
 KERNEL(ROW_THREADS) embed(const u32 *tokens, const half_t *embedding, float *stream, int width) {
     const u64 row = blockIdx.x;
     const half_t *from = embedding + static_cast<u64>(tokens[row]) * width;
     for (int i = threadIdx.x; i < width; i += ROW_THREADS) stream[row * width + i] = widen(from[i]);
 }
 
-/// out = x / sqrt(mean(x²) + eps) × weight, of row `rows[i]` (of row i where there are no `rows`) into row i. A block per row.
+/// RMSNorm (Zhang and Sennrich 2019): out = x / sqrt(mean(x²) + eps) × weight. Output row i is from input row `rows[i]`, or from row i if `rows` is
+/// null. One thread block per output row.
 KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *weight, half_t *out, int width, float eps) {
     __shared__ float sums[ROW_THREADS / 32];
     const u64 to = blockIdx.x, from = rows ? rows[to] : to;
@@ -36,7 +37,8 @@ KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *
     }
 }
 
-/// Cosine and sine of every row's turns, times the magnitude: [row][pair]. In double precision, because positions are large. A block per row.
+/// RoPE (Su et al. 2021): cosine and sine of every row's rotations, times the magnitude, as [row][pair]. Angles are in double precision, because positions
+/// are large. One thread block per row.
 KERNEL(64) rope(const u32 *positions, const double *frequencies, float2 *rotations, double magnitude) {
     const u64 row = blockIdx.x;
     for (int pair = threadIdx.x; pair < HEAD_DIM / 2; pair += 64) {
@@ -48,8 +50,8 @@ KERNEL(64) rope(const u32 *positions, const double *frequencies, float2 *rotatio
 
 constexpr int HEADS_A_BLOCK = 4;
 
-/// Adds biases, normalises and turns queries and keys, writes keys and values to their slots of the KV memory; queries stay in their
-/// places. A warp per row and head. `biases` and the norms may be absent. `slots`: block × BLOCK_SIZE + slot of each row, or NO_SLOT.
+/// Adds biases, normalises and rotates queries and keys, and writes keys and values to their slots of the KV memory; queries are updated in
+/// place. One warp per row and head. `biases` and the norms may be null. `slots`: block × BLOCK_SIZE + offset of each row, or NO_SLOT.
 KERNEL(HEADS_A_BLOCK * 32)
 store_kv(half_t *qkv, const float *biases, const float *query_norm, const float *key_norm, const float2 *rotations, const u32 *slots, half_t *pool,
          int layer, float eps) {
@@ -104,7 +106,7 @@ store_kv(half_t *qkv, const float *biases, const float *query_norm, const float 
 
 DEVICE float swiglu_of(float gate, float up) { return gate / (1.0f + exp2_fast(gate * -1.44269504f)) * up; }
 
-/// gate ÷ (1 + e^-gate) × up. Rows of `gates` have `ffn` gates (a multiple of 8), then as many ups. A thread per eight numbers.
+/// SwiGLU (Shazeer 2020): gate ÷ (1 + e^-gate) × up. A row of `gates` has `ffn` gates (a multiple of 8), then as many ups. One thread per eight elements.
 KERNEL(ROW_THREADS) swiglu(const half_t *gates, half_t *out, int ffn, u32 rows) {
     const u64 eight = static_cast<u64>(blockIdx.x) * ROW_THREADS + threadIdx.x, each = ffn / 8;
     if (eight >= each * rows) return;

@@ -1,43 +1,44 @@
-// From a row of logits to a token, as engine/src/sampling.rs does it on the host: penalties, bias, mask; temperature, min-p, top-k, top-p; the
-// draw in the order of the tokens' ids, so that it depends on nothing but the row, the settings and one number from [0, 1).
+// Samples a token from a row of logits, with the same rules as engine/src/sampling.rs on the host: penalties, bias, mask; temperature, min-p, top-k,
+// top-p; then selection by one random number in [0, 1) over the cumulative weights in the order of token ids. The result depends only on the row, the
+// settings and that number.
 //
-// Nothing is sorted: a threshold that keeps so many tokens, or so much of the weight, is found by bisection over the bits of the weights.
-// A block per row. Each warp has a segment of the vocabulary; sums are added in one order, so equal rows give equal tokens.
+// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by bisection over the bits of the weights. One thread block
+// per row. Each warp has a segment of the vocabulary; sums are added in a fixed order, so equal rows give equal tokens.
 
 constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
 constexpr u32 NO_TOKEN = 0xffffffffu;
-/// As on the host: tokens of this weight (its logarithm) or less are no candidates.
+/// Tokens whose weight has this logarithm or less are not candidates, as on the host.
 constexpr float LOG_WEIGHT_MIN = -50.0f;
 
-/// How a row's token is drawn. engine/src/cuda/draws.rs writes it.
+/// The settings of a row; written by engine/src/cuda/sampling.rs.
 struct SampleSettings {
-    /// Decides the draw.
+    /// The random number in [0, 1).
     double uniform;
-    /// 0: the likeliest.
+    /// 0: greedy.
     float temperature;
     float top_p, min_p;
     float frequency_penalty, presence_penalty, repetition_penalty;
-    /// 0: all.
+    /// 0: no limit.
     u32 top_k;
-    /// Where the row's adjustments begin, and how many there are.
+    /// Offset and number of the row's adjustments.
     u32 first_adjustment, adjustments;
-    /// Where the row's mask begins (a bit a token, 1: may be drawn); -1: there is none.
+    /// Offset of the row's mask in words (a bit per token, 1: allowed); -1: no mask.
     int mask;
-    /// Alternatives whose logprobs are wanted; NO_TOKEN: not even the drawn token's.
+    /// Number of alternatives whose logprobs are returned; NO_TOKEN: not even the sampled token's.
     u32 top;
     u32 padding;
 };
 static_assert(sizeof(SampleSettings) == 56, "the host writes 56 bytes");
 
-/// What changes a token's logit: how often it was generated, whether it is in prompt or output, its bias.
+/// Changes to a token's logit: how often it was generated, whether it is in prompt or output, its bias.
 struct Adjustment {
     u32 token, count, seen;
     float bias;
 };
 static_assert(sizeof(Adjustment) == 16, "the host writes 16 bytes");
 
-/// A token with the logarithm of its probability before temperature, penalties and mask.
+/// A token and the logarithm of its probability before temperature, penalties and mask.
 struct TokenLogprob {
     u32 token;
     float logprob;
@@ -50,7 +51,7 @@ struct Best {
 
 DEVICE Best better(Best a, Best b) { return b.value > a.value || (b.value == a.value && b.token < a.token) ? b : a; }
 
-/// A row of numbers and the block's scratch memory.
+/// A row of numbers, and the thread block's scratch memory. Its methods are called by all threads of the block.
 struct Row {
     float *numbers;
     u32 len;
@@ -61,7 +62,7 @@ struct Row {
     DEVICE_MEMBER u32 begin(u32 warp) const { return warp * segment(); }
     DEVICE_MEMBER u32 end(u32 warp) const { return min((warp + 1) * segment(), len); }
 
-    /// The largest number for which `may(token, number)`, the lowest token of equals; in all threads.
+    /// Returns the largest number with `may(token, number)`, and its token; the lowest token if several are equal.
     template <class May> DEVICE_MEMBER Best largest(May may) {
         const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         Best best = {-INFINITY_F, NO_TOKEN};
@@ -79,7 +80,7 @@ struct Row {
         return best;
     }
 
-    /// Leaves every warp's sum of `measure(token, number)` in `sums`, and gives the whole; in all threads.
+    /// Returns the sum of `measure(token, number)`, and leaves every warp's share in `sums`.
     template <class Measure> DEVICE_MEMBER double sum(Measure measure) {
         const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         double own = 0;
@@ -93,7 +94,7 @@ struct Row {
         return all;
     }
 
-    /// The first token up to which more than `target` is measured; if rounding has it that there is none, the last that measures.
+    /// Returns the first token at which the running sum of `measure` exceeds `target`; if rounding leaves none, the last token with a measure above 0.
     template <class Measure> DEVICE_MEMBER u32 first_beyond(double target, Measure measure) {
         sum(measure);
         const u32 own = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -129,7 +130,7 @@ struct Row {
     }
 };
 
-/// Candidates that are kept: weights above one with these bits, and of those that are equal to it the tokens up to `last`.
+/// A set of candidates: the tokens whose weight's bits are above `least`, and of those equal to it the tokens up to `last`.
 struct Candidates {
     u32 least, last;
 
@@ -138,10 +139,10 @@ struct Candidates {
         return weight > 0 && (bits > least || (bits == least && token <= last));
     }
 
-    /// Keeps, of what is kept, the heaviest that together measure `target` or more. No weight is above 1.
+    /// Narrows the set to the heaviest candidates whose measures sum to `target` or more. No weight is above 1.
     template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
         const Candidates all = *this;
-        // Weights of at least `low` measure enough, those of at least `high` do not.
+        // Invariant: candidates of at least `low` sum to the target, those of at least `high` do not.
         u32 low = 1, high = __float_as_uint(1.0f) + 1;
         const auto from = [&](u32 least_bits, u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) >= least_bits ? measure(weight) : 0.0;
@@ -157,7 +158,7 @@ struct Candidates {
         }
         const double above = row.sum([&](u32 token, float weight) { return from(low + 1, token, weight); });
         const double each = measure(__uint_as_float(low));
-        // As many of the equals as are missing, at least one.
+        // Of the candidates equal to `low`, as many as are missing, at least one.
         const double wanted = fmax(ceil((target - above) / each), 1.0);
         const auto equal = [&](u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) == low ? 1.0 : 0.0;
@@ -167,25 +168,25 @@ struct Candidates {
     }
 };
 
-/// Draws the token of every row of logits. `scratch` has the size of `logits`; `tops` has `top_max` places a row.
+/// Samples a token for every row of logits ([row][vocab]). `scratch` has the size of `logits`; `tops` is [row][top_max].
 KERNEL(SAMPLE_THREADS)
-sample(const float *logits, float *scratch, int vocab, const SampleSettings *draws, const Adjustment *adjustments, const u32 *masks,
-       TokenLogprob *drawn, TokenLogprob *tops, int top_max) {
+sample(const float *logits, float *scratch, int vocab, const SampleSettings *all_settings, const Adjustment *adjustments, const u32 *masks,
+       TokenLogprob *sampled, TokenLogprob *tops, int top_max) {
     __shared__ double sums[SAMPLE_WARPS];
     __shared__ Best bests[SAMPLE_WARPS];
     const u64 index = blockIdx.x;
     const float *raw = logits + index * vocab;
-    const SampleSettings draw = draws[index];
+    const SampleSettings settings = all_settings[index];
     Row row = {scratch + index * vocab, static_cast<u32>(vocab), sums, bests};
     for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) row.numbers[i] = raw[i];
     block_sync();
 
     double normaliser = 0;
-    if (draw.top != NO_TOKEN) {
+    if (settings.top != NO_TOKEN) {
         Best best = row.largest([](u32, float) { return true; });
         const float max = best.value;
         normaliser = max + log(row.sum([&](u32, float logit) { return static_cast<double>(expf(logit - max)); }));
-        for (u32 place = 0; place < draw.top; place++) {
+        for (u32 place = 0; place < settings.top; place++) {
             if (threadIdx.x == 0) tops[index * top_max + place] = {best.token, static_cast<float>(best.value - normaliser)};
             const Best before = best;
             best = row.largest([&](u32 token, float logit) {
@@ -193,40 +194,40 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *dra
             });
         }
     }
-    // A token is in the list once: the threads change different numbers.
-    for (u32 i = threadIdx.x; i < draw.adjustments; i += SAMPLE_THREADS) {
-        const Adjustment change = adjustments[draw.first_adjustment + i];
+    // A token occurs in the list once, so the threads modify different numbers.
+    for (u32 i = threadIdx.x; i < settings.adjustments; i += SAMPLE_THREADS) {
+        const Adjustment change = adjustments[settings.first_adjustment + i];
         float logit = row.numbers[change.token];
-        if (change.seen) logit = logit > 0 ? logit / draw.repetition_penalty : logit * draw.repetition_penalty;
-        if (change.count) logit -= draw.frequency_penalty * change.count + draw.presence_penalty;
+        if (change.seen) logit = logit > 0 ? logit / settings.repetition_penalty : logit * settings.repetition_penalty;
+        if (change.count) logit -= settings.frequency_penalty * change.count + settings.presence_penalty;
         row.numbers[change.token] = logit + change.bias;
     }
     block_sync();
-    const u32 *mask = draw.mask < 0 ? nullptr : masks + draw.mask;
+    const u32 *mask = settings.mask < 0 ? nullptr : masks + settings.mask;
     const auto allowed = [&](u32 token, float) { return !mask || (mask[token / 32] >> (token % 32) & 1); };
     const Best likeliest = row.largest(allowed);
     u32 token = likeliest.token == NO_TOKEN ? 0 : likeliest.token;
-    if (draw.temperature > 0 && likeliest.value > -INFINITY_F && likeliest.value < INFINITY_F) {
-        const float least = likeliest.value + LOG_WEIGHT_MIN * draw.temperature;
+    if (settings.temperature > 0 && likeliest.value > -INFINITY_F && likeliest.value < INFINITY_F) {
+        const float least = likeliest.value + LOG_WEIGHT_MIN * settings.temperature;
         for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) {
             const float logit = row.numbers[i];
-            // Where the temperature is so low that the limit is the maximum, the likeliest stay.
+            // If the temperature is so low that the limit rounds to the maximum, the likeliest tokens remain candidates.
             const bool counts = (logit > least || logit == likeliest.value) && allowed(i, logit);
-            const float weight = counts ? expf((logit - likeliest.value) / draw.temperature) : 0.0f;
-            row.numbers[i] = weight >= draw.min_p ? weight : 0.0f;
+            const float weight = counts ? expf((logit - likeliest.value) / settings.temperature) : 0.0f;
+            row.numbers[i] = weight >= settings.min_p ? weight : 0.0f;
         }
         block_sync();
         Candidates kept = {0, NO_TOKEN};
         const auto itself = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? static_cast<double>(weight) : 0.0; };
         const auto one = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? 1.0 : 0.0; };
-        if (draw.top_k > 0 && row.sum(one) > draw.top_k) {
-            kept.narrow_to(row, draw.top_k, [](float) { return 1.0; });
+        if (settings.top_k > 0 && row.sum(one) > settings.top_k) {
+            kept.narrow_to(row, settings.top_k, [](float) { return 1.0; });
         }
-        if (draw.top_p < 1) {
-            const double wanted = draw.top_p * row.sum(itself);
+        if (settings.top_p < 1) {
+            const double wanted = settings.top_p * row.sum(itself);
             kept.narrow_to(row, wanted, [](float weight) { return static_cast<double>(weight); });
         }
-        token = row.first_beyond(draw.uniform * row.sum(itself), itself);
+        token = row.first_beyond(settings.uniform * row.sum(itself), itself);
     }
-    if (threadIdx.x == 0) drawn[index] = {token, draw.top == NO_TOKEN ? 0.0f : static_cast<float>(raw[token] - normaliser)};
+    if (threadIdx.x == 0) sampled[index] = {token, settings.top == NO_TOKEN ? 0.0f : static_cast<float>(raw[token] - normaliser)};
 }

@@ -1,4 +1,4 @@
-//! Attention by itself, at the sizes of real models, against double precision on the same keys and values.
+//! The attention kernels alone, with the head sizes of real models, against double precision on the same keys and values.
 
 use super::{
     emulated::{ORDERS, narrow, widened},
@@ -27,7 +27,7 @@ const fn shape(half: Half, heads: usize, kv_heads: usize, head_dim: usize, block
     }
 }
 
-/// A sequence: how many tokens it has before this step, and in it.
+/// A sequence's number of tokens before this step, and in it.
 #[derive(Clone, Copy, Debug)]
 struct Sequence {
     before: usize,
@@ -41,7 +41,7 @@ struct Given {
     qkv: Vec<u8>,
 }
 
-/// Random queries, keys and values; what lies in blocks beyond a sequence's end are NaNs.
+/// Random queries, keys and values; slots beyond a sequence's end hold NaNs.
 fn given(shape: Shape, sequences: &[Sequence]) -> Given {
     let mut random = Random::new(11);
     let counts: Vec<usize> = sequences.iter().map(|s| (s.before + s.new).div_ceil(shape.block_size)).collect();
@@ -62,18 +62,18 @@ fn given(shape: Shape, sequences: &[Sequence]) -> Given {
         blocks.push(own);
     }
     let rows: usize = sequences.iter().map(|sequence| sequence.new).sum();
-    // Scores of some size: the softmax is not flat.
+    // Large enough scores that the softmax is not flat.
     let qkv = (0..rows * shape.qkv_dim()).flat_map(|_| narrow(shape.half, random.number() * 3.0)).collect();
     Given { shape, blocks, pool, qkv }
 }
 
-/// Where in the pool a slot's keys or values of the layer begin.
+/// Offset in the pool of a slot's keys or values of the tested layer.
 fn place(shape: &Shape, block: BlockId, slot: usize, values: usize) -> usize {
     let row = shape.kv_heads * shape.head_dim * 2;
     block.0 as usize * shape.block_bytes() + ((LAYER * 2 + values) * shape.block_size + slot) * row
 }
 
-/// One row's attention in double precision.
+/// Computes one row's attention in double precision.
 fn expected(given: &Given, blocks: &[BlockId], row: usize, position: usize) -> Vec<f64> {
     let shape = &given.shape;
     let dim = shape.head_dim;
@@ -100,7 +100,7 @@ fn expected(given: &Given, blocks: &[BlockId], row: usize, position: usize) -> V
     out
 }
 
-/// Runs both kernels over the sequences; gives what is attended, as stored.
+/// Runs both kernels over the sequences; returns the output as stored.
 fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batch) {
     let shape = &given.shape;
     let device = Arc::new(Emulated::new(shape, order));
@@ -162,7 +162,7 @@ fn compare(shape: Shape, sequences: &[Sequence]) {
             let expected = expected(&given, blocks, row, sequence.before + token);
             let found = &found[row * shape.query_dim()..][..shape.query_dim()];
             let largest = expected.iter().fold(0f64, |largest, number| largest.max(number.abs()));
-            // Powers are rounded to numbers of two bytes, and so is the result.
+            // Exponentials and results are rounded to 16-bit floats.
             let bound = largest * if shape.half == Half::BFloat16 { 8e-3 } else { 1e-3 };
             for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 assert!((found - expected).abs() < bound, "{shape:?}, row {row}, number {at}: {found} is not {expected}");
@@ -177,22 +177,22 @@ const fn sequence(before: usize, new: usize) -> Sequence {
 }
 
 #[test]
-fn prompts_attend_to_all_before_them() {
-    // Heads of a Qwen3-8B, in small; chunks that begin in the middle of tiles and of blocks, and tiles that end with them.
+fn prompts_attend_to_all_earlier_positions() {
+    // Heads of Qwen3-8B, but fewer; chunks that start in the middle of tiles and of blocks, and that end with them.
     compare(shape(Half::BFloat16, 4, 1, 128, 16), &[sequence(0, 33), sequence(70, 40), sequence(63, 2), sequence(128, 64)]);
-    // Groups that do not divide a tile, heads that are no multiple of 16, blocks of an odd length.
+    // Groups that do not divide a tile, heads that are not a multiple of 16, blocks of odd length.
     compare(shape(Half::Float16, 14, 2, 24, 5), &[sequence(0, 19), sequence(61, 7)]);
     compare(shape(Half::Float16, 2, 2, 64, 16), &[sequence(100, 130)]);
 }
 
 #[test]
-fn single_tokens_attend_to_all_before_them() {
-    // Sequences of one part and of several, ends in the middle of tiles and right at them.
+fn single_tokens_attend_to_all_earlier_positions() {
+    // Sequences of one partition and of several; ends in the middle of tiles and at their boundaries.
     compare(
         shape(Half::BFloat16, 4, 1, 128, 16),
         &[sequence(0, 1), sequence(14, 1), sequence(63, 1), sequence(300, 1), sequence(777, 1)],
     );
-    // More than 16 heads of a key head: two blocks of rows.
+    // More than 16 query heads per key head: two thread blocks.
     compare(shape(Half::Float16, 20, 1, 40, 7), &[sequence(5, 1), sequence(255, 1), sequence(256, 1)]);
     compare(shape(Half::Float16, 6, 6, 16, 1), &[sequence(90, 1)]);
 }
@@ -202,20 +202,20 @@ fn prompts_and_single_tokens_share_a_step() {
     compare(shape(Half::BFloat16, 9, 3, 64, 16), &[sequence(400, 1), sequence(30, 50), sequence(64, 1)]);
 }
 
-/// GPUs that are not made for data centres have 99 KiB for a block.
+/// Consumer GPUs have 99 KiB of shared memory per thread block.
 const fn small_shared(shape: Shape) -> Shape {
     Shape { small_shared_memory: true, ..shape }
 }
 
 #[test]
-fn smaller_tiles_attend_to_the_same() {
+fn small_shared_memory_tiles_give_the_same_attention() {
     let shape = small_shared(shape(Half::BFloat16, 4, 1, 128, 16));
     assert!(shape.prompt_bytes() <= 99 << 10 && shape.token_bytes() <= 99 << 10);
     compare(shape, &[sequence(0, 33), sequence(63, 2), sequence(32, 40), sequence(333, 1), sequence(0, 1)]);
 }
 
 #[test]
-fn the_host_knows_the_kernels_sizes() {
+fn host_constants_match_the_kernels() {
     let large = shape(Half::BFloat16, 4, 1, 128, 16);
     for shape in [large, small_shared(large), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
         let found = Emulated::new(&shape, 0).constants();

@@ -1,4 +1,4 @@
-//! A GPU that is this host: kernels built with g++, products in double precision.
+//! A GPU emulated on this host: kernels built with g++, GEMMs in double precision.
 
 use super::*;
 use crate::cuda::{
@@ -22,36 +22,36 @@ use std::{
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// Threads and blocks first to last or last to first (1), asynchronous copies as late as may be or at once (2).
+/// Orders of execution, as bits: 1: threads and blocks from last to first; 2: asynchronous copies immediately rather than as late as possible.
 pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
     library: Arc<Library>,
     order: u32,
-    /// Sizes of what was allocated and not given back, by address.
+    /// Sizes of live allocations, by address.
     allocated: Arc<Mutex<HashMap<u64, usize>>>,
-    /// While it records: what it was asked for.
+    /// During a capture: the work so far.
     capture: Mutex<Option<Vec<Captured>>>,
-    /// See `recordings`.
+    /// Captures and replays; see `capture_counts`.
     counts: Arc<[AtomicUsize; 2]>,
-    /// What this queue has prepared.
+    /// The GEMMs that this stream has prepared.
     prepared: Mutex<HashSet<Gemm>>,
     /// See `refuse_capture`.
     refuses_capture: Arc<AtomicBool>,
     /// See `fail_after`.
     sums_left: Arc<AtomicUsize>,
-    /// For a sum that will never end, unless its connection does.
+    /// The stream waits for an all-reduce that will not end until its communicators are dropped.
     stuck: AtomicBool,
 }
 
-/// What a device was asked for while it recorded.
+/// One captured operation.
 pub(super) enum Captured {
     Copy { from: u64, to: u64, bytes: usize },
     Launch(Launch, Vec<u64>),
     Gemm(Half, Gemm, Operands),
 }
 
-/// The kernels for a shape, built once a process.
+/// Returns the kernels for a shape, built once per process.
 fn library(shape: &Shape) -> Arc<Library> {
     static BUILT: Mutex<Vec<(Vec<String>, Arc<Library>)>> = Mutex::new(Vec::new());
     let definitions = shape.definitions();
@@ -81,7 +81,7 @@ fn library(shape: &Shape) -> Arc<Library> {
         .output()
         .expect("g++ is missing: install it (Debian: apt-get install g++)");
     assert!(compiled.status.success(), "g++ refuses_capture the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
-    // SAFETY: the library is ours and has no initialisers.
+    // SAFETY: the library was just built from our sources and has no initialisers.
     #[expect(unsafe_code)]
     let library = Arc::new(unsafe { Library::new(&file) }.unwrap());
     built.push((definitions, Arc::clone(&library)));
@@ -103,12 +103,12 @@ impl Emulated {
         }
     }
 
-    /// It does all work, and takes no capture of it.
+    /// Makes every capture fail from now on.
     pub fn refuse_capture(&self) {
         self.refuses_capture.store(true, Ordering::Relaxed);
     }
 
-    /// The device is lost after so many more sums. The driver says so only to who waits for it, and other ranks' sums wait for ever.
+    /// Loses the device after `sums` more all-reduces: calls that wait for it fail, and other ranks' all-reduces never end.
     pub fn fail_after(&self, sums: usize) {
         self.sums_left.store(sums, Ordering::Relaxed);
     }
@@ -117,12 +117,12 @@ impl Emulated {
         self.sums_left.load(Ordering::Relaxed) == 0
     }
 
-    /// Recordings that were made or refused on all queues, and how many times any was replayed.
+    /// Numbers of captures (successful or not) and of replays on all streams.
     pub fn capture_counts(&self) -> [usize; 2] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Whether the device records, and so puts this off.
+    /// Adds an operation to the current capture, if there is one; returns whether there is.
     fn defer(&self, what: impl FnOnce() -> Captured) -> bool {
         let mut capture = self.capture.lock().unwrap();
         if let Some(recorded) = &mut *capture {
@@ -131,26 +131,26 @@ impl Emulated {
         capture.is_some()
     }
 
-    /// A capture has no place for what is done at once.
+    /// For operations that a capture cannot contain.
     fn assert_not_capturing(&self) {
-        assert!(self.capture.lock().unwrap().is_none(), "a device that records does nothing else");
+        assert!(self.capture.lock().unwrap().is_none(), "not allowed during a capture");
     }
 
-    /// A device that is waited for.
+    /// For operations that wait for the stream.
     fn assert_not_stuck(&self) {
         self.assert_not_capturing();
-        assert!(!self.stuck.load(Ordering::Relaxed), "a rank waits for one that is lost, and the host for that rank");
+        assert!(!self.stuck.load(Ordering::Relaxed), "the host waits for a rank that waits for a lost rank");
     }
 
-    /// Bytes that are allocated and not given back.
+    /// Bytes of live allocations.
     pub fn allocated_bytes(&self) -> usize {
         self.allocated.lock().unwrap().values().sum()
     }
 
-    /// PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS, TOKEN_BYTES, as the kernels have them.
+    /// The kernels' PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS and TOKEN_BYTES.
     pub fn constants(&self) -> [u32; 4] {
         let mut constants = [0; 4];
-        // SAFETY: the function has this type, and fills four numbers.
+        // SAFETY: the function has this type, and writes four numbers.
         #[expect(unsafe_code)]
         unsafe {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(*mut u32)> = self.library.get(b"constants").unwrap();
@@ -162,12 +162,12 @@ impl Emulated {
     fn check(&self, address: u64, len: usize) {
         let allocated = self.allocated.lock().unwrap();
         let inside = allocated.iter().any(|(start, bytes)| *start <= address && address + len as u64 <= start + *bytes as u64);
-        assert!(inside, "{len} bytes at {address:#x} are not of one piece of memory");
+        assert!(inside, "{len} bytes at {address:#x} are not within one allocation");
     }
 
     fn read(&self, address: u64, into: &mut [u8]) {
         self.check(address, into.len());
-        // SAFETY: the bytes are of memory that was allocated and not given back, and tests use a device from one thread.
+        // SAFETY: the bytes are within a live allocation, and tests use a device from one thread.
         #[expect(unsafe_code)]
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, into.as_mut_ptr(), into.len());
@@ -176,7 +176,7 @@ impl Emulated {
 
     fn write(&self, address: u64, bytes: &[u8]) {
         self.check(address, bytes.len());
-        // SAFETY: as above.
+        // SAFETY: as in `read`.
         #[expect(unsafe_code)]
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
@@ -215,11 +215,11 @@ impl Device for Emulated {
 
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<EmulatedCommunicators, CudaError> {
         let allocated: HashSet<_> = ranks.iter().map(|rank| Arc::as_ptr(&rank.allocated)).collect();
-        assert_eq!(allocated.len(), ranks.len(), "each rank has a device of its own");
+        assert_eq!(allocated.len(), ranks.len(), "the ranks have different devices");
         Ok(EmulatedCommunicators(ranks.to_vec()))
     }
 
-    /// In the ranks' order.
+    /// Sums in the ranks' order.
     fn all_reduce_sum(_: &EmulatedCommunicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
         for (rank, _) in ranks {
             let fewer = |left| (left != usize::MAX).then(|| usize::saturating_sub(left, 1));
@@ -265,14 +265,14 @@ impl Device for Emulated {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(usize) -> u64> = self.library.get(b"allocate").unwrap();
             function(bytes)
         };
-        assert_ne!(address, 0, "the host has no memory left");
+        assert_ne!(address, 0, "the host is out of memory");
         self.allocated.lock().unwrap().insert(address, bytes);
         Ok(address)
     }
 
     fn free(&self, address: u64) {
         self.assert_not_stuck();
-        let bytes = self.allocated.lock().unwrap().remove(&address).expect("memory is given back once");
+        let bytes = self.allocated.lock().unwrap().remove(&address).expect("memory is freed once, and was allocated here");
         // SAFETY: the function has this type, and the memory was allocated with this size.
         #[expect(unsafe_code)]
         unsafe {
@@ -320,7 +320,10 @@ impl Device for Emulated {
             return Ok(());
         }
         let grid = launch.grid.map(|blocks| blocks as u32);
-        assert!(grid[0] > 0 && (1..=65_535).contains(&grid[1]) && (1..=65_535).contains(&grid[2]), "{launch:?} is no grid");
+        assert!(
+            grid[0] > 0 && (1..=65_535).contains(&grid[1]) && (1..=65_535).contains(&grid[2]),
+            "{launch:?} has an invalid grid"
+        );
         let name = CString::new(launch.kernel.name()).unwrap();
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
         // SAFETY: the function has this type; it reads the arguments that the kernel of this name has.
@@ -361,7 +364,7 @@ impl Device for Emulated {
         Ok(())
     }
 
-    /// Nothing: here, products need nothing.
+    /// Only checks and remembers the GEMMs.
     fn prepare(&self, _half: Half, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
             self.check(operands.weights, outputs * inputs * 2);
@@ -379,7 +382,7 @@ impl Device for Emulated {
         self.counts[0].fetch_add(1, Ordering::Relaxed);
         worked?;
         match self.refuses_capture.load(Ordering::Relaxed) {
-            true => Err(CudaError::Driver { doing: "testing", source: "it records nothing".into() }),
+            true => Err(CudaError::Driver { doing: "testing", source: "capture refused".into() }),
             false => Ok(recorded),
         }
     }
@@ -405,12 +408,12 @@ impl Device for Emulated {
     fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError> {
         let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
         let known = self.allocated.lock().unwrap().insert(number(0), number(8) as usize);
-        assert!(known.is_none(), "it is this device's own");
+        assert!(known.is_none(), "it is this device's own memory");
         Ok((number(0), number(8) as usize))
     }
 
     fn close(&self, address: u64) {
-        self.allocated.lock().unwrap().remove(&address).expect("memory is closed once");
+        self.allocated.lock().unwrap().remove(&address).expect("memory is closed once, and was opened here");
     }
 
     type PeerCommunicator = Pipe;
@@ -433,12 +436,12 @@ impl Device for Emulated {
             let (sender, receiver) = mpsc::channel();
             [Some(PipeEnd::Sends(sender)), Some(PipeEnd::Receives(receiver))]
         });
-        let end = ends[rank as usize].take().expect("an end is allocated once");
+        let end = ends[rank as usize].take().expect("each rank joins once");
         Ok(Pipe { device: self.new_stream()?, end: Mutex::new(end) })
     }
 }
 
-/// Ranks that add up.
+/// Ranks connected for all-reduces.
 pub(super) struct EmulatedCommunicators(Vec<Arc<Emulated>>);
 
 impl Drop for EmulatedCommunicators {
@@ -452,7 +455,7 @@ enum PipeEnd {
     Receives(mpsc::Receiver<Vec<Vec<u8>>>),
 }
 
-/// A way within this process.
+/// A peer communicator within this process.
 pub(super) struct Pipe {
     device: Emulated,
     end: Mutex<PipeEnd>,
@@ -460,17 +463,17 @@ pub(super) struct Pipe {
 
 impl PeerCommunicator for Pipe {
     fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
-        let PipeEnd::Sends(sender) = &*self.end.lock().unwrap() else { panic!("this end receives") };
+        let PipeEnd::Sends(sender) = &*self.end.lock().unwrap() else { panic!("this rank receives") };
         let bytes = regions.iter().map(|(address, bytes)| self.device.read_all(*address, *bytes)).collect();
         sender.send(bytes).map_err(|_| late(limit))
     }
 
     fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
-        let PipeEnd::Receives(receiver) = &*self.end.lock().unwrap() else { panic!("this end sends") };
+        let PipeEnd::Receives(receiver) = &*self.end.lock().unwrap() else { panic!("this rank sends") };
         let received = receiver.recv_timeout(limit).map_err(|_| late(limit))?;
-        assert_eq!(received.len(), regions.len(), "as many regions at both ends");
+        assert_eq!(received.len(), regions.len(), "both ranks have the same number of regions");
         for ((address, bytes), received) in regions.iter().zip(received) {
-            assert_eq!(received.len(), *bytes, "of the same lengths");
+            assert_eq!(received.len(), *bytes, "both ranks have regions of the same lengths");
             self.device.write(*address, &received);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Steps that are replayed against the same steps, each launch by itself.
+//! Replayed steps against the same steps launched kernel by kernel.
 
 use super::{
     models::{BLOCK_SIZE, SHARED_MAX, read},
@@ -15,49 +15,49 @@ use crate::{
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8 };
-/// Blocks that begin several sequences, with KV in them already.
+/// Blocks at the start of several sequences, filled with random KV.
 const SHARED_BLOCKS: u32 = 150;
-/// Blocks of a sequence's own.
+/// Blocks that belong to one sequence.
 const OWN_BLOCKS: u32 = 10;
 
 struct Sequence {
-    /// Its first step.
+    /// The step in which it starts.
     begins: usize,
-    /// Positions in shared blocks.
+    /// Number of positions in shared blocks.
     before: usize,
     prompt: usize,
-    /// How many tokens are drawn.
-    draws: usize,
+    /// Number of tokens sampled.
+    samples: usize,
     sampling: Sampling,
 }
 
 fn sequences() -> Vec<Sequence> {
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
-    let drawn = Sampling { temperature: 2.0, ..Sampling::default() };
-    let penalised = Sampling { repetition_penalty: 1.5, frequency_penalty: 0.5, ..drawn.clone() };
-    let told = Sampling { logprobs: Some(2), top_k: 9, ..drawn.clone() };
+    let random_sampling = Sampling { temperature: 2.0, ..Sampling::default() };
+    let penalised = Sampling { repetition_penalty: 1.5, frequency_penalty: 0.5, ..random_sampling.clone() };
+    let with_logprobs = Sampling { logprobs: Some(2), top_k: 9, ..random_sampling.clone() };
     let all = [
         (0, 0, 5, 34, &penalised),
-        (0, 252, 1, 26, &drawn),
-        (3, 0, 1, 6, &told),
+        (0, 252, 1, 26, &random_sampling),
+        (3, 0, 1, 6, &with_logprobs),
         (4, 400, 1, 9, &penalised),
-        (7, 0, 3, 22, &drawn),
+        (7, 0, 3, 22, &random_sampling),
         (10, 100, 1, 14, &greedy),
-        // Long, and begins late: without room, the lists move when others of its batch's size have been recorded.
+        // Long and late: with initially empty buffers, the lists move after steps of the same size have been captured.
         (13, 600, 1, 12, &greedy),
-        (17, 0, 1, 20, &told),
+        (17, 0, 1, 20, &with_logprobs),
     ];
-    let sequence = |(seed, (begins, before, prompt, draws, sampling)): (u64, (_, _, _, _, &Sampling))| Sequence {
+    let sequence = |(seed, (begins, before, prompt, samples, sampling)): (u64, (_, _, _, _, &Sampling))| Sequence {
         begins,
         before,
         prompt,
-        draws,
+        samples,
         sampling: Sampling { seed, ..sampling.clone() },
     };
     (0..).zip(all).map(sequence).collect()
 }
 
-/// All sequences to their ends: what is drawn in each step, and all KV.
+/// Runs all sequences to their ends; returns the tokens sampled in each step, and all KV.
 fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     let (sequences, mut random) = (sequences(), Random::new(8));
     for block in 0..SHARED_BLOCKS {
@@ -76,9 +76,9 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
             (0..(sequence.before / BLOCK_SIZE) as u32).chain(own.rev()).map(BlockId).collect()
         })
         .collect();
-    let steps = sequences.iter().map(|sequence| sequence.begins + sequence.draws).max().unwrap();
-    let drawn = (0..steps).map(|step| {
-        let runs = |i: &usize| (sequences[*i].begins..sequences[*i].begins + sequences[*i].draws).contains(&step);
+    let steps = sequences.iter().map(|sequence| sequence.begins + sequence.samples).max().unwrap();
+    let sampled_tokens = (0..steps).map(|step| {
+        let runs = |i: &usize| (sequences[*i].begins..sequences[*i].begins + sequences[*i].samples).contains(&step);
         let running: Vec<usize> = (0..sequences.len()).filter(runs).collect();
         let chunk = |i: &usize| {
             let (sequence, all) = (&sequences[*i], &tokens[*i]);
@@ -88,21 +88,21 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
             Chunk { tokens: &all[first..], start, blocks: &blocks[*i], logits: Logits::Sample(request) }
         };
         let chunks: Vec<Chunk<'_>> = running.iter().map(chunk).collect();
-        let drawn = sampled(engine.step(&chunks).unwrap());
-        assert_eq!(drawn.len(), running.len());
-        for (i, drawn) in running.iter().zip(&drawn) {
-            tokens[*i].push(drawn.token);
-            samplers[*i].accept(drawn.token);
+        let sampled_tokens = sampled(engine.step(&chunks).unwrap());
+        assert_eq!(sampled_tokens.len(), running.len());
+        for (i, sampled_tokens) in running.iter().zip(&sampled_tokens) {
+            tokens[*i].push(sampled_tokens.token);
+            samplers[*i].accept(sampled_tokens.token);
         }
-        drawn
+        sampled_tokens
     });
-    let drawn = drawn.collect();
-    (drawn, (0..256).map(|block| read(engine, BlockId(block))).collect())
+    let sampled_tokens = sampled_tokens.collect();
+    (sampled_tokens, (0..256).map(|block| read(engine, BlockId(block))).collect())
 }
 
-/// Batches of 1 to 6 sequences that come and go, of one part and of several, whose lists grow and move.
+/// Batches of 1 to 6 sequences that start and end, of one partition and of several, whose lists grow and move.
 #[test]
-fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
+fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
     let engine = |order| {
         let open = |shape: &Shape| Ok(Emulated::new(shape, order));
@@ -114,8 +114,8 @@ fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
     let (plain, plain_device) = engine(0);
     let expected = generate(&mut plain.without_graphs());
     assert_eq!(plain_device.capture_counts(), [0, 0]);
-    let same = |(drawn, blocks): (Vec<Vec<SampledToken>>, Vec<Vec<u8>>)| {
-        for (step, (found, expected)) in drawn.iter().zip(&expected.0).enumerate() {
+    let same = |(sampled_tokens, blocks): (Vec<Vec<SampledToken>>, Vec<Vec<u8>>)| {
+        for (step, (found, expected)) in sampled_tokens.iter().zip(&expected.0).enumerate() {
             assert_eq!(found, expected, "in step {step}");
         }
         for (block, (found, expected)) in blocks.iter().zip(&expected.1).enumerate() {
@@ -128,20 +128,20 @@ fn a_replayed_step_is_the_step_and_leaves_other_blocks_alone() {
     let [recorded, replayed] = device.capture_counts();
     assert!(
         recorded > 2 && replayed > recorded * 2 && replayed * 2 > steps,
-        "{recorded} recordings, {replayed} of {steps} steps"
+        "{recorded} captures, {replayed} replays in {steps} steps"
     );
     let (moving, device) = engine(0);
     same(generate(&mut moving.with_empty_buffers()));
     let [again, fewer] = device.capture_counts();
-    assert!((again..replayed).contains(&fewer), "{again} recordings, {fewer} of {replayed} steps that could be replayed");
+    assert!((again..replayed).contains(&fewer), "{again} captures, {fewer} replays where {replayed} were possible");
     let (mut plain, device) = engine(0);
     device.refuse_capture();
     same(generate(&mut plain));
-    assert_eq!(device.capture_counts(), [1, 0], "it is asked once");
+    assert_eq!(device.capture_counts(), [1, 0], "no second capture is tried");
 }
 
 #[test]
-fn what_has_not_come_for_the_longest_time_is_forgotten() {
+fn least_recently_used_graph_is_evicted() {
     let (device, mut graphs) = (Emulated::new(&SHAPE, 0), Graphs::new(10, 20));
     let mut run = |rows, addresses| {
         let worked = AtomicUsize::new(0);
@@ -152,18 +152,18 @@ fn what_has_not_come_for_the_longest_time_is_forgotten() {
         graphs.run(&device, Bucket { rows, partitions: 1, top_max: 0 }, addresses, work).unwrap();
         worked.into_inner()
     };
-    assert_eq!([1, 1, 1].map(|rows| run(rows, [1, 2])), [1, 1, 0], "run, recorded, replayed");
+    assert_eq!([1, 1, 1].map(|rows| run(rows, [1, 2])), [1, 1, 0], "run, captured, replayed");
     for rows in 2..1_000 {
-        assert_eq!(run(1, [1, 2]), 0, "what comes in every second step is kept");
+        assert_eq!(run(1, [1, 2]), 0, "a graph used in every second step is kept");
         assert_eq!([run(rows, [1, 2]), run(rows, [1, 2])], [1, 1]);
     }
     assert_eq!([999, 750, 2].map(|rows| run(rows, [1, 2])), [0, 0, 1]);
-    assert_eq!([999, 999].map(|rows| run(rows, [1, 3])), [1, 1], "all are forgotten when the lists move");
+    assert_eq!([999, 999].map(|rows| run(rows, [1, 3])), [1, 1], "all graphs are discarded when the lists move");
     assert_eq!(device.capture_counts()[0], 1_000);
 }
 
 #[test]
-fn only_small_steps_of_single_tokens_that_are_all_drawn_have_a_bucket() {
+fn only_small_fully_sampled_decode_steps_have_a_bucket() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
     let sample = Logits::Sample(sampler.request(1));

@@ -1,11 +1,11 @@
-//! Whole models: embedding to logits, against references that are not ours and against the CPU's engine.
+//! Whole models, from tokens to logits, against the reference logits of `ci/goldens` and against the CPU engine.
 
 use super::{emulated::ORDERS, *};
 use crate::cpu::{CpuEngine, CpuModel, CpuSettings, Isa};
 use tandem_model::ModelFile;
 
 pub(super) const BLOCK_SIZE: usize = 4;
-/// Of Hopper.
+/// Hopper's shared memory per thread block.
 pub(super) const SHARED_MAX: usize = 227 << 10;
 pub(super) const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
 
@@ -22,12 +22,12 @@ pub(super) fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {
     Runner::new(load(file, order), LIMITS).unwrap()
 }
 
-/// Blocks that are not in order.
+/// Blocks in descending order, interleaved with those of other sequences.
 pub(super) fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
     (0..24 / sequences).rev().map(|i| BlockId(i * sequences + sequence)).collect()
 }
 
-/// Steps through the tokens in chunks of these lengths (the last again and again); all logits.
+/// Runs the tokens in chunks of these lengths (the last one repeatedly); returns all logits.
 pub(super) fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId], lens: &[usize]) -> Vec<f32> {
     let (mut logits, mut start, mut next) = (Vec::new(), 0, 0);
     while start < tokens.len() {
@@ -39,12 +39,12 @@ pub(super) fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId
     logits
 }
 
-/// Of the size of what is expected.
+/// Relative error: norm of the difference over norm of the expected logits.
 pub(super) fn error(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let squares = |numbers: &mut dyn Iterator<Item = f64>| numbers.map(|number| number * number).sum::<f64>().sqrt();
     let wrong = squares(&mut found.iter().zip(expected).map(|(found, expected)| f64::from(found - expected)));
-    assert!(wrong.is_finite(), "logits are numbers");
+    assert!(wrong.is_finite(), "logits are finite");
     wrong / squares(&mut expected.iter().map(|expected| f64::from(*expected)))
 }
 
@@ -53,7 +53,7 @@ pub(super) fn cpu(file: &dyn ModelFile) -> CpuEngine {
     CpuEngine::new(CpuModel::load(file).unwrap(), settings).unwrap()
 }
 
-/// What numbers of two bytes may do to a few layers: bfloat16 has 8 bits, IEEE's half 11.
+/// Error bound for a few layers in 16-bit floats: bfloat16 has 8 significant bits, IEEE half precision 11.
 pub(super) fn bound(half: Half) -> f64 {
     match half {
         Half::BFloat16 => 2e-2,
@@ -62,7 +62,7 @@ pub(super) fn bound(half: Half) -> f64 {
 }
 
 #[test]
-fn small_models_give_the_references_logits() {
+fn small_models_give_the_reference_logits() {
     for golden in goldens::goldens() {
         let (_, writer) = goldens::models().into_iter().find(|(name, _)| *name == golden.model).unwrap();
         let file = gguf(writer);
@@ -76,7 +76,7 @@ fn small_models_give_the_references_logits() {
 }
 
 #[test]
-fn chunks_begin_anywhere_and_threads_run_in_any_order() {
+fn logits_do_not_depend_on_chunks_or_thread_order() {
     for name in ["llama-f16", "qwen2-f32", "qwen3-bf16"] {
         let file = gguf(goldens::models().into_iter().find(|(known, _)| *known == name).unwrap().1);
         let mut random = Random::new(5);
@@ -104,9 +104,9 @@ pub(super) fn read(engine: &dyn Engine, block: BlockId) -> Vec<u8> {
     bytes
 }
 
-/// Prompts and single tokens of several sequences in one step, each with its own wish for logits.
+/// Prompts and single tokens of several sequences in one step, with different requests for logits.
 #[test]
-fn a_mixed_step_gives_every_sequence_what_it_has_alone() {
+fn mixed_step_gives_each_sequence_its_own_logits() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
     let mut random = Random::new(6);
     let sequences: Vec<(Vec<TokenId>, usize, Logits<'_>)> =
@@ -142,9 +142,9 @@ fn a_mixed_step_gives_every_sequence_what_it_has_alone() {
     assert!(wrong < bound(Half::BFloat16), "wrong by {wrong}");
 }
 
-/// Decode on blocks that were copied from another engine is decode on its own, bit for bit.
+/// Decode on blocks copied from another engine equals decode on the original, bit for bit.
 #[test]
-fn blocks_go_to_another_engine_of_the_same_model() {
+fn blocks_can_be_moved_to_another_engine() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-bf16").unwrap().1);
     let model = load(&file, 0);
     let [mut prefill, mut decode] = [(); 2].map(|()| Runner::new(Arc::clone(&model), LIMITS).unwrap());
@@ -165,7 +165,7 @@ fn blocks_go_to_another_engine_of_the_same_model() {
 }
 
 #[test]
-fn everything_that_was_taken_is_given_back() {
+fn dropping_engine_and_model_frees_all_memory() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen2-q8_0").unwrap().1);
     let model = load(&file, 0);
     let device = model[0].device.new_stream().unwrap();
@@ -180,17 +180,17 @@ fn everything_that_was_taken_is_given_back() {
 }
 
 #[test]
-fn what_cannot_be_run_is_refused_with_a_reason() {
-    let refused = |sizes: Sizes| load_sharded(&gguf(file(sizes, 1)), 1, 0).err().expect("the model is refused").to_string();
+fn unsupported_models_and_steps_are_refused_with_a_reason() {
+    let refused = |sizes: Sizes| load_sharded(&gguf(file(sizes, 1)), 1, 0).err().expect("the model must be refused").to_string();
     let fine = goldens::LLAMA;
-    for (sizes, told) in [
+    for (sizes, expected) in [
         (Sizes { head_dim: 20, ..fine }, "heads of a multiple of 8 numbers"),
         (Sizes { head_dim: 136, ..fine }, "128 at most"),
         (Sizes { width: 60, ..fine }, "a width that is a multiple of 8"),
         (Sizes { ffn: 97, ..fine }, "a feed-forward length that is a multiple of 8"),
     ] {
         let error = refused(sizes);
-        assert!(error.contains(told), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
     let model = load(&gguf(file(fine, 1)), 0);
     let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
@@ -205,9 +205,9 @@ fn what_cannot_be_run_is_refused_with_a_reason() {
     assert!(matches!(too_much.err(), Some(CudaError::Memory { .. })));
 }
 
-/// The engine draws by itself, and what it draws is what the host draws from its logits.
+/// The engine samples on the device the tokens that the host samples from the same logits.
 #[test]
-fn tokens_are_drawn_on_the_device_and_other_rows_keep_their_logits() {
+fn device_samples_requested_rows_and_returns_logits_of_others() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-f16").unwrap().1);
     let mut engine = engine(&file, 0);
     let blocks: Vec<_> = (0..3).map(|sequence| scattered(sequence, 3)).collect();
@@ -218,14 +218,14 @@ fn tokens_are_drawn_on_the_device_and_other_rows_keep_their_logits() {
     let plain = engine.step(&[chunk(0, Logits::Last), chunk(1, Logits::Last), chunk(2, Logits::All)]).unwrap().into_logits();
     let [first, second] = [samplers[0].request(3), samplers[1].request(1)].map(Logits::Sample);
     let output = engine.step(&[chunk(0, first), chunk(1, second), chunk(2, Logits::All)]).unwrap();
-    let StepOutput::Sampled { tokens: drawn, logits } = output else { panic!("the device samples") };
+    let StepOutput::Sampled { tokens: sampled, logits } = output else { panic!("the device samples") };
     let vocab = plain.len() / 4;
     assert_eq!(logits, plain[2 * vocab..]);
-    assert_eq!(drawn.len(), 2);
-    for ((sampler, row), (drawn, position)) in samplers.iter().zip(plain.chunks(vocab)).zip(drawn.iter().zip([3, 1])) {
+    assert_eq!(sampled.len(), 2);
+    for ((sampler, row), (sampled, position)) in samplers.iter().zip(plain.chunks(vocab)).zip(sampled.iter().zip([3, 1])) {
         let SampledToken { token, logprobs } = sampler.clone().sample(row, position);
-        assert_eq!(drawn.token, token);
-        let (found, expected) = (drawn.logprobs.as_ref().unwrap(), logprobs.unwrap());
+        assert_eq!(sampled.token, token);
+        let (found, expected) = (sampled.logprobs.as_ref().unwrap(), logprobs.unwrap());
         assert!((found.logprob - expected.logprob).abs() < 1e-5);
         let tokens = |top: &[crate::TokenLogprob]| top.iter().map(|top| top.token).collect::<Vec<_>>();
         assert_eq!(tokens(&found.top), tokens(&expected.top));

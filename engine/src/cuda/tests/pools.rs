@@ -1,4 +1,4 @@
-//! KV memory from engine to engine.
+//! Direct transfers of KV memory from engine to engine.
 
 use super::{models::*, *};
 use tandem_kv::{CommunicatorEnd, DeviceTransferError};
@@ -10,14 +10,14 @@ fn model() -> impl ModelFile {
     gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1)
 }
 
-/// An engine on a device of its own, with the KV of some tokens in these blocks.
+/// Returns an engine on a device of its own, with the KV of some tokens in these blocks.
 fn filled(blocks: &[BlockId]) -> Runner<Emulated> {
     let mut engine = engine(&model(), 0);
     run(&mut engine, &TOKENS, blocks, &[30]);
     engine
 }
 
-/// Five neighbours, two in the other order, one at the end.
+/// Five consecutive blocks, two in descending order, and the last block.
 const MOVES: [(u32, u32); 8] = [(3, 9), (4, 10), (5, 11), (6, 12), (7, 13), (2, 40), (1, 41), (63, 0)];
 
 fn moves() -> Vec<(BlockId, BlockId)> {
@@ -31,27 +31,30 @@ fn assert_moved(from: &Runner<Emulated>, to: &Runner<Emulated>) {
 }
 
 #[test]
-fn another_processes_blocks_are_copied_and_its_memory_is_closed() {
+fn pull_copies_blocks_of_another_process_and_drop_unmaps_it() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let mut handle = theirs.ipc_handle().unwrap();
-    // As if it came from another process: this one needs no handle for its own memory.
+    // Pretend that it comes from another process; within a process no IPC handle is opened.
     handle[16] ^= 1;
     let taken = destination.device().allocated_bytes();
     let peer = ours.open_peer(&handle).unwrap();
-    assert!(destination.device().allocated_bytes() > taken, "it is mapped");
+    assert!(destination.device().allocated_bytes() > taken, "the memory is mapped");
     let before = read(&destination, BlockId(60));
     peer.copy(&moves()).unwrap();
     assert_moved(&source, &destination);
-    assert!(read(&destination, BlockId(60)) == before, "other blocks are as they were");
-    assert!(matches!(peer.copy(&[(BlockId(64), BlockId(0))]), Err(DeviceTransferError::Unreachable(_))), "there are 64");
+    assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
+    assert!(
+        matches!(peer.copy(&[(BlockId(64), BlockId(0))]), Err(DeviceTransferError::Unreachable(_))),
+        "the pool has 64 blocks"
+    );
     drop(peer);
-    assert_eq!(destination.device().allocated_bytes(), taken, "it is closed");
+    assert_eq!(destination.device().allocated_bytes(), taken, "the memory is unmapped");
 }
 
 #[test]
-fn engines_of_one_process_copy_without_a_handle_of_the_drivers() {
+fn engines_of_one_process_copy_without_ipc() {
     let model = load(&model(), 0);
     let [mut source, destination] = [0, 1].map(|_| Runner::new(Arc::clone(&model), LIMITS).unwrap());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
@@ -61,7 +64,7 @@ fn engines_of_one_process_copy_without_a_handle_of_the_drivers() {
 }
 
 #[test]
-fn what_is_elsewhere_or_otherwise_is_not_opened() {
+fn open_rejects_foreign_host_or_layout() {
     let engine = filled(&[0, 1, 2, 3, 4, 5, 6, 7].map(BlockId));
     let memory = engine.kv_memory().unwrap();
     let handle = memory.ipc_handle().unwrap();
@@ -75,30 +78,30 @@ fn what_is_elsewhere_or_otherwise_is_not_opened() {
         handle[at] ^= 1;
         handle
     };
-    assert_eq!(refused(&changed(0)), "it is on another host");
-    assert_eq!(refused(&changed(32)), "its blocks are otherwise, or on another number of GPUs");
+    assert_eq!(refused(&changed(0)), "on another host");
+    assert_eq!(refused(&changed(32)), "incompatible KV layout or tensor-parallel degree");
     let two = [&handle[..], &handle[52..]].concat();
-    assert_eq!(refused(&two), "its blocks are otherwise, or on another number of GPUs");
-    // Of another process, and of one engine more than this process has.
+    assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
+    // A handle of another process that claims too many blocks, and one of an engine that this process does not have.
     let other = filled(&[0; 8].map(BlockId));
-    let (mut boasts, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
-    (boasts[16], boasts[43]) = (boasts[16] ^ 1, 0xff);
-    assert_eq!(refused(&boasts), "it has fewer blocks than it says");
+    let (mut oversized, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
+    (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
+    assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
     gone[51] = 0xff;
     assert_eq!(refused(&gone), "its engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
-        assert_eq!(refused(other), "its handle is of another build");
+        assert_eq!(refused(other), "invalid handle (from another version?)");
     }
 }
 
 #[test]
-fn a_link_moves_blocks_and_receives_what_nobody_wants() {
+fn nccl_moves_blocks_and_discards_unwanted_ones() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let name = ours.new_communicator_id().unwrap();
     assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
-    assert!(name != ours.new_communicator_id().unwrap(), "every link has a name of its own");
+    assert!(name != ours.new_communicator_id().unwrap(), "every communicator has an id of its own");
     assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
     let (sends, receives) =
         (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
@@ -110,14 +113,14 @@ fn a_link_moves_blocks_and_receives_what_nobody_wants() {
     sends.send(&from).unwrap();
     receives.receive(&to).unwrap();
     assert_moved(&source, &destination);
-    assert!(read(&destination, BlockId(60)) == before, "other blocks are as they were");
+    assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
     drop(receives);
-    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end has gone");
+    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end was dropped");
 }
 
-/// Blocks of a model on two GPUs, each of which has its part.
+/// Blocks of a model on two GPUs, each of which holds its shard.
 #[test]
-fn every_rank_moves_its_part() {
+fn every_rank_moves_its_shard() {
     let sharded = || Runner::new(load_sharded(&model(), 2, 0).unwrap(), LIMITS).unwrap();
     let (mut source, destination) = (sharded(), sharded());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
@@ -136,17 +139,17 @@ fn every_rank_moves_its_part() {
     receives.receive(&to).unwrap();
     assert_moved(&source, &another);
     let alone = filled(&[0; 8].map(BlockId)).kv_memory().unwrap();
-    assert!(matches!(alone.open_peer(&handle), Err(DeviceTransferError::Unreachable(_))), "one GPU cannot take what two have");
+    assert!(matches!(alone.open_peer(&handle), Err(DeviceTransferError::Unreachable(_))), "tensor-parallel degrees differ");
 }
 
 #[test]
-fn copies_go_on_when_their_engine_has_ended() {
+fn copies_continue_after_their_engine_has_ended() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[0; 8].map(BlockId));
     let mut handle = source.kv_memory().unwrap().ipc_handle().unwrap();
     handle[16] ^= 1;
     let peer = destination.kv_memory().unwrap().open_peer(&handle).unwrap();
     drop(destination);
-    // A write that had begun: the memory is there until it has ended.
+    // A transfer in progress keeps the memory allocated.
     peer.copy(&moves()).unwrap();
 }

@@ -1,4 +1,4 @@
-//! One model on several devices: as on one, but for the last bits of sums.
+//! Tensor parallelism: one model on several devices gives the same results as on one, up to the rounding of sums.
 
 use super::{
     models::{LIMITS, bound, cpu, error, load_sharded, read, run, scattered},
@@ -19,9 +19,9 @@ fn tokens(len: usize) -> Vec<TokenId> {
     (0..len).map(|_| random.below(33)).collect()
 }
 
-/// All families and types of weights: what quants make is cut within their blocks.
+/// All families and weight types; shards of quantised matrices cut through their quantisation blocks.
 #[test]
-fn two_ranks_give_the_references_logits() {
+fn two_ranks_give_the_reference_logits() {
     for golden in goldens::goldens() {
         let (_, writer) = goldens::models().into_iter().find(|(name, _)| *name == golden.model).unwrap();
         let mut ours = engine(&gguf(writer), 2);
@@ -45,9 +45,9 @@ fn four_ranks_compute_prompts_and_single_tokens() {
     }
 }
 
-/// Forty tokens of each sequence, one greedy and one drawn; both engines are given what the first one drew.
+/// Forty tokens each of a greedy and a random sequence; both engines continue with the first one's tokens.
 #[test]
-fn two_ranks_draw_what_one_draws() {
+fn two_ranks_sample_the_same_tokens_as_one() {
     let file = golden("llama-f16");
     let mut engines = [1, 2].map(|ranks| engine(&file, ranks));
     let blocks = [scattered(0, 2), scattered(1, 2)];
@@ -62,16 +62,16 @@ fn two_ranks_draw_what_one_draws() {
         };
         let [one, two] = engines.each_mut().map(|engine| sampled(engine.step(&[chunk(0), chunk(1)]).unwrap()));
         assert_eq!(
-            one.iter().map(|drawn| drawn.token).collect::<Vec<_>>(),
-            two.iter().map(|drawn| drawn.token).collect::<Vec<_>>()
+            one.iter().map(|sampled| sampled.token).collect::<Vec<_>>(),
+            two.iter().map(|sampled| sampled.token).collect::<Vec<_>>()
         );
-        sequences.iter_mut().zip(one).for_each(|(sequence, drawn)| sequence.push(drawn.token));
+        sequences.iter_mut().zip(one).for_each(|(sequence, sampled)| sequence.push(sampled.token));
     }
 }
 
-/// Bit for bit, and decode goes on with them.
+/// Bit for bit, and decode continues on the moved blocks.
 #[test]
-fn blocks_go_between_engines_of_one_two_and_four_ranks() {
+fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
     let file = gguf(file(Sizes { heads: 8, kv_heads: 4, ..goldens::LLAMA }, 10));
     let mut engines = [1, 2, 4, 1].map(|ranks| engine(&file, ranks));
     let tokens = tokens(21);
@@ -93,7 +93,7 @@ fn blocks_go_between_engines_of_one_two_and_four_ranks() {
         let wrong = error(&last(&mut engines[i], &to), &expected);
         assert!(wrong < bound(engines[i].shape().half), "wrong by {wrong}");
     }
-    // What one engine computes by itself is what it computes of blocks that came back to it.
+    // A round trip through an engine of another number of ranks changes no bit.
     let mut alone = engine(&file, 1);
     run(&mut alone, &tokens[..20], &from, &[20]);
     let own: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&alone, *block)).collect();
@@ -104,9 +104,9 @@ fn blocks_go_between_engines_of_one_two_and_four_ranks() {
     assert_eq!(last(&mut alone, &to), last(&mut alone, &from));
 }
 
-/// In the first sum or a later one, of a step that nobody draws from, or with a token or logits.
+/// In the first all-reduce or a later one; in a step without output, with a sampled token, or with logits.
 #[test]
-fn a_rank_that_is_lost_ends_the_step_and_nothing_waits_for_it() {
+fn lost_rank_fails_the_step_without_a_hang() {
     for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {
         let sampler = Sampler::new(Sampling::default(), &[]);
         for logits in [Logits::None, Logits::Sample(sampler.request(9)), Logits::All] {
@@ -120,19 +120,19 @@ fn a_rank_that_is_lost_ends_the_step_and_nothing_waits_for_it() {
             let lost = engine.step(&[chunk]);
             assert!(matches!(lost, Err(EngineError::Lost(_))), "rank {rank} after {sums} sums: {lost:?}");
             drop(engine);
-            assert!(devices.iter().all(|device| device.allocated_bytes() == 0), "all memory was given back");
+            assert!(devices.iter().all(|device| device.allocated_bytes() == 0), "all memory is freed");
         }
     }
 }
 
 #[test]
-fn every_rank_has_its_part_of_the_memory_and_gives_it_back() {
+fn each_rank_holds_its_shard_and_frees_it() {
     let file = golden("qwen2-q8_0");
     let [whole, shard] = [1, 2].map(|ranks| load_sharded(&file, ranks, 0).unwrap());
     let devices: Vec<Emulated> = shard.iter().map(|model| model.device.new_stream().unwrap()).collect();
     let weights: Vec<usize> = devices.iter().map(Emulated::allocated_bytes).collect();
     assert!(weights.iter().all(|bytes| *bytes < whole[0].device.allocated_bytes()));
-    assert!(weights[1] < weights[0], "the head is the first rank's");
+    assert!(weights[1] < weights[0], "only the first rank has the head");
     let mut engine = Runner::new(Arc::clone(&shard), LIMITS).unwrap();
     run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);
     assert_eq!(engine.describe().block_bytes, 2 * shard[0].shape.block_bytes());
@@ -144,16 +144,16 @@ fn every_rank_has_its_part_of_the_memory_and_gives_it_back() {
 }
 
 #[test]
-fn what_cannot_be_dealt_out_is_refused_with_what_can() {
+fn uneven_tensor_parallelism_is_refused_naming_possible_degrees() {
     let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
     let fine = goldens::LLAMA;
-    for (sizes, ranks, told) in [
+    for (sizes, ranks, expected) in [
         (fine, 3, "--tp 3 does not fit the model: its 4 query heads, 2 key heads and 96 feed-forward columns"),
         (fine, 4, "must divide by it; [1, 2] do"),
         (Sizes { heads: 8, kv_heads: 8, ..fine }, 8, "[1, 2, 4] do"),
         (Sizes { ffn: 88, ..fine }, 2, "[1] do"),
     ] {
         let error = refused(sizes, ranks);
-        assert!(error.contains(told), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
 }

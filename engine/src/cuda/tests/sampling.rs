@@ -1,4 +1,4 @@
-//! Tokens drawn by the kernel against those drawn on the host, from the same logits with the same settings.
+//! The sampling kernel against sampling on the host, with the same logits and settings.
 
 use super::{emulated::ORDERS, *};
 use crate::SampledToken;
@@ -20,18 +20,24 @@ pub(super) const SHAPE: Shape = Shape {
 };
 const POSITION: u32 = 40;
 
-fn draw_all(logits: &[f32], vocab_size: usize, draws: &[SampleRequest<'_>], masks: &[Vec<u32>], order: u32) -> Vec<SampledToken> {
+fn sample_all(
+    logits: &[f32],
+    vocab_size: usize,
+    requests: &[SampleRequest<'_>],
+    masks: &[Vec<u32>],
+    order: u32,
+) -> Vec<SampledToken> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
     let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
-    let draws = SampleInputs::new(draws, &starts, 0, vocab_size);
-    let (rows, top_max) = (draws.rows(), draws.top_max());
+    let requests = SampleInputs::new(requests, &starts, 0, vocab_size);
+    let (rows, top_max) = (requests.rows(), requests.top_max());
     let words = |words: Vec<u32>| Memory::of(&device, &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
     let given = words(logits.iter().map(|logit| logit.to_bits()).collect());
     let masks = words(masks.concat());
-    let settings = Memory::of(&device, &draws.settings).unwrap();
-    let adjustments = Memory::of(&device, &draws.adjustments).unwrap();
+    let settings = Memory::of(&device, &requests.settings).unwrap();
+    let adjustments = Memory::of(&device, &requests.adjustments).unwrap();
     let scratch = Memory::new(&device, size_of_val(logits)).unwrap();
-    let drawn = Memory::new(&device, rows * (1 + top_max) * LOGPROB_BYTES).unwrap();
+    let sampled = Memory::new(&device, rows * (1 + top_max) * LOGPROB_BYTES).unwrap();
     let arguments = &mut [
         given.address(),
         scratch.address(),
@@ -39,17 +45,17 @@ fn draw_all(logits: &[f32], vocab_size: usize, draws: &[SampleRequest<'_>], mask
         settings.address(),
         adjustments.address(),
         masks.address(),
-        drawn.address(),
-        drawn.address() + (rows * LOGPROB_BYTES) as u64,
+        sampled.address(),
+        sampled.address() + (rows * LOGPROB_BYTES) as u64,
         top_max as u64,
     ];
     device.launch(Launch { kernel: Kernel::Sample, grid: [rows, 1, 1], shared_bytes: 0 }, arguments).unwrap();
-    let mut bytes = vec![0; drawn.bytes()];
-    device.download(drawn.address(), &mut bytes).unwrap();
-    draws.read(0, rows, &bytes)
+    let mut bytes = vec![0; sampled.bytes()];
+    device.download(sampled.address(), &mut bytes).unwrap();
+    requests.read(0, rows, &bytes)
 }
 
-/// Numbers of which some are equal.
+/// Random logits, some of which are equal.
 fn logits(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| (random.number() * 40.0).round() / 8.0).collect()
 }
@@ -91,7 +97,7 @@ fn settings() -> Vec<Sampling> {
 }
 
 #[test]
-fn the_kernel_draws_what_the_host_draws() {
+fn kernel_samples_the_same_tokens_as_the_host() {
     for vocab_size in [1_013, 31] {
         let mut random = Random::new(vocab_size as u64);
         let prompt: Vec<TokenId> = (0..20).map(|_| random.below(vocab_size as u32)).collect();
@@ -101,48 +107,48 @@ fn the_kernel_draws_what_the_host_draws() {
             .map(|sampling| Sampler::new(sampling, &prompt).resumed(&generated))
             .collect();
         let rows: Vec<Vec<f32>> = samplers.iter().map(|_| logits(&mut random, vocab_size)).collect();
-        let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
-        let orders = ORDERS.map(|order| draw_all(&rows.concat(), vocab_size, &draws, &[], order));
-        assert!(orders.iter().all(|drawn| *drawn == orders[0]), "a barrier is missing");
+        let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
+        let orders = ORDERS.map(|order| sample_all(&rows.concat(), vocab_size, &requests, &[], order));
+        assert!(orders.iter().all(|sampled| *sampled == orders[0]), "a barrier is missing");
         let mut different = 0;
-        for ((sampler, row), drawn) in samplers.iter().zip(&rows).zip(&orders[0]) {
+        for ((sampler, row), sampled) in samplers.iter().zip(&rows).zip(&orders[0]) {
             let SampledToken { token, logprobs } = sampler.clone().sample(row, POSITION);
-            assert_eq!(drawn.token, token, "{sampler:?}");
-            near(&drawn.logprobs, &logprobs);
-            different += usize::from(drawn.token != orders[0][0].token);
+            assert_eq!(sampled.token, token, "{sampler:?}");
+            near(&sampled.logprobs, &logprobs);
+            different += usize::from(sampled.token != orders[0][0].token);
         }
-        assert!(different > samplers.len() / 2, "draws differ");
+        assert!(different > samplers.len() / 2, "samples differ");
     }
 }
 
 #[test]
-fn only_what_a_mask_allows_is_drawn() {
+fn only_tokens_allowed_by_the_mask_are_sampled() {
     let (vocab_size, mut random) = (1_013, Random::new(3));
     let row = logits(&mut random, vocab_size);
     let allowed = [5u32, 64, 700, 1_012];
     let mut mask = vec![0u32; vocab_size.div_ceil(32)];
     allowed.iter().for_each(|token| mask[*token as usize / 32] |= 1 << (token % 32));
-    // The host has no mask: a bias that nothing else can reach says the same.
+    // The host has no mask; a bias of -infinity has the same effect.
     let bias: HashMap<u32, f32> =
         (0..vocab_size as u32).filter(|token| !allowed.contains(token)).map(|token| (token, f32::NEG_INFINITY)).collect();
     for temperature in [0.0, 1.0, 5.0] {
         let samplers: Vec<Sampler> =
             (0..8).map(|seed| Sampler::new(Sampling { seed, temperature, ..Sampling::default() }, &[])).collect();
-        let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
-        let drawn = draw_all(&row.repeat(8), vocab_size, &draws, &vec![mask.clone(); 8], 0);
-        for (seed, drawn) in (0..8).zip(drawn) {
-            assert!(allowed.contains(&drawn.token));
+        let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
+        let sampled = sample_all(&row.repeat(8), vocab_size, &requests, &vec![mask.clone(); 8], 0);
+        for (seed, sampled) in (0..8).zip(sampled) {
+            assert!(allowed.contains(&sampled.token));
             let sampling = Sampling { seed, temperature, logit_bias: bias.clone(), ..Sampling::default() };
-            assert_eq!(drawn.token, Sampler::new(sampling, &[]).sample(&row, POSITION).token);
+            assert_eq!(sampled.token, Sampler::new(sampling, &[]).sample(&row, POSITION).token);
         }
     }
 }
 
 #[test]
-fn rows_without_a_candidate_give_a_token_all_the_same() {
+fn rows_without_a_candidate_still_give_a_token() {
     let odd = [vec![f32::NEG_INFINITY; 40], vec![f32::NAN; 40], [vec![0.0; 39], vec![f32::INFINITY]].concat()];
     let samplers: Vec<Sampler> = odd.iter().map(|_| Sampler::new(Sampling::default(), &[])).collect();
-    let draws: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(0)).collect();
-    let drawn = draw_all(&odd.concat(), 40, &draws, &[], 0);
-    assert_eq!(drawn.iter().map(|drawn| drawn.token).collect::<Vec<_>>(), [0, 0, 39]);
+    let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(0)).collect();
+    let sampled = sample_all(&odd.concat(), 40, &requests, &[], 0);
+    assert_eq!(sampled.iter().map(|sampled| sampled.token).collect::<Vec<_>>(), [0, 0, 39]);
 }
