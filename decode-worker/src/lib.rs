@@ -40,7 +40,7 @@ pub struct DecodeWorkerSettings {
     /// Requests that wait for a prefill on another worker; more are refused. Each holds its prompt and a stream, but no blocks.
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
-    pub landing_wait: Duration,
+    pub receive_timeout: Duration,
     /// The transfer paths that it may use.
     pub transfer_mode: TransferMode,
 }

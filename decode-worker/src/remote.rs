@@ -48,7 +48,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     };
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
-    let deadline = Instant::now() + worker.settings.landing_wait;
+    let deadline = Instant::now() + worker.settings.receive_timeout;
     // Dropped after the job: while the ticket is live, its blocks can be received.
     let mut negotiated: Option<Negotiated> = None;
     let mut job = worker.backend.generate(generate).await?;

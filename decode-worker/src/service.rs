@@ -8,22 +8,10 @@ use crate::{
     remote,
     worker::{Worker, in_time},
 };
-use std::{
-    sync::{Arc, Once},
-    time::Duration,
-};
+use std::sync::Arc;
 use tandem_engine::Event;
-use tandem_node::trace::Span;
-use tandem_proto::{
-    channel::Channels,
-    v1::{
-        GenerateReply, GenerateRequest, PrefillChunk, PrefillTimeline, Scheduled, decode_server::Decode, generate_reply::Message,
-    },
-};
-use tandem_worker::{
-    Backend, ClientGone, LedgerEntry, Replies, ReplySender, Requests, ScheduledPrompt, WorkerLedger, WorkerMetrics,
-};
-use tokio::sync::Semaphore;
+use tandem_proto::v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message};
+use tandem_worker::{ClientGone, Replies, ScheduledPrompt};
 use tonic::{Response, Status};
 use tracing::Instrument;
 
@@ -45,9 +33,7 @@ impl Decode for Service {
         }
         let logged = span.logged(&request.request_id, request.attempt);
         let entry = worker.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
-        let serve = |replies| {
-            async move { worker.serve(request, Client::new(replies, entry, span)).await }.instrument(logged)
-        };
+        let serve = |replies| async move { worker.serve(request, Client::new(replies, entry, span)).await }.instrument(logged);
         let replies = self.0.requests.start(serve);
         Ok(Response::new(replies))
     }

@@ -169,9 +169,7 @@ mod tests {
 
     #[test]
     fn ticket_may_name_only_blocks_of_the_prompt_each_once() {
-        let check = |missing: &[u32], prompt_tokens| {
-            check(missing, blocks(prompt_tokens, 16)).is_ok()
-        };
+        let check = |missing: &[u32], prompt_tokens| check(missing, blocks(prompt_tokens, 16)).is_ok();
         // The last token's KV is decode's to compute: a prompt of 33 tokens has two blocks to send.
         assert!(check(&[], 1) && check(&[1, 0], 33) && check(&[0, 1, 2], 34));
         assert!(!check(&[0], 1) && !check(&[2], 33) && !check(&[0, 1, 0], 33) && !check(&[u32::MAX], 33));

@@ -80,7 +80,9 @@ impl Ended {
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (FailureReason::InvalidRequest, instance_id.to_owned()),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, instance_id.to_owned()),
-            Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => (FailureReason::PrefillLost, instance_id.to_owned()),
+            Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => {
+                (FailureReason::PrefillLost, instance_id.to_owned())
+            }
         };
         Told::Failure(Failure { reason: reason.into(), message, instance_id: culprit })
     }

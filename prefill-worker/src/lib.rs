@@ -55,8 +55,7 @@ pub async fn run(
         network: listener.network().clone(),
         lifetime: Lifetime::new(shutdown, async move { drained.drained().await }),
     });
-    let prefill =
-        Worker { instance_id: info.instance_id.clone(), transfers, metrics, requests, ledger, backend, settings };
+    let prefill = Worker { instance_id: info.instance_id.clone(), transfers, metrics, requests, ledger, backend, settings };
     let prefill = PrefillServer::new(Service(Arc::new(prefill))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     worker.serve(listener, Routes::default().add_service(prefill)).await
 }

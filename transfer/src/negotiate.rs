@@ -43,12 +43,7 @@ pub struct Negotiated {
 
 impl ReceivePaths {
     /// Makes the paths that the worker may use; `memory` is that of the engine, if devices can reach it.
-    pub fn new(
-        destination: impl Destination,
-        memory: Option<Arc<dyn KvMemory>>,
-        mode: TransferMode,
-        lifetime: Lifetime,
-    ) -> Self {
+    pub fn new(destination: impl Destination, memory: Option<Arc<dyn KvMemory>>, mode: TransferMode, lifetime: Lifetime) -> Self {
         let destination: Arc<dyn Destination> = Arc::new(destination);
         let memory = memory.filter(|_| mode == TransferMode::Auto);
         let ipc = memory.clone().map(|memory| {

@@ -1,8 +1,12 @@
 //! The sending side: the paths of a prefill worker, and the transfers on them.
 
 use crate::{
-    Lifetime, Progress, SendPath, TicketError, TransferError, TransferMode, host::HostPath, ipc::IpcPath, nccl::NcclSender,
-    push::Push, simulated::{SimulatedNetwork, SimulatedPath},
+    Lifetime, Progress, SendPath, TicketError, TransferError, TransferMode,
+    host::HostPath,
+    ipc::IpcPath,
+    nccl::NcclSender,
+    push::Push,
+    simulated::{SimulatedNetwork, SimulatedPath},
 };
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, KvMemory, ReadyBlock, Ticket};
@@ -54,7 +58,7 @@ impl SendPaths {
         };
         let ipc_handle = memory.as_deref().map(handle).unwrap_or_default();
         let nccl_ranks = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());
-        let capabilities = TransferCapabilities { cuda_ipc: !ipc_handle.is_empty(), nccl_ranks, ..Default::default() };
+        let capabilities = TransferCapabilities { cuda_ipc: !ipc_handle.is_empty(), nccl_ranks };
         let channels = Channels::on(network);
         let simulated = match mode {
             TransferMode::Simulated { block } => Some(Arc::new(SimulatedNetwork::new(block))),

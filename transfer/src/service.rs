@@ -87,7 +87,8 @@ impl Transfer for TransferService {
         request: Request<Streaming<NcclControlRequest>>,
     ) -> Result<Response<Self::NcclControlStream>, Status> {
         let permit = Arc::clone(&self.control_streams).try_acquire_owned();
-        let permit = permit.map_err(|_| Status::resource_exhausted("too many NCCL control streams; send the blocks with Push"))?;
+        let permit =
+            permit.map_err(|_| Status::resource_exhausted("too many NCCL control streams; send the blocks with Push"))?;
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
         let Some(NcclControlRequest { communicator, .. }) = first else {

@@ -132,7 +132,7 @@ impl Parts {
                     advertise: worker.advertise.clone(),
                     // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
                     remote_waiting_max: settings.limits.max_concurrent_requests as usize,
-                    landing_wait: FIRST_TOKEN_WAIT,
+                    receive_timeout: FIRST_TOKEN_WAIT,
                     transfer_mode,
                 };
                 self.spawn(&worker.id, shutdown, tandem_decode_worker::run(listener, engine, settings, metrics, stop));

@@ -183,7 +183,7 @@ async fn a_decode_worker_without_blocks_is_the_one_to_leave_out() {
 
 #[tokio::test]
 async fn kv_that_does_not_land_in_time_is_given_up() {
-    let impatient = Setup { landing_wait: Duration::from_millis(300), ..Setup::default() };
+    let impatient = Setup { receive_timeout: Duration::from_millis(300), ..Setup::default() };
     let cluster = Cluster::start(Setup::slow(), impatient).await;
     let failure = cluster.failure(cluster.remote(prompt(1, 10_000), 10)).await;
     assert_eq!(failure, (FailureReason::Timeout, cluster.prefill.info.instance_id.clone()));

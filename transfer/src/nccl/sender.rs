@@ -97,7 +97,8 @@ impl NcclSender {
     /// Joins a communicator and serves it, in a task of its own. Only for one that was named by a ticket under which blocks were written at
     /// `address`: joining connects to an address within the id, and takes a thread until the other end has joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
-        let (Ok(permit), Some(entry)) = (Arc::clone(&self.0.joins).try_acquire_owned(), self.enter(&address, &communicator_id)) else {
+        let (Ok(permit), Some(entry)) = (Arc::clone(&self.0.joins).try_acquire_owned(), self.enter(&address, &communicator_id))
+        else {
             tracing::debug!(decode = address, "no NCCL communicator is joined now; KV continues over TCP");
             return;
         };
