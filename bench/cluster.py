@@ -85,7 +85,7 @@ class Cluster:
         return Answer(ttft_ms, usage["prompt_tokens_details"]["cached_tokens"], details)
 
     def cold(self, prompt):
-        """The first token's time of a prompt nobody has seen, computed where this cluster is to compute it."""
+        """The first token's time of a new prompt, prefilled where this cluster is configured to prefill."""
         answer = self.ask(prompt)
         if answer.cached_tokens or bool(answer.details["prefill_worker"]) != self.remote:
             sys.exit(f"not a cold prompt's way: {answer}")
@@ -129,7 +129,7 @@ def measure(clusters, rounds):
         for name, cluster in list(clusters.items())[:: -1 if number % 2 else 1]:
             found = {name: cluster.cold(words)}
             if name == "remote":
-                # The router hears of new blocks a moment later.
+                # The router receives the events of new blocks a moment later.
                 time.sleep(0.1)
                 found["warm"] = cluster.warm(words)
             if number >= 0:
@@ -216,7 +216,7 @@ def output(*command):
 
 def document(arguments, start):
     """The whole page, and whether every goal is met. `start` starts a cluster."""
-    beside = "nothing else running" if os.getloadavg()[0] <= QUIET_MAX else "**other work running beside, as the ranges show**"
+    load_note = "nothing else running" if os.getloadavg()[0] <= QUIET_MAX else "**with other work on the machine, as the ranges show**"
     load = "load average at the start {:.2f}, {:.2f}, {:.2f}".format(*os.getloadavg())
     progress(load)
     remote = start("remote")
@@ -237,17 +237,17 @@ def document(arguments, start):
     held = "; ".join(f"{worker} {of['cached']} cached, {of['in_use']} in use, {of['free']} free" for worker, of in blocks.items())
     page = f"""# The cluster: first tokens, memory
 
-Measured by `{command}` (`--write` writes this page), {beside}; {load}.
+Measured by `{command}` (`--write` writes this page), {load_note}; {load}.
 
 - Model: {pathlib.Path(arguments.model).name}; `tandem up` with two prefill workers, a decode worker and its defaults otherwise.
 - Machine: {machine()}
 - Versions: Tandem at {commit}, {output('rustc', '--version')}.
 
-The clusters run all the time and take turns: {arguments.rounds} rounds, every second one in the reverse order; in a round all see the same
+The clusters run all the time and are measured alternately: {arguments.rounds} rounds, every second one in the reverse order; in a round all receive the same
 prompt, which none has seen before. TTFT is the client's. Figures are medians and, in brackets, the least and the most; a ratio is the
 median of the ratios of single rounds. *Remote*: `--prefill remote`, a prefill worker computes the prompt and its KV travels to the decode
 worker. *Local*: `--prefill local`. *Not overlapped*: `--prefill-chunk-budget {ONE_CHUNK}`, so that the prompt is one chunk and its KV
-travels when all of it is computed; beside it the local prefill of the same one chunk.
+is sent when all of it is computed; compared with the local prefill of the same one chunk.
 
 {first_tokens_table(times, report)}
 

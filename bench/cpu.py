@@ -1,4 +1,4 @@
-"""Measures our CPU back end against llama.cpp, in turns, and says which goals are met. `bench/cpu.sh` starts it."""
+"""Measures our CPU back end against llama.cpp, in alternation, and reports which goals are met. `bench/cpu.sh` starts it."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ ANSWER_MAX_S = 300
 OTHERS_MAX = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")
 INSTRUCTIONS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-# Ends with whoever started it, however that ends.
+# Ends with its parent process, however that ends.
 BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(1_000_000): pass"
 
 
@@ -162,7 +162,7 @@ def busy_loops():
 def turns(sides, workload, rounds, conditions=(contextlib.nullcontext,)):
     """Tokens a second, as [condition][side][round].
 
-    In every round each side has one turn under each condition; who is first changes."""
+    In every round each side runs once under each condition; the order alternates."""
     rates = [[[] for _ in sides] for _ in conditions]
     for number in range(rounds):
         step = -1 if number % 2 else 1
@@ -228,11 +228,11 @@ def busy_table(sides, report, rounds):
             for side in pair:
                 warm_up(side, workload)
             quiet, busy = turns(pair, workload, rounds, (contextlib.nullcontext, busy_loops))
-            for name, before, beside in zip(("ours", "llama.cpp"), quiet, busy, strict=True):
-                kept = ratios(beside, before)
+            for name, before, loaded in zip(("ours", "llama.cpp"), quiet, busy, strict=True):
+                kept = ratios(loaded, before)
                 judged = report.judged(kept, KEPT_MIN, "{:.0%}") if name == "ours" else f"{shown(kept, '{:.0%}')} | |"
                 lines.append(
-                    f"| {workload.name} | {threads} | {name} | {shown(before, '{:.0f}')} | {shown(beside, '{:.1f}')} | {judged} |"
+                    f"| {workload.name} | {threads} | {name} | {shown(before, '{:.0f}')} | {shown(loaded, '{:.1f}')} | {judged} |"
                 )
                 progress(lines[-1])
     return "\n".join(lines)
@@ -296,17 +296,17 @@ all other work took {others_share:.1%} of the processors until the second table.
 - Machine: {machine()}
 - Versions: {versions(sides)}
 
-Both sides are long-lived processes and take turns: {arguments.rounds} rounds of ours, then theirs, the other way round in every second
+Both sides are long-lived processes and alternate: {arguments.rounds} rounds of ours, then theirs, in the reverse order in every second
 one. Figures are medians and, in brackets, the least and the most; a ratio is the median of the ratios of single rounds. A prefill
-computes logits for the last token, decoding for every token. llama.cpp is taken in the fastest of its settings for the workload (flash
+computes logits for the last token, decoding for every token. llama.cpp runs with the fastest of its settings for the workload (flash
 attention or not; for several sequences, one KV buffer or one each).
 
 {quiet}
 
-## Beside other work
+## On a busy machine
 
-The same with one busy loop for each processor beside it, quiet and busy rounds in turns. A fair share of {len(os.sched_getaffinity(0))} processors
-with as many loops beside is two thirds for one thread and a half for two.
+The same with one busy loop for each processor, with alternating quiet and busy rounds. A fair share of {len(os.sched_getaffinity(0))} processors
+with as many busy loops is two thirds for one thread and a half for two.
 
 {busy}
 """

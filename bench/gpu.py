@@ -115,7 +115,7 @@ def right(name, config, dtype, folder):
             sequence.append(token)
     if not worst < ERROR_MAX[dtype]:
         failures.append(f"logits are wrong by {worst:.2e} of their size")
-    # Tokens of sequences that go on together, and blocks that another engine was given.
+    # Tokens of sequences that continue together, and blocks received from another engine.
     for check in ("replayed", "transfer"):
         said, wrong = ours(check, folder)
         if wrong or said.strip() != "equal":
@@ -134,7 +134,7 @@ def sanitizer():
         for file in found.parent.iterdir():
             file.chmod(0o755)
         return found
-    sys.exit("compute-sanitizer is missing: run bench/gpu.sh build anew")
+    sys.exit("compute-sanitizer is missing: run bench/gpu.sh build again")
 
 
 def clean(tool, folder):

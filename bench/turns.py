@@ -64,7 +64,7 @@ def measure(address, shape):
     connection = http.client.HTTPConnection(address)
     connection.request("GET", "/v1/models")
     model = json.loads(connection.getresponse().read())["data"][0]["id"]
-    # What is made anew at the first request of a start is no conversation's.
+    # The first request after a start initialises things; it belongs to no conversation.
     ask(address, model, [shape.vocabulary // 2] * shape.first, 4)
     began = time.perf_counter()
     with ThreadPoolExecutor(shape.at_once) as pool:

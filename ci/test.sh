@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that must pass, in one command: format, clippy, docs, the model, all tests. From any folder, on a fresh
+# Runs all checks: format, clippy, docs, the model, all tests. From any folder, on a fresh
 # machine with Rust, Python's pip and apt-get; the network is used for package registries only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Nothing of the caller's settings may change what is tested.
+# The caller's environment must not change what is tested.
 for name in $(compgen -e); do
     case "$name" in TANDEM_MODELS_DIR) ;; TANDEM_*) unset "$name" ;; esac
 done
@@ -32,7 +32,7 @@ tools() {
         cargo "${component/rust/}" --version >/dev/null 2>&1 || rustup component add "$component" ||
             fail "$component is missing: rustup component add $component"
     done
-    # `tandem model fetch` uses the machine's pip; where there is none, a virtual environment brings one.
+    # `tandem model fetch` uses the machine's pip; without one, a virtual environment provides it.
     if ! python3 -m pip --version >/dev/null 2>&1 && ! pip3 --version >/dev/null 2>&1 && ! pip --version >/dev/null 2>&1; then
         python3 -m venv target/ci-venv || fail "no pip: install Python 3 with pip (Debian: apt-get install python3-pip)"
         PATH="$PWD/target/ci-venv/bin:$PATH"
@@ -42,8 +42,8 @@ tools() {
     cargo --version
 }
 
-# etcd and NATS, for the tests of discovery and of the event plane; Prometheus, for those of the boards and alerts; Chromium, for that of
-# the page at /dashboard; g++, which compiles the GPU's kernels for the host; shellcheck, for the scripts.
+# etcd and NATS for the tests of discovery and KV events; Prometheus for those of dashboards and alerts; Chromium for that of the page at
+# /dashboard; g++ to compile the GPU's kernels for the host; shellcheck for the scripts.
 servers() {
     local missing=()
     command -v g++ >/dev/null || missing+=(g++)
@@ -67,7 +67,7 @@ model() {
     printf '%s\n' "$TANDEM_MODEL"
 }
 
-# NVIDIA's compiler, for the test that the GPU's kernels compile: a library that needs no GPU, 90 MB, kept in target/.
+# NVIDIA's compiler NVRTC, for the test that the GPU's kernels compile: a library of 90 MB that needs no GPU, kept in target/.
 nvrtc() {
     local version=13.0.88 folder
     folder="$PWD/${CARGO_TARGET_DIR:-target}/ci-nvrtc"
@@ -108,7 +108,7 @@ dependencies() {
     fi
 }
 
-# All that git knows to be a shell script, by its name or its first line: some of them stop containers.
+# All shell scripts in git, by their name or first line.
 scripts() {
     local files
     mapfile -t files < <(git grep -lE '^#!.*(bash|/sh)$' -- . ':!*.md' | sort -u)
@@ -131,8 +131,8 @@ timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "all of it, but for the r
 printf '\n== timings\n'
 printf '%s\n' "${timings[@]}"
 printf '\n== tests\n'
-# Last, so that cargo's own summary ends the output. They take minutes; what hangs is named by libtest ("has been running
-# for over 60 seconds"), and must not keep that from being told.
+# Last, so that cargo's own summary ends the output. libtest names a test that hangs ("has been running for over 60 seconds"); the time-out
+# must not hide that line.
 timeout 40m cargo test --workspace --release --locked --no-fail-fast || {
     status=$?
     [ "$status" -ne 124 ] || fail "a test hangs: its name is above, with 'has been running for over 60 seconds'"

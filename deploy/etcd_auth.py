@@ -38,7 +38,7 @@ def in_base64(key):
 
 
 def sign_in(url, password):
-    """A token of root's; None while etcd asks nobody for a password. Waits for an etcd that has just started."""
+    """Returns a token for root, or None while etcd requires no passwords. Waits for an etcd that has just started."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -59,7 +59,7 @@ def main(url, root_file, user_file):
     if ask(url, "auth/user/add", {"name": "tandem", "password": user}, token) is None:
         ask(url, "auth/user/changepw", {"name": "tandem", "password": user}, token)
     ask(url, "auth/role/add", {"name": "tandem"}, token)
-    # All keys that begin so: the range ends before the next text of this length.
+    # All keys with this prefix: the range ends before the next text of this length.
     keys = {"permType": "READWRITE", "key": in_base64("/tandem/"), "range_end": in_base64("/tandem0")}
     ask(url, "auth/role/grant", {"name": "tandem", "perm": keys}, token)
     ask(url, "auth/user/grant", {"user": "tandem", "role": "tandem"}, token)
@@ -68,7 +68,7 @@ def main(url, root_file, user_file):
         ask(url, "auth/role/add", {"name": "root"})
         ask(url, "auth/user/grant", {"user": "root", "role": "root"})
         ask(url, "auth/enable", {})
-    print(f"etcd at {url} asks for passwords")
+    print(f"etcd at {url} requires passwords")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Replaces every container of the cluster by a new one of the present image, one after the other; nothing that runs is lost.
+# Replaces every container of the cluster with a new one of the current image, one after the other, without losing requests.
 #   bash deploy/rolling-restart.sh [SERVICE...]      all services of Tandem, unless some are named
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 # docker-compose 1.29 or Compose 2, and the project's name if there is one.
 if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
-# Longer than a worker takes to load a model.
+# Seconds; longer than a worker takes to load a model.
 patience=${PATIENCE_SECONDS:-300}
 
 healthy() {
@@ -14,7 +14,7 @@ healthy() {
         [ "$(docker inspect -f '{{.State.Health.Status}}' "$1")" = healthy ] && return
         sleep 1
     done
-    printf '%s did not get healthy in %s s; the others were left as they are (docker logs %s)\n' "$1" "$patience" "$1" >&2
+    printf '%s did not become healthy in %s s; the others were not replaced (docker logs %s)\n' "$1" "$patience" "$1" >&2
     exit 1
 }
 
@@ -24,12 +24,12 @@ for service in "${services[@]}"; do
     predecessors=$("${compose[@]}" ps -q "$service")
     for container in $predecessors; do
         running=$("${compose[@]}" ps -q "$service" | wc -l)
-        # The successor first: there is never one less than before.
+        # The new container starts first, so that there is never one fewer.
         "${compose[@]}" up -d --no-deps --no-recreate --scale "$service=$((running + 1))" "$service"
         all=$("${compose[@]}" ps -q "$service")
         for successor in $all; do healthy "$successor"; done
         docker stop -t 45 "$container" >/dev/null
         docker rm "$container" >/dev/null
-        printf '%s: %s is replaced\n' "$service" "${container:0:12}"
+        printf '%s: replaced %s\n' "$service" "${container:0:12}"
     done
 done

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Starts docker-compose.yml as it stands, asks for answers, replaces every container of Tandem and kills some while answers run, and says
+# Starts docker-compose.yml unchanged, sends requests, replaces every container of Tandem and kills some while answers run, and reports
 # what was lost.
-#   bash deploy/smoke.sh          images are built unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name some that are here
-# As root, or whoever may kill containers' processes. It uses a project of its own (tandem-smoke), ports 18000, 18001, 19090 and 13000, and takes everything away at the end.
+#   bash deploy/smoke.sh          builds images unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name local ones
+# Needs the right to kill containers' processes, such as root's. It uses a separate project (tandem-smoke), ports 18000, 18001, 19090 and 13000, and removes everything at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export COMPOSE_PROJECT_NAME=tandem-smoke TANDEM_PORT=127.0.0.1:18000 TANDEM_OPERATOR_PORT=127.0.0.1:18001 PROMETHEUS_PORT=127.0.0.1:19090 GRAFANA_PORT=127.0.0.1:13000
 if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
-# Grafana has no part in serving: without its image (Debian has none) the rest is tried.
+# Grafana is not needed for serving: without its image (Debian has none) the rest is tested.
 services=(etcd etcd-auth nats model router prefill decode frontend proxy prometheus)
-docker info >/dev/null 2>&1 || { echo "deploy/smoke.sh: no Docker engine answers; start one" >&2; exit 1; }
+docker info >/dev/null 2>&1 || { echo "deploy/smoke.sh: the Docker engine does not answer; start it" >&2; exit 1; }
 SECRETS_DIR=$(mktemp -d)
 export SECRETS_DIR
 trap '"${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$SECRETS_DIR"' EXIT
@@ -33,22 +33,22 @@ load=$!
 trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$log" "$SECRETS_DIR"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
-    # The first of them; all of what docker-compose says is read, since it would end with SIGPIPE otherwise.
+    # The first container. The whole output of docker-compose is read, otherwise it would end with SIGPIPE.
     mapfile -t containers < <("${compose[@]}" ps -q "$service")
     victim=${containers[0]:?no container of $service runs}
-    # As a crash would: what Docker kills itself, it does not start again.
+    # Like a crash: Docker does not restart containers that it kills itself.
     kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$victim")"
-    printf '%s: %s is killed\n' "$service" "${victim:0:12}"
+    printf '%s: killed %s\n' "$service" "${victim:0:12}"
     sleep 5
 done
 kill -INT "$load"
 wait "$load" && lost=0 || lost=$?
 cat "$log"
-# Whoever was killed is back, and is scraped.
+# The killed processes run again and are scraped.
 sleep 10
 for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}
-    # Nothing while no target is known: that is no error of this script's.
+    # Empty while no target is known, which is not an error.
     up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | sed -n 's/.*"\([0-9.]*\)"\].*/\1/p')
     printf 'Prometheus sees %s of %s\n' "${up:-none}" "$target"
     [ "${up:-0}" -eq "${expected#*=}" ] || lost=1

@@ -1,11 +1,11 @@
-//! Compiles the .proto files with protox, a compiler in Rust: nobody needs `protoc`.
+//! Compiles the .proto files with protox, a compiler written in Rust, so that `protoc` need not be installed.
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=tandem");
     let files = ["router", "worker", "transfer"].map(|name| format!("tandem/v1/{name}.proto"));
     let descriptors = protox::compile(&files, ["."])?;
     tonic_prost_build::configure()
         .bytes(".tandem.v1.PushRequest.payload")
-        // They hold tickets, which must not be logged: `ticket.rs` prints what else they hold.
+        // These messages hold tickets, which must not be logged; `ticket.rs` prints their other fields.
         .skip_debug([".tandem.v1.Ticket", ".tandem.v1.PushRequest", ".tandem.v1.NcclControlRequest"])
         .compile_fds(descriptors)?;
     Ok(())

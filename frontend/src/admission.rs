@@ -17,7 +17,7 @@ use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
-    /// The address of the connection.
+    /// The address that the connection comes from.
     Address(Peer),
 }
 
@@ -41,17 +41,17 @@ pub(crate) struct Admission {
 /// The sequences that run now.
 struct Sequences {
     limits: Limits,
-    taken: Mutex<Taken>,
+    used: Mutex<Used>,
 }
 
 #[derive(Default)]
-struct Taken {
+struct Used {
     all: usize,
-    /// Clients that hold any; never more entries than sequences.
+    /// Clients with running sequences; never more entries than sequences.
     by_client: HashMap<Client, usize>,
 }
 
-/// The sequences of one request. Dropping it gives them back.
+/// The sequences of one request. Dropping it releases them.
 struct Permits {
     sequences: Arc<Sequences>,
     client: Option<Client>,
@@ -59,7 +59,7 @@ struct Permits {
     metrics: Arc<FrontendMetrics>,
 }
 
-/// A request from its headers to the end of its answer. Dropping it gives back its sequences and its place in the gauges; if it
+/// A request from its headers to the end of its answer. Dropping it releases its sequences and decrements the gauges; if it
 /// was not finished before, the client has disconnected, and the request counts as cancelled.
 pub(crate) struct Admitted {
     endpoint: Endpoint,
@@ -77,12 +77,14 @@ pub(crate) struct Admitted {
 
 impl Admission {
     pub(crate) fn new(limits: Limits, shutdown: Shutdown, metrics: Arc<FrontendMetrics>) -> Self {
-        let sequences = Arc::new(Sequences { limits, taken: Mutex::default() });
+        let sequences = Arc::new(Sequences { limits, used: Mutex::default() });
         Self { sequences, running: TaskTracker::new(), shutdown, metrics }
     }
 
-    /// Takes a request in to be read, unless the process drains. Sequences are taken once they can be counted:
-    /// [`Admitted::take`].
+    /// Admits a request to be read. Its sequences are reserved once they can be counted: [`Admitted::reserve`].
+    ///
+    /// # Errors
+    /// The process drains.
     pub(crate) fn enter(&self, endpoint: Endpoint) -> Result<Admitted, ApiError> {
         if self.shutdown.is_draining() {
             self.metrics.refused(endpoint, ApiError::Draining.status());
@@ -102,14 +104,14 @@ impl Admission {
         })
     }
 
-    /// Resolves when the process drains and every request that was let in has ended.
+    /// Resolves when the process drains and every admitted request has ended.
     pub(crate) async fn drained(self) {
         self.shutdown.draining().await;
         self.running.close();
         self.running.wait().await;
     }
 
-    /// Resolves when what still runs is to be given up.
+    /// Resolves when running requests are to be aborted.
     pub(crate) async fn stopped(&self) {
         self.shutdown.stopped().await;
     }
@@ -121,30 +123,30 @@ impl Admission {
 }
 
 impl Sequences {
-    fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock()
+    fn used(&self) -> MutexGuard<'_, Used> {
+        self.used.lock()
     }
 
-    /// Takes all or nothing. Nothing waits here: a queue would only hide the overload.
-    fn take(&self, client: Option<&Client>, count: usize) -> Result<(), ApiError> {
+    /// Reserves all or none. Requests do not wait here: a queue would only hide the overload.
+    fn reserve(&self, client: Option<&Client>, count: usize) -> Result<(), ApiError> {
         let Limits { all, per_client } = self.limits;
         let client = client.zip(per_client);
         let max = client.map_or(all, |(_, per_client)| per_client.min(all));
         if count > max {
             return Err(ApiError::TooManySequences { sequences: count, max });
         }
-        let mut taken = self.taken();
+        let mut used = self.used();
         if let Some((client, per_client)) = client
-            && taken.by_client.get(client).copied().unwrap_or(0) + count > per_client
+            && used.by_client.get(client).copied().unwrap_or(0) + count > per_client
         {
             return Err(ApiError::ClientLimit { max: per_client });
         }
-        if taken.all + count > all {
+        if used.all + count > all {
             return Err(ApiError::Overloaded);
         }
-        taken.all += count;
+        used.all += count;
         if let Some((client, _)) = client {
-            *taken.by_client.entry(client.clone()).or_default() += count;
+            *used.by_client.entry(client.clone()).or_default() += count;
         }
         Ok(())
     }
@@ -154,43 +156,46 @@ impl Drop for Permits {
     fn drop(&mut self) {
         self.metrics.inflight_requests.decrement(1.0);
         self.metrics.inflight_sequences.decrement(self.count as f64);
-        let mut taken = self.sequences.taken();
-        taken.all -= self.count;
+        let mut used = self.sequences.used();
+        used.all -= self.count;
         if let Some(client) = self.client.take()
-            && let Some(left) = taken.by_client.get_mut(&client)
+            && let Some(left) = used.by_client.get_mut(&client)
         {
             *left -= self.count;
             if *left == 0 {
-                taken.by_client.remove(&client);
+                used.by_client.remove(&client);
             }
         }
     }
 }
 
 impl Admitted {
-    /// When the request came.
+    /// The time of the request's arrival.
     pub(crate) fn since(&self) -> Instant {
         self.since
     }
 
-    /// What it asks.
+    /// The endpoint that it asks.
     pub(crate) fn endpoint(&self) -> Endpoint {
         self.endpoint
     }
 
-    /// The request's end is to be seen in its trace.
+    /// Sets the span in which the request's end is recorded.
     pub(crate) fn trace(&mut self, span: &Span) {
         self.span = span.clone();
     }
 
-    /// The request is for the served model.
+    /// Notes that the request names the served model.
     pub(crate) fn model_is_known(&mut self) {
         self.model_known = true;
     }
 
-    /// Takes the request's sequences, all or none: each of its prompts runs `n` times. Called once, when it has been parsed.
-    pub(crate) fn take(&mut self, client: Option<Client>, sequences: usize) -> Result<(), ApiError> {
-        self.sequences.take(client.as_ref(), sequences)?;
+    /// Reserves the request's sequences, all or none: each of its prompts runs `n` times. Called once, when the request has been parsed.
+    ///
+    /// # Errors
+    /// The limit of the client or of all clients is reached.
+    pub(crate) fn reserve(&mut self, client: Option<Client>, sequences: usize) -> Result<(), ApiError> {
+        self.sequences.reserve(client.as_ref(), sequences)?;
         self.metrics.reading_requests.decrement(1.0);
         self.metrics.inflight_requests.increment(1.0);
         self.metrics.inflight_sequences.increment(sequences as f64);
@@ -203,7 +208,7 @@ impl Admitted {
         Ok(())
     }
 
-    /// The request has its reply, whole.
+    /// Counts the request's complete reply.
     pub(crate) fn finish(&mut self, status: StatusCode) {
         self.finished = true;
         self.span.set("http.response.status_code", u32::from(status.as_u16()));
@@ -237,23 +242,23 @@ mod tests {
         (Admission::new(Limits { all, per_client }, shutdown.clone(), frontend), metrics, shutdown)
     }
 
-    fn take(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {
+    fn admit(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {
         let mut admitted = admission.enter(Endpoint::Completions).expect("it does not drain");
-        admitted.take(Some(Client::Account(account.to_owned())), sequences)?;
+        admitted.reserve(Some(Client::Account(account.to_owned())), sequences)?;
         Ok(admitted)
     }
 
     #[tokio::test]
-    async fn sequences_are_taken_all_or_none_and_given_back() {
+    async fn sequences_are_reserved_all_or_none_and_released() {
         let (admission, metrics, _shutdown) = admission(3, None);
-        let three = take(&admission, "a", 3).expect("there is room for three");
+        let three = admit(&admission, "a", 3).expect("three are free");
         assert!(metrics.render().contains("tandem_frontend_inflight_sequences 3"), "{}", metrics.render());
-        assert!(matches!(take(&admission, "b", 1), Err(ApiError::Overloaded)));
+        assert!(matches!(admit(&admission, "b", 1), Err(ApiError::Overloaded)));
         drop(three);
-        let one = take(&admission, "a", 1).expect("all are back");
-        assert!(matches!(take(&admission, "b", 3), Err(ApiError::Overloaded)));
-        let _two = take(&admission, "b", 2).expect("what was refused took none");
-        assert!(matches!(take(&admission, "a", 4), Err(ApiError::TooManySequences { sequences: 4, max: 3 })));
+        let one = admit(&admission, "a", 1).expect("all were released");
+        assert!(matches!(admit(&admission, "b", 3), Err(ApiError::Overloaded)));
+        let _two = admit(&admission, "b", 2).expect("the refused request reserved none");
+        assert!(matches!(admit(&admission, "a", 4), Err(ApiError::TooManySequences { sequences: 4, max: 3 })));
         drop((one, _two));
         for line in ["inflight_requests 0", "inflight_sequences 0", "reading_requests 0", "cancelled_total 6"] {
             assert!(metrics.render().contains(&format!("tandem_frontend_{line}")), "{line} in {}", metrics.render());
@@ -261,21 +266,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_client_cannot_take_the_sequences_of_others() {
+    async fn one_client_cannot_use_up_the_sequences_of_others() {
         let (admission, _metrics, _shutdown) = admission(4, Some(2));
-        let first = take(&admission, "a", 2).expect("within its bound");
-        assert!(matches!(take(&admission, "a", 1), Err(ApiError::ClientLimit { max: 2 })));
-        assert!(matches!(take(&admission, "a", 3), Err(ApiError::TooManySequences { sequences: 3, max: 2 })));
-        let _other = take(&admission, "b", 2).expect("another client has its own bound");
+        let first = admit(&admission, "a", 2).expect("within its limit");
+        assert!(matches!(admit(&admission, "a", 1), Err(ApiError::ClientLimit { max: 2 })));
+        assert!(matches!(admit(&admission, "a", 3), Err(ApiError::TooManySequences { sequences: 3, max: 2 })));
+        let _other = admit(&admission, "b", 2).expect("another client has its own limit");
         drop(first);
-        drop(take(&admission, "a", 1).expect("its sequences are back"));
-        assert_eq!(admission.sequences.taken().by_client.len(), 1, "a client that holds nothing is forgotten");
+        drop(admit(&admission, "a", 1).expect("its sequences were released"));
+        assert_eq!(admission.sequences.used().by_client.len(), 1, "a client without sequences is removed");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn draining_refuses_and_waits_for_what_runs() {
+    async fn draining_refuses_new_and_waits_for_running_requests() {
         let (admission, _metrics, shutdown) = admission(3, None);
-        let running = admission.enter(Endpoint::Chat).expect("there is room");
+        let running = admission.enter(Endpoint::Chat).expect("it does not drain");
         shutdown.run(std::time::Duration::ZERO).await;
         assert!(matches!(admission.enter(Endpoint::Chat), Err(ApiError::Draining)));
         let mut drained = Box::pin(admission.clone().drained());

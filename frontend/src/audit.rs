@@ -1,6 +1,6 @@
-//! What `tandem audit check --result FILE` found when it last ran: the file, for the page and for an alert.
+//! The result of the last `tandem audit check --result FILE`, for the dashboard and for alerts.
 
-use crate::metrics::FrontendMetrics;
+use crate::clock::unix_time;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -8,67 +8,74 @@ use std::{
     io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::Duration,
 };
+use tandem_node::Metrics;
 
-/// What is longer is not what was written; the file takes a hundred or two.
+/// A longer file is not a result, which has one or two hundred bytes.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// A disk that takes longer holds up no scrape.
-const WAIT: Duration = Duration::from_secs(1);
+/// A scrape waits no longer for the disk.
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One check.
+/// The result of one check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AuditResult {
-    /// When it ended, in seconds since 1970.
+    /// The time of its end, in seconds since 1970.
     pub checked_unix_s: u64,
-    /// Things that do not reconcile.
+    /// Discrepancies found.
     pub findings: u64,
-    /// Answers that were looked at.
+    /// Answers checked.
     pub answers: u64,
-    /// Of them, those whose cached tokens are estimates.
+    /// Checked answers whose cached tokens are estimates.
     pub estimates: u64,
-    /// Of them, those of which only killed workers knew.
+    /// Checked answers whose ledger entries are lost with killed workers.
     pub unverified: u64,
 }
 
-/// There is no such file, or something else is in it.
+/// The result cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum AuditResultError {
-    /// Not there, or not ours to read.
+    /// The file does not exist or cannot be read.
     #[error("{} cannot be read: {cause}", path.display())]
     Unreadable {
-        /// As it was given.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         cause: io::Error,
     },
-    /// Another file.
+    /// The file is not a result.
     #[error("{} is not what `tandem audit check --result` writes: {cause}", path.display())]
     Other {
-        /// As it was given.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         cause: serde_json::Error,
     },
-    /// Its disk takes too long.
+    /// The disk takes too long.
     #[error("{} is still being read", path.display())]
     Slow {
-        /// As it was given.
+        /// The file's path.
         path: PathBuf,
     },
 }
 
 impl AuditResult {
-    /// Reads what [`AuditResult::write`] wrote.
+    /// Reads a file that [`AuditResult::write`] wrote.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is not a result.
     pub fn read(path: &Path) -> Result<Self, AuditResultError> {
         let text = beginning(path).map_err(|cause| AuditResultError::Unreadable { path: path.to_owned(), cause })?;
         serde_json::from_slice(&text).map_err(|cause| AuditResultError::Other { path: path.to_owned(), cause })
     }
 
-    /// Replaces the file; who reads it meanwhile reads the one or the other, whole.
+    /// Replaces the file atomically: a reader sees the old or the new result.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         let mut part = path.as_os_str().to_owned();
         part.push(".part");
@@ -76,86 +83,96 @@ impl AuditResult {
         fs::rename(&part, path)
     }
 
-    /// The same, ended now.
+    /// Returns this result with the current time as its end.
     pub fn now(self) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        Self { checked_unix_s: now, ..self }
+        Self { checked_unix_s: unix_time().as_secs(), ..self }
     }
 }
 
-/// At most [`READ_MAX_BYTES`] of a file. A pipe would never end, or never begin.
+/// Reads at most [`READ_MAX_BYTES`] of a regular file: a pipe may block for ever.
 fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
     }
     let mut text = Vec::new();
     File::open(path)?.take(READ_MAX_BYTES).read_to_end(&mut text)?;
     Ok(text)
 }
 
-/// The file as this process looks at it: when it is asked for its metrics, or for the page.
+/// The result file, read when the metrics or the dashboard are asked for.
 pub(crate) struct LastAudit {
     path: PathBuf,
-    metrics: Arc<FrontendMetrics>,
-    /// Held while the file is read, also when nobody waits for it any more.
+    metrics: Metrics,
+    /// Locked while the file is read, even if no caller waits for it any more.
     reading: Arc<tokio::sync::Mutex<()>>,
     known: Arc<Mutex<Known>>,
 }
 
-/// What the latest reading found; `None`: none has ended.
+/// The outcome of the latest read; `None` before the first.
 type Known = Option<Result<AuditResult, Arc<AuditResultError>>>;
 
 impl LastAudit {
-    /// Reads nothing yet. Its time stands at 0 until something is read, so that an alert sees a file that never is.
-    pub(crate) fn new(path: PathBuf, metrics: Arc<FrontendMetrics>) -> Self {
-        metrics.audit_awaited();
+    /// Reads nothing yet. The gauge of the last audit's time is 0 until a result is read, so that an alert sees a missing file.
+    pub(crate) fn new(path: PathBuf, metrics: Metrics) -> Self {
+        audited_at(&metrics).set(0.0);
         Self { path, metrics, reading: Arc::default(), known: Arc::default() }
     }
 
-    /// Reads it, and keeps its gauges. One reads at a time; who has waited for [`WAIT`] is told what was known before.
-    pub(crate) async fn look(&self) -> Result<AuditResult, Arc<AuditResultError>> {
+    /// Reads the file and updates the gauges. One read runs at a time; after [`READ_TIMEOUT`] the last known result is returned.
+    ///
+    /// # Errors
+    /// The file cannot be read, is not a result, or was never read in time.
+    pub(crate) async fn read(&self) -> Result<AuditResult, Arc<AuditResultError>> {
         let read = async {
             let held = Arc::clone(&self.reading).lock_owned().await;
-            let (path, metrics, known) = (self.path.clone(), Arc::clone(&self.metrics), Arc::clone(&self.known));
+            let (path, metrics, known) = (self.path.clone(), self.metrics.clone(), Arc::clone(&self.known));
             let read = move || {
                 note(AuditResult::read(&path), &metrics, &known);
                 drop(held);
             };
             // The disk may be slow.
-            tokio::task::spawn_blocking(read).await.expect("reading returns its errors");
+            tokio::task::spawn_blocking(read).await.expect("the read returns its errors");
         };
-        // Late or not: what is known now.
-        let _ = tokio::time::timeout(WAIT, read).await;
+        // After a timeout the last known result counts.
+        let _ = tokio::time::timeout(READ_TIMEOUT, read).await;
         let known = self.known.lock().clone();
         known.unwrap_or_else(|| Err(Arc::new(AuditResultError::Slow { path: self.path.clone() })))
     }
 }
 
-/// Keeps what was read. Of failures in a row the first is for the log.
-fn note(found: Result<AuditResult, AuditResultError>, metrics: &FrontendMetrics, known: &Mutex<Known>) {
+/// Stores the outcome of a read and updates the gauges. Logs the first of several failures in a row.
+fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: &Mutex<Known>) {
     let mut known = known.lock();
     match &found {
-        Ok(found) => metrics.audited(found),
+        Ok(found) => {
+            audited_at(metrics).set(found.checked_unix_s as f64);
+            let help = "Discrepancies that the last `tandem audit check` found.";
+            metrics.gauge("tandem_frontend_audit_findings", help, &[]).set(found.findings as f64);
+        }
         Err(error) if !matches!(*known, Some(Err(_))) => {
-            tracing::warn!("the last audit is not known: {error}; see --audit-result");
+            tracing::warn!("the last audit's result cannot be read: {error}; see --audit-result");
         }
         Err(_) => {}
     }
     *known = Some(found.map_err(Arc::new));
 }
 
+fn audited_at(metrics: &Metrics) -> metrics::Gauge {
+    let help = "The end of the last `tandem audit check`, in seconds since 1970; 0: no result was read yet.";
+    metrics.gauge("tandem_frontend_audit_timestamp_seconds", help, &[])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_node::Metrics;
 
     fn last(path: &Path) -> (LastAudit, Metrics) {
         let metrics = Metrics::default();
-        (LastAudit::new(path.to_owned(), Arc::new(FrontendMetrics::new(&metrics, "m"))), metrics)
+        (LastAudit::new(path.to_owned(), metrics.clone()), metrics)
     }
 
     #[test]
-    fn what_is_no_file_or_too_long_is_not_read() {
+    fn folder_or_too_long_file_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         assert!(matches!(AuditResult::read(folder.path()), Err(AuditResultError::Unreadable { .. })));
         let file = folder.path().join("audit");
@@ -167,7 +184,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn while_a_reading_hangs_no_other_begins_and_what_was_known_is_told() {
+    async fn hanging_read_yields_the_last_known_result() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("audit");
         let (audit, metrics) = last(&file);
@@ -175,14 +192,14 @@ mod tests {
         let old = AuditResult { checked_unix_s: 7, findings: 1, ..AuditResult::default() };
         old.write(&file).expect("ours");
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
-        assert!(matches!(&*audit.look().await.expect_err("nothing is known"), AuditResultError::Slow { .. }));
+        assert!(matches!(&*audit.read().await.expect_err("nothing is known"), AuditResultError::Slow { .. }));
         drop(hangs);
-        assert_eq!(audit.look().await.expect("it is read"), old);
+        assert_eq!(audit.read().await.expect("it is read"), old);
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
         AuditResult { findings: 2, ..old }.write(&file).expect("ours");
-        assert_eq!(audit.look().await.expect("it was read"), old);
+        assert_eq!(audit.read().await.expect("it was read"), old);
         drop(hangs);
-        assert_eq!(audit.look().await.expect("it is read").findings, 2);
+        assert_eq!(audit.read().await.expect("it is read").findings, 2);
         assert!(metrics.render().contains("tandem_frontend_audit_timestamp_seconds 7"));
     }
 }

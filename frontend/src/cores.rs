@@ -5,14 +5,14 @@ use crate::{admission::Client, error::ApiError, shares::Shares};
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
 use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
-/// A request is refused when it has waited this long for its turn. The work of the largest request takes less.
-const WAIT_MAX: Duration = Duration::from_secs(10);
+/// A request is refused after this time in the queue. The work of the largest request takes less.
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A bound on how many pieces of one kind of work run at a time. Clients take turns: each has one piece at most in the queue for a core,
-/// and its others wait for that one.
+/// Bounds the tasks of one kind that run at a time. Clients are served round-robin: each has at most one task in the queue for a core,
+/// and its other tasks wait for that one.
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
-    queueing: Shares,
+    queued: Shares,
 }
 
 impl Default for Cores {
@@ -24,28 +24,28 @@ impl Default for Cores {
 
 impl Cores {
     fn new(cores: usize) -> Self {
-        Self { free: Arc::new(Semaphore::new(cores)), queueing: Shares::new(1) }
+        Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1) }
     }
 
-    /// Runs `work` on a blocking thread when its turn comes: the turns of one client come in the order of its calls, and clients take
-    /// turns. Dropped while it waits, it leaves the queue; dropped later, the work goes on to its end and keeps its core until then.
+    /// Runs `work` on a blocking thread when a core is free. Tasks of one client run in the order of its calls, and clients are served
+    /// round-robin. Dropping the future removes the task from the queue; a task that runs continues to its end and keeps its core.
     ///
     /// # Errors
-    /// The error of `work`, or [`ApiError::Overloaded`] after [`WAIT_MAX`].
+    /// The error of `work`, or [`ApiError::Overloaded`] after [`QUEUE_TIMEOUT`].
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         client: Option<&Client>,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let turn = client.map(|client| self.queueing.of(client));
+        let place = client.map(|client| self.queued.of(client));
         let core = async {
-            let _in_queue = match turn {
-                Some(turn) => Some(turn.acquire_owned().await),
+            let _queued = match place {
+                Some(place) => Some(place.acquire_owned().await),
                 None => None,
             };
             Arc::clone(&self.free).acquire_owned().await
         };
-        let core = timeout(WAIT_MAX, core).await.map_err(|_| ApiError::Overloaded)?;
+        let core = timeout(QUEUE_TIMEOUT, core).await.map_err(|_| ApiError::Overloaded)?;
         let work = move || {
             let result = work();
             drop(core);
@@ -65,7 +65,7 @@ mod tests {
     };
 
     #[tokio::test]
-    async fn work_takes_turns_and_leaves_one_core_to_others() {
+    async fn tasks_wait_for_a_free_core() {
         let cores = Cores::new(1);
         let (go, wait) = mpsc::channel::<()>();
         let mut first = pin!(cores.run(None, move || wait.recv().map_err(|_| ApiError::Internal)));
@@ -78,19 +78,19 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn work_that_waits_too_long_is_refused() {
+    async fn task_that_waits_too_long_is_refused() {
         let cores = Cores::new(0);
         assert!(matches!(cores.run(None, || Ok(())).await, Err(ApiError::Overloaded)));
     }
 
     #[tokio::test]
-    async fn clients_take_turns_however_much_one_of_them_sends() {
+    async fn clients_are_served_round_robin_however_much_one_sends() {
         let cores = Cores::new(1);
         let [flood, other] = ["flood", "other"].map(|name| Client::Account(name.to_owned()));
         let (go, wait) = mpsc::channel::<()>();
         let mut first = pin!(cores.run(Some(&flood), move || wait.recv().map_err(|_| ApiError::Internal)));
         let order = Arc::new(Mutex::new(Vec::new()));
-        let piece = |client, name: usize| {
+        let task = |client, name: usize| {
             let order = Arc::clone(&order);
             cores.run(Some(client), move || {
                 order.lock().expect("no panic").push(name);
@@ -98,21 +98,21 @@ mod tests {
             })
         };
         assert!(poll!(&mut first).is_pending());
-        let mut flood: Vec<_> = (0..20).map(|name| Box::pin(piece(&flood, name))).collect();
-        for piece in &mut flood {
-            assert!(poll!(piece).is_pending());
+        let mut flood: Vec<_> = (0..20).map(|name| Box::pin(task(&flood, name))).collect();
+        for task in &mut flood {
+            assert!(poll!(task).is_pending());
         }
-        let mut other = pin!(piece(&other, 99));
+        let mut other = pin!(task(&other, 99));
         assert!(poll!(&mut other).is_pending());
         go.send(()).expect("the first waits for it");
         first.await.expect("it succeeds");
         let (others, _) = tokio::join!(other, join_all(flood));
-        others.expect("it has its turn");
+        others.expect("it is served");
         assert_eq!(order.lock().expect("no panic").iter().position(|name| *name == 99), Some(1), "one of the flood goes first");
     }
 
     #[tokio::test]
-    async fn work_that_panics_gives_its_core_back() {
+    async fn panicking_task_releases_its_core() {
         let cores = Cores::new(1);
         let panics = cores.run(None, || -> Result<(), ApiError> { panic!("on purpose") }).await;
         assert!(matches!(panics, Err(ApiError::Internal)));

@@ -1,4 +1,4 @@
-//! Every error a client may see, and the one table from it to HTTP and OpenAI's error body.
+//! Every error that a client may receive, and the only table from errors to HTTP and OpenAI's error body.
 
 use crate::dispatch::DispatchError;
 use axum::{
@@ -9,7 +9,7 @@ use axum::{
 use serde::Serialize;
 use std::borrow::Cow;
 
-/// Why a request is not answered with a result.
+/// Why a request gets an error instead of a result.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ApiError {
     #[error("The body is not valid JSON: {0}.")]
@@ -24,7 +24,9 @@ pub(crate) enum ApiError {
     BodyTooLarge { max: usize },
     #[error("The body has more than {max} JSON values (counted by commas and brackets); split it into several requests.")]
     Elements { max: usize },
-    #[error("The body came more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection.")]
+    #[error(
+        "The body arrived more slowly than {bytes_per_second} bytes a second; send the request again over a faster connection."
+    )]
     BodySlow { bytes_per_second: u32 },
     #[error("The body ended early, or one of its chunks is malformed; check Content-Length or Transfer-Encoding.")]
     BodyBroken,
@@ -46,7 +48,7 @@ pub(crate) enum ApiError {
     NoChatTemplate,
     #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
     Template(#[source] minijinja::Error),
-    #[error("The model's chat template takes too many steps for these messages. Send fewer or shorter messages.")]
+    #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
     TemplateSteps,
     /// The text is OpenAI's, because some clients search for it.
     #[error(
@@ -77,19 +79,17 @@ pub(crate) enum ApiError {
          --expose-details of the frontend allow."
     )]
     UntrustedPage,
-    #[error("There is nothing at this path; see /openapi.json for what there is.")]
+    #[error("Unknown path; /openapi.json lists the paths of this server.")]
     UnknownPath,
-    #[error("This path does not take this method; see /openapi.json.")]
+    #[error("This path does not allow this method; see /openapi.json.")]
     Method,
     #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
     Host,
     #[error("Web pages of other sites may not send requests to this server.")]
     Origin,
-    #[error(
-        "This is the operator's port, which only explains placements (header 'x-tandem-explain: true'); send the request to the API's port."
-    )]
+    #[error("The admin port only explains placements (header 'x-tandem-explain: true'); send the request to the API's port.")]
     AdminExplains,
-    #[error("Too many connections are open; try again shortly, or over a connection that is open.")]
+    #[error("Too many connections are open; try again shortly, or reuse an open connection.")]
     Connections,
     #[error("Too many requests are running; try again shortly.")]
     Overloaded,
@@ -107,7 +107,7 @@ pub(crate) enum ApiError {
     Dispatch(#[from] DispatchError),
 }
 
-/// What is wrong with a field; reads on after its name.
+/// What is wrong with a field; the text continues after the field's name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub(crate) enum Problem {
     #[error("is required")]
@@ -120,7 +120,7 @@ pub(crate) enum Problem {
     TooMany { max: usize, unit: &'static str },
     #[error("must be one of {allowed}")]
     Choice { allowed: &'static str },
-    #[error("must hold token ids below {vocab_size}, the size of the vocabulary")]
+    #[error("must contain only token ids below {vocab_size}, the size of the vocabulary")]
     Vocabulary { vocab_size: usize },
     #[error("{rule}")]
     Rule { rule: &'static str },
@@ -182,7 +182,7 @@ impl ApiError {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
                 DispatchError::NoWorker { .. } => unavailable("no_worker"),
                 DispatchError::Router(_) | DispatchError::RouterClosed => unavailable("router_unreachable"),
-                DispatchError::Foreign => unavailable("cluster_mismatch"),
+                DispatchError::ClusterMismatch => unavailable("cluster_mismatch"),
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
                 DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
                 DispatchError::Lost { .. } => unavailable("worker_lost"),
@@ -191,7 +191,7 @@ impl ApiError {
         }
     }
 
-    /// Its HTTP status.
+    /// The error's HTTP status.
     pub(crate) fn status(&self) -> StatusCode {
         self.parts().status
     }
@@ -208,7 +208,7 @@ struct Parts<'a> {
     kind: &'static str,
     param: Option<&'a str>,
     code: Option<&'static str>,
-    /// Seconds after which trying again makes sense.
+    /// Seconds after which the client may retry.
     retry_after: Option<u16>,
 }
 
@@ -250,13 +250,13 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// What clients wrote comes back to them in errors, but not all of it.
+/// Shortens text of a client that is quoted in an error.
 pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
     const BYTES_MAX: usize = 1000;
     if text.len() <= BYTES_MAX { text.into() } else { format!("{}…", &text[..text.floor_char_boundary(BYTES_MAX)]).into() }
 }
 
-/// serde's text with JSON's names of types instead of Rust's.
+/// Replaces Rust's names of types in serde's text by JSON's.
 fn in_json_words(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let Some((found, (expected, place))) =

@@ -1,9 +1,6 @@
-//! What the frontend counts, with the prefix `tandem_frontend_`.
+//! The frontend's metrics, all with the prefix `tandem_frontend_`.
 
-use crate::{
-    audit::AuditResult,
-    usage::{Cached, CachedSource, PromptUsage},
-};
+use crate::usage::{Cached, CachedSource, PromptUsage};
 use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
@@ -11,23 +8,23 @@ use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
 use tandem_proto::v1::FailureReason;
 
-/// Workers whose reports are remembered.
+/// Workers of which it is remembered that they have reported.
 const WORKERS_MAX: usize = 4096;
-/// The status of a request whose client went away, as nginx names it.
+/// The status of a request whose client disconnected, as in nginx.
 const CLIENT_CLOSED: &str = "499";
-/// The tier of cached tokens whose tier is not known; never the name of a real one.
+/// The label of cached tokens whose tier is not known; not the name of a real tier.
 const TIER_UNKNOWN: &str = "unknown";
-/// The tiers that exist.
+/// The known tiers.
 const TIERS: [&str; 1] = ["device"];
 
-/// A label's closed set.
+/// An endpoint that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
     Completions,
 }
 
-/// The handles.
+/// The metrics of a frontend.
 pub(crate) struct FrontendMetrics {
     registry: Metrics,
     model: String,
@@ -40,7 +37,7 @@ pub(crate) struct FrontendMetrics {
     cancelled: Counter,
     pub(crate) migrations: Counter,
     pub(crate) rebooked: Counter,
-    pub(crate) routers_well: Gauge,
+    pub(crate) healthy_routers: Gauge,
     request_duration: Histogram,
     pub(crate) time_to_first_token: Histogram,
     pub(crate) inter_token_latency: Histogram,
@@ -62,7 +59,7 @@ impl Endpoint {
         }
     }
 
-    /// As OpenTelemetry calls it.
+    /// OpenTelemetry's name of the operation.
     pub(crate) fn operation(self) -> &'static str {
         match self {
             Self::Chat => "chat",
@@ -75,7 +72,7 @@ impl FrontendMetrics {
     pub(crate) fn new(registry: &Metrics, model: &str) -> Self {
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
-        // What should not happen stands at 0 until it does: an alert sees the step from 0 to 1, not one from nothing to 1.
+        // Counters of failures exist from the start, so that an alert sees the step from 0 to 1.
         for reason in (0..).map_while(|number| FailureReason::try_from(number).ok()) {
             attempts_failed(registry, reason).increment(0);
         }
@@ -104,24 +101,30 @@ impl FrontendMetrics {
                 "Connections that were refused because of the limit on all connections or on those of one address.",
             ),
             ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
-            cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client went away."),
+            cancelled: counter(
+                "tandem_frontend_cancelled_total",
+                "Requests whose client disconnected before the end of the answer.",
+            ),
             migrations: counter(
                 "tandem_frontend_migrations_total",
-                "Generations that went on elsewhere after their worker was lost.",
+                "Generations that were resumed on another worker after theirs was lost.",
             ),
             rebooked: counter(
                 "tandem_frontend_rebooked_total",
-                "Running requests booked with another router after theirs was lost or left.",
+                "Running requests booked with another router after theirs was lost or drained.",
             ),
-            routers_well: registry.gauge("tandem_frontend_routers", "Routers that could place a request.", &[]),
-            request_duration: histogram("tandem_frontend_request_duration_seconds", "From a request to the end of its answer."),
+            healthy_routers: registry.gauge("tandem_frontend_routers", "Routers that could place a request.", &[]),
+            request_duration: histogram(
+                "tandem_frontend_request_duration_seconds",
+                "Time from a request to the end of its answer.",
+            ),
             time_to_first_token: histogram(
                 "tandem_frontend_time_to_first_token_seconds",
-                "From a request to the first token of each prompt.",
+                "Time from a request to the first token of each prompt.",
             ),
             inter_token_latency: histogram(
                 "tandem_frontend_inter_token_latency_seconds",
-                "From a token of a sample to the next.",
+                "Time from a token of a sample to the next.",
             ),
             prompt_tokens: counter("tandem_frontend_prompt_tokens_total", "Tokens of finished prompts."),
             completion_tokens: counter("tandem_frontend_completion_tokens_total", "Tokens generated for finished prompts."),
@@ -136,7 +139,7 @@ impl FrontendMetrics {
             ),
             request_cached_ratio: histogram(
                 "tandem_frontend_request_cached_ratio",
-                "Cached tokens of each finished prompt by its tokens.",
+                "Cached tokens of each finished prompt divided by its tokens.",
             ),
             reporting: Mutex::default(),
             registry: registry.clone(),
@@ -144,30 +147,30 @@ impl FrontendMetrics {
         }
     }
 
-    /// A request was not let in.
+    /// Counts a request that was refused before admission.
     pub(crate) fn refused(&self, endpoint: Endpoint, status: StatusCode) {
         self.requests(endpoint, false, status.as_str()).increment(1);
     }
 
-    /// A request has its reply.
+    /// Counts a request that has its reply.
     pub(crate) fn finished(&self, endpoint: Endpoint, model_known: bool, status: StatusCode, duration: Duration) {
         self.requests(endpoint, model_known, status.as_str()).increment(1);
         self.request_duration.record(duration.as_secs_f64());
     }
 
-    /// A request's client went away.
+    /// Counts a request whose client disconnected.
     pub(crate) fn cancelled(&self, endpoint: Endpoint, model_known: bool) {
         self.requests(endpoint, model_known, CLIENT_CLOSED).increment(1);
         self.cancelled.increment(1);
     }
 
-    /// An attempt ended before its first token.
+    /// Counts an attempt that ended before its first token.
     pub(crate) fn attempt_failed(&self, reason: FailureReason) {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
-    /// A prompt's answer is whole: counted once, whatever the endpoint, streamed or not, usage asked for or not.
-    /// `worker` prefilled it.
+    /// Counts a prompt whose answer is complete, once, on every endpoint, streamed or not, with or without usage. `worker` prefilled
+    /// it.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
         let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
@@ -194,14 +197,14 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // A tier nobody knows is not booked on the device. Nothing cached is still a statement of its source.
+        // Tokens of an unknown tier are not counted as the device's. 0 cached tokens still create their source's counter.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());
         }
     }
 
-    /// A worker that falls silent after it used to report is worth an alarm, and so is every prompt nobody reported on.
+    /// Counts prompts without a report, and warns of a worker that has stopped reporting.
     fn note_report(&self, cached: &Cached, worker: &str) {
         let mut reporting = self.reporting.lock();
         if cached.source == CachedSource::Worker {
@@ -210,14 +213,14 @@ impl FrontendMetrics {
             }
             return;
         }
-        let fell_silent = reporting.remove(worker);
+        let stopped = reporting.remove(worker);
         drop(reporting);
         unreported_prompts(&self.registry, cached.source).increment(1);
-        if fell_silent {
-            tracing::warn!(worker, "the worker has stopped reporting cached tokens; their number is estimated");
-            const SILENT: &str = "tandem_frontend_reports_stopped_total";
-            let help = "Times a worker that used to report cached tokens stopped.";
-            self.registry.counter(SILENT, help, &[]).increment(1);
+        if stopped {
+            tracing::warn!(worker, "worker stopped reporting cached tokens; usage is estimated");
+            const STOPPED: &str = "tandem_frontend_reports_stopped_total";
+            let help = "Times that a worker stopped reporting cached tokens.";
+            self.registry.counter(STOPPED, help, &[]).increment(1);
         }
     }
 
@@ -228,24 +231,7 @@ impl FrontendMetrics {
         self.registry.counter(NAME, "Requests by the status of their reply.", &labels)
     }
 
-    /// An audit's result is to be read: its time is there from now on, what it found with the first one.
-    pub(crate) fn audit_awaited(&self) {
-        self.audited_at().set(0.0);
-    }
-
-    /// What the last audit says.
-    pub(crate) fn audited(&self, found: &AuditResult) {
-        self.audited_at().set(found.checked_unix_s as f64);
-        let help = "Things that did not reconcile when `tandem audit check` last ended.";
-        self.registry.gauge("tandem_frontend_audit_findings", help, &[]).set(found.findings as f64);
-    }
-
-    fn audited_at(&self) -> Gauge {
-        let help = "When `tandem audit check` last ended, in seconds since 1970; 0: no result was ever read.";
-        self.registry.gauge("tandem_frontend_audit_timestamp_seconds", help, &[])
-    }
-
-    /// Everything of the process, in Prometheus' text format.
+    /// All metrics of the process, in Prometheus' text format.
     pub(crate) fn render(&self) -> String {
         self.registry.render()
     }
@@ -272,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn cached_tokens_by_source_and_only_by_tiers_that_exist() {
+    fn cached_tokens_are_counted_by_source_and_known_tier() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         metrics.prompt_finished(&finished(48, CachedSource::Worker, &[("device", 32), ("attic", 16)]), "p0");
@@ -295,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_should_not_happen_stands_at_0_until_it_does() {
+    fn failure_counters_exist_from_the_start() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         metrics.attempt_failed(FailureReason::PrefillLost);
@@ -312,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_stops_reporting_is_noticed_once_each_time() {
+    fn worker_that_stops_reporting_is_counted_once_each_time() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         use CachedSource::{RouterEstimate, Worker};

@@ -1,16 +1,15 @@
-//! The latest prompts that ended: what they used, where they ran and how long each step took. Never what they say: no text and no
-//! token id gets here.
+//! The prompts that ended last: what they used, where they ran and how long each stage took. Never their content: no text and no
+//! token id is kept here.
 
-use crate::http::PromptDetails;
+use crate::{clock::unix_ms, usage::CachedSource};
 use parking_lot::Mutex;
 use serde::Serialize;
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
 };
 
-/// A ring of records. Whoever ends a prompt adds to it; nothing happens in it otherwise.
+/// A ring of records, one for each prompt that ended.
 pub(crate) struct Recent {
     max: usize,
     ring: Mutex<Ring>,
@@ -18,60 +17,77 @@ pub(crate) struct Recent {
 
 #[derive(Default)]
 struct Ring {
-    /// Records that were ever kept: the number of the newest.
-    kept: u64,
+    /// Records added since the start: the number of the newest.
+    added: u64,
     records: VecDeque<Arc<Record>>,
 }
 
-/// One prompt's.
+/// A prompt that ended.
 #[derive(Debug, Serialize)]
 pub(crate) struct Record {
-    /// From 1, without gaps.
+    /// Counted from 1, without gaps.
     number: u64,
     ended_unix_ms: u64,
     #[serde(flatten)]
     finished: Finished,
 }
 
-/// What became of a prompt.
+/// What is known of a prompt at its end.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finished {
     pub(crate) endpoint: &'static str,
     pub(crate) streamed: bool,
-    /// Of the whole request; 499: the client went away.
+    /// The status of the whole request; 499: the client disconnected.
     pub(crate) status: u16,
-    /// Continuations.
+    /// Continuations of the prompt.
     pub(crate) samples: usize,
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// Null: it had no first token.
+    /// `None`: it ended before its first token.
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) block_size: Option<u32>,
     #[serde(flatten)]
     pub(crate) details: PromptDetails,
-    pub(crate) steps: Steps,
+    pub(crate) steps: Stages,
 }
 
-/// Milliseconds from the request's arrival; null: it did not come so far.
+/// The extension object `tandem` of an answer, for one prompt.
 #[derive(Debug, Serialize)]
-pub(crate) struct Steps {
-    /// It is read and tokenised; a router is asked.
+pub(crate) struct PromptDetails {
+    pub(crate) request_id: String,
+    pub(crate) cached_tokens_source: CachedSource,
+    pub(crate) cached_tokens_by_tier: BTreeMap<String, u32>,
+    pub(crate) overlap_blocks: u32,
+    /// `None`: the decode worker prefilled.
+    pub(crate) prefill_worker: Option<String>,
+    pub(crate) decode_worker: Option<String>,
+    pub(crate) ttft_ms: f64,
+    pub(crate) queue_ms: f64,
+    pub(crate) kv_transfer_ms: f64,
+    pub(crate) kv_transfer_bytes: u64,
+    pub(crate) migrations: u32,
+}
+
+/// When each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before.
+#[derive(Debug, Serialize)]
+pub(crate) struct Stages {
+    /// The request was tokenized, and a router was asked.
     pub(crate) asked_ms: Option<f64>,
     /// The attempt that brought the first token was placed.
     pub(crate) placed_ms: Option<f64>,
-    /// Its prefill had begun.
+    /// Its prefill began.
     pub(crate) scheduled_ms: Option<f64>,
-    /// What was computed of it then, and when. Empty: all was cached, or it was not told.
+    /// What was computed then, and when. Empty: all was cached, or the worker did not report it.
     pub(crate) chunks: Vec<Chunk>,
-    /// Its KV was all on the decode worker.
+    /// All KV was on the decode worker.
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
-    /// Attempts before the one that brought the first token. Without a first token they are not known, and none is here.
+    /// Attempts before the one that brought the first token; unknown, and so empty, without a first token.
     pub(crate) failed: Vec<FailedAttempt>,
 }
 
-/// One step's part of a prompt; the 64th is of all steps from there on.
+/// The tokens of a prompt that one engine step computed; the 64th chunk is of all later steps together.
 #[derive(Debug, Serialize)]
 pub(crate) struct Chunk {
     pub(crate) start_ms: f64,
@@ -87,36 +103,32 @@ pub(crate) struct FailedAttempt {
 }
 
 impl Recent {
-    /// Remembers so many.
+    /// A ring of at most `max` records.
     pub(crate) fn new(max: usize) -> Self {
         Self { max, ring: Mutex::default() }
     }
 
-    /// A prompt has ended now.
-    pub(crate) fn keep(&self, finished: Finished) {
+    /// Adds a prompt that ends now; the oldest record makes way.
+    pub(crate) fn add(&self, finished: Finished) {
         let ended_unix_ms = unix_ms();
         let mut ring = self.ring.lock();
-        ring.kept += 1;
-        let record = Arc::new(Record { number: ring.kept, ended_unix_ms, finished });
+        ring.added += 1;
+        let record = Arc::new(Record { number: ring.added, ended_unix_ms, finished });
         let oldest = if ring.records.len() >= self.max { ring.records.pop_front() } else { None };
         ring.records.push_back(record);
         drop(ring);
         drop(oldest);
     }
 
-    /// Those that are remembered and newer than number `after`, the oldest first.
+    /// The records with numbers greater than `after`, the oldest first.
     pub(crate) fn after(&self, after: u64) -> Vec<Arc<Record>> {
         let ring = self.ring.lock();
-        let new = usize::try_from(ring.kept.saturating_sub(after)).unwrap_or(usize::MAX);
+        let new = usize::try_from(ring.added.saturating_sub(after)).unwrap_or(usize::MAX);
         ring.records.iter().skip(ring.records.len().saturating_sub(new)).cloned().collect()
     }
 
-    /// How many are remembered at most.
+    /// The maximum of records.
     pub(crate) fn max(&self) -> usize {
         self.max
     }
-}
-
-pub(crate) fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }

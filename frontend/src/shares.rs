@@ -1,4 +1,4 @@
-//! One client's part of something that all clients share.
+//! Divides a shared resource among clients.
 
 use crate::admission::Client;
 use parking_lot::Mutex;
@@ -8,11 +8,11 @@ use std::{
 };
 use tokio::sync::Semaphore;
 
-/// Semaphores of one size, one for each client that holds permits or waits for some.
+/// Semaphores of one size, one for each client that holds or waits for permits.
 pub(crate) struct Shares {
-    /// Of each client.
+    /// The permits of each client.
     permits: usize,
-    /// Never more entries than open connections: those that are not in use go with the next call of [`Shares::of`].
+    /// Never more entries than open connections: unused ones are removed at the next call of [`Shares::of`].
     in_use: Mutex<HashMap<Client, Weak<Semaphore>>>,
 }
 
@@ -21,7 +21,7 @@ impl Shares {
         Self { permits: permits.min(Semaphore::MAX_PERMITS), in_use: Mutex::default() }
     }
 
-    /// The client's share. It is the same for all calls as long as one of them keeps it, or a permit of it.
+    /// Returns the client's semaphore. It is the same for all calls while the semaphore or one of its permits is held.
     pub(crate) fn of(&self, client: &Client) -> Arc<Semaphore> {
         let mut in_use = self.in_use.lock();
         in_use.retain(|_, share| share.strong_count() > 0);
@@ -39,13 +39,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn share_is_kept_as_long_as_a_permit_of_it() {
+    fn share_is_kept_while_a_permit_is_held() {
         let (shares, client) = (Shares::new(1), Client::Account("a".to_owned()));
-        let permit = shares.of(&client).try_acquire_owned().expect("none is taken");
+        let permit = shares.of(&client).try_acquire_owned().expect("its permit is free");
         assert!(shares.of(&client).try_acquire_owned().is_err());
-        assert!(shares.of(&Client::Account("b".to_owned())).try_acquire_owned().is_ok(), "others have shares of their own");
+        assert!(shares.of(&Client::Account("b".to_owned())).try_acquire_owned().is_ok(), "another client has its own permits");
         drop(permit);
         assert!(shares.of(&client).try_acquire_owned().is_ok());
-        assert_eq!(shares.in_use.lock().len(), 1, "shares that are not in use are forgotten");
+        assert_eq!(shares.in_use.lock().len(), 1, "unused shares are removed");
     }
 }

@@ -1,23 +1,24 @@
-//! What a request used: the one builder of usage, for every endpoint, streaming or not.
+//! What a request used: the only code that builds `usage`, for every endpoint, streamed or not.
 
+use crate::dispatch::placement::Placement;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use tandem_proto::v1::{Placement, Scheduled};
+use tandem_proto::v1::Scheduled;
 
 /// Where the number of cached tokens comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum CachedSource {
-    /// The worker that did the prefill counted it: a fact.
+    /// The worker that prefilled counted them.
     Worker,
-    /// No worker reported: what the router knew to be there.
+    /// The worker reported nothing: the overlap that the router knew of.
     RouterEstimate,
-    /// No worker reported and nothing was known: written as 0.
+    /// The worker reported nothing and no overlap was known: reported as 0.
     Unknown,
 }
 
 impl CachedSource {
-    /// As a metric's label and in the `tandem` object.
+    /// The value of a metric's label and in the `tandem` object.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Worker => "worker",
@@ -27,19 +28,19 @@ impl CachedSource {
     }
 }
 
-/// Prompt tokens that were not computed anew. Frozen with the first token.
+/// Prompt tokens whose KV came from a cache. Fixed with the first token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cached {
     pub(crate) tokens: u32,
     pub(crate) source: CachedSource,
-    /// Of what a worker reported.
+    /// As the worker reported them; empty if it did not.
     pub(crate) by_tier: BTreeMap<String, u32>,
 }
 
-/// Of the attempt that led to the first token: what its worker reported, else what its placement lets one expect.
+/// Returns the cached tokens of the attempt that led to the first token: what its worker reported, else the placement's overlap.
 ///
-/// A reported number is taken as it is, 0 included. A placement with a block size of 0 is one nobody decided on.
-pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: Option<&Placement>, prompt_tokens: u32) -> Cached {
+/// A reported number is taken as it is, 0 included. A placement with a block size of 0 says nothing about caches.
+pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, prompt_tokens: u32) -> Cached {
     if let Some(scheduled) = scheduled
         && let Some(tokens) = scheduled.cached_tokens
     {
@@ -47,28 +48,20 @@ pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: Option<&Placement
         return Cached { tokens, source: CachedSource::Worker, by_tier };
     }
     let by_tier = BTreeMap::new();
-    match placement.filter(|placement| placement.block_size > 0) {
-        Some(placement) => {
-            let expected = u64::from(overlap_blocks(placement)) * u64::from(placement.block_size);
-            let tokens = u32::try_from(expected).unwrap_or(u32::MAX).min(prompt_tokens);
-            Cached { tokens, source: CachedSource::RouterEstimate, by_tier }
-        }
-        None => Cached { tokens: 0, source: CachedSource::Unknown, by_tier },
+    if placement.block_size == 0 {
+        return Cached { tokens: 0, source: CachedSource::Unknown, by_tier };
     }
-}
-
-/// Blocks of the prompt that the worker which prefills it was known to hold.
-pub(crate) fn overlap_blocks(placement: &Placement) -> u32 {
-    placement.prefill.as_ref().or(placement.decode.as_ref()).map_or(0, |worker| worker.overlap_blocks)
+    let tokens = placement.prefilling().overlap_blocks.saturating_mul(placement.block_size).min(prompt_tokens);
+    Cached { tokens, source: CachedSource::RouterEstimate, by_tier }
 }
 
 /// What one prompt used, however many samples share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PromptUsage {
     pub(crate) prompt_tokens: u32,
-    /// Of all samples, summed as they came.
+    /// All samples' together.
     pub(crate) completion_tokens: u32,
-    /// Absent until the first token.
+    /// `None` until the first token.
     pub(crate) cached: Option<Cached>,
 }
 
@@ -85,13 +78,13 @@ pub(crate) struct Usage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 struct PromptTokensDetails {
     cached_tokens: u32,
-    /// Prompts are text.
+    /// 0: prompts are text.
     audio_tokens: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 struct CompletionTokensDetails {
-    /// No model with a marked chain of thought is served yet.
+    /// 0: no model with a marked chain of thought is supported yet.
     reasoning_tokens: u32,
 }
 
@@ -109,7 +102,7 @@ impl Usage {
     }
 }
 
-/// The usage of a request: its prompts' together.
+/// Returns the usage of a request: the sum over its prompts.
 pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> Usage {
     let (mut prompt_tokens, mut completion_tokens, mut cached_tokens) = (0_u32, 0_u32, 0_u32);
     for prompt in prompts {
@@ -129,51 +122,53 @@ pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> U
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_proto::v1::Candidate;
+    use tandem_proto::v1::{self, Candidate};
 
     fn placement(decode: u32, prefill: Option<u32>, block_size: u32) -> Placement {
-        let candidate = |overlap_blocks| Candidate { overlap_blocks, predicted_blocks: 1000, ..Candidate::default() };
-        Placement { decode: Some(candidate(decode)), prefill: prefill.map(candidate), block_size }
+        let candidate =
+            |overlap_blocks| Candidate { worker: Some(v1::WorkerRef::default()), overlap_blocks, predicted_blocks: 1000 };
+        let placement = v1::Placement { decode: Some(candidate(decode)), prefill: prefill.map(candidate), block_size };
+        Placement::from_wire(placement).expect("it names a decode worker")
     }
 
     #[test]
-    fn the_workers_number_wins_and_only_silence_is_estimated() {
+    fn reported_number_wins_and_only_a_missing_one_is_estimated() {
         use CachedSource::{RouterEstimate, Unknown, Worker};
         let reported = |tokens| Some(Scheduled { cached_tokens: tokens, ..Scheduled::default() });
         let cases = [
             // A report wins, 0 included, also over a better prediction.
-            (reported(Some(32)), Some(placement(9, Some(9), 16)), 100, 32, Worker),
-            (reported(Some(0)), Some(placement(9, Some(9), 16)), 100, 0, Worker),
-            (reported(Some(48)), None, 100, 48, Worker),
-            // Silence: the overlap of the worker that prefills.
-            (reported(None), Some(placement(9, Some(3), 16)), 100, 48, RouterEstimate),
-            (reported(None), Some(placement(2, None, 16)), 100, 32, RouterEstimate),
-            (None, Some(placement(2, None, 16)), 100, 32, RouterEstimate),
-            (reported(None), Some(placement(9, Some(0), 16)), 100, 0, RouterEstimate),
+            (reported(Some(32)), placement(9, Some(9), 16), 100, 32, Worker),
+            (reported(Some(0)), placement(9, Some(9), 16), 100, 0, Worker),
+            (reported(Some(48)), placement(9, Some(9), 0), 100, 48, Worker),
+            // No report: the overlap of the worker that prefills.
+            (reported(None), placement(9, Some(3), 16), 100, 48, RouterEstimate),
+            (reported(None), placement(2, None, 16), 100, 32, RouterEstimate),
+            (None, placement(2, None, 16), 100, 32, RouterEstimate),
+            (reported(None), placement(9, Some(0), 16), 100, 0, RouterEstimate),
             // Never more than the prompt, and no overflow on the way.
-            (reported(None), Some(placement(0, Some(7), 16)), 100, 100, RouterEstimate),
-            (reported(None), Some(placement(0, Some(u32::MAX), u32::MAX)), u32::MAX, u32::MAX, RouterEstimate),
-            (reported(None), Some(placement(0, Some(1 << 28), 16)), 77, 77, RouterEstimate),
+            (reported(None), placement(0, Some(7), 16), 100, 100, RouterEstimate),
+            (reported(None), placement(0, Some(u32::MAX), u32::MAX), u32::MAX, u32::MAX, RouterEstimate),
+            (reported(None), placement(0, Some(1 << 28), 16), 77, 77, RouterEstimate),
             // Nothing known.
-            (reported(None), None, 100, 0, Unknown),
-            (None, None, 100, 0, Unknown),
-            (reported(None), Some(placement(9, Some(9), 0)), 100, 0, Unknown),
+            (reported(None), placement(9, None, 0), 100, 0, Unknown),
+            (None, placement(9, None, 0), 100, 0, Unknown),
+            (reported(None), placement(9, Some(9), 0), 100, 0, Unknown),
         ];
         for (index, (scheduled, placement, prompt_tokens, tokens, source)) in cases.into_iter().enumerate() {
-            let cached = cached(scheduled.as_ref(), placement.as_ref(), prompt_tokens);
+            let cached = cached(scheduled.as_ref(), &placement, prompt_tokens);
             assert_eq!((cached.tokens, cached.source), (tokens, source), "case {index}");
         }
     }
 
     #[test]
-    fn tiers_are_those_reported() {
+    fn tiers_are_as_reported() {
         let by_tier = [("device".to_owned(), 32)];
         let scheduled = Scheduled { cached_tokens: Some(32), cached_tokens_by_tier: by_tier.clone().into() };
-        assert_eq!(cached(Some(&scheduled), None, 100).by_tier, BTreeMap::from(by_tier));
+        assert_eq!(cached(Some(&scheduled), &placement(0, None, 16), 100).by_tier, BTreeMap::from(by_tier));
     }
 
     #[test]
-    fn the_shape_is_whole_and_sums_saturate() {
+    fn usage_has_all_fields_and_sums_saturate() {
         let prompt = |prompt_tokens, completion_tokens, cached_tokens| PromptUsage {
             prompt_tokens,
             completion_tokens,

@@ -1,4 +1,4 @@
-//! The tokeniser against llama.cpp's, string by string. Needs the real model: `TANDEM_MODEL=….gguf`.
+//! Compares the tokenizer with llama.cpp's on stored texts. Needs the real model: `TANDEM_MODEL=….gguf`.
 
 use serde::Deserialize;
 use tandem_frontend::{ServedModel, Special};
@@ -16,9 +16,9 @@ const GOLDENS_MIN: usize = 250;
 
 #[test]
 #[expect(clippy::print_stderr, reason = "a skip is loud")]
-fn every_golden_text_has_llama_cpps_ids_and_comes_back() {
+fn golden_texts_have_llama_cpps_ids_and_decode_to_themselves() {
     let Some(path) = std::env::var_os("TANDEM_MODEL") else {
-        eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to compare the tokeniser with llama.cpp's");
+        eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to compare the tokenizer with llama.cpp's");
         return;
     };
     let file = Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");

@@ -6,6 +6,7 @@
 mod cache;
 mod event;
 mod hash;
+mod id;
 mod memory;
 mod report;
 mod ticket;
@@ -13,6 +14,7 @@ mod ticket;
 pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
+pub use id::{InstanceId, RequestId, WorkerId};
 pub use memory::{
     BlockAccess, BlockWrite, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, ReadyBlock,
 };

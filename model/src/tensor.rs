@@ -2,7 +2,7 @@
 
 /// A number format of tensors, with GGUF's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, non_camel_case_types)]
+#[expect(missing_docs, non_camel_case_types, reason = "the names are GGUF's and document themselves")]
 pub enum TensorType {
     F32,
     F16,

@@ -1,29 +1,29 @@
-//! What can be wrong with a message that decodes.
+//! Errors of messages that decode but break the protocol.
 
-/// A message breaks the protocol: its sender is faulty or of another version. The connection is to be given up.
+/// A message that breaks the protocol. Its sender is faulty or of another version, so the receiver must close the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// A field that must be set is not.
+    /// A required field is not set.
     #[error("the field `{field}` is missing")]
     Missing {
-        /// As in the .proto file.
+        /// The field's name in the .proto file.
         field: &'static str,
     },
-    /// A chain or a removal names no block.
-    #[error("a change of the cache names no block")]
+    /// A stored chain or a removal names no block.
+    #[error("a KV event names no block")]
     NoBlocks,
     /// The ids of a batch's events have gaps, or do not end with `last_event_id`.
-    #[error("the event after {after} has the id {found}")]
+    #[error("KV event id {found} follows {after}")]
     EventIds {
         /// The id before it.
         after: u64,
-        /// The id it has, or the batch says to be the last.
+        /// The id that was found, or that the batch declares to be its last.
         found: u64,
     },
-    /// A chunk belongs to another snapshot than the chunks before it.
+    /// A chunk belongs to another snapshot than the previous chunks.
     #[error("the chunks of two snapshots are mixed")]
     MixedSnapshots,
-    /// A snapshot is longer than the receiver can take.
+    /// A snapshot has more blocks than the receiver accepts.
     #[error("the snapshot has more than {max} blocks")]
     SnapshotTooLong {
         /// The receiver's bound.

@@ -1,4 +1,4 @@
-//! KV events and the batches they travel in.
+//! Conversions of KV events and of the batches that carry them.
 
 use crate::{WireError, v1};
 use prost::Message;
@@ -44,7 +44,7 @@ impl TryFrom<v1::KvEvent> for KvEvent {
     }
 }
 
-/// A batch on the wire, with those of its events whose ids are above `above`.
+/// Returns the wire form of a batch, with only those events whose ids are above `above`.
 pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEventBatch {
     v1::KvEventBatch {
         instance_id: instance_id.to_owned(),
@@ -55,50 +55,49 @@ pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEven
     }
 }
 
-/// The batch in parts of at most so many bytes, each a batch by itself. An event that alone is longer becomes a batch without
-/// events: who gets it misses the event by its number.
+/// Splits a batch into batches of at most `bytes_max` encoded bytes. An event that is longer by itself becomes a batch without events,
+/// whose `last_event_id` shows the receiver that an event is missing.
 pub fn split_batch(batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvEventBatch> {
     if batch.encoded_len() <= bytes_max {
         return vec![batch];
     }
     let v1::KvEventBatch { instance_id, last_event_id, events, load, sent_unix_us } = batch;
-    let part = |last_event_id| v1::KvEventBatch {
+    let without_events = |last_event_id| v1::KvEventBatch {
         instance_id: instance_id.clone(),
         last_event_id,
         load: load.clone(),
         sent_unix_us,
         events: Vec::new(),
     };
-    // With the longest number, and what a list's item and length may take besides.
-    let empty = part(u64::MAX).encoded_len();
-    let (mut parts, mut room) = (Vec::<v1::KvEventBatch>::new(), 0);
+    // The size with the longest event id.
+    let empty = without_events(u64::MAX).encoded_len();
+    let (mut batches, mut capacity) = (Vec::<v1::KvEventBatch>::new(), 0);
     for event in events {
         let (event_id, bytes) = (event.event_id, event.encoded_len() + ITEM_BYTES_MAX);
         let fits = empty + bytes <= bytes_max;
-        if parts.is_empty() || !fits || bytes > room {
-            parts.push(part(event_id));
-            room = bytes_max.saturating_sub(empty);
+        if batches.is_empty() || !fits || bytes > capacity {
+            batches.push(without_events(event_id));
+            capacity = bytes_max.saturating_sub(empty);
         }
-        let last = parts.last_mut().expect("there is one now");
+        let last = batches.last_mut().expect("a batch was pushed");
         last.last_event_id = event_id;
         if fits {
             last.events.push(event);
-            room -= bytes;
+            capacity -= bytes;
         } else {
-            room = 0;
+            capacity = 0;
         }
     }
-    if parts.is_empty() {
-        parts.push(part(last_event_id));
+    if batches.is_empty() {
+        batches.push(without_events(last_event_id));
     }
-    parts
+    batches
 }
 
-/// A tag and a length before an item of a list.
+/// Bytes of the tag and the length that precede an item of a list, at most.
 const ITEM_BYTES_MAX: usize = 6;
 
-/// Checks that the batch's own ids have no gap; whether one lies before its first is the receiver's to see.
-/// `step` is not on the wire.
+/// Checks that the event ids of the batch have no gap. The receiver checks for a gap before the first one. `step` is not on the wire.
 impl TryFrom<v1::KvEventBatch> for KvBatch {
     type Error = WireError;
 
@@ -164,12 +163,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_batch_comes_back_as_it_went(batch in batch()) {
+        fn batch_round_trips(batch in batch()) {
             prop_assert_eq!(KvBatch::try_from(event_batch("i", &batch, 0)), Ok(batch));
         }
 
         #[test]
-        fn events_up_to_the_snapshots_are_left_out_and_no_others(batch in batch(), into in 0..12_u64) {
+        fn event_batch_omits_events_up_to_the_snapshot_only(batch in batch(), into in 0..12_u64) {
             let above = (batch.last_event_id - batch.events.len() as u64) + into;
             let wire = event_batch("i", &batch, above);
             prop_assert_eq!(wire.events.len() as u64, (batch.events.len() as u64).saturating_sub(into));
@@ -180,30 +179,30 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_of_a_batch_are_short_and_together_the_batch(batch in batch(), bytes_max in 40..900_usize) {
+        fn split_batches_are_bounded_and_together_complete(batch in batch(), bytes_max in 40..900_usize) {
             let wire = v1::KvEventBatch { load: None, ..event_batch("i", &batch, 0) };
-            let parts = split_batch(wire.clone(), bytes_max);
+            let batches = split_batch(wire.clone(), bytes_max);
             let mut wanted = wire.events.iter();
-            for part in &parts {
-                prop_assert!(part.encoded_len() <= bytes_max, "{} bytes, {bytes_max} are allowed", part.encoded_len());
-                // An event that is too long is told by its number.
-                if part.events.is_empty() && let Some(missed) = wanted.next() {
-                    prop_assert_eq!(missed.event_id, part.last_event_id);
+            for batch in &batches {
+                prop_assert!(batch.encoded_len() <= bytes_max, "{} bytes, {bytes_max} are allowed", batch.encoded_len());
+                // An event that is too long is represented by its id only.
+                if batch.events.is_empty() && let Some(missed) = wanted.next() {
+                    prop_assert_eq!(missed.event_id, batch.last_event_id);
                     prop_assert!(missed.encoded_len() + 40 > bytes_max);
                 }
-                for event in &part.events {
+                for event in &batch.events {
                     prop_assert_eq!(Some(event), wanted.next());
                 }
-                let whole = v1::KvEventBatch { load: Some(v1::Load::default()), ..part.clone() };
+                let whole = v1::KvEventBatch { load: Some(v1::Load::default()), ..batch.clone() };
                 prop_assert!(KvBatch::try_from(whole).is_ok());
             }
             prop_assert_eq!(wanted.next(), None);
-            prop_assert_eq!(parts.last().map(|part| part.last_event_id), Some(wire.last_event_id));
+            prop_assert_eq!(batches.last().map(|batch| batch.last_event_id), Some(wire.last_event_id));
         }
     }
 
     #[test]
-    fn what_breaks_the_protocol_is_refused() {
+    fn malformed_batches_are_refused() {
         let cleared = |event_id| v1::KvEvent { event_id, change: Some(v1::kv_event::Change::Cleared(v1::Cleared {})) };
         let batch = |last_event_id, events: &[v1::KvEvent]| v1::KvEventBatch {
             instance_id: "i".to_owned(),

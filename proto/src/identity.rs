@@ -1,20 +1,20 @@
-//! What must be equal in all processes of a cluster, and the first thing that is not.
+//! Compares the identities of processes, and names the first difference.
 
 use crate::v1::{Identity, WorkerInfo};
 
-/// Two processes do not belong together.
+/// A difference between the identities of a process and of its cluster.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its {field} is {found}, the cluster's is {expected}; {}", self.remedy())]
 pub struct Difference {
-    /// Such as `block size`.
+    /// The differing field, such as `block size`.
     pub field: &'static str,
-    /// The process's.
+    /// The value of the process.
     pub found: String,
-    /// The cluster's.
+    /// The value of the cluster.
     pub expected: String,
 }
 
-/// The field in which processes with different cluster keys differ.
+/// The name of the field in which processes with different cluster keys differ.
 const CLUSTER_KEY: &str = "cluster key";
 
 impl Difference {
@@ -24,8 +24,11 @@ impl Difference {
 }
 
 impl Identity {
-    /// Checks whether a process of this identity belongs to a cluster of the other one. Fields that are empty on either side are not
-    /// compared, except the cluster key: a process with a key and one without do not fit.
+    /// Checks whether a process of this identity belongs to a cluster of identity `cluster`. Fields that are empty on either side are not
+    /// compared, except the cluster key: a process with a key and one without differ.
+    ///
+    /// # Errors
+    /// The first difference.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -54,7 +57,7 @@ impl Identity {
         Err(Difference { field: "version", found: found.clone(), expected: expected.clone() })
     }
 
-    /// This identity, with what it does not know taken from the other. A process always knows whether it has a cluster key.
+    /// Returns this identity with its empty fields filled from `other`, except the cluster key: a process always knows whether it has one.
     pub fn or(self, other: &Self) -> Self {
         let text = |ours: String, theirs: &String| if ours.is_empty() { theirs.clone() } else { ours };
         Self {
@@ -81,9 +84,9 @@ impl From<&WorkerInfo> for Identity {
     }
 }
 
-/// Revisions are compared completely, but messages show only the first digits.
+/// Shortens a revision for messages: they show the first digits only, but the whole revision is compared.
 fn shown(text: &str) -> String {
-    /// Hex digits of a SHA-256, and those that are shown.
+    /// The hex digits of a SHA-256, and how many of them are shown.
     const HASH_DIGITS: usize = 64;
     const SHOWN_DIGITS: usize = 16;
     match text.get(..HASH_DIGITS) {
@@ -94,7 +97,8 @@ fn shown(text: &str) -> String {
     }
 }
 
-/// `0.3` of `0.3.7`, `2` of `2.5.1`: what is added later within it, older ones may ignore.
+/// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Within one generation, older processes may
+/// ignore what newer ones have added.
 fn generation(version: &str) -> &str {
     let mut end = 0;
     for number in version.split('.') {
@@ -122,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn each_difference_is_named() {
+    fn fits_names_the_differing_field() {
         for (other, field) in [
             (Identity { cluster: "d".into(), ..identity() }, "cluster"),
             (Identity { model: "n".into(), ..identity() }, "model"),
@@ -137,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn revisions_are_compared_whole_and_shown_short() {
+    fn revisions_are_compared_whole_and_shown_shortened() {
         let revision = |text: String| Identity { revision: text, ..identity() };
         let hash = "0123456789abcdef".repeat(4);
         let other = format!("{}0", &hash[..63]);
@@ -147,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_compared_and_can_be_learned() {
+    fn empty_fields_are_not_compared_and_can_be_filled() {
         let nothing = Identity::default();
         assert_eq!(
             (nothing.fits(&identity()), identity().fits(&nothing), identity().fits(&identity())),
@@ -159,20 +163,20 @@ mod tests {
     }
 
     #[test]
-    fn processes_without_the_clusters_key_are_refused_and_told_what_to_do() {
+    fn key_mismatch_is_refused_with_a_remedy() {
         let keyed = |fingerprint: &str| Identity { key_fingerprint: fingerprint.to_owned(), ..identity() };
         assert_eq!(keyed("aa").fits(&keyed("aa")), Ok(()));
-        for (found, expected, told) in
+        for (found, expected, text) in
             [("", "aa", "is absent"), ("aa", "", "the cluster's is absent"), ("bb", "aa", "fingerprint bb")]
         {
             let difference = keyed(found).fits(&keyed(expected)).expect_err("the keys differ").to_string();
-            assert!(difference.contains(told) && difference.contains("--cluster-key-file"), "{difference}");
+            assert!(difference.contains(text) && difference.contains("--cluster-key-file"), "{difference}");
         }
-        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "a key is not learned from others");
+        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key is not filled");
     }
 
     #[test]
-    fn versions_of_one_generation_fit() {
+    fn versions_of_one_generation_are_compatible() {
         for (one, other, fit) in [
             ("0.3.7", "0.3.0", true),
             ("0.3.7", "0.4.7", false),

@@ -1,8 +1,8 @@
-//! The cluster key: one secret that all processes of a cluster are given, and the subkeys that are derived from it.
+//! The cluster key: one secret that all processes of a cluster share, and the subkeys that are derived from it.
 //!
-//! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so a value that one use reveals is of no help
-//! against another. A cluster without a key works, too: hashes are made under [`HashKey::NONE`], calls bring no bearer, nothing is signed and
-//! every signature is accepted.
+//! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so a value that one use reveals does not help to
+//! attack another. Without a key, hashes are made under [`HashKey::NONE`], calls carry no bearer token, nothing is signed and every signature
+//! is accepted. `docs/adr/019-cluster-key.md` has the reasons.
 
 use ring::{
     hmac,
@@ -12,28 +12,28 @@ use std::{fmt, fmt::Write, sync::Arc};
 use tandem_kv::HashKey;
 use tonic::metadata::{Ascii, MetadataValue};
 
-/// The shortest secret: as many bytes as HMAC-SHA256 has in its result. A shorter one could be guessed from what is seen of it.
+/// The shortest secret, in bytes: the output length of HMAC-SHA256. A shorter secret could be guessed from derived values.
 pub const SECRET_BYTES_MIN: usize = 32;
 
-/// The length of a signature.
+/// The length of a signature in bytes.
 pub const SIGNATURE_BYTES: usize = 32;
 
 /// The secret has fewer than [`SECRET_BYTES_MIN`] bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the cluster key has {bytes} bytes, but needs at least {SECRET_BYTES_MIN}; make one with: openssl rand -hex 32")]
 pub struct TooShort {
-    /// The length of the secret.
+    /// The length of the secret in bytes.
     pub bytes: usize,
 }
 
 /// What a signature is for. A signature made for one purpose is not valid for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// A batch of KV events that travels through a message broker.
+    /// A batch of KV events that is published over a message broker.
     Events,
     /// A worker's address, to which other workers connect.
     Address,
-    /// A process's registration in a directory that others may write to.
+    /// A process's registration in a directory to which others may write.
     Registration,
 }
 
@@ -46,7 +46,7 @@ struct Subkeys {
     fingerprint: String,
     /// `Bearer` and 64 hex digits.
     bearer: MetadataValue<Ascii>,
-    /// Of `bearer`, under `comparing`: comparing tags takes the same time whatever is presented.
+    /// The tag of `bearer` under `comparing`: the comparison of tags takes the same time for every presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
     events: hmac::Key,
@@ -55,7 +55,7 @@ struct Subkeys {
 }
 
 impl ClusterKey {
-    /// From the bytes of a secret: text or not, of any length from [`SECRET_BYTES_MIN`] on.
+    /// Derives a key from the bytes of a secret, which has at least [`SECRET_BYTES_MIN`] bytes of any kind.
     ///
     /// # Errors
     /// The secret is too short.
@@ -91,40 +91,40 @@ impl ClusterKey {
         Self::new(&secret).expect("it is long enough")
     }
 
-    /// Whether there is one.
+    /// Returns whether the cluster has a key.
     pub fn is_set(&self) -> bool {
         self.0.is_some()
     }
 
-    /// The key of sequence hashes.
+    /// Returns the key of sequence hashes.
     pub fn hash_key(&self) -> HashKey {
         self.0.as_ref().map_or(HashKey::NONE, |keys| keys.hash)
     }
 
-    /// Equal for processes with the same key; it tells nothing else about the key. Empty: there is none.
+    /// Returns a text that is equal for processes with the same key, and reveals nothing else about the key. Empty: the cluster has no key.
     pub fn fingerprint(&self) -> &str {
         self.0.as_ref().map_or("", |keys| &keys.fingerprint)
     }
 
-    /// The value of a call's `authorization` metadata.
+    /// Returns the value of a call's `authorization` metadata.
     pub(crate) fn bearer(&self) -> Option<&MetadataValue<Ascii>> {
         self.0.as_ref().map(|keys| &keys.bearer)
     }
 
-    /// Whether this value of `authorization` comes from a process with the key.
+    /// Returns whether this value of `authorization` comes from a process with the key.
     pub(crate) fn admits(&self, presented: Option<&MetadataValue<Ascii>>) -> bool {
         let Some(keys) = &self.0 else { return true };
         let presented = presented.map_or(&b""[..], MetadataValue::as_bytes);
         hmac::verify(&keys.comparing, presented, keys.bearer_tag.as_ref()).is_ok()
     }
 
-    /// Signs parts, in their order and with their lengths: [`SIGNATURE_BYTES`]; empty without a key.
+    /// Signs parts, in their order and with their lengths. The signature has [`SIGNATURE_BYTES`] bytes; it is empty without a key.
     pub fn sign(&self, purpose: Purpose, parts: &[&[u8]]) -> Vec<u8> {
         let Some(keys) = &self.0 else { return Vec::new() };
         hmac::sign(keys.of(purpose), &joined(parts)).as_ref().to_vec()
     }
 
-    /// Whether a process with this key has signed these parts for this purpose. Without a key, anything is accepted.
+    /// Returns whether a process with this key has signed these parts for this purpose. Without a key, every signature is accepted.
     pub fn verifies(&self, purpose: Purpose, parts: &[&[u8]], signature: &[u8]) -> bool {
         let Some(keys) = &self.0 else { return true };
         hmac::verify(keys.of(purpose), &joined(parts), signature).is_ok()
@@ -156,7 +156,7 @@ impl fmt::Debug for ClusterKey {
     }
 }
 
-/// With the length of each, so that no two different lists of parts give equal bytes.
+/// Joins parts, each after its length, so that no two different lists of parts give equal bytes.
 fn joined(parts: &[&[u8]]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(parts.iter().map(|part| 8 + part.len()).sum());
     for part in parts {
@@ -186,10 +186,10 @@ mod tests {
         key(b"0123456789abcdef0123456789abcdef")
     }
 
-    /// Computed with Python's `hmac` and `hashlib`: HMAC-SHA256(secret, "tandem/1/…"). If this fails, processes of two versions
-    /// no longer understand each other.
+    /// The values were computed with Python's `hmac` and `hashlib`: HMAC-SHA256(secret, "tandem/1/…"). If this test fails, processes of two
+    /// versions can no longer authenticate each other.
     #[test]
-    fn derived_keys_do_not_drift() {
+    fn derived_keys_are_stable() {
         assert_eq!(one().fingerprint(), "658b4719de0e0b76");
         assert_eq!(
             one().bearer().expect("there is a key").as_bytes(),
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_secret_is_refused() {
+    fn short_secret_is_refused() {
         assert_eq!(ClusterKey::new(&[7; 31]).err(), Some(TooShort { bytes: 31 }));
         assert!(ClusterKey::new(&[7; 32]).is_ok() && ClusterKey::new(&[7; 1_000]).is_ok());
     }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signature_holds_for_its_key_its_purpose_and_its_parts_alone() {
+    fn signature_is_valid_only_for_its_key_purpose_and_parts() {
         let (ours, other, none) = (one(), ClusterKey::random(), ClusterKey::default());
         let signature = ours.sign(Purpose::Events, &[b"cluster", b"instance"]);
         assert!(ours.verifies(Purpose::Events, &[b"cluster", b"instance"], &signature));
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_never_printed_and_every_use_has_its_own() {
+    fn key_is_never_printed_and_every_use_has_its_own_subkey() {
         let keys = one();
         assert_eq!(format!("{keys:?} {:?}", ClusterKey::default()), "ClusterKey(…) ClusterKey(none)");
         assert!(!format!("{:?}", keys.bearer()).contains("Bearer"));

@@ -1,4 +1,4 @@
-//! The wire between Tandem's processes: its messages, their checked conversions to `kv`'s types, and how connections are made.
+//! The wire protocol between Tandem's processes: messages, checked conversions to the types of `kv`, and connections.
 
 pub mod channel;
 mod error;
@@ -19,14 +19,21 @@ pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, SIGNATURE_BYTES, TooShort};
 pub use load::transfer_bytes_per_second;
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
-/// Bytes of an id, a name, an account or a trace's context in a message, at most: frontends send less than a tenth of it.
+/// The largest number of bytes of an id, a name, an account or a trace context in a message: frontends send less than a tenth of it.
 pub const TEXT_BYTES_MAX: usize = 1_024;
 
-/// Bytes of a cache namespace in a message, at most: names of a model, a revision and an adapter, and a salt.
+/// The largest number of bytes of a cache namespace in a message: the names of a model, a revision and an adapter, and a salt.
 pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 
 /// The messages and services of package `tandem.v1`.
-#[allow(missing_docs, rustdoc::all, clippy::all)]
+#[allow(
+    missing_docs,
+    rustdoc::all,
+    clippy::all,
+    clippy::missing_errors_doc,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code"
+)]
 pub mod v1 {
     tonic::include_proto!("tandem.v1");
 }

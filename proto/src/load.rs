@@ -1,19 +1,19 @@
-//! Loads: kv's numbers on the wire.
+//! Conversions of loads, and plausibility checks of the rates in them.
 
 use crate::v1;
 use std::ops::RangeInclusive;
 use tandem_kv::Load;
 
-/// Prompt tokens in a second: from a device that takes ten seconds for one to a thousand times the fastest.
+/// Plausible prompt tokens per second: from a device that takes ten seconds for one token to a thousand times the fastest device.
 const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 
-/// Milliseconds of a step: from a picosecond, as simulated devices have it, to ten minutes, which no engine is allowed to take.
+/// Plausible milliseconds of a step: from a picosecond, as in simulations, to ten minutes, longer than any engine is allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
-/// Bytes in a second: from a link that nothing could be served over to a thousand times the fastest.
+/// Plausible transfer rates in bytes per second: from one that is useless for serving to a thousand times the fastest network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
-/// `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` are not the cache's to know: they stay empty, for the sender to fill in.
+/// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because `kv` does not know them; the sender sets them.
 impl From<&Load> for v1::Load {
     fn from(load: &Load) -> Self {
         Self {
@@ -35,7 +35,7 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// A rate that no device has counts as not measured: 0. `preemptions` is not on the wire: 0.
+/// An implausible rate becomes 0, which means that it was not measured. `preemptions` is not on the wire and becomes 0.
 impl From<&v1::Load> for Load {
     fn from(load: &v1::Load) -> Self {
         Self {
@@ -54,12 +54,13 @@ impl From<&v1::Load> for Load {
     }
 }
 
-/// The load's transfer rate; 0 if it is not measured, or no link's.
+/// Returns the load's transfer rate in bytes per second; 0 if it was not measured or is implausible.
 pub fn transfer_bytes_per_second(load: &v1::Load) -> f64 {
     measured(load.transfer_bytes_per_second, TRANSFER_BYTES_PER_SECOND)
 }
 
-/// A receiver divides by rates and compares what comes of it: NaN, infinite, negative, subnormal and absurd values are left out here.
+/// Returns the value if it is plausible, else 0. Receivers divide by rates and compare the results, so NaN, infinite, negative, subnormal
+/// and implausible values must not reach them.
 fn measured(value: f64, plausible: RangeInclusive<f64>) -> f64 {
     if plausible.contains(&value) { value } else { 0.0 }
 }
@@ -71,7 +72,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_load_comes_back_as_it_went(
+        fn load_round_trips(
             (running_sequences, waiting_requests, pending_prefill_tokens) in any::<(u32, u32, u64)>(),
             (free_blocks, cached_blocks, in_use_blocks) in any::<(u32, u32, u32)>(),
             prefill_measurements in any::<u64>(),
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_that_no_device_has_count_as_not_measured() {
+    fn implausible_rates_count_as_not_measured() {
         for bad in [f64::NAN, -f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1.0, 1e-320, f64::MIN_POSITIVE, 1e300, 0.0, -0.0] {
             let load = v1::Load {
                 prefill_tokens_per_second: bad,

@@ -1,9 +1,9 @@
-//! Why an attempt failed, in a word.
+//! Labels of failure reasons.
 
 use crate::v1::FailureReason;
 
 impl FailureReason {
-    /// As a metric's label, in traces and for people.
+    /// Returns the reason as a metric label, which traces and messages use as well.
     pub fn label(self) -> &'static str {
         match self {
             Self::Unspecified => "unreachable",

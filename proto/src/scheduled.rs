@@ -1,13 +1,13 @@
-//! What a worker reports of a prompt it prefills.
+//! Constructors of a worker's reports about a prompt that it prefills.
 
 use crate::v1;
 use std::time::Duration;
 
-/// The memory KV is found in; the only tier there is.
+/// The only tier: the device's memory.
 const DEVICE: &str = "device";
 
 impl v1::Scheduled {
-    /// Tokens found in the device's prefix cache. `None` reports nothing, which is not 0.
+    /// Reports the tokens that were found in the device's prefix cache. `None` reports nothing, which differs from 0.
     pub fn on_device(cached_tokens: Option<u32>) -> Self {
         let by_tier = cached_tokens.map(|tokens| (DEVICE.to_owned(), tokens));
         Self { cached_tokens, cached_tokens_by_tier: by_tier.into_iter().collect() }
@@ -15,7 +15,7 @@ impl v1::Scheduled {
 }
 
 impl v1::PrefillChunk {
-    /// A step that began so long after Scheduled.
+    /// Reports `tokens` tokens that were computed in a step. `begun`: from Scheduled to the beginning of the step; `took`: its duration.
     pub fn new(begun: Duration, took: Duration, tokens: u32) -> Self {
         let ms = |time: Duration| time.as_secs_f32() * 1e3;
         Self { start_ms: ms(begun), duration_ms: ms(took), tokens }
@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_adds_up_and_no_report_is_not_zero() {
+    fn tiers_add_up_and_no_report_differs_from_zero() {
         for tokens in [0, 48] {
             let reported = v1::Scheduled::on_device(Some(tokens));
             assert_eq!((reported.cached_tokens, reported.cached_tokens_by_tier[DEVICE]), (Some(tokens), tokens));

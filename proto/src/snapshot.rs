@@ -1,13 +1,13 @@
-//! Snapshots, cut into messages of bounded size and put together again.
+//! Splits snapshots into messages of bounded size, and assembles them again.
 
 use crate::{WireError, event::numbers, v1};
 use tandem_kv::{Snapshot, StoredChain};
 
-/// Hashes in one chunk: 64 KiB of them, far below every message limit, and soon enough written for a heartbeat to pass.
+/// Hashes in one chunk: 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
 
-/// The messages of a snapshot, in order; the last one says so. A chain that is too long for one message goes on in the next,
-/// under its last block so far.
+/// Returns the messages of a snapshot, in order; only the last one has `last` set. A chain that is too long for one message continues in
+/// the next one, with its last block so far as the parent.
 pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::SnapshotChunk> {
     let empty = || v1::SnapshotChunk {
         instance_id: instance_id.to_owned(),
@@ -15,26 +15,26 @@ pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::Snapsh
         stored: Vec::new(),
         last: false,
     };
-    let (mut chunks, mut room) = (vec![empty()], CHUNK_HASHES_MAX);
+    let (mut chunks, mut capacity) = (vec![empty()], CHUNK_HASHES_MAX);
     for chain in &snapshot.stored {
         let (mut parent, mut rest) = (chain.parent, chain.sequence_hashes.as_slice());
         while !rest.is_empty() {
-            if room == 0 {
+            if capacity == 0 {
                 chunks.push(empty());
-                room = CHUNK_HASHES_MAX;
+                capacity = CHUNK_HASHES_MAX;
             }
-            let (now, later) = rest.split_at(rest.len().min(room));
+            let (now, later) = rest.split_at(rest.len().min(capacity));
             let stored = v1::Stored { parent: parent.map(|parent| parent.0), sequence_hashes: numbers(now) };
             chunks.last_mut().expect("there is always one").stored.push(stored);
             (parent, rest) = (now.last().copied(), later);
-            room -= now.len();
+            capacity -= now.len();
         }
     }
     chunks.last_mut().expect("there is always one").last = true;
     chunks
 }
 
-/// Puts the chunks of one snapshot together.
+/// Assembles the chunks of one snapshot.
 #[derive(Debug)]
 pub struct SnapshotAssembly {
     so_far: Option<(String, Snapshot)>,
@@ -43,18 +43,21 @@ pub struct SnapshotAssembly {
 }
 
 impl SnapshotAssembly {
-    /// Takes snapshots of at most `hashes_max` blocks: what the worker said to have.
+    /// Creates an empty assembly that accepts at most `hashes_max` blocks: the worker's reported capacity.
     pub fn new(hashes_max: usize) -> Self {
         Self { so_far: None, hashes: 0, hashes_max }
     }
 
-    /// Forgets the chunks so far.
+    /// Discards the chunks received so far.
     pub fn clear(&mut self) {
         self.so_far = None;
         self.hashes = 0;
     }
 
-    /// Takes the next chunk; gives the snapshot when it was the last, and is empty again then.
+    /// Adds the next chunk. Returns the snapshot after the last chunk; the assembly is then empty again.
+    ///
+    /// # Errors
+    /// The chunk belongs to another snapshot, names no block where it must, or exceeds the accepted number of blocks.
     pub fn push(&mut self, chunk: v1::SnapshotChunk) -> Result<Option<Snapshot>, WireError> {
         let (instance_id, snapshot) = self
             .so_far
@@ -84,7 +87,7 @@ mod tests {
     use proptest::{collection::vec, prelude::*};
     use tandem_kv::SequenceHash;
 
-    /// Every block with the one before it: what a snapshot means, however its chains are cut.
+    /// Every block with its parent: the meaning of a snapshot, however its chains are split.
     fn blocks(snapshot: &Snapshot) -> Vec<(Option<SequenceHash>, SequenceHash)> {
         let mut blocks = Vec::new();
         for chain in &snapshot.stored {
@@ -119,7 +122,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn a_snapshot_comes_back_as_it_went_in_bounded_chunks(snapshot in snapshot()) {
+        fn snapshot_round_trips_in_bounded_chunks(snapshot in snapshot()) {
             let chunks = snapshot_chunks("i", &snapshot);
             let mut assembly = SnapshotAssembly::new(blocks(&snapshot).len());
             let count = chunks.len();
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn an_assembly_takes_one_snapshot_after_another_but_does_not_mix_them() {
+    fn assembly_accepts_consecutive_snapshots_but_refuses_mixed_ones() {
         let chunk = |instance_id: &str, at_event_id, last| v1::SnapshotChunk {
             instance_id: instance_id.to_owned(),
             at_event_id,
@@ -157,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_longer_than_the_cache_is_refused() {
+    fn snapshot_longer_than_the_capacity_is_refused() {
         let hashes = (0..4).map(SequenceHash).collect();
         let snapshot = Snapshot { at_event_id: 1, stored: vec![StoredChain { parent: None, sequence_hashes: hashes }] };
         let chunk = snapshot_chunks("i", &snapshot).remove(0);

@@ -1,4 +1,4 @@
-//! Messages that hold a ticket, printed without it.
+//! `Debug` for messages that hold a ticket; it prints them without the ticket.
 
 use crate::v1::{NcclControlRequest, PushRequest, Ticket};
 use std::fmt::{Debug, Formatter, Result};
@@ -7,18 +7,18 @@ impl Debug for Ticket {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
         let Self { ticket: _, address, missing_blocks, path: _, communicator: _, address_signature: _, wants_ipc_handle: _ } =
             self;
-        let mut told = formatter.debug_struct("Ticket");
-        told.field("address", address).field("missing_blocks", &missing_blocks.len()).field("path", &self.path());
-        told.finish_non_exhaustive()
+        let mut output = formatter.debug_struct("Ticket");
+        output.field("address", address).field("missing_blocks", &missing_blocks.len()).field("path", &self.path());
+        output.finish_non_exhaustive()
     }
 }
 
 impl Debug for PushRequest {
     fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
         let Self { ticket: _, block_index, payload, ready_blocks } = self;
-        let mut told = formatter.debug_struct("PushRequest");
-        told.field("block_index", block_index).field("payload_bytes", &payload.len()).field("ready_blocks", ready_blocks);
-        told.finish_non_exhaustive()
+        let mut output = formatter.debug_struct("PushRequest");
+        output.field("block_index", block_index).field("payload_bytes", &payload.len()).field("ready_blocks", ready_blocks);
+        output.finish_non_exhaustive()
     }
 }
 
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_printed_without_their_ticket() {
+    fn tickets_are_never_printed() {
         let secret = vec![0xab; 16];
         let ticket = Ticket { ticket: secret.clone(), communicator: secret.clone(), ..Ticket::default() };
         let push = PushRequest { ticket: secret.clone(), payload: secret.clone().into(), ..PushRequest::default() };

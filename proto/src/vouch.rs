@@ -1,4 +1,4 @@
-//! Signed addresses: workers and frontends connect to no others.
+//! Signed addresses. Workers and frontends connect to no other addresses.
 //!
 //! A request names workers by address, so without signatures its sender could make a worker connect to any address. The router signs each
 //! address in a placement, together with the instance that it found there. A decode worker signs its own address for the prefill worker
@@ -11,13 +11,13 @@ use crate::{
 };
 
 impl WorkerRef {
-    /// This reference, vouched for as a worker of this role.
+    /// Returns this reference with a signature for a worker of this role.
     pub fn vouched(mut self, role: Role, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Address, &self.signed_as(role));
         self
     }
 
-    /// Whether the cluster vouches for the address. Always, if the cluster has no key.
+    /// Returns whether a process with the cluster key has signed the address. Always true if the cluster has no key.
     pub fn is_vouched(&self, role: Role, key: &ClusterKey) -> bool {
         key.verifies(Purpose::Address, &self.signed_as(role), &self.signature)
     }
@@ -28,7 +28,7 @@ impl WorkerRef {
 }
 
 impl Placement {
-    /// This placement, with the addresses of its workers vouched for.
+    /// Returns this placement with signed addresses of its workers.
     pub fn vouched(mut self, key: &ClusterKey) -> Self {
         for (candidate, role) in [(&mut self.decode, Role::Decode), (&mut self.prefill, Role::Prefill)] {
             if let Some(candidate) = candidate {
@@ -40,13 +40,14 @@ impl Placement {
 }
 
 impl Ticket {
-    /// This ticket, with its address vouched for to one prefill worker's instance.
+    /// Returns this ticket with its address signed for one prefill worker's instance.
     pub fn vouched(mut self, prefill_instance_id: &str, key: &ClusterKey) -> Self {
         self.address_signature = key.sign(Purpose::Address, &self.signed_for(prefill_instance_id));
         self
     }
 
-    /// Whether the cluster vouches for the address to this prefill worker's instance. Always, if the cluster has no key.
+    /// Returns whether a process with the cluster key has signed the address for this prefill worker's instance. Always true if the cluster
+    /// has no key.
     pub fn is_vouched(&self, prefill_instance_id: &str, key: &ClusterKey) -> bool {
         key.verifies(Purpose::Address, &self.signed_for(prefill_instance_id), &self.address_signature)
     }
@@ -66,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signature_holds_for_one_role_instance_and_address() {
+    fn signature_is_valid_for_one_role_instance_and_address_only() {
         let (key, other) = (ClusterKey::random(), ClusterKey::random());
         let signed = worker().vouched(Role::Prefill, &key);
         assert!(signed.is_vouched(Role::Prefill, &key));
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn each_worker_of_a_placement_is_vouched_for_in_its_role() {
+    fn each_worker_of_a_placement_is_signed_in_its_role() {
         let key = ClusterKey::random();
         let candidate = || Some(Candidate { worker: Some(worker()), ..Default::default() });
         let placement = Placement { decode: candidate(), prefill: candidate(), ..Default::default() }.vouched(&key);
@@ -94,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tickets_address_holds_for_one_prefill_worker_and_is_no_workers() {
+    fn signed_ticket_address_is_valid_for_one_prefill_worker_only() {
         let key = ClusterKey::random();
         let ticket = Ticket { address: "a:1".to_owned(), ..Default::default() }.vouched("i", &key);
         assert!(ticket.is_vouched("i", &key) && !ticket.is_vouched("j", &key));

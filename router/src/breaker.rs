@@ -1,28 +1,28 @@
-//! When a worker that fails requests is left alone, and when it is tried again.
+//! A circuit breaker per worker: when a worker that fails requests receives no more of them, and when it is tried again.
 //!
-//! Faults in a row open the breaker: nobody is placed there for a pause. After it one request is let in as a probe; its first
-//! token closes the breaker, its fault opens it again for twice as long. What comes of requests placed before does not matter
-//! while it is open, except that a token shows that the worker works.
+//! Consecutive faults open the circuit: no request is placed on the worker for a pause. After it one request is admitted as a
+//! probe; its first token closes the circuit, its fault opens it again for twice as long. The faults of requests that were placed
+//! before do not count while the circuit is open; a first token of one of them closes it, as it shows that the worker serves.
 
-use crate::booked::BookingId;
+use crate::worker_bookings::BookingId;
 use std::time::Duration;
 use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
-/// In a row. As many as one request may have attempts: it alone cannot do without a worker.
+/// Consecutive faults that open the circuit. As many as one request may have attempts: one request alone can use them up.
 const FAULTS_MAX: u32 = 3;
 
-/// Soon enough for a worker that was only busy.
+/// The first pause: short enough for a worker that was only busy.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 
-/// A worker that is well again is found within it, and one that is not costs one attempt in it.
+/// The longest pause: a worker that has recovered is found within it, and one that has not costs one attempt in it.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// One worker's.
+/// The circuit breaker of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Breaker {
     faults: u32,
-    /// While it is open.
+    /// `None` while the circuit is closed.
     open: Option<Open>,
 }
 
@@ -33,8 +33,8 @@ struct Open {
     probe: Option<BookingId>,
 }
 
-/// Whether this may mean that a worker is broken. That it is full, leaving or another instance by now does not, nor that a
-/// request is nonsense.
+/// Whether a failure for this reason suggests that the worker is broken. A worker at capacity, draining or restarted is not, nor
+/// one that received an invalid request.
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
     match reason {
         FailureReason::Unspecified | FailureReason::PrefillLost | FailureReason::Timeout | FailureReason::EngineFailed => true,
@@ -47,25 +47,25 @@ pub(crate) fn is_fault(reason: FailureReason) -> bool {
 }
 
 impl Breaker {
-    /// Whether a request may be placed here.
+    /// Whether a request may be placed on the worker.
     pub(crate) fn admits(&self, now: Instant) -> bool {
         self.open.as_ref().is_none_or(|open| open.probe.is_none() && now >= open.until)
     }
 
-    /// A request was placed here.
-    pub(crate) fn placed(&mut self, booking: BookingId) {
+    /// Records that a request was placed on the worker. While the circuit is open, that request is the probe.
+    pub(crate) fn on_placed(&mut self, booking: BookingId) {
         if let Some(open) = &mut self.open {
             open.probe.get_or_insert(booking);
         }
     }
 
-    /// A request that was placed here has its first token.
-    pub(crate) fn worked(&mut self) {
+    /// Closes the circuit: a request that was placed on the worker has its first token.
+    pub(crate) fn on_success(&mut self) {
         *self = Self::default();
     }
 
-    /// A request failed because of this worker; true when nobody is placed here for a while now.
-    pub(crate) fn failed(&mut self, booking: BookingId, now: Instant) -> bool {
+    /// Records a request that failed because of the worker. Returns whether that has opened the circuit.
+    pub(crate) fn on_fault(&mut self, booking: BookingId, now: Instant) -> bool {
         self.faults = self.faults.saturating_add(1);
         let pause = match &self.open {
             None if self.faults < FAULTS_MAX => return false,
@@ -77,8 +77,8 @@ impl Breaker {
         true
     }
 
-    /// The request has ended: if it was the probe without having shown anything, another may be.
-    pub(crate) fn ended(&mut self, booking: BookingId) {
+    /// Records that the request has ended. A probe that ended without a token or a fault is followed by another one.
+    pub(crate) fn on_released(&mut self, booking: BookingId) {
         if let Some(open) = &mut self.open {
             open.probe.take_if(|probe| *probe == booking);
         }
@@ -90,36 +90,36 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn it_opens_after_faults_in_a_row_probes_and_backs_off() {
+    async fn circuit_opens_after_consecutive_faults_probes_and_backs_off() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         for _ in 0..2 {
-            assert!(!breaker.failed(BookingId(0), now) && !breaker.failed(BookingId(0), now) && breaker.admits(now));
-            breaker.worked();
+            assert!(!breaker.on_fault(BookingId(0), now) && !breaker.on_fault(BookingId(0), now) && breaker.admits(now));
+            breaker.on_success();
         }
-        assert!(!breaker.failed(BookingId(0), now) && !breaker.failed(BookingId(0), now));
-        assert!(breaker.failed(BookingId(0), now));
+        assert!(!breaker.on_fault(BookingId(0), now) && !breaker.on_fault(BookingId(0), now));
+        assert!(breaker.on_fault(BookingId(0), now));
         let (mut now, mut pause) = (now, PAUSE_MIN);
         for probe in 1..9 {
-            // Others that fail now were placed before.
-            assert!(!breaker.failed(BookingId(0), now));
+            // Faults of requests that were placed before the circuit opened do not count.
+            assert!(!breaker.on_fault(BookingId(0), now));
             assert!(!breaker.admits(now + pause - Duration::from_millis(1)));
             now += pause;
             assert!(breaker.admits(now));
-            breaker.placed(BookingId(probe));
+            breaker.on_placed(BookingId(probe));
             assert!(!breaker.admits(now + PAUSE_MAX), "one probe at a time");
-            breaker.ended(BookingId(0));
+            breaker.on_released(BookingId(0));
             assert!(!breaker.admits(now));
-            assert!(breaker.failed(BookingId(probe), now));
-            breaker.ended(BookingId(probe));
+            assert!(breaker.on_fault(BookingId(probe), now));
+            breaker.on_released(BookingId(probe));
             pause = (pause * 2).min(PAUSE_MAX);
         }
         now += PAUSE_MAX;
-        breaker.placed(BookingId(20));
-        breaker.ended(BookingId(20));
-        assert!(breaker.admits(now), "a probe whose client left has shown nothing");
-        breaker.placed(BookingId(21));
-        breaker.worked();
-        breaker.placed(BookingId(22));
-        assert!(breaker.admits(now) && !breaker.failed(BookingId(22), now));
+        breaker.on_placed(BookingId(20));
+        breaker.on_released(BookingId(20));
+        assert!(breaker.admits(now), "a probe that its client cancelled proves nothing");
+        breaker.on_placed(BookingId(21));
+        breaker.on_success();
+        breaker.on_placed(BookingId(22));
+        assert!(breaker.admits(now) && !breaker.on_fault(BookingId(22), now));
     }
 }

@@ -1,27 +1,24 @@
-//! Which worker holds which block: exact, and a search instead of a scan.
+//! The prefix index: which worker has cached which block. Exact, and searched by galloping instead of scanned.
 //!
 //! One flat table leads from a sequence hash to the set of workers that hold the block. A worker's cache is prefix-closed (a
-//! block is cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] gallops to the
-//! next block that some worker lacks and never looks at the blocks between.
+//! block is cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] finds the next
+//! block that some worker lacks by galloping (exponential, then binary) search and skips the blocks between.
 //!
-//! Invariants: every set in the table is non-empty; `held[w]` has the hashes of the sets that `w` is in, so that a worker is
-//! removed without scanning other workers' blocks; a stored chain whose parent the worker does not hold is refused, so a wrong event
-//! cannot break prefixes that are already in the index.
+//! Invariants: every set in the table is non-empty; `held[w]` has the hashes of the sets that contain `w`, so that a worker is
+//! removed without scanning other workers' blocks; a stored chain whose parent the worker does not hold is skipped, so a wrong
+//! event cannot break prefixes that are already in the index.
 
-use std::{
-    collections::{HashMap, HashSet, hash_map::Entry},
-    hash::{BuildHasher, Hasher},
-};
+use std::collections::{HashMap, HashSet, hash_map::Entry};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
-/// A worker's place in the index's sets. Small and dense: whoever hands them out uses those of forgotten workers again.
+/// A worker's bit position in the index's sets. Small and dense: the caller reuses the slots of removed workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerSlot(pub u32);
 
-/// Blocks that a change named and the index could not use. Never an abort: the rest of the change counts.
+/// Blocks of a change that the index could not apply. The rest of the change is applied all the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Skipped {
-    /// Removed, but not there.
+    /// Removed, but not in the index.
     pub absent_blocks: u64,
     /// Stored under a parent that the worker does not hold.
     pub orphaned_blocks: u64,
@@ -29,15 +26,16 @@ pub struct Skipped {
 
 /// Sequence hash → the workers that hold it.
 pub struct PrefixIndex {
-    holders: HashMap<SequenceHash, Holders, Keyed>,
+    holders: HashMap<SequenceHash, Holders, KeyedState>,
     /// Bit sets of `words` words each.
     sets: Vec<u64>,
     free_sets: Vec<u32>,
     words: usize,
-    held: Vec<HashSet<SequenceHash, Keyed>>,
+    /// By slot.
+    held: Vec<HashSet<SequenceHash, KeyedState>>,
 }
 
-/// Most blocks of most clusters are held once: these take no set.
+/// The workers that hold a block. Most blocks of most clusters are held by one worker and take no set.
 #[derive(Clone, Copy)]
 enum Holders {
     One(u32),
@@ -45,12 +43,13 @@ enum Holders {
 }
 
 impl PrefixIndex {
-    /// An empty index. The key decides the table's layout only; a random one keeps crafted prompts from slowing it down.
+    /// Returns an empty index. The key affects the table's layout only; a random one keeps crafted prompts from slowing it down.
     pub fn new(key: u64) -> Self {
-        Self { holders: HashMap::with_hasher(Keyed(key)), sets: Vec::new(), free_sets: Vec::new(), words: 1, held: Vec::new() }
+        let holders = HashMap::with_hasher(KeyedState::with_seed(key));
+        Self { holders, sets: Vec::new(), free_sets: Vec::new(), words: 1, held: Vec::new() }
     }
 
-    /// A worker's cache changed.
+    /// Applies a change of the worker's cache.
     pub fn apply(&mut self, worker: WorkerSlot, change: &Change) -> Skipped {
         let mut skipped = Skipped::default();
         match change {
@@ -63,7 +62,7 @@ impl PrefixIndex {
         skipped
     }
 
-    /// The worker holds what the snapshot says, and nothing else.
+    /// Replaces all that was known of the worker by the snapshot.
     pub fn replace(&mut self, worker: WorkerSlot, snapshot: &Snapshot) -> Skipped {
         self.forget(worker);
         let mut skipped = Skipped::default();
@@ -73,16 +72,16 @@ impl PrefixIndex {
         skipped
     }
 
-    /// The worker holds nothing any more. Takes time for each block that it held, however many others hold.
+    /// Removes all of the worker's blocks. Takes time proportional to their number, however many blocks other workers hold.
     pub fn forget(&mut self, worker: WorkerSlot) {
         let Some(held) = self.held.get_mut(worker.0 as usize) else { return };
-        let empty = HashSet::with_hasher(*self.holders.hasher());
+        let empty = HashSet::with_hasher(self.holders.hasher().clone());
         for hash in std::mem::replace(held, empty) {
-            self.take_out(worker, hash);
+            self.remove_holder(worker, hash);
         }
     }
 
-    /// For each worker (by its slot) how many leading blocks of the prompt it holds. Slots never seen are not in it.
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it holds. Slots never used are left out.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
         let mut leading = vec![0; self.held.len()];
         let Some(first) = hashes.first() else { return leading };
@@ -104,12 +103,12 @@ impl PrefixIndex {
         leading
     }
 
-    /// How many blocks the worker holds.
+    /// Returns how many blocks the worker holds.
     pub fn blocks(&self, worker: WorkerSlot) -> u64 {
         self.held.get(worker.0 as usize).map_or(0, |held| held.len() as u64)
     }
 
-    /// The longest prefix that all `active` workers hold, given that they hold `from` blocks.
+    /// Returns the length of the longest prefix that all `active` workers hold, given that they hold `from` blocks.
     fn common(&self, hashes: &[SequenceHash], from: usize, active: &[u64]) -> usize {
         let (mut held, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
         while lacking - held > 1 {
@@ -126,7 +125,7 @@ impl PrefixIndex {
     }
 
     fn store(&mut self, worker: WorkerSlot, chain: &StoredChain, skipped: &mut Skipped) {
-        self.make_room(worker);
+        self.grow_to(worker);
         let held = &self.held[worker.0 as usize];
         if !chain.parent.as_ref().is_none_or(|parent| held.contains(parent)) {
             skipped.orphaned_blocks += chain.sequence_hashes.len() as u64;
@@ -162,17 +161,17 @@ impl PrefixIndex {
         }
     }
 
-    /// Whether the block was there.
+    /// Returns whether the worker held the block.
     fn remove(&mut self, worker: WorkerSlot, hash: SequenceHash) -> bool {
         let held = self.held.get_mut(worker.0 as usize).is_some_and(|held| held.remove(&hash));
         if held {
-            self.take_out(worker, hash);
+            self.remove_holder(worker, hash);
         }
         held
     }
 
-    /// Of the set of a block's holders, which has the worker.
-    fn take_out(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
+    /// Removes the worker from the block's holders, which include it.
+    fn remove_holder(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
         let Entry::Occupied(mut entry) = self.holders.entry(hash) else { unreachable!("a held block has a set of holders") };
         match *entry.get() {
             Holders::One(_) => {
@@ -192,7 +191,7 @@ impl PrefixIndex {
         }
     }
 
-    /// One word of the set of holders.
+    /// Returns one word of the bit set of holders.
     fn word(&self, holders: Option<&Holders>, word: usize) -> u64 {
         match holders {
             None => 0,
@@ -203,9 +202,10 @@ impl PrefixIndex {
         }
     }
 
-    fn make_room(&mut self, WorkerSlot(worker): WorkerSlot) {
+    /// Makes sure that the sets have a bit for this worker.
+    fn grow_to(&mut self, WorkerSlot(worker): WorkerSlot) {
         if worker as usize >= self.held.len() {
-            self.held.resize(worker as usize + 1, HashSet::with_hasher(*self.holders.hasher()));
+            self.held.resize(worker as usize + 1, HashSet::with_hasher(self.holders.hasher().clone()));
         }
         let (word, _) = place(worker);
         if word >= self.words {
@@ -219,11 +219,12 @@ impl PrefixIndex {
     }
 }
 
-/// A worker's word in a set, and its bit in the word.
+/// Returns a worker's word in a set, and its bit in the word.
 fn place(worker: u32) -> (usize, u64) {
     (worker as usize / 64, 1 << (worker % 64))
 }
 
+/// Returns the positions of the bits that are set.
 fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let bit = (word != 0).then(|| word.trailing_zeros() as usize)?;
@@ -232,39 +233,8 @@ fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Sequence hashes are hashes already: one multiplication spreads them, and the key keeps others from choosing where they go.
-#[derive(Clone, Copy)]
-pub(crate) struct Keyed(pub(crate) u64);
-
-impl BuildHasher for Keyed {
-    type Hasher = Folded;
-
-    fn build_hasher(&self) -> Folded {
-        Folded(self.0)
-    }
-}
-
-pub(crate) struct Folded(u64);
-
-impl Hasher for Folded {
-    fn write_u64(&mut self, value: u64) {
-        let product = u128::from(value ^ self.0) * u128::from(0x9E37_79B9_7F4A_7C15_u64);
-        self.0 = (product ^ (product >> 64)) as u64;
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.write_u64(u64::from_le_bytes(word));
-        }
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
+/// Sequence hashes are hashes already, so a fast hash function is enough; its seed keeps clients from choosing the table's buckets.
+pub(crate) type KeyedState = foldhash::fast::FixedState;
 
 #[cfg(test)]
-#[path = "index_tests.rs"]
 mod tests;

@@ -1,29 +1,29 @@
-//! Where should this run? Hashes and loads in, placements out; never text or token ids.
+//! Chooses the workers of each request: sequence hashes and loads in, placements out; never text or token ids.
 //!
-//! [`run`] serves `Router` and follows the workers. Its two halves are pure: [`PrefixIndex`] knows which worker holds which
-//! block, `route::place` chooses.
+//! [`run`] serves the gRPC service `Router` and watches the workers. Two parts are pure: [`PrefixIndex`] knows which worker has
+//! cached which block, and `route::place` chooses.
 
-mod booked;
 mod breaker;
 mod cluster;
-mod exchange;
-mod feed;
 mod index;
 mod metrics;
-mod peers;
+mod peer_watch;
 mod rates;
+mod replication;
 mod route;
 mod service;
 mod settings;
+mod subscription;
 #[cfg(test)]
-mod simulation;
-mod watch;
+mod tests;
+mod worker_bookings;
+mod worker_watch;
 
 pub use index::{PrefixIndex, Skipped, WorkerSlot};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
 use cluster::Cluster;
-use peers::Peering;
+use peer_watch::PeerWatcher;
 use service::RouterService;
 use std::{
     collections::{BTreeMap, btree_map::Entry::Vacant},
@@ -36,17 +36,17 @@ use tandem_node::{
     discovery::{DiscoveryError, Members, Workers},
 };
 use tandem_proto::{
-    channel::{self, Listener},
+    channel::{self, Listener, Network},
     v1::router_server::RouterServer,
 };
 use tokio::task::JoinSet;
 use tonic::{service::Routes, transport::Endpoint};
-use watch::Watcher;
+use worker_watch::WorkerWatcher;
 
 /// Why a router cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
-    /// The list of workers cannot be used.
+    /// The list of workers or peers cannot be used.
     #[error(transparent)]
     Workers(#[from] DiscoveryError),
     /// The socket failed.
@@ -54,12 +54,15 @@ pub enum RouterError {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// Workers that were listed at the start and have not answered after this are not waited for: longer than it takes to find
-/// that a host is not there.
-const AWAIT_WORKERS: Duration = Duration::from_secs(5);
+/// How long a router that has just started waits for the workers that are listed: longer than it takes to find that a host is
+/// unreachable.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Routes until the shutdown: new streams are refused when it drains, and frontends are asked to take those that are open
-/// elsewhere; they may end until it stops. Dropping the future ends the following of workers; streams end with the shutdown.
+/// Routes until the shutdown. While it drains, new streams are refused, and frontends are asked to move the open ones to other
+/// routers; streams that stay open end when it stops. Dropping the future ends the watching of workers and peers.
+///
+/// # Errors
+/// If the lists of workers or peers are invalid, or the server fails.
 pub async fn run(
     listener: impl Into<Listener>,
     settings: RouterSettings,
@@ -71,43 +74,24 @@ pub async fn run(
     settings.identity.key_fingerprint = listener.network().key().fingerprint().to_owned();
     let cluster = Arc::new(Cluster::new(settings.clone(), metrics.clone()));
     let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
-    let alone = matches!(&settings.peers, Workers::List(list) if list.is_empty());
-    let (silence_max, bookings_max) = (settings.silence_max, settings.bookings_max);
-    let (cluster_of, network_of, broker) = (&cluster, listener.network().clone(), settings.broker.clone());
-    let workers = follow(
-        workers,
-        Followed {
-            who: "workers",
-            one: |address: String, endpoint| {
-                cluster_of.lock().await_worker(&address);
-                let (cluster, network, broker) = (cluster_of.clone(), network_of.clone(), broker.clone());
-                Watcher { cluster, network, address, endpoint, silence_max, broker }.run()
-            },
-            is_there: |address: &str| cluster_of.lock().has_member_at(address),
-            left: || cluster_of.left(),
-        },
-    );
-    let peers = follow(
-        peers,
-        Followed {
-            who: "routers",
-            one: |address: String, endpoint| {
-                let (cluster, network) = (cluster_of.clone(), network_of.clone());
-                Peering { cluster, network, address, endpoint, silence_max, bookings_max }.run()
-            },
-            is_there: |address: &str| cluster_of.lock().has_peer_at(address),
-            left: || cluster_of.peer_left(),
-        },
-    );
-    let patience = async {
-        tokio::time::sleep(AWAIT_WORKERS).await;
-        cluster.lock().await_nobody();
+    let has_peers = !matches!(&settings.peers, Workers::List(list) if list.is_empty());
+    let network = listener.network().clone();
+    let workers = watch_workers(workers, &cluster, &network, &settings);
+    let peers = watch_peers(peers, &cluster, &network, &settings);
+    let startup_timeout = async {
+        tokio::time::sleep(STARTUP_TIMEOUT).await;
+        cluster.lock().stop_expecting_workers();
         std::future::pending().await
     };
     // A booking is a held stream, and one frontend may hold them all.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
-    let key = listener.network().key().clone();
-    let service = RouterService { cluster: cluster.clone(), settings, key, alone, shutdown: shutdown.clone() };
+    let service = RouterService {
+        cluster: cluster.clone(),
+        settings: settings.clone(),
+        key: network.key().clone(),
+        has_peers,
+        shutdown: shutdown.clone(),
+    };
     let service = RouterServer::new(service).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
     let draining = shutdown.clone();
     let server = channel::server().max_concurrent_streams(streams_max);
@@ -116,50 +100,68 @@ pub async fn run(
     tokio::select! {
         biased;
         () = shutdown.stopped() => Ok(()),
-        // Before anybody is served, so that it is known who is waited for.
+        // Polled before the server, so that it is known which workers are expected when the first request arrives.
         never = workers => match never {},
         never = peers => match never {},
-        never = patience => never,
+        never = startup_timeout => never,
         served = serve => Ok(served?),
     }
 }
 
-/// Whom to follow.
-struct Followed<One, IsThere, Left> {
-    /// For people.
-    who: &'static str,
-    /// Follows one of them until it is dropped.
-    one: One,
-    /// Whether who is at this address has joined.
-    is_there: IsThere,
-    /// Resolves when somebody has left.
-    left: Left,
-}
-
-/// Follows everybody who is listed, for as long as they are. One that has joined also stays when it is listed no more, until it
-/// leaves, if the list only hints. Dropped, it leaves nothing behind.
-async fn follow<F, L>(
-    mut members: Members,
-    followed: Followed<impl Fn(String, Endpoint) -> F, impl Fn(&str) -> bool, impl Fn() -> L>,
-) -> Infallible
-where
-    F: Future<Output = ()> + Send + 'static,
-    L: Future<Output = ()>,
-{
-    let Followed { who, one, is_there, left } = followed;
-    let mut tasks: BTreeMap<String, JoinSet<()>> = BTreeMap::new();
+/// Watches every listed worker. One that has joined stays until it leaves even when it is not listed any more, if the list is
+/// only advisory. Cancel-safe: dropping the future ends all watching.
+async fn watch_workers(mut listed: Members, cluster: &Arc<Cluster>, network: &Network, settings: &RouterSettings) -> Infallible {
+    let mut watchers = Watchers::default();
     loop {
-        let (listed, hints) = (members.now(), members.are_hints());
-        tasks.retain(|address, _| listed.contains(address) || (hints && is_there(address)));
-        for address in listed {
-            let Vacant(place) = tasks.entry(address.clone()) else { continue };
-            let endpoint = channel::endpoint(address).expect("lists are checked when they are read");
-            place.insert(JoinSet::new()).spawn(one(address.clone(), endpoint));
-        }
+        let is_member = |address: &str| cluster.lock().members.is_member(address);
+        watchers.update(&listed, is_member, |address, endpoint| {
+            cluster.lock().expect_worker(&address);
+            let (cluster, network, broker) = (cluster.clone(), network.clone(), settings.broker.clone());
+            WorkerWatcher { cluster, network, address, endpoint, silence_max: settings.silence_max, broker }.run()
+        });
         tokio::select! {
             biased;
-            () = members.changed() => tracing::info!(listed = members.now().len(), "the list of {who} has changed"),
-            () = left(), if hints => {}
+            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of workers changed"),
+            () = cluster.member_left(), if listed.are_hints() => {}
+        }
+    }
+}
+
+/// Watches every listed peer router, by the same rules as [`watch_workers`].
+async fn watch_peers(mut listed: Members, cluster: &Arc<Cluster>, network: &Network, settings: &RouterSettings) -> Infallible {
+    let mut watchers = Watchers::default();
+    let &RouterSettings { silence_max, bookings_max, .. } = settings;
+    loop {
+        let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
+        watchers.update(&listed, is_connected, |address, endpoint| {
+            let (cluster, network) = (cluster.clone(), network.clone());
+            PeerWatcher { cluster, network, address, endpoint, silence_max, bookings_max }.run()
+        });
+        tokio::select! {
+            biased;
+            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of routers changed"),
+            () = cluster.peer_left(), if listed.are_hints() => {}
+        }
+    }
+}
+
+/// One task for each watched address. Dropping it aborts them.
+#[derive(Default)]
+struct Watchers(BTreeMap<String, JoinSet<()>>);
+
+impl Watchers {
+    /// Starts watching new addresses, and stops watching those that are not listed any more, unless the list is advisory and
+    /// the process is connected.
+    fn update<F>(&mut self, listed: &Members, is_connected: impl Fn(&str) -> bool, watch: impl Fn(String, Endpoint) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let (addresses, advisory) = (listed.now(), listed.are_hints());
+        self.0.retain(|address, _| addresses.contains(address) || (advisory && is_connected(address)));
+        for address in addresses {
+            let Vacant(entry) = self.0.entry(address.clone()) else { continue };
+            let endpoint = channel::endpoint(address).expect("lists are checked when they are read");
+            entry.insert(JoinSet::new()).spawn(watch(address.clone(), endpoint));
         }
     }
 }

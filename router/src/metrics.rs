@@ -1,60 +1,60 @@
-//! The router's families. Series of a worker carry its `worker_id`; they go when it leaves, and begin anew when it returns.
+//! The router's metrics. Series of a worker carry its `worker_id`; they are removed when it leaves and start at 0 when it returns.
 
 use metrics::{Counter, Gauge, Histogram};
 use tandem_kv::Change;
 use tandem_node::Metrics;
 
-/// Series of the router itself.
+/// Metrics of the router itself.
 pub(crate) struct RouterMetrics {
     registry: Metrics,
-    /// Requests placed and not yet closed.
+    /// Bookings of this router.
     pub(crate) bookings: Gauge,
-    /// Placed elsewhere, and booked here since.
+    /// Running requests that another router placed and that moved to this one.
     pub(crate) rebooked: Counter,
-    /// Bookings that other routers tell of.
+    /// Bookings of peer routers.
     pub(crate) peer_bookings: Gauge,
-    /// Routers that tell of theirs.
+    /// Connected peer routers.
     pub(crate) peers: Gauge,
-    /// The part of the listed workers whose caches the index knows.
+    /// The fraction of listed workers whose caches the index knows.
     pub(crate) index_complete: Gauge,
-    /// One placement, the wait for the state included.
+    /// Time of one placement.
     pub(crate) route_duration: Histogram,
-    /// How late events come.
+    /// From a worker's sending of events to their arrival.
     pub(crate) event_lag: Histogram,
-    /// Placements refused.
+    /// Placements refused, for whatever reason.
     pub(crate) refused: Counter,
-    /// Workers that are routed to.
+    /// Workers that are members.
     pub(crate) joined: Gauge,
-    /// Workers that must not join as they are.
-    pub(crate) refused_workers: Gauge,
-    /// Workers that are listed, but not there.
+    /// Listed workers that must not join as they are.
+    pub(crate) incompatible: Gauge,
+    /// Listed workers that cannot be reached.
     pub(crate) unreachable: Gauge,
-    /// Calls without the cluster's key.
+    /// Calls without the cluster key.
     pub(crate) unauthenticated: Counter,
 }
 
-/// Series of one worker. They are shown for as long as this value is kept.
+/// Metrics of one worker. They are exported while this value is kept.
 pub(crate) struct WorkerSeries {
-    _shown: Metrics,
+    _exported: Metrics,
     /// Placements in which it prefills for another.
     pub(crate) placed_prefill: Counter,
-    /// Placements in which it decodes what another prefills.
+    /// Placements in which it decodes and another worker prefills.
     pub(crate) placed_decode: Counter,
     /// Placements in which it does both.
     pub(crate) placed_local: Counter,
     /// Confirmed overlap of a placement, where the prompt is computed.
     pub(crate) overlap_blocks: Histogram,
-    /// Tokens foreseen as cached, but computed.
+    /// Tokens predicted as cached, but computed.
     pub(crate) overlap_over: Counter,
-    /// Tokens found in the cache that were not foreseen.
+    /// Tokens found in the cache that were not predicted.
     pub(crate) overlap_under: Counter,
-    /// Blocks the index holds for it.
+    /// Its blocks in the index.
     pub(crate) index_blocks: Gauge,
-    /// Its events come over NATS.
-    pub(crate) by_nats: Gauge,
-    /// Its events come on its stream.
-    pub(crate) by_stream: Gauge,
-    /// Times its events had a gap and its cache was asked for anew.
+    /// 1 while its events come over NATS.
+    pub(crate) over_nats: Gauge,
+    /// 1 while its events come on its stream.
+    pub(crate) direct: Gauge,
+    /// Gaps in its events, after each of which a snapshot was requested.
     pub(crate) gaps: Counter,
     /// Blocks it removed without having stored them.
     pub(crate) absent: Counter,
@@ -62,7 +62,7 @@ pub(crate) struct WorkerSeries {
     pub(crate) orphaned: Counter,
     /// KV events that named more blocks than it can hold.
     pub(crate) beyond_capacity: Counter,
-    /// Times it was left alone because it failed requests.
+    /// Times its circuit breaker opened.
     pub(crate) breaker_opened: Counter,
     stored: Counter,
     removed: Counter,
@@ -71,35 +71,42 @@ pub(crate) struct WorkerSeries {
 
 impl RouterMetrics {
     pub(crate) fn new(registry: Metrics) -> Self {
-        let workers =
-            |state| registry.gauge("tandem_router_workers", "Listed workers by what became of them.", &[("state", state)]);
+        let workers = |state| registry.gauge("tandem_router_workers", "Listed workers by state.", &[("state", state)]);
         Self {
-            bookings: registry.gauge("tandem_router_bookings", "Requests placed and not yet closed.", &[]),
-            rebooked: registry.counter(
-                "tandem_router_rebooked_total",
-                "Running requests that were placed by another router and are booked here since.",
+            bookings: registry.gauge(
+                "tandem_router_bookings",
+                "Requests that this router has placed and that have not ended.",
                 &[],
             ),
-            peer_bookings: registry.gauge("tandem_router_peer_bookings", "Requests that other routers have placed.", &[]),
-            peers: registry.gauge("tandem_router_peers", "Routers whose bookings are known here.", &[]),
+            rebooked: registry.counter(
+                "tandem_router_rebooked_total",
+                "Running requests that another router had placed and that moved to this one.",
+                &[],
+            ),
+            peer_bookings: registry.gauge(
+                "tandem_router_peer_bookings",
+                "Requests that peer routers have placed and that have not ended.",
+                &[],
+            ),
+            peers: registry.gauge("tandem_router_peers", "Connected peer routers.", &[]),
             index_complete: registry.gauge(
                 "tandem_router_index_complete_ratio",
-                "Workers whose caches the index knows, by those that are listed.",
+                "Fraction of listed workers whose caches the index knows.",
                 &[],
             ),
             route_duration: registry.histogram("tandem_router_route_duration_seconds", "Time to place a request.", &[]),
             event_lag: registry.histogram(
                 "tandem_router_kv_event_lag_seconds",
-                "From the worker's sending of KV events to their taking, by the clocks of both hosts.",
+                "Time from the worker's sending of KV events to their arrival, by the clocks of both hosts.",
                 &[],
             ),
-            refused: registry.counter("tandem_router_refused_total", "Requests that no worker could take.", &[]),
+            refused: registry.counter("tandem_router_refused_total", "Placements that the router refused.", &[]),
             joined: workers("joined"),
-            refused_workers: workers("incompatible"),
+            incompatible: workers("incompatible"),
             unreachable: workers("unreachable"),
             unauthenticated: registry.counter(
                 "tandem_router_unauthenticated_total",
-                "gRPC calls that were refused because they did not carry the cluster's key.",
+                "gRPC calls that were refused because they did not carry the cluster key.",
                 &[],
             ),
             registry,
@@ -111,21 +118,22 @@ impl RouterMetrics {
         let counter = |name, help| registry.counter(name, help, &[("worker", worker_id)]);
         let labelled = |name, help, label, value| registry.counter(name, help, &[("worker", worker_id), (label, value)]);
         let placed =
-            |kind| labelled("tandem_router_placements_total", "Placements by what the worker does in them.", "kind", kind);
-        let way = |way| {
-            let help = "1 for the way by which the worker's KV events come: over NATS, or direct on its stream.";
-            registry.gauge("tandem_router_event_plane", help, &[("worker", worker_id), ("plane", way)])
+            |kind| labelled("tandem_router_placements_total", "Placements by the role of the worker in them.", "kind", kind);
+        let source = |plane| {
+            let help = "1 for the event plane that delivers the worker's KV events: nats, or direct on its stream.";
+            registry.gauge("tandem_router_event_plane", help, &[("worker", worker_id), ("plane", plane)])
         };
         let event = |kind| labelled("tandem_router_kv_events_total", "KV events applied.", "kind", kind);
-        let skipped =
-            |reason| labelled("tandem_router_kv_blocks_skipped_total", "Blocks of KV events not usable.", "reason", reason);
+        let skipped = |reason| {
+            labelled("tandem_router_kv_blocks_skipped_total", "Blocks of KV events that could not be applied.", "reason", reason)
+        };
         WorkerSeries {
             placed_prefill: placed("prefill"),
             placed_decode: placed("decode"),
             placed_local: placed("local"),
             overlap_blocks: registry.histogram(
                 "tandem_router_overlap_blocks",
-                "Leading blocks of a placed prompt that the worker which computes it is known to hold.",
+                "Leading blocks of a placed prompt that its prefilling worker is known to have cached.",
                 &[("worker", worker_id)],
             ),
             overlap_over: counter(
@@ -135,15 +143,18 @@ impl RouterMetrics {
             overlap_under: counter("tandem_router_overlap_under_tokens_total", "Cached tokens beyond those predicted."),
             index_blocks: registry.gauge(
                 "tandem_router_index_blocks",
-                "Blocks the index holds for the worker.",
+                "Blocks of the worker in the index.",
                 &[("worker", worker_id), ("tier", "device")],
             ),
-            by_nats: way("nats"),
-            by_stream: way("direct"),
-            gaps: counter("tandem_router_kv_event_gaps_total", "Gaps in the worker's KV events; each led to a new snapshot."),
+            over_nats: source("nats"),
+            direct: source("direct"),
+            gaps: counter(
+                "tandem_router_kv_event_gaps_total",
+                "Gaps in the worker's KV events, after each of which a snapshot was requested.",
+            ),
             breaker_opened: counter(
                 "tandem_router_breaker_opened_total",
-                "Times the worker was left alone for a while, as requests failed there.",
+                "Times the worker's circuit breaker opened because requests failed on it.",
             ),
             beyond_capacity: counter(
                 "tandem_router_kv_events_refused_total",
@@ -154,13 +165,14 @@ impl RouterMetrics {
             stored: event("stored"),
             removed: event("removed"),
             cleared: event("cleared"),
-            _shown: registry.clone(),
+            _exported: registry.clone(),
         }
     }
 }
 
 impl WorkerSeries {
-    pub(crate) fn event(&self, change: &Change) {
+    /// Counts an event that is applied.
+    pub(crate) fn count_event(&self, change: &Change) {
         match change {
             Change::Stored(_) => self.stored.increment(1),
             Change::Removed(_) => self.removed.increment(1),

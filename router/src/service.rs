@@ -1,11 +1,11 @@
-//! The gRPC edge: a `Route` stream holds a booking, and lets go of it however it ends.
+//! The gRPC edge: a `Route` stream holds a booking, and releases it however the stream ends.
 
 use crate::{
-    booked::BookingId,
-    cluster::{Asked, Cluster, Excluded, NotPlaced},
-    exchange::{self, News},
-    route::Unplaced,
+    cluster::{Cluster, Excluded, PlacementError, PlacementRequest, texts},
+    replication::{self, Message as PeerMessage},
+    route::NoEligibleWorker,
     settings::RouterSettings,
+    worker_bookings::BookingId,
 };
 use futures::{Stream, StreamExt, stream};
 use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
@@ -28,20 +28,20 @@ use tokio::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-/// Changes of bookings are gathered for so long before other routers hear of them: hundreds of requests a second cost no more
-/// messages than this allows, and a burst of equal prompts is told of while its first is on its way to a worker.
-const GATHER: Duration = Duration::from_millis(5);
-/// Between two messages to a router when nothing changes.
-const HEARTBEAT: Duration = Duration::from_secs(1);
+/// How long changes of bookings are batched before they are sent to peers. It bounds the messages per second whatever the load,
+/// and a burst of equal prompts is announced while its first request is still on its way to a worker.
+const BATCH_DELAY: Duration = Duration::from_millis(5);
+/// Time between two messages to a peer while nothing changes.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The service.
+/// The gRPC service `Router`.
 pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) settings: RouterSettings,
-    /// Vouches for the addresses of placements.
+    /// Signs the addresses of placements.
     pub(crate) key: ClusterKey,
-    /// No other router is known: what this one refuses, nobody can place.
-    pub(crate) alone: bool,
+    /// Other routers may be running, which can place what this one refuses.
+    pub(crate) has_peers: bool,
     pub(crate) shutdown: Shutdown,
 }
 
@@ -53,37 +53,37 @@ impl Router for RouterService {
         let mut requests = request.into_inner();
         let first = timeout(self.settings.prompt_wait, requests.message())
             .await
-            .map_err(|_| Status::deadline_exceeded("the stream did not bring its prompt in time"))??;
+            .map_err(|_| Status::deadline_exceeded("the stream did not send its prompt in time"))??;
         let Some(Message::Prompt(prompt)) = first.and_then(|first| first.message) else {
-            return Err(Status::invalid_argument("the first message of the stream is to be its prompt"));
+            return Err(Status::invalid_argument("the first message of the stream must be its prompt"));
         };
         let traceparent = prompt.traceparent.clone();
-        let (existing, asked) = self.check(prompt)?;
+        let (existing, request) = self.check(prompt)?;
         if self.shutdown.is_draining() {
-            return Err(Status::unavailable("the router is leaving; ask another"));
+            return Err(Status::unavailable(format!("{}; use another", texts::DRAINING)));
         }
-        let mut held = Held {
+        let mut booking = HeldBooking {
             cluster: self.cluster.clone(),
             tracer: self.settings.tracer.clone(),
             key: self.key.clone(),
             traceparent,
-            prompt_tokens: asked.prompt_tokens,
-            asked,
+            prompt_tokens: request.prompt_tokens,
+            request,
             excluded: Excluded::default(),
             attempts: 0,
             booking: None,
         };
         let first = match existing {
             Some(existing) => {
-                held.rebook(existing)?;
+                booking.rebook(existing)?;
                 None
             }
             None => {
-                self.may_place()?;
-                Some(Ok(held.place()))
+                self.check_ready()?;
+                Some(Ok(booking.place()))
             }
         };
-        let route = Route { held, requests, shutdown: self.shutdown.clone(), leaving_told: false };
+        let route = Route { booking, requests, shutdown: self.shutdown.clone(), draining_announced: false };
         let later = stream::try_unfold(route, Route::next);
         Ok(Response::new(stream::iter(first).chain(later).boxed()))
     }
@@ -93,14 +93,14 @@ impl Router for RouterService {
         let request_id = "explain".to_owned();
         let prompt =
             RoutePrompt { request_id, model, sequence_hashes, prompt_tokens, prompt_logits, samples: 1, ..Default::default() };
-        let (_, asked) = self.check(prompt)?;
-        Ok(Response::new(self.cluster.lock().explain(&asked)))
+        let (_, request) = self.check(prompt)?;
+        Ok(Response::new(self.cluster.lock().explain(&request)))
     }
 
     async fn workers(&self, _: Request<WorkersRequest>) -> Result<Response<WorkersReply>, Status> {
         let mut view = self.cluster.lock().view();
         if self.shutdown.is_draining() {
-            view.unavailable_reason = Some("the router is leaving".to_owned());
+            view.unavailable_reason = Some(texts::DRAINING.to_owned());
         }
         Ok(Response::new(view))
     }
@@ -108,33 +108,33 @@ impl Router for RouterService {
     type BookingsStream = Pin<Box<dyn Stream<Item = Result<BookingsReply, Status>> + Send>>;
 
     async fn bookings(&self, request: Request<BookingsRequest>) -> Result<Response<Self::BookingsStream>, Status> {
-        self.belongs("router", request.into_inner().identity)?;
+        self.check_identity("router", request.into_inner().identity)?;
         let (cluster, shutdown) = (self.cluster.clone(), self.shutdown.clone());
         let (router_instance_id, changes) = {
             let state = cluster.lock();
-            (state.instance_id(), state.changes())
+            (state.instance_id(), state.bookings.subscribe())
         };
-        let teller = Teller { cluster, shutdown, router_instance_id, changes, known: None, news: VecDeque::new() };
-        Ok(Response::new(stream::unfold(teller, Teller::next).boxed()))
+        let sender = BookingSender { cluster, shutdown, router_instance_id, changes, known: None, messages: VecDeque::new() };
+        Ok(Response::new(stream::unfold(sender, BookingSender::next).boxed()))
     }
 }
 
 impl RouterService {
-    fn belongs(&self, who: &str, identity: Option<Identity>) -> Result<(), Status> {
+    fn check_identity(&self, peer: &str, identity: Option<Identity>) -> Result<(), Status> {
         let fits = identity.map_or(Ok(()), |identity| identity.fits(&self.cluster.lock().identity()));
-        fits.map_err(|difference| Status::failed_precondition(format!("the {who} is not of this cluster: {difference}")))
+        fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
-    /// Fails while others know more of the workers' caches.
-    fn may_place(&self) -> Result<(), Status> {
+    /// Refuses to place requests while peers know more of the workers' caches.
+    fn check_ready(&self) -> Result<(), Status> {
         let state = self.cluster.lock();
-        match state.unready() {
-            Some(why) if !self.alone && state.is_joining() => Err(Status::unavailable(why)),
+        match state.unavailable_reason() {
+            Some(reason) if self.has_peers && state.is_starting() => Err(Status::unavailable(reason)),
             _ => Ok(()),
         }
     }
 
-    fn check(&self, prompt: RoutePrompt) -> Result<(Option<ExistingPlacement>, Asked), Status> {
+    fn check(&self, prompt: RoutePrompt) -> Result<(Option<ExistingPlacement>, PlacementRequest), Status> {
         if prompt.request_id.is_empty() {
             return Err(Status::invalid_argument("`request_id` is missing"));
         }
@@ -149,12 +149,12 @@ impl RouterService {
         if prompt.existing.as_ref().is_some_and(|existing| existing.decode_instance_id.is_empty()) {
             return Err(Status::invalid_argument("`existing.decode_instance_id` is missing"));
         }
-        self.belongs("frontend", prompt.identity)?;
+        self.check_identity("frontend", prompt.identity)?;
         let hashes_max = self.settings.hashes_max;
         if prompt.sequence_hashes.len() > hashes_max {
             return Err(Status::invalid_argument(format!("`sequence_hashes` has at most {hashes_max} items")));
         }
-        let asked = Asked {
+        let request = PlacementRequest {
             request_id: prompt.request_id.into(),
             model: prompt.model,
             hashes: prompt.sequence_hashes.into_iter().map(SequenceHash).collect(),
@@ -162,59 +162,59 @@ impl RouterService {
             samples: prompt.samples,
             prompt_logits: prompt.prompt_logits,
         };
-        Ok((prompt.existing, asked))
+        Ok((prompt.existing, request))
     }
 }
 
-/// One router's stream of this one's bookings.
-struct Teller {
+/// The stream of this router's bookings to one peer.
+struct BookingSender {
     cluster: Arc<Cluster>,
     shutdown: Shutdown,
     router_instance_id: Arc<str>,
     changes: watch::Receiver<u64>,
-    /// The last change it knows; `None` before the full state.
+    /// The last change that the peer knows; `None` before the full state.
     known: Option<u64>,
-    /// Still to be sent: what one look at the bookings makes.
-    news: VecDeque<News>,
+    /// Messages still to be sent.
+    messages: VecDeque<PeerMessage>,
 }
 
-impl Teller {
-    /// Ends when the router drains: what it has booked moves to others then.
+impl BookingSender {
+    /// Returns the next message. Ends when the router drains: its bookings move to other routers then.
     async fn next(mut self) -> Option<(Result<BookingsReply, Status>, Self)> {
-        if self.news.is_empty() {
+        if self.messages.is_empty() {
             if self.known.is_some() {
                 tokio::select! {
                     biased;
                     () = self.shutdown.draining() => return None,
-                    changed = timeout(HEARTBEAT, self.changes.changed()) => if changed.is_ok() { sleep(GATHER).await },
+                    changed = timeout(HEARTBEAT_INTERVAL, self.changes.changed()) => if changed.is_ok() { sleep(BATCH_DELAY).await },
                 }
             }
             let state = self.cluster.lock();
             self.changes.mark_unchanged();
-            let (news, last) = state.news(self.known);
-            (self.news, self.known) = (news.into(), Some(last));
+            let (messages, last) = state.bookings.messages(self.known, &state.members);
+            (self.messages, self.known) = (messages.into(), Some(last));
         }
-        let news = self.news.pop_front().expect("a look at the bookings makes a message");
-        Some((Ok(exchange::encode(&self.router_instance_id, news)), self))
+        let message = self.messages.pop_front().expect("there is at least one message, perhaps without changes");
+        Some((Ok(replication::encode(&self.router_instance_id, message)), self))
     }
 }
 
-/// A stream and what it holds. Whoever drops it, for whatever reason, drops the booking.
+/// A `Route` stream with its booking. Dropping it releases the booking.
 struct Route {
-    held: Held,
+    booking: HeldBooking,
     requests: Streaming<RouteRequest>,
     shutdown: Shutdown,
-    leaving_told: bool,
+    draining_announced: bool,
 }
 
 impl Route {
-    /// The next reply, when there is one to give; `None` when the frontend has closed the stream.
+    /// Returns the next reply; `None` when the frontend has closed the stream.
     async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
         loop {
             let request = tokio::select! {
                 biased;
-                () = self.shutdown.draining(), if !self.leaving_told => {
-                    self.leaving_told = true;
+                () = self.shutdown.draining(), if !self.draining_announced => {
+                    self.draining_announced = true;
                     return Ok(Some((RouteReply { message: Some(route_reply::Message::Draining(Draining {})) }, self)));
                 }
                 () = self.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
@@ -223,11 +223,11 @@ impl Route {
             let Some(request) = request else { return Ok(None) };
             match request.message {
                 Some(Message::Failed(failed)) => {
-                    self.held.exclude(failed);
-                    let reply = self.held.place();
+                    self.booking.exclude(failed);
+                    let reply = self.booking.place();
                     return Ok(Some((reply, self)));
                 }
-                Some(Message::PrefillFinished(released)) => self.held.release_prefill(released.cached_tokens),
+                Some(Message::PrefillFinished(finished)) => self.booking.on_first_token(finished.cached_tokens),
                 Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream places one prompt")),
                 None => return Err(Status::invalid_argument("a message of the stream is empty")),
             }
@@ -235,27 +235,28 @@ impl Route {
     }
 }
 
-/// Instances one request may leave out: more than a cluster loses during the longest answer. Later ones are not left out, and
-/// the bound on attempts holds all the same.
+/// Instances that one request may exclude: more than a cluster loses during the longest answer. Later ones are not excluded, and
+/// the limit on attempts applies all the same.
 const EXCLUDED_MAX: usize = 256;
 
-/// A request with its booking.
-struct Held {
+/// A request with its booking, which is released on drop.
+struct HeldBooking {
     cluster: Arc<Cluster>,
     tracer: Tracer,
     key: ClusterKey,
     traceparent: String,
-    asked: Asked,
-    /// Of the prompt alone.
+    request: PlacementRequest,
+    /// Of the prompt alone; `request.prompt_tokens` includes tokens that failed attempts have generated.
     prompt_tokens: u32,
     /// At most [`EXCLUDED_MAX`].
     excluded: Excluded,
-    /// Since the last first token.
+    /// Attempts since the last first token.
     attempts: u32,
     booking: Option<BookingId>,
 }
 
-impl Held {
+impl HeldBooking {
+    /// Places the request again, without its previous booking.
     fn place(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let span = self.tracer.follow(&self.traceparent, "route");
@@ -263,16 +264,16 @@ impl Held {
         if let Some(booking) = self.booking.take() {
             state.release(booking);
         }
-        let message = match state.place(&self.asked, &self.excluded, self.attempts) {
+        let message = match state.place(&self.request, &self.excluded, self.attempts) {
             Ok((booking, placement)) => {
                 self.booking = Some(booking);
                 drop(state);
                 describe(&span, &placement);
                 route_reply::Message::Placement(placement.vouched(&self.key))
             }
-            Err(not_placed) => {
-                tracing::debug!(request_id = %self.asked.request_id, attempt = self.attempts, "not placed: {not_placed}");
-                let failure = failure(not_placed);
+            Err(error) => {
+                tracing::debug!(request_id = %self.request.request_id, attempt = self.attempts, "request not placed: {error}");
+                let failure = failure(error);
                 span.fail(failure.reason().label());
                 route_reply::Message::Failure(failure)
             }
@@ -281,37 +282,38 @@ impl Held {
     }
 
     fn rebook(&mut self, existing: ExistingPlacement) -> Result<(), Status> {
-        let booked = self.cluster.lock().rebook(&self.asked, existing);
-        self.booking = Some(booked.map_err(|refused| Status::resource_exhausted(refused.to_string()))?);
+        let booked = self.cluster.lock().rebook(&self.request, existing);
+        self.booking = Some(booked.map_err(|error| Status::resource_exhausted(error.to_string()))?);
         Ok(())
     }
 
+    /// Excludes the instance that has failed the attempt from the next ones.
     fn exclude(&mut self, failed: AttemptFailed) {
-        self.asked.prompt_tokens = self.prompt_tokens.saturating_add(failed.generated_tokens);
+        self.request.prompt_tokens = self.prompt_tokens.saturating_add(failed.generated_tokens);
         if failed.instance_id.is_empty() || self.booking.is_none() || self.excluded.failed.len() >= EXCLUDED_MAX {
             return;
         }
         if let Some(booking) = self.booking {
-            self.cluster.lock().failed(booking, &failed.instance_id, failed.reason());
+            self.cluster.lock().on_failure(booking, &failed.instance_id, failed.reason());
         }
         if !matches!(failed.reason(), FailureReason::AtCapacity | FailureReason::Timeout | FailureReason::WriteRefused) {
-            self.excluded.lost.insert(failed.instance_id.clone());
+            self.excluded.suspect.insert(failed.instance_id.clone());
         }
         self.excluded.failed.insert(failed.instance_id);
     }
 
-    /// The attempt has brought a token: what may fail from now on is another attempt's, with as many tries.
-    fn release_prefill(&mut self, cached_tokens: Option<u32>) {
+    /// The attempt has produced its first token. If it fails later, that is a resume with a fresh number of attempts.
+    fn on_first_token(&mut self, cached_tokens: Option<u32>) {
         self.attempts = 0;
         if let Some(booking) = self.booking {
             let mut state = self.cluster.lock();
-            state.worked(booking);
-            state.release_prefill(booking, cached_tokens);
+            state.on_first_token(booking);
+            state.on_prefilled(booking, cached_tokens);
         }
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldBooking {
     fn drop(&mut self) {
         if let Some(booking) = self.booking {
             self.cluster.lock().release(booking);
@@ -319,7 +321,7 @@ impl Drop for Held {
     }
 }
 
-/// Where it goes, and how much of it is there.
+/// Sets the placement's attributes on its span.
 fn describe(span: &Span, placement: &Placement) {
     if !span.is_sampled() {
         return;
@@ -336,13 +338,17 @@ fn describe(span: &Span, placement: &Placement) {
     span.set("tandem.block_size", placement.block_size);
 }
 
-/// The one table from why a request is not placed to what the frontend hears.
-fn failure(not_placed: NotPlaced) -> Failure {
-    let reason = match not_placed {
-        NotPlaced::Unplaced(Unplaced::NoDecode | Unplaced::NoPrefill | Unplaced::AllFailed)
-        | NotPlaced::TooManyBookings
-        | NotPlaced::TooManyAttempts => FailureReason::AtCapacity,
-        NotPlaced::Unplaced(Unplaced::TooLong) | NotPlaced::OtherModel => FailureReason::InvalidRequest,
+/// The one table from placement errors to wire failures.
+fn failure(error: PlacementError) -> Failure {
+    let reason = match error {
+        PlacementError::NoEligibleWorker(
+            NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker | NoEligibleWorker::AllFailed,
+        )
+        | PlacementError::TooManyBookings
+        | PlacementError::TooManyAttempts => FailureReason::AtCapacity,
+        PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::OtherModel => {
+            FailureReason::InvalidRequest
+        }
     };
-    Failure { reason: reason.into(), message: not_placed.to_string(), instance_id: String::new() }
+    Failure { reason: reason.into(), message: error.to_string(), instance_id: String::new() }
 }

@@ -1,4 +1,4 @@
-//! What an operator may set, each with the reason for its default.
+//! The router's settings, each with the reason for its default.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -7,39 +7,40 @@ use std::{
 use tandem_node::{discovery::Workers, events::Broker, trace::Tracer};
 use tandem_proto::v1::Identity;
 
-/// How a router is run.
+/// The settings of one router.
 #[derive(Clone, Debug)]
 pub struct RouterSettings {
-    /// The workers' gRPC addresses, of both roles. They need not be up yet; the router tries for ever.
+    /// The gRPC addresses of prefill and decode workers. They need not be up yet; the router retries for ever.
     pub workers: Workers,
-    /// Where workers publish their events, if they do: one message for all routers.
+    /// The NATS server to which workers publish KV events, if they do: one message serves all routers.
     pub broker: Option<Broker>,
-    /// Goes on with the traces of requests.
+    /// Continues the traces of requests.
     pub tracer: Tracer,
-    /// The other routers' gRPC addresses: they tell each other of their bookings. A router that has peers places nothing before
-    /// it knows its workers, as others can. Its own address among them does no harm.
+    /// The gRPC addresses of the other routers, with which this one exchanges bookings. A router that has peers places no request
+    /// before it has synchronised with its workers, as its peers can place it meanwhile. Its own address in the list is ignored.
     pub peers: Workers,
-    /// What all processes must agree with. What is left empty here, the worker that joins first decides.
+    /// The model, block size and so on that all processes must agree on. Fields left empty are taken from the first worker that joins.
     pub identity: Identity,
     /// How a worker is chosen.
     pub policy: PolicyKind,
-    /// Where prompts are prefilled.
+    /// Where prompts may be prefilled.
     pub prefill: PrefillPlace,
-    /// What the cost is made of.
+    /// The parameters of the cost estimate.
     pub costs: Costs,
-    /// Breaks ties, and seeds [`PolicyKind::Random`]. Two routers with one seed, told the same, place alike.
+    /// Breaks ties, and seeds [`PolicyKind::Random`]. Two routers with one seed and the same input place alike.
     pub seed: u64,
-    /// Placements one request may get. The last one is on a decode worker alone when the place is [`PrefillPlace::Auto`].
-    /// 3: one failure is bad luck and two are a bad day; more tries only keep the client waiting.
+    /// Placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only.
+    /// 3: two workers may fail at the same time; more retries only keep the client waiting.
     pub attempts_max: u32,
-    /// Sequence hashes one prompt may bring. 65,536: a million tokens in blocks of 16, half a megabyte.
+    /// Sequence hashes that one prompt may have. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,
-    /// Requests placed at one time; past it the router refuses. Of each peer, so many are known. 16,384: many frontends' worth, and each may hold `hashes_max`.
+    /// Bookings held at one time; beyond them the router refuses requests. Also the limit on bookings known of each peer.
+    /// 16,384: those of many frontends; each booking may hold `hashes_max` hashes.
     pub bookings_max: usize,
-    /// A worker that says nothing for so long is gone. 15 s: its heartbeat is due every second, and a laptop that computes on
-    /// all cores may be late by several.
+    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop
+    /// that computes on all cores may delay them by several seconds.
     pub silence_max: Duration,
-    /// A `Route` stream brings its prompt within this time. 10 s: frontends send it at once.
+    /// How long a `Route` stream may take to send its prompt. 10 s: frontends send it immediately.
     pub prompt_wait: Duration,
 }
 
@@ -64,24 +65,25 @@ impl Default for RouterSettings {
     }
 }
 
-/// Which policy chooses.
+/// The policy that chooses workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PolicyKind {
     /// Shortest estimated time to the first token, given what each worker's cache holds.
     #[default]
     KvAware,
-    /// Shortest estimated time to the first token, as if nobody had cached anything.
+    /// Shortest estimated time to the first token, as if all caches were empty.
     LeastLoaded,
-    /// One after the other.
+    /// One worker after the other: a baseline to compare with, not meant for production.
     RoundRobin,
-    /// Any.
+    /// A random worker: a baseline to compare with, not meant for production.
     Random,
 }
 
-/// Where a prompt is prefilled. Prompts whose logits are wanted, and prompts of one token, are always prefilled on decode.
+/// Where a prompt is prefilled. Prompts whose logits are requested, and prompts of one token, are always prefilled on the decode
+/// worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PrefillPlace {
-    /// Where it is estimated to be faster.
+    /// Wherever it is estimated to be faster.
     #[default]
     Auto,
     /// On a prefill worker; without one the request fails.
@@ -90,8 +92,8 @@ pub enum PrefillPlace {
     Local,
 }
 
-/// Numbers of the cost that nobody measures, and stand-ins for those that nobody has measured yet. `docs/adr/005-routing-cost.md`
-/// tells how they are used.
+/// Parameters of the cost estimate that are not measured, and defaults for those that no worker has measured yet.
+/// `docs/adr/005-routing-cost.md` describes how they are used.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
     /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
@@ -102,25 +104,26 @@ pub struct Costs {
     pub prefill_fixed_ms: f64,
     /// A decode step while no worker has measured one. 10 ms, of the same middle.
     pub decode_step_ms: f64,
-    /// What a transfer brings while no worker has measured it. 1 GB/s: a 10 Gbit link.
+    /// The bandwidth of a transfer in bytes per second while no worker has measured it. 1 GB/s: a 10 Gbit/s network.
     pub transfer_bytes_per_second: f64,
-    /// What a remote prefill costs beside its tokens and bytes: two more calls, a reservation and a wait for an engine's
-    /// next step. 5 ms; it keeps prompts with a few new tokens on the decode worker.
+    /// The cost of a remote prefill in addition to its tokens and bytes: two more calls, a reservation and the wait for an
+    /// engine's next step. 5 ms; it keeps prompts with a few new tokens on the decode worker.
     pub handoff_ms: f64,
-    /// The part of a prompt's own compute that is charged again, because others will wait behind it. 0.25: without it, waiting
+    /// The fraction of a prompt's own compute time that is charged again, because other prompts will queue behind it. 0.25: without it, waiting
     /// for a block that is being computed and computing it elsewhere cost the same, and bursts of one prompt scatter.
     pub work_weight: f64,
-    /// The part of a prompt's own compute that is charged for what it pushes out of a full cache. 0.25: the least recently used
-    /// is asked for again once in four times, say; in an empty cache nothing is pushed out, so prompts nobody holds spread over
-    /// the caches before any of them overflows.
+    /// The fraction of a prompt's own compute time that is charged for the blocks it evicts from a full cache. 0.25: assume that
+    /// one in four evicted blocks is needed again; an empty cache evicts nothing, so prompts that no worker has cached spread
+    /// over the caches before any of them overflows.
     pub displaced_weight: f64,
-    /// How much a millisecond of prefill on a decode worker costs for each sequence that runs there. 0.1: a running answer that
-    /// pauses is read on; at 1, workers with long answers got hardly any prompts, and the others' queues grew.
+    /// The cost of a millisecond of prefill on a decode worker for each sequence that runs there. 0.1: a pause within an answer
+    /// delays its reader less than a late first token; at 1, workers with long answers received hardly any prompts, and the
+    /// queues of the others grew.
     pub interference: f64,
-    /// How long an answer takes that holds blocks another prompt waits for, while the router has seen none end. 5 s: some
-    /// hundred tokens of ten milliseconds each, and more.
+    /// How long an answer takes in milliseconds, while the router has seen none end: a prompt that lacks blocks waits for running
+    /// answers to release theirs. 5 s: some hundred tokens of ten milliseconds each, and more.
     pub answer_ms: f64,
-    /// The age at which a worker's measurement counts half, and the others' mean the other half. 30 s: a worker that seems a
+    /// The age at which a worker's measurement counts half, and the mean of all workers the other half. 30 s: a worker that seems a
     /// hundred times slower than it is gets a prompt again after two to five minutes, and one that is ten times slower slows
     /// one prompt down in two minutes.
     pub rate_half_life: Duration,

@@ -1,4 +1,4 @@
-//! The index fed by real prefix caches: after any history it knows what they hold, from events and from snapshots alike.
+//! The index fed by real prefix caches: after any history it equals their content, from events and from snapshots.
 
 use proptest::{collection::vec, prelude::*};
 use std::collections::BTreeSet;
@@ -11,17 +11,17 @@ const BLOCK: usize = 2;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A prompt is computed and its blocks are kept in use, if there is room.
+    /// A prompt is computed and its blocks are kept in use, if the cache has space.
     Compute(Vec<TokenId>),
     /// The oldest prompt in use ends.
     End,
     Clear,
-    /// The router lost its stream and asks for a snapshot.
+    /// The router lost its stream and requests a snapshot.
     Rejoin,
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // Few tokens, so that prompts share; many blocks for the room there is, so that caches evict.
+    // Few distinct tokens, so that prompts share prefixes; more blocks than the caches hold, so that they evict.
     prop_oneof![
         8 => vec(0..2_u32, 0..14).prop_map(Op::Compute),
         6 => Just(Op::End),
@@ -72,7 +72,7 @@ impl Worker {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
-    fn the_index_knows_what_caches_hold(
+    fn index_equals_cache_contents_after_any_history(
         ops in vec((0..3_usize, op()), 1..60),
         asked in vec(vec(0..2_u32, 0..14), 1..20),
     ) {

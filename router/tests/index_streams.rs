@@ -1,6 +1,6 @@
-//! The index over recorded streams of a cluster's events: every query carries its expected answer.
+//! The index replays recorded event streams of a cluster, in which every query carries its expected answer.
 //!
-//! The recordings are large and lie beside the repository, not in it; without them the test says so and passes.
+//! The recordings are large and not part of the repository; without them the test prints that it is skipped.
 
 use std::{io::Read, path::Path};
 use tandem_kv::{Change, SequenceHash, StoredChain};
@@ -13,7 +13,7 @@ struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
     fn bytes<const N: usize>(&mut self) -> [u8; N] {
-        let (head, rest) = self.0.split_first_chunk::<N>().expect("the stream is whole");
+        let (head, rest) = self.0.split_first_chunk::<N>().expect("the stream is complete");
         self.0 = rest;
         *head
     }
@@ -34,7 +34,7 @@ impl Reader<'_> {
         self.varint().try_into().expect("32 bits")
     }
 
-    /// The number that differs from `before` by a zig-zag varint.
+    /// Reads a number as its difference to `before`, a zig-zag varint.
     fn delta(&mut self, before: u32) -> u32 {
         let value = self.varint();
         let delta = (value >> 1) as i64 ^ -((value & 1) as i64);
@@ -53,7 +53,7 @@ fn splitmix(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A block id stands for a whole prefix in these streams, and splitmix is a bijection: a sequence hash as good as any.
+/// Block ids identify whole prefixes in these streams. SplitMix64 is a bijection, so its output serves as sequence hash.
 fn hash(block: u32) -> SequenceHash {
     SequenceHash(splitmix(u64::from(block) + 1))
 }
@@ -121,7 +121,7 @@ fn query(reader: &mut Reader<'_>, index: &PrefixIndex, asked: &mut Blocks, sub: 
 }
 
 #[test]
-fn the_index_answers_recorded_streams_exactly() {
+fn index_answers_recorded_streams_exactly() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/index_streams");
     for name in ["conv_w64_b64", "conv_w512_b16"] {
         let Ok(packed) = std::fs::read(folder.join(name).with_extension("bin.zst")) else {
@@ -131,7 +131,7 @@ fn the_index_answers_recorded_streams_exactly() {
         };
         let mut stream = Vec::new();
         let mut decoder = ruzstd::decoding::StreamingDecoder::new(packed.as_slice()).expect("it is zstd");
-        decoder.read_to_end(&mut stream).expect("it is whole");
-        assert!(replay(&stream) > 1_000, "{name} asks something");
+        decoder.read_to_end(&mut stream).expect("it is complete");
+        assert!(replay(&stream) > 1_000, "{name} has queries");
     }
 }

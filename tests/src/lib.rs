@@ -1,4 +1,4 @@
-//! The whole cluster as its users see it: helpers for the stories in `tests/`.
+//! Helpers for the scenarios in `tests/`, which use a whole cluster as its users do.
 
 pub mod simulation;
 
@@ -19,18 +19,18 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-/// A cluster in this process, on ports of its own, which keeps a ledger.
+/// A cluster in this process, on its own ports and with a ledger.
 pub struct TestCluster(Cluster, TempDir);
 
-/// What ought to happen happens within this time, or never.
+/// Limit on anything that must happen; only a failing test waits this long.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// In a cluster's own folder.
+/// The ledger's file in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
 const AUDIT_RESULT: &str = "audit-result";
-/// How often something that cannot be awaited is looked at.
+/// Interval of polling for what cannot be awaited.
 const GLANCE: Duration = Duration::from_millis(5);
 
-/// The whole cluster as `tandem up` starts it.
+/// The settings of a whole cluster as `tandem up` starts it.
 pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     let folder = tempfile::tempdir()?;
     settings.ledger = Some(folder.path().join(LEDGER));
@@ -38,14 +38,14 @@ pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     Ok(TestCluster(Cluster::start(settings).await?, folder))
 }
 
-/// Simulated devices, a hundred times as fast as the cost model says.
+/// The settings of a cluster of simulated devices that run 100 times as fast as the cost model.
 pub fn sim_settings() -> UpSettings {
     let mut settings = UpSettings { engine: EngineKind::Sim, listen: ([127, 0, 0, 1], 0).into(), ..UpSettings::defaults() };
     settings.sim.sim_speedup = 100.0;
     settings
 }
 
-/// The real model on the CPU; without `TANDEM_MODEL` the test says loudly that it is skipped.
+/// The settings of a cluster with the real model on the CPU; without `TANDEM_MODEL` the test prints that it is skipped.
 pub fn cpu_settings() -> Option<UpSettings> {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
         #[expect(clippy::print_stderr, reason = "who runs the tests must see it")]
@@ -64,23 +64,23 @@ impl TestCluster {
         &self.0
     }
 
-    /// Where the OpenAI API is.
+    /// The address of the OpenAI API.
     pub fn frontend(&self) -> SocketAddr {
         self.0.frontend()
     }
 
-    /// What clients write as `model`.
+    /// The model id that clients send as `model`.
     pub fn model_id(&self) -> String {
         self.0.model_id().to_owned()
     }
 
-    /// The router's view.
+    /// The router's view of the cluster.
     pub async fn view(&self) -> Result<WorkersReply> {
         let mut router = RouterClient::new(self.0.to_router());
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
     }
 
-    /// Resolves when the router's index holds as many blocks of every worker as the idle worker does.
+    /// Waits until the router's index has as many blocks of every worker as the idle worker has cached.
     pub async fn settle_events(&self) -> Result<()> {
         within("the index follows the workers", async || {
             let view = self.view().await?;
@@ -93,7 +93,7 @@ impl TestCluster {
         .await
     }
 
-    /// When nothing runs, nothing is held anywhere.
+    /// Asserts that an idle cluster holds nothing: no blocks in use, no bookings, no permits.
     pub async fn assert_idle(&self) -> Result<()> {
         for worker in self.0.workers() {
             engine_idle(&worker.engine).await.with_context(|| worker.id.clone())?;
@@ -110,8 +110,8 @@ impl TestCluster {
         .await
     }
 
-    /// When nothing runs, the books agree: what the clients of `client` (all there were) have been told, what the workers have
-    /// written down, what everybody has counted.
+    /// Asserts that the usage of an idle cluster reconciles: what was reported to the clients of `client` (which are all clients),
+    /// the workers' ledger, and the metrics.
     pub async fn assert_accounts(&self, client: &Client) -> Result<audit::Checked> {
         self.assert_idle().await?;
         let mut last = Vec::new();
@@ -125,25 +125,25 @@ impl TestCluster {
                 return Ok(checked);
             }
             last = findings;
-            // The ledger's last lines may be on their way to the disk.
+            // The last lines of the ledger may not be written yet.
             tokio::time::sleep(GLANCE).await;
         }
         let findings: Vec<String> = last.iter().map(ToString::to_string).collect();
         anyhow::bail!("the books do not agree:\n{}", findings.join("\n"))
     }
 
-    /// What `tandem audit check --result` leaves for the frontend.
+    /// The file in which `tandem audit check --result` leaves its result for the frontend.
     pub fn leave_audit_result(&self, checked: audit::Checked, findings: usize) -> Result<()> {
         Ok(checked.result(findings).now().write(&self.1.path().join(AUDIT_RESULT))?)
     }
 
-    /// Ends it.
+    /// Stops the cluster.
     pub async fn stop(self) {
         self.0.stop().await;
     }
 }
 
-/// Resolves when the engine has nothing to do and has all its blocks back.
+/// Waits until the engine is idle and all its blocks are free or cached.
 pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     let idle = engine.wait_for_load(|load| {
         load.in_use_blocks == 0 && load.running_sequences == 0 && load.waiting_requests == 0 && load.pending_prefill_tokens == 0
@@ -155,7 +155,7 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     Ok(())
 }
 
-/// Looks until `holds` does, for as long as anything may take.
+/// Polls until `holds` returns true.
 pub async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
     let looking = async {
         while !holds().await? {
@@ -171,24 +171,24 @@ pub async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn
 pub struct Client {
     http: reqwest::Client,
     base: String,
-    /// What was asked and told, with the prompts of each request; shared by all clones.
+    /// All requests and answers, with the prompts of each request; shared by all clones.
     log: Arc<Mutex<Vec<(ClientLine, usize)>>>,
 }
 
-/// A whole answer: one JSON body, or the frames of a stream.
+/// A complete answer: one JSON body, or the frames of a stream.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// The HTTP status.
     pub status: u16,
-    /// The body, or of a stream each frame but `[DONE]`.
+    /// The body, or the frames of a stream without `[DONE]`.
     pub frames: Vec<Value>,
-    /// The stream ended with `[DONE]`; true for one body.
+    /// Whether the stream ended with `[DONE]`; true for a single body.
     pub done: bool,
-    /// When each piece of the body came.
+    /// When each chunk of the body arrived.
     pub arrivals: Vec<Instant>,
 }
 
-/// Which of the two endpoints, so that one test serves both.
+/// One of the two endpoints, so that one test covers both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// `/v1/chat/completions`
@@ -198,7 +198,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Where it is.
+    /// Returns its path.
     pub fn path(self) -> &'static str {
         match self {
             Self::Chat => "/v1/chat/completions",
@@ -206,7 +206,7 @@ impl Endpoint {
         }
     }
 
-    /// A request with this text as its only content; `options` are merged in.
+    /// Returns a request with this text as its only content; `options` are merged in.
     pub fn request(self, model: &str, text: &str, options: Value) -> Value {
         let mut request = match self {
             Self::Chat => serde_json::json!({ "model": model, "messages": [{ "role": "user", "content": text }] }),
@@ -220,13 +220,13 @@ impl Endpoint {
 }
 
 impl Client {
-    /// A client of the frontend at this address.
+    /// Returns a client of the frontend at this address.
     pub fn new(frontend: SocketAddr) -> Self {
         let http = reqwest::Client::builder().no_proxy().build().expect("a plain client needs nothing from the system");
         Self { http, base: format!("http://{frontend}"), log: Arc::default() }
     }
 
-    /// Sends a request; the body of the response is not read yet.
+    /// Sends a request without reading the body of the response.
     pub async fn send(&self, path: &str, body: &Value) -> Result<reqwest::Response> {
         Ok(self.send_logged(path, body).await?.0)
     }
@@ -248,12 +248,12 @@ impl Client {
         Ok((response, entry))
     }
 
-    /// Sends a request and leaves when the frontend has let it in, without a look at its answer.
+    /// Sends a request and disconnects when the frontend has admitted it, without reading its answer.
     pub async fn leave(&self, path: &str, body: &Value) -> Result<()> {
         let body = serde_json::to_vec(body)?;
         let address = self.base.trim_start_matches("http://");
         let mut stream = TcpStream::connect(address).await?;
-        // Who lets a request in asks for its body.
+        // The frontend reads the body of a request that it has admitted.
         let head = format!(
             "POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n",
             body.len()
@@ -272,12 +272,12 @@ impl Client {
         self.log.lock()
     }
 
-    /// What has been asked and told so far, for an audit.
+    /// Returns all requests and answers so far, for an audit.
     pub fn lines(&self) -> Vec<ClientLine> {
         self.log().iter().map(|(line, _)| line.clone()).collect()
     }
 
-    /// Sends a request and reads the whole answer, streamed if `body` says so. Checks what every stream must keep.
+    /// Sends a request and reads the complete answer, streamed if `body` says so. Checks the rules of every stream.
     pub async fn ask(&self, path: &str, body: &Value) -> Result<Answer> {
         let (mut response, entry) = self.send_logged(path, body).await?;
         let status = response.status().as_u16();
@@ -285,7 +285,7 @@ impl Client {
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let (mut bytes, mut arrivals) = (Vec::new(), Vec::new());
         while let Some(piece) = response.chunk().await? {
-            // A comment is no part of the answer.
+            // Comments are not part of the answer.
             if !piece.starts_with(b": ") {
                 arrivals.push(Instant::now());
             }
@@ -297,25 +297,25 @@ impl Client {
         Ok(answer)
     }
 
-    /// Where the request would be placed now, and why.
+    /// Returns where the request would be placed now, and why.
     pub async fn explain(&self, path: &str, body: &Value) -> Result<Value> {
         let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-explain", "true");
         Ok(request.json(body).send().await?.json().await?)
     }
 
-    /// The text behind a GET.
+    /// Returns the body of a GET.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let response = self.http.get(format!("{}{path}", self.base)).send().await?;
         Ok((response.status().as_u16(), response.text().await?))
     }
 
-    /// The sum over all series of a metric whose labels contain `labels`.
+    /// Returns the sum over all series of a metric whose labels contain `labels`.
     pub async fn metric(&self, name: &str, labels: &str) -> Result<f64> {
         Ok(sum(&self.get("/metrics").await?.1, name, labels))
     }
 }
 
-/// The sum over all series of a metric in a scraped text whose labels contain `labels`.
+/// Returns the sum over all series of a metric in a scraped text whose labels contain `labels`.
 pub fn sum(metrics: &str, name: &str, labels: &str) -> f64 {
     let series = metrics.lines().filter_map(|line| {
         let (series, value) = line.rsplit_once(' ')?;
@@ -326,14 +326,14 @@ pub fn sum(metrics: &str, name: &str, labels: &str) -> f64 {
 }
 
 impl Answer {
-    /// Reads a body, and holds a stream to what it must keep.
+    /// Reads a body, and checks the rules of a stream.
     fn read(status: u16, streamed: bool, text: &str) -> Result<Self> {
         if !streamed {
             let body = serde_json::from_str(text).with_context(|| format!("status {status}, not JSON: {text}"))?;
             return Ok(Self { status, frames: vec![body], done: true, arrivals: Vec::new() });
         }
         let mut answer = Self { status, frames: Vec::new(), done: false, arrivals: Vec::new() };
-        // Comments keep a connection open.
+        // Comments only keep the connection open.
         for frame in text.split_terminator("\n\n").filter(|frame| !frame.starts_with(": ")) {
             let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
             anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
@@ -345,7 +345,7 @@ impl Answer {
         Ok(answer)
     }
 
-    /// What it says of its prompts, if it is whole and says it.
+    /// Returns its prompts' usage, if the answer is complete and has it.
     fn told(&self, prompts: usize) -> Option<Told> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;
@@ -356,12 +356,12 @@ impl Answer {
         Some(Told { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
     }
 
-    /// The object that holds the usage: the body, or the last frame of a stream.
+    /// Returns the object that has the usage: the body, or the last frame of a stream.
     pub fn last(&self) -> &Value {
         self.frames.last().expect("an answer has a body")
     }
 
-    /// A number of the usage, such as `prompt_tokens`.
+    /// Returns a number of the usage, such as `prompt_tokens`.
     pub fn usage(&self, pointer: &str) -> u64 {
         let usage = &self.last()["usage"];
         usage.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no usage{pointer} in {self:?}"))
@@ -372,7 +372,7 @@ impl Answer {
         self.usage("/prompt_tokens_details/cached_tokens")
     }
 
-    /// The text of choice `index`, streamed or not, of either endpoint.
+    /// Returns the text of choice `index`, streamed or not, of either endpoint.
     pub fn text(&self, index: u64) -> String {
         let choices = self.frames.iter().flat_map(|frame| frame["choices"].as_array().into_iter().flatten());
         let texts = choices.filter(|choice| choice["index"] == index).filter_map(|choice| {
@@ -381,14 +381,14 @@ impl Answer {
         texts.collect()
     }
 
-    /// The extension object.
+    /// Returns the extension object `tandem`.
     pub fn details(&self) -> &Value {
         let of_frame = |frame: &'_ &Value| !frame["tandem"].is_null();
         self.frames.iter().rev().find(of_frame).map(|frame| &frame["tandem"]).unwrap_or(&Value::Null)
     }
 }
 
-/// Text of about `tokens` tokens that shares no block with that of another `salt`.
+/// Returns a text of about `tokens` tokens that shares no block with that of another `salt`.
 pub fn prose(salt: &str, tokens: usize) -> String {
     const WORDS: [&str; 16] = [
         "river", "stone", "lamp", "garden", "letter", "window", "harbour", "orange", "music", "winter", "bridge", "paper",

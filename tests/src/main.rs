@@ -1,20 +1,20 @@
-//! Simulates the cluster: many seeds, or one with all that happens in it.
+//! Simulates the cluster: many seeds, or one seed with its log.
 #![expect(clippy::print_stdout, reason = "it is for people")]
 
 use clap::Parser;
 use std::process::ExitCode;
 use tandem_tests::simulation::{Met, run, run_all};
 
-/// Simulates the whole cluster with faults, a seed at a time.
+/// Simulates the whole cluster with faults, one run per seed.
 #[derive(Parser)]
 struct Flags {
-    /// How many seeds.
+    /// The number of seeds.
     #[arg(long, default_value_t = 1_000)]
     seeds: u64,
-    /// The first of them.
+    /// The first seed.
     #[arg(long, default_value_t = 1)]
     first: u64,
-    /// This one alone, with its log.
+    /// Only this seed, with its log.
     #[arg(long, conflicts_with_all = ["seeds", "first"])]
     seed: Option<u64>,
 }
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     run_all(flags.first..flags.first.saturating_add(flags.seeds), |report| {
         done += 1;
         met += report.met;
-        // In whatever order they come.
+        // Independent of the order in which seeds finish.
         trace = trace.wrapping_add(report.trace);
         if !report.wrong.is_empty() {
             wrong += 1;

@@ -30,7 +30,7 @@ async fn what_is_explained_is_what_happens_and_nothing_runs() -> Result<()> {
         let ms = |worker: &serde_json::Value| worker["as_prefill"]["total_ms"].as_f64().expect("a cost");
         assert!(ms(&chosen) < ms(&other), "{warm:#}");
     }
-    assert!(warm["explanation"].as_str().is_some_and(|verdict| verdict.contains("is cheapest with")), "{warm:#}");
+    assert!(warm["explanation"].as_str().is_some_and(|verdict| verdict.contains("cheapest is")), "{warm:#}");
 
     // The command line shows the same.
     let frontend = cluster.frontend().to_string();
@@ -45,7 +45,7 @@ async fn what_is_explained_is_what_happens_and_nothing_runs() -> Result<()> {
         tandem::explain::run(args)
     };
     let table = tokio::task::block_in_place(|| run(false))?;
-    for part in ["prefill-0 prefills", "prefill-2 prefills", "decode-0 receives", "is cheapest with"] {
+    for part in ["prefill-0 prefills", "prefill-2 prefills", "decode-0 receives", "cheapest is"] {
         assert!(table.contains(part), "{part} in\n{table}");
     }
     let json: serde_json::Value = serde_json::from_str(&tokio::task::block_in_place(|| run(true))?)?;

@@ -99,11 +99,11 @@ macro_rules! kernel {
                 $crate::cpu::isa::Level::Baseline(simd) => plain(simd, $($argument),*),
                 // SAFETY: the value proves that the processor has these features.
                 #[cfg(target_arch = "x86_64")]
-                #[expect(unsafe_code)]
+                #[expect(unsafe_code, reason = "functions compiled for instruction sets are called")]
                 $crate::cpu::isa::Level::Avx2(simd) => unsafe { avx2(simd, $($argument),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                #[expect(unsafe_code)]
+                #[expect(unsafe_code, reason = "functions compiled for instruction sets are called")]
                 $crate::cpu::isa::Level::Avx512(simd) => unsafe { avx512(simd, $($argument),*) },
             }
         }

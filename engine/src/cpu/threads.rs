@@ -76,7 +76,7 @@ impl Threads {
         let job: &(dyn Fn() + Sync) = &job;
         // SAFETY: only the lifetime changes. `Given` takes the job back and waits until no helper is inside before `job` and what it borrows
         // end, whether this function returns or unwinds.
-        #[expect(unsafe_code)]
+        #[expect(unsafe_code, reason = "a borrowed job is lent to threads that outlive the borrow")]
         let job = unsafe { std::mem::transmute::<&(dyn Fn() + Sync), &'static (dyn Fn() + Sync)>(job) };
         let given = self.shared.give(job);
         job();

@@ -1,4 +1,5 @@
 //! Compiles the kernels with NVRTC, and caches the result on disk.
+#![expect(unsafe_code, reason = "NVRTC is a C library")]
 
 use super::{
     CudaError,
@@ -65,7 +66,6 @@ fn options(shape: &Shape, architecture: &str) -> Vec<String> {
 /// Compiles with NVRTC, which needs no GPU.
 pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, CudaError> {
     // SAFETY: this only tries to open the library, which runs nothing but its own initialisers.
-    #[expect(unsafe_code)]
     let present = unsafe { sys::is_culib_present() };
     if !present {
         return Err(CudaError::NoLibrary { library: "libnvrtc.so.13", package: "nvidia-cuda-nvrtc" });
@@ -76,7 +76,6 @@ pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, Cuda
     let program = result::create_program(&source, None).map_err(|error| failed(error.to_string()))?;
     let code = compiled(program, &options(shape, architecture));
     // SAFETY: the program was created above, is destroyed once, and is not used afterwards.
-    #[expect(unsafe_code)]
     let destroyed = unsafe { result::destroy_program(program) };
     destroyed.map_err(|error| failed(error.to_string()))?;
     code.map_err(failed)
@@ -86,7 +85,6 @@ pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, Cuda
 fn compiled(program: sys::nvrtcProgram, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: result::NvrtcError| error.to_string();
     // SAFETY: the caller created the program and has not destroyed it; NVRTC fills buffers of the sizes it reported, and a log ends with a NUL.
-    #[expect(unsafe_code)]
     unsafe {
         if let Err(error) = result::compile_program(program, options) {
             let log = result::get_program_log(program).map_err(text)?;
@@ -134,7 +132,6 @@ mod tests {
     #[test]
     fn all_kernels_compile_for_every_architecture() {
         // SAFETY: as in `compile`.
-        #[expect(unsafe_code)]
         if !unsafe { sys::is_culib_present() } {
             assert!(std::env::var_os("TANDEM_NVRTC").is_none(), "TANDEM_NVRTC is set, but libnvrtc is not found");
             let skipped = "SKIPPED: no NVRTC; ci/test.sh fetches it (its part `nvrtc`)";

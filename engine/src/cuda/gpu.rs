@@ -1,6 +1,7 @@
 //! The device interface on a GPU: all calls of the driver, cuBLASLt and NCCL, and nothing else.
 //!
 //! A library is opened before any of its functions is called, because `cudarc` panics if it is missing.
+#![expect(unsafe_code, reason = "the CUDA driver is a C library")]
 
 mod driver;
 mod gemm;
@@ -58,10 +59,8 @@ pub(super) struct Context {
 }
 
 // SAFETY: the driver allows its handles to be used from any thread.
-#[expect(unsafe_code)]
 unsafe impl Send for Context {}
 // SAFETY: the driver allows its handles to be used by several threads at a time; `chosen` has a lock.
-#[expect(unsafe_code)]
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -74,7 +73,6 @@ impl Context {
         let _locked = driver_lock();
         // SAFETY: the driver returned this device. The image outlives the call and was compiled by NVRTC for this device (or read from a file with a
         // matching hash). The functions belong to the module, which is unloaded in `drop` only.
-        #[expect(unsafe_code)]
         unsafe {
             let context = result::primary_ctx::retain(device).map_err(failed("opening a context"))?;
             result::ctx::set_current(context).map_err(failed("opening a context"))?;
@@ -104,7 +102,6 @@ impl Context {
     /// Makes the context current for this thread. Required before every driver call, since the driver keeps a current context per thread.
     fn enter(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as this value.
-        #[expect(unsafe_code)]
         unsafe { result::ctx::set_current(self.context) }.map_err(failed("setting the current context"))
     }
 }
@@ -114,7 +111,6 @@ impl Drop for Context {
         if self.enter().is_ok() {
             let _locked = driver_lock();
             // SAFETY: no reference to the functions remains, and module and context are released once. Errors are ignored: there is no one to report to.
-            #[expect(unsafe_code)]
             unsafe {
                 let _ = result::module::unload(self.module);
                 let _ = result::primary_ctx::release(self.device);
@@ -133,10 +129,8 @@ pub(super) struct Gpu {
 }
 
 // SAFETY: the driver allows its handles to be used from any thread.
-#[expect(unsafe_code)]
 unsafe impl Send for Gpu {}
 // SAFETY: the driver allows its handles to be used by several threads at a time; all mutable state has a lock.
-#[expect(unsafe_code)]
 unsafe impl Sync for Gpu {}
 
 /// Pinned host memory, which the device reads and writes by DMA.
@@ -145,10 +139,7 @@ struct Staging(*mut u8);
 impl Staging {
     fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the pointer refers to `STAGING_BYTES` bytes, zeroed when allocated and freed in `drop` only; `&mut self` excludes other references.
-        #[expect(unsafe_code)]
-        unsafe {
-            std::slice::from_raw_parts_mut(self.0, STAGING_BYTES)
-        }
+        unsafe { std::slice::from_raw_parts_mut(self.0, STAGING_BYTES) }
     }
 }
 
@@ -163,7 +154,6 @@ impl Gpu {
         let locked = driver_lock();
         let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("creating a stream"))?;
         // SAFETY: the size is not 0; the bytes are zeroed before they are read, and freed once, in `drop`.
-        #[expect(unsafe_code)]
         let staging = unsafe {
             let bytes: *mut c_void = result::malloc_host(STAGING_BYTES, 0).map_err(failed("allocating pinned host memory"))?;
             bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
@@ -180,7 +170,6 @@ impl Gpu {
 
     fn idle(&self) -> Result<(), CudaError> {
         // SAFETY: the stream is destroyed in `drop` only.
-        #[expect(unsafe_code)]
         unsafe { result::stream::synchronize(self.stream) }.map_err(failed("executing work"))
     }
 }
@@ -193,7 +182,6 @@ impl Drop for Gpu {
             let staging = self.staging.get_mut().expect("no copy panics");
             let _locked = driver_lock();
             // SAFETY: the stream is idle, and memory and stream are released once.
-            #[expect(unsafe_code)]
             unsafe {
                 let _ = result::free_host(staging.0.cast());
                 let _ = result::stream::destroy(self.stream);
@@ -229,14 +217,12 @@ pub(super) struct Graph {
 }
 
 // SAFETY: the driver allows its handles to be used from any thread.
-#[expect(unsafe_code)]
 unsafe impl Send for Graph {}
 
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
             // SAFETY: it is destroyed once; the driver keeps its resources until a running launch has ended.
-            #[expect(unsafe_code)]
             let _ = unsafe { result::graph::exec_destroy(self.graph) };
         }
     }
@@ -286,7 +272,6 @@ impl Device for Gpu {
         let _locked = driver_lock();
         // Not stream-ordered: IPC handles exist only for memory of `cuMemAlloc`.
         // SAFETY: the size is not 0, and the memory is used as bytes only.
-        #[expect(unsafe_code)]
         unsafe { result::malloc_sync(bytes) }.map_err(failed("allocating device memory"))
     }
 
@@ -296,7 +281,6 @@ impl Device for Gpu {
             let _ = self.idle();
             let _locked = driver_lock();
             // SAFETY: the caller frees each allocation once, and no running work uses it.
-            #[expect(unsafe_code)]
             unsafe {
                 let _ = result::free_sync(address);
             }
@@ -313,7 +297,6 @@ impl Device for Gpu {
             staged.copy_from_slice(chunk);
             let to = to + (i * STAGING_BYTES) as u64;
             // SAFETY: the caller allocated the destination; the source is not modified before the wait above in the next iteration or call.
-            #[expect(unsafe_code)]
             unsafe { result::memcpy_htod_async(to, staged, self.stream) }.map_err(failed("copying to the GPU"))?;
         }
         Ok(())
@@ -326,7 +309,6 @@ impl Device for Gpu {
             let staged = &mut staging.bytes()[..chunk.len()];
             let from = from + (i * STAGING_BYTES) as u64;
             // SAFETY: the caller allocated the source; the destination is not accessed before the copy is done.
-            #[expect(unsafe_code)]
             unsafe { result::memcpy_dtoh_async(staged, from, self.stream) }.map_err(failed("copying from the GPU"))?;
             self.idle()?;
             chunk.copy_from_slice(staged);
@@ -345,7 +327,6 @@ impl Device for Gpu {
             for rank in ranks {
                 rank.context.enter()?;
                 // SAFETY: the stream is destroyed when the rank is dropped.
-                #[expect(unsafe_code)]
                 match unsafe { sys::cuStreamQuery(rank.stream) } {
                     sys::CUresult::CUDA_ERROR_NOT_READY => busy = true,
                     other => other.result().map_err(failed("executing work"))?,
@@ -362,7 +343,6 @@ impl Device for Gpu {
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: the caller allocated source and destination.
-        #[expect(unsafe_code)]
         unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) }.map_err(failed("copying on the GPU"))
     }
 
@@ -372,7 +352,6 @@ impl Device for Gpu {
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
         // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as the
         // kernel's parameter has. That every caller's arguments match the kernel and name memory of sufficient size is checked by the tests on the host.
-        #[expect(unsafe_code)]
         let launched = unsafe {
             result::launch_kernel(
                 self.context.functions[launch.kernel as usize],
@@ -412,14 +391,11 @@ impl Device for Gpu {
         // Relaxed: other threads may allocate or wait meanwhile, which the other modes forbid.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is destroyed in `drop` only.
-        #[expect(unsafe_code)]
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning a stream capture"))?;
         let worked = work();
         // SAFETY: the stream is destroyed in `drop` only. The capture is ended even if `work` failed, so that the stream executes work again.
-        #[expect(unsafe_code)]
         let recorded = unsafe { result::stream::end_capture(self.stream) }.map_err(failed("capturing a stream"));
         // SAFETY: the captured graph is destroyed once; the executable graph does not refer to it.
-        #[expect(unsafe_code)]
         let graph = recorded.and_then(|recorded| unsafe {
             let graph = result::graph::instantiate(recorded, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(recorded);
@@ -433,7 +409,6 @@ impl Device for Gpu {
     fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
         self.context.enter()?;
         // SAFETY: graph and stream are alive. The caller replays no graph whose memory has been freed.
-        #[expect(unsafe_code)]
         unsafe { result::graph::launch(graph.graph, self.stream) }.map_err(failed("launching a graph"))
     }
 
@@ -441,7 +416,6 @@ impl Device for Gpu {
         self.context.enter()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
         // SAFETY: the memory comes from `allocate`, and the driver writes one handle.
-        #[expect(unsafe_code)]
         unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }
             .result()
             .map_err(failed("exporting memory to other processes"))?;
@@ -455,13 +429,11 @@ impl Device for Gpu {
         let mut address = 0;
         let locked = driver_lock();
         // SAFETY: the driver validates the handle and writes the address of a mapping that lives until it is closed.
-        #[expect(unsafe_code)]
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }.result();
         drop(locked);
         opened.map_err(failed("mapping another process's memory"))?;
         let (mut start, mut bytes) = (0, 0);
         // SAFETY: the address was mapped above; the driver writes two values of these types.
-        #[expect(unsafe_code)]
         let measured = unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut bytes, address) }.result();
         if let Err(error) = measured {
             self.close(address);
@@ -475,7 +447,6 @@ impl Device for Gpu {
             let _ = self.idle();
             let _locked = driver_lock();
             // SAFETY: the address comes from `import`, is closed once, and no running work uses it.
-            #[expect(unsafe_code)]
             unsafe {
                 let _ = sys::cuIpcCloseMemHandle(address);
             }

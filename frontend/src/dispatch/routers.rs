@@ -1,9 +1,14 @@
-//! The routers, and which of them is asked next.
+//! The known routers, their health, and the order in which they are asked.
 //!
-//! Requests go in turn to those that could place one when they were last heard of. A router that fails a request is asked last
-//! from then on, until a look at all of them, once a second, finds it well: a router that is gone costs one request one failure.
+//! Requests go round-robin to the healthy routers. A router that fails a request becomes unhealthy and is asked last, until the
+//! check of all routers, once a second, finds it healthy: a lost router costs one request one failure.
 
-use super::{DispatchError, Prompt, route::Held};
+use super::{
+    error::DispatchError,
+    placement::Placement,
+    prompt::Prompt,
+    router_stream::{Router, RouterStream},
+};
 use crate::metrics::FrontendMetrics;
 use futures::{Stream, stream::FuturesUnordered};
 use parking_lot::{Mutex, MutexGuard};
@@ -14,10 +19,7 @@ use std::{
 };
 use tandem_proto::{
     channel::{Channel, Network, endpoint},
-    v1::{
-        ExistingPlacement, ExplainReply, ExplainRequest, Identity, Placement, RoutePrompt, WorkersReply, WorkersRequest,
-        router_client::RouterClient,
-    },
+    v1::{ExplainReply, ExplainRequest, Identity, RoutePrompt, WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::{
     sync::watch,
@@ -25,244 +27,248 @@ use tokio::{
 };
 use tonic::{Code, Response, Status};
 
-/// How long a question about the cluster's state may take.
-const ANSWER_WAIT: Duration = Duration::from_secs(2);
-/// A router that has not placed a request by then is left for another, if there is one. Placing takes less than a millisecond.
-const PLACEMENT_WAIT: Duration = Duration::from_secs(2);
-/// A list that is empty may be one that has not come yet: etcd is asked when the frontend starts, and answers within milliseconds.
-const LIST_WAIT: Duration = Duration::from_secs(2);
-/// Before a running request asks again for a booking that every router has refused.
-const REBOOK_PAUSE: Duration = Duration::from_secs(1);
+/// The maximum time for an answer about the cluster's state.
+const VIEW_TIMEOUT: Duration = Duration::from_secs(2);
+/// A router that has not placed a request within this time is given up for another one. Placing takes less than a millisecond.
+const PLACEMENT_TIMEOUT: Duration = Duration::from_secs(2);
+/// An empty list of members may be one that has not arrived yet: etcd is asked when the frontend starts, and answers within
+/// milliseconds.
+const MEMBERS_TIMEOUT: Duration = Duration::from_secs(2);
+/// Between two tries to book a running request that every router has refused.
+const REBOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// All of them.
+/// All known routers.
 pub(crate) struct Routers {
     network: Network,
     identity: Identity,
     metrics: Arc<FrontendMetrics>,
     known: Mutex<Known>,
-    /// How many are well.
-    well: watch::Sender<usize>,
+    /// The number of healthy routers.
+    healthy: watch::Sender<usize>,
 }
 
 #[derive(Default)]
 struct Known {
-    routers: BTreeMap<Arc<str>, OneRouter>,
-    turn: usize,
+    routers: BTreeMap<Arc<str>, KnownRouter>,
+    /// Counts requests, for the round-robin order.
+    round: usize,
 }
 
-struct OneRouter {
+struct KnownRouter {
     client: RouterClient<Channel>,
-    is_well: bool,
-    is_listed: bool,
+    health: Health,
+    is_member: bool,
 }
 
-/// One that can be asked.
-#[derive(Clone)]
-pub(super) struct Router {
-    pub(super) address: Arc<str>,
-    pub(super) client: RouterClient<Channel>,
+/// Whether a router could place a request when it was last called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Health {
+    Healthy,
+    Unhealthy,
+}
+
+/// How a list of members is to be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemberList {
+    /// An operator's static list: other routers are not used.
+    Static,
+    /// A list of etcd. A healthy router that is missing stays: it may have lost etcd and still place requests.
+    Advisory,
 }
 
 impl Routers {
-    /// Connects to them when they are first used.
-    pub(crate) fn new(listed: &BTreeSet<String>, network: Network, identity: Identity, metrics: Arc<FrontendMetrics>) -> Self {
-        let routers = Self { network, identity, metrics, known: Mutex::default(), well: watch::Sender::new(0) };
-        routers.list(listed, false);
+    /// The `members`, healthy until found otherwise. Each is connected to when it is first used.
+    pub(crate) fn new(members: &BTreeSet<String>, network: Network, identity: Identity, metrics: Arc<FrontendMetrics>) -> Self {
+        let routers = Self { network, identity, metrics, known: Mutex::default(), healthy: watch::Sender::new(0) };
+        routers.set_members(members, MemberList::Static);
         routers
     }
 
-    /// These are the routers from now on; where the list only `hints`, others stay for as long as they are well: a router that is cut
-    /// off from etcd still places. What runs on others stays there.
-    pub(crate) fn list(&self, listed: &BTreeSet<String>, hints: bool) {
+    /// Replaces the known routers. Requests that are booked with removed ones stay there.
+    pub(crate) fn set_members(&self, members: &BTreeSet<String>, list: MemberList) {
         let mut known = self.lock();
-        known.routers.iter_mut().for_each(|(address, router)| router.is_listed = listed.contains(&**address));
-        known.routers.retain(|_, router| router.is_listed || hints && router.is_well);
-        for address in listed {
+        known.routers.iter_mut().for_each(|(address, router)| router.is_member = members.contains(&**address));
+        let stays = |router: &KnownRouter| list == MemberList::Advisory && router.health == Health::Healthy;
+        known.routers.retain(|_, router| router.is_member || stays(router));
+        for address in members {
             let endpoint = endpoint(address).expect("lists are checked when they are read");
-            let new =
-                || OneRouter { client: RouterClient::new(self.network.connect_lazy(&endpoint)), is_well: true, is_listed: true };
+            let new = || KnownRouter {
+                client: RouterClient::new(self.network.connect_lazy(&endpoint)),
+                health: Health::Healthy,
+                is_member: true,
+            };
             known.routers.entry(address.as_str().into()).or_insert_with(new);
         }
-        self.count(&known);
+        self.publish_count(&known);
     }
 
-    /// What this frontend takes the cluster for.
+    /// What this frontend expects of the cluster.
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }
 
-    /// Asks all of them at once for their view of the cluster; the answers as they come, each with who gave it.
+    /// Asks all routers at the same time for their view of the cluster. Yields the answers as they arrive, each with the router's
+    /// address, and updates the routers' health.
     pub(crate) fn views(&self) -> impl Stream<Item = (Arc<str>, Result<WorkersReply, DispatchError>)> {
         let ask = |Router { address, mut client }: Router| async move {
-            let view = answer(client.workers(WorkersRequest {})).await;
-            let can_place = |view: &WorkersReply| {
+            let view = reply(client.workers(WorkersRequest {})).await;
+            let can_place = view.as_ref().is_ok_and(|view| {
                 view.unavailable_reason.is_none()
                     && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
-            };
-            self.found(&address, view.as_ref().is_ok_and(can_place));
+            });
+            self.set_health(&address, if can_place { Health::Healthy } else { Health::Unhealthy });
             (address, view)
         };
-        self.all().0.into_iter().map(ask).collect::<FuturesUnordered<_>>()
+        self.by_health().0.into_iter().map(ask).collect::<FuturesUnordered<_>>()
     }
 
-    /// Asks one after the other where a prompt would be placed, until one answers.
+    /// Asks one router after the other where a prompt would be placed, until one answers.
+    ///
+    /// # Errors
+    /// None answers; the error is the last router's.
     pub(super) async fn explain(&self, request: ExplainRequest) -> Result<ExplainReply, DispatchError> {
-        let mut failed = none();
-        for Router { mut client, .. } in self.all().0 {
-            match answer(client.explain(request.clone())).await {
+        let mut last = no_router();
+        for Router { mut client, .. } in self.by_health().0 {
+            match reply(client.explain(request.clone())).await {
                 Ok(reply) => return Ok(reply),
-                Err(error) => failed = error,
+                Err(error) => last = error,
             }
         }
-        Err(failed)
+        Err(last)
     }
 
-    /// Has the prompt placed by the first that can.
-    pub(super) async fn place(&self, prompt: &Prompt) -> Result<(Held, Placement), DispatchError> {
-        let mut failed = none();
-        let routers = self.somebody().await;
-        let is_alone = routers.len() == 1;
+    /// Has the prompt placed by the first router that can.
+    ///
+    /// # Errors
+    /// No router can place it, or one says that it can never run.
+    pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
+        let mut last = no_router();
+        let routers = self.candidates().await;
+        let only_one = routers.len() == 1;
         for router in routers {
             let placing = async {
-                let mut held = Held::open(&router, self.prompt(prompt, None)).await?;
-                let placement = held.placement().await?;
-                Ok((held, placement))
+                let mut stream = RouterStream::open(&router, prompt.route_prompt(&self.identity, None)).await?;
+                let placement = stream.placement().await?;
+                Ok((stream, placement))
             };
-            // Nobody else is there to ask: it may take as long as the request may.
-            let placed = if is_alone { placing.await } else { self.in_time(placing).await };
+            // Without another router to ask it may take as long as the request may.
+            let placed = if only_one { placing.await } else { in_time(placing).await };
             match placed {
                 Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
                 Err(error) => {
-                    let error = self.failed(&router.address, error);
-                    // That one router has no worker for it tells more than that another does not answer.
-                    if !matches!(failed, DispatchError::NoWorker { .. }) {
-                        failed = error;
+                    let error = self.note_failure(&router.address, error);
+                    // A router without a worker for the request says more than one that does not answer.
+                    if !matches!(last, DispatchError::NoWorker { .. }) {
+                        last = error;
                     }
                 }
                 placed => return placed,
             }
         }
-        Err(failed)
+        Err(last)
     }
 
-    /// Has the first that can book what runs.
-    pub(super) async fn book(&self, prompt: &RoutePrompt) -> Result<Held, DispatchError> {
-        let mut failed = none();
-        for router in self.in_turn() {
-            match self.in_time(Held::open(&router, prompt.clone())).await {
-                Err(error) => failed = self.failed(&router.address, error),
-                held => {
+    /// Has a placed request booked by the first router that can.
+    ///
+    /// # Errors
+    /// No router can book it; the error is the last router's.
+    pub(super) async fn book(&self, prompt: &RoutePrompt) -> Result<RouterStream, DispatchError> {
+        let mut last = no_router();
+        for router in self.round_robin() {
+            match in_time(RouterStream::open(&router, prompt.clone())).await {
+                Err(error) => last = self.note_failure(&router.address, error),
+                stream => {
                     self.metrics.rebooked.increment(1);
-                    return held;
+                    return stream;
                 }
             }
         }
-        Err(failed)
+        Err(last)
     }
 
-    /// The same, however long it takes until there is one.
-    pub(super) async fn book_sometime(self: Arc<Self>, prompt: RoutePrompt) -> Held {
+    /// The same as [`Routers::book`], but waits until a router can.
+    pub(super) async fn book_when_possible(self: Arc<Self>, prompt: RoutePrompt) -> RouterStream {
         loop {
-            let mut well = self.well.subscribe();
-            well.wait_for(|well| *well > 0).await.expect("this value holds the sender");
+            let mut healthy = self.healthy.subscribe();
+            healthy.wait_for(|count| *count > 0).await.expect("this value holds the sender");
             match self.book(&prompt).await {
-                Ok(held) => return held,
-                Err(_) => sleep(REBOOK_PAUSE).await,
+                Ok(stream) => return stream,
+                Err(_) => sleep(REBOOK_INTERVAL).await,
             }
         }
     }
 
-    /// The prompt as routers see it.
-    pub(super) fn prompt(&self, prompt: &Prompt, existing: Option<ExistingPlacement>) -> RoutePrompt {
-        RoutePrompt {
-            request_id: prompt.request_id.clone(),
-            traceparent: prompt.traceparent.clone(),
-            model: prompt.model.clone(),
-            sequence_hashes: prompt.sequence_hashes.clone(),
-            prompt_tokens: prompt.tokens.len() as u32,
-            max_tokens: prompt.max_tokens,
-            samples: prompt.samples,
-            prompt_logits: prompt.prompt_logprobs.is_some(),
-            identity: Some(self.identity.clone()),
-            existing,
-        }
-    }
-
-    /// Others may be asked if it takes longer.
-    pub(super) async fn in_time<T>(&self, answer: impl Future<Output = Result<T, DispatchError>>) -> Result<T, DispatchError> {
-        timeout(PLACEMENT_WAIT, answer).await.unwrap_or(Err(DispatchError::RouterClosed))
-    }
-
-    /// How many there are.
+    /// The number of known routers.
     pub(super) fn len(&self) -> usize {
         self.lock().routers.len()
     }
 
-    /// The router could place a request when it was last heard of, or could not.
-    pub(super) fn found(&self, address: &str, is_well: bool) {
+    /// Sets a router's health. An unhealthy one that is no member is removed.
+    pub(super) fn set_health(&self, address: &str, health: Health) {
         let mut known = self.lock();
         if let Some(router) = known.routers.get_mut(address) {
-            router.is_well = is_well;
-            if !is_well && !router.is_listed {
+            router.health = health;
+            if health == Health::Unhealthy && !router.is_member {
                 known.routers.remove(address);
             }
         }
-        self.count(&known);
+        self.publish_count(&known);
     }
 
-    /// Takes note of who has failed; gives the error back.
-    fn failed(&self, address: &str, error: DispatchError) -> DispatchError {
-        let of_the_request = match &error {
+    /// Marks the router unhealthy, unless the failure is the request's or the cluster's. Returns the error.
+    fn note_failure(&self, address: &str, error: DispatchError) -> DispatchError {
+        let router_is_fine = match &error {
             DispatchError::Router(status) => matches!(status.code(), Code::InvalidArgument | Code::ResourceExhausted),
             DispatchError::NoWorker { .. } => true,
             _ => false,
         };
-        if !of_the_request {
-            tracing::debug!(router = address, %error, "the router is asked last from now on");
-            self.found(address, false);
+        if !router_is_fine {
+            tracing::debug!(router = address, %error, "router marked unhealthy, deprioritized");
+            self.set_health(address, Health::Unhealthy);
         }
         error
     }
 
-    /// Those to be asked in turn. Where nobody is known, as in a frontend that has not read etcd's list yet, somebody is waited for.
-    async fn somebody(&self) -> Vec<Router> {
+    /// The routers in the order in which they are asked. Without any, as in a frontend that has not read etcd's list yet, the first
+    /// ones are waited for.
+    async fn candidates(&self) -> Vec<Router> {
         if self.len() == 0 {
-            let mut well = self.well.subscribe();
-            // Whether in time or not: what follows looks for itself.
-            timeout(LIST_WAIT, well.wait_for(|well| *well > 0)).await.ok();
+            let mut healthy = self.healthy.subscribe();
+            // After the timeout the list is empty, which the caller handles.
+            timeout(MEMBERS_TIMEOUT, healthy.wait_for(|count| *count > 0)).await.ok();
         }
-        self.in_turn()
+        self.round_robin()
     }
 
-    /// Those that are well, and then the others; each time another one is the first of its kind.
-    fn in_turn(&self) -> Vec<Router> {
-        let turn = {
+    /// The healthy routers before the unhealthy ones; at each call the next of each kind is the first.
+    fn round_robin(&self) -> Vec<Router> {
+        let round = {
             let mut known = self.lock();
-            known.turn = known.turn.wrapping_add(1);
-            known.turn
+            known.round = known.round.wrapping_add(1);
+            known.round
         };
-        let (mut routers, well) = self.all();
-        let others = routers.len() - well;
-        routers[..well].rotate_left(turn % well.max(1));
-        routers[well..].rotate_left(turn % others.max(1));
+        let (mut routers, healthy) = self.by_health();
+        let unhealthy = routers.len() - healthy;
+        routers[..healthy].rotate_left(round % healthy.max(1));
+        routers[healthy..].rotate_left(round % unhealthy.max(1));
         routers
     }
 
-    /// Those that are well, and then the others; and how many are well.
-    fn all(&self) -> (Vec<Router>, usize) {
+    /// The healthy routers before the unhealthy ones, and the number of healthy ones.
+    fn by_health(&self) -> (Vec<Router>, usize) {
         let known = self.lock();
-        let all = known.routers.iter().map(|(address, OneRouter { client, is_well, .. })| {
-            (*is_well, Router { address: address.clone(), client: client.clone() })
+        let all = known.routers.iter().map(|(address, KnownRouter { client, health, .. })| {
+            (*health, Router { address: address.clone(), client: client.clone() })
         });
-        let (well, others): (Vec<_>, Vec<_>) = all.partition(|(is_well, _)| *is_well);
-        let count = well.len();
-        (well.into_iter().chain(others).map(|(_, router)| router).collect(), count)
+        let (healthy, unhealthy): (Vec<_>, Vec<_>) = all.partition(|(health, _)| *health == Health::Healthy);
+        let count = healthy.len();
+        (healthy.into_iter().chain(unhealthy).map(|(_, router)| router).collect(), count)
     }
 
-    fn count(&self, known: &Known) {
-        let well = known.routers.values().filter(|router| router.is_well).count();
-        self.metrics.routers_well.set(well as f64);
-        self.well.send_if_modified(|before| std::mem::replace(before, well) != well);
+    fn publish_count(&self, known: &Known) {
+        let healthy = known.routers.values().filter(|router| router.health == Health::Healthy).count();
+        self.metrics.healthy_routers.set(healthy as f64);
+        self.healthy.send_if_modified(|before| std::mem::replace(before, healthy) != healthy);
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
@@ -270,16 +276,18 @@ impl Routers {
     }
 }
 
-async fn answer<T>(asking: impl Future<Output = Result<Response<T>, Status>>) -> Result<T, DispatchError> {
-    match timeout(ANSWER_WAIT, asking).await {
-        Ok(reply) => Ok(reply.map_err(|status| DispatchError::Router(Box::new(status)))?.into_inner()),
-        Err(_) => Err(DispatchError::Timeout { limit: ANSWER_WAIT }),
-    }
+/// Bounds the wait for one router by [`PLACEMENT_TIMEOUT`], so that another one can be asked.
+pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, DispatchError>>) -> Result<T, DispatchError> {
+    timeout(PLACEMENT_TIMEOUT, answer).await.unwrap_or(Err(DispatchError::RouterClosed))
 }
 
-/// What came of asking nobody.
-fn none() -> DispatchError {
-    DispatchError::Router(Box::new(Status::unavailable("no router is listed")))
+async fn reply<T>(call: impl Future<Output = Result<Response<T>, Status>>) -> Result<T, DispatchError> {
+    let reply = timeout(VIEW_TIMEOUT, call).await.map_err(|_| DispatchError::Timeout { limit: VIEW_TIMEOUT })?;
+    Ok(reply?.into_inner())
+}
+
+fn no_router() -> DispatchError {
+    Status::unavailable("no router is known").into()
 }
 
 #[cfg(test)]
@@ -287,42 +295,42 @@ mod tests {
     use super::*;
     use tandem_node::Metrics;
 
-    fn listed(addresses: &[&str]) -> BTreeSet<String> {
+    fn set(addresses: &[&str]) -> BTreeSet<String> {
         addresses.iter().map(|address| (*address).to_owned()).collect()
     }
 
     fn routers(addresses: &[&str]) -> Routers {
         let metrics = Arc::new(FrontendMetrics::new(&Metrics::default(), "m"));
-        Routers::new(&listed(addresses), Network::default(), Identity::default(), metrics)
+        Routers::new(&set(addresses), Network::default(), Identity::default(), metrics)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_is_listed_soon_is_waited_for() {
+    async fn requests_wait_for_the_first_members() {
         let (routers, started) = (routers(&[]), tokio::time::Instant::now());
-        assert!(routers.somebody().await.is_empty());
-        assert_eq!(started.elapsed(), LIST_WAIT, "nobody came");
-        let comes = async {
-            sleep(LIST_WAIT / 2).await;
-            routers.list(&listed(&["a:1"]), true);
+        assert!(routers.candidates().await.is_empty());
+        assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no member came");
+        let registers = async {
+            sleep(MEMBERS_TIMEOUT / 2).await;
+            routers.set_members(&set(&["a:1"]), MemberList::Advisory);
         };
-        let (found, ()) = tokio::join!(routers.somebody(), comes);
-        assert_eq!((found.len(), started.elapsed()), (1, LIST_WAIT * 3 / 2));
-        assert_eq!((routers.somebody().await.len(), started.elapsed()), (1, LIST_WAIT * 3 / 2), "who is there is asked at once");
+        let (found, ()) = tokio::join!(routers.candidates(), registers);
+        assert_eq!((found.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2));
+        assert_eq!((routers.candidates().await.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2), "known: no wait");
     }
 
     #[tokio::test]
-    async fn off_a_list_that_only_hints_a_router_stays_while_it_is_well() {
+    async fn advisory_list_keeps_missing_routers_while_they_are_healthy() {
         let routers = routers(&["a:1", "b:1", "c:1"]);
-        let known = || routers.all().0.into_iter().map(|router| router.address.to_string()).collect::<BTreeSet<_>>();
-        routers.found("c:1", false);
-        routers.list(&listed(&[]), true);
-        assert_eq!(known(), listed(&["a:1", "b:1"]));
-        routers.found("a:1", false);
-        assert_eq!(known(), listed(&["b:1"]), "it is not looked for any more");
-        routers.list(&listed(&["a:1", "b:1"]), true);
-        routers.found("a:1", false);
-        assert_eq!(known(), listed(&["a:1", "b:1"]), "who is listed is looked for");
-        routers.list(&listed(&["a:1"]), false);
-        assert_eq!(known(), listed(&["a:1"]), "an operator's list is an order");
+        let known = || routers.by_health().0.into_iter().map(|router| router.address.to_string()).collect::<BTreeSet<_>>();
+        routers.set_health("c:1", Health::Unhealthy);
+        routers.set_members(&set(&[]), MemberList::Advisory);
+        assert_eq!(known(), set(&["a:1", "b:1"]));
+        routers.set_health("a:1", Health::Unhealthy);
+        assert_eq!(known(), set(&["b:1"]), "an unhealthy router that is no member is removed");
+        routers.set_members(&set(&["a:1", "b:1"]), MemberList::Advisory);
+        routers.set_health("a:1", Health::Unhealthy);
+        assert_eq!(known(), set(&["a:1", "b:1"]), "an unhealthy member is checked again");
+        routers.set_members(&set(&["a:1"]), MemberList::Static);
+        assert_eq!(known(), set(&["a:1"]), "a static list is binding");
     }
 }

@@ -1,21 +1,17 @@
-//! Runs a request's prompts and writes the answer, whole or as server-sent events. Both read the same pieces.
+//! Runs a request's prompts and writes the answer, whole or as server-sent events. Both read the same events.
 
 use super::{
-    App,
-    events::{First, events},
-    explain::explain,
-    lifecycle::Incoming,
-    progress::{Kept, Progress},
-    shape::{Choice, Envelope, Logprobs, Shape},
-    unix_seconds,
+    app::App,
+    format::{Choice, Envelope, Format, Logprobs, UsageField},
+    incoming::{Incoming, Job},
+    progress::{Progress, Recording},
 };
 use crate::{
-    admission::Admitted,
-    dispatch::{DispatchError, Prompt},
+    clock::unix_time,
+    dispatch::DispatchError,
     error::ApiError,
-    request::Options,
-    stream::{Delta, Finish, Piece, TokenLogprobs, answers},
-    usage::Usage,
+    request::{Options, StreamUsage},
+    stream::{AnswerEvent, Delta, FinishReason, TokenLogprobs, answers},
 };
 use axum::{
     Json,
@@ -24,85 +20,89 @@ use axum::{
 use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
-/// A request ready to run.
-pub(super) struct Job {
-    pub(super) shape: Shape,
-    /// Each with the text it is to be answered with first, if that is asked for.
-    pub(super) prompts: Vec<(Prompt, Option<String>)>,
-    pub(super) options: Options,
+/// The reply to a request whose answer has begun.
+pub(super) enum Reply {
+    Whole(Response),
+    Stream { run: Box<Run>, usage: StreamUsage, first: First },
 }
 
-/// Pieces with the numbers of their prompts.
-type Pieces = Pin<Box<dyn Stream<Item = (usize, Result<Piece, DispatchError>)> + Send>>;
+/// The state of a streamed answer when the headers are sent.
+pub(super) enum First {
+    /// The first event came in time; `None` if the answer has none.
+    Event(Option<(usize, AnswerEvent)>),
+    /// No event came before the first comment was due.
+    Late,
+}
+
+/// Events with the index of their prompt.
+type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchError>)> + Send>>;
 
 /// A running request.
 pub(super) struct Run {
     app: Arc<App>,
-    pieces: Pieces,
+    events: Events,
     pub(super) progress: Progress,
     echoes: Vec<Option<Echo>>,
-    /// Characters of each prompt's text that were given.
+    /// Characters of each prompt's text that were echoed.
     echoed_len: Vec<usize>,
     logprobs: bool,
-    pub(super) shape: Shape,
+    pub(super) format: Format,
     id: String,
     created: u64,
     pub(super) details: bool,
 }
 
-/// A prompt's text that is still to be given.
+/// A prompt's text that is still to be echoed.
 struct Echo {
     text: String,
-    /// It is given with its logprobs, once they are there.
+    /// It is echoed with its logprobs, when they have arrived.
     with_logprobs: bool,
 }
 
-/// Sends status and headers when the first token or an error has come. A stream waits no longer than its interval for
-/// comments; an error that comes later is an event.
-pub(super) async fn respond(incoming: &mut Incoming, job: Job) -> Result<Response, ApiError> {
-    if incoming.asked.explain {
-        return explain(&incoming.app, job).await;
-    }
+/// Runs the job to its whole answer or, if it is streamed, to its first event, but no longer than the interval of comments.
+///
+/// # Errors
+/// The answer failed before it began: the error has a status of its own. A later one is an event of the stream.
+pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiError> {
     let stream_usage = job.options.stream;
     let mut run = Run::new(incoming, job);
-    let Some(usage) = stream_usage else { return run.whole().await };
+    let Some(usage) = stream_usage else { return run.whole().await.map(Reply::Whole) };
     let first = match timeout(incoming.app.keep_alive, run.next()).await {
-        Ok(first) => First::Piece(first.transpose()?),
+        Ok(first) => First::Event(first.transpose()?),
         Err(_) => First::Late,
     };
-    let admitted = incoming.admitted.take().expect("a request is answered once, and holds its place until then");
-    Ok(events(run, usage, admitted, first))
+    Ok(Reply::Stream { run: Box::new(run), usage, first })
 }
 
 impl Run {
     fn new(incoming: &Incoming, job: Job) -> Self {
-        let Job { shape, prompts, options } = job;
+        let Job { format, prompts, options } = job;
         let app = Arc::clone(&incoming.app);
-        describe(incoming, shape, &options);
-        let since = incoming.admitted.as_ref().map_or_else(Instant::now, Admitted::since);
+        describe(incoming, format, &options);
+        let since = incoming.admitted.since();
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
-        let endpoint = incoming.admitted.as_ref().map_or("", |admitted| admitted.endpoint().label());
-        let kept = app.recent.clone().map(|recent| Kept { recent, endpoint, streamed: options.stream.is_some() });
+        let endpoint = incoming.admitted.endpoint().label();
+        let recording = app.recent.clone().map(|recent| Recording { recent, endpoint, streamed: options.stream.is_some() });
         let progress =
-            Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), incoming.span.clone(), kept);
+            Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), incoming.span.clone(), recording);
         let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
             echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
-            let pieces = answers(Arc::clone(&app.dispatcher), Arc::clone(&app.model), prompt, options.stop.clone());
-            streams.push(pieces.map(move |piece| (index, piece)).boxed());
+            let events = answers(Arc::clone(&app.dispatcher), Arc::clone(&app.model), prompt, options.stop.clone());
+            streams.push(events.map(move |event| (index, event)).boxed());
         }
         Self {
-            pieces: stream::select_all(streams).boxed(),
+            events: stream::select_all(streams).boxed(),
             progress,
             echoed_len: vec![0; echoes.len()],
             echoes,
             logprobs: options.sampling.logprobs.is_some(),
-            shape,
-            id: shape.id(&incoming.id),
-            created: unix_seconds(),
-            details: incoming.asked.details,
+            format,
+            id: format.id(&incoming.id),
+            created: unix_time().as_secs(),
+            details: incoming.header_options.details,
             app,
         }
     }
@@ -112,44 +112,47 @@ impl Run {
         self.app.keep_alive
     }
 
-    /// The next piece and the number of its prompt; `None` when all prompts have ended. Cancel-safe: pieces stay in their streams until they
-    /// are returned.
-    pub(super) async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
-        let next = self.next_piece().await;
+    /// The next event and the index of its prompt; `None` when all prompts have ended. Cancel-safe: events stay in their streams until
+    /// they are returned.
+    pub(super) async fn next(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {
+        let next = self.next_event().await;
         if let Some(Err(error)) = &next {
             self.progress.fail(error.status());
         }
         next
     }
 
-    async fn next_piece(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
-        let (index, piece) = tokio::select! {
+    async fn next_event(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {
+        let (index, event) = tokio::select! {
             biased;
-            next = self.pieces.next() => next?,
+            next = self.events.next() => next?,
             () = self.app.admission.stopped() => return Some(Err(DispatchError::Stopped.into())),
         };
-        let mut piece = match piece {
-            Ok(piece) => piece,
+        let mut event = match event {
+            Ok(event) => event,
             Err(error) => return Some(Err(error.into())),
         };
-        if let Piece::Delta(delta) = &mut piece {
-            // Offsets count from the beginning of the text that is given, an echoed prompt included.
+        if let AnswerEvent::Delta(delta) = &mut event {
+            // Offsets count from the beginning of the answer's text, an echoed prompt included.
             delta.logprobs.iter_mut().for_each(|entry| entry.text_offset += self.echoed_len[index]);
         }
-        self.progress.note(index, &piece);
-        Some(Ok((index, piece)))
+        self.progress.record(index, &event);
+        Some(Ok((index, event)))
     }
 
-    /// What opens the answer of a prompt: its own text, if that is asked for. Comes once, before anything else of it.
-    pub(super) fn echo(&mut self, index: usize, piece: &Piece) -> Result<Option<(String, Vec<TokenLogprobs>)>, ApiError> {
+    /// Returns the text that opens the answer of a prompt, once, before any other text of it: its own text if that is to be echoed.
+    ///
+    /// # Errors
+    /// The worker did not send the prompt's logprobs that were asked for.
+    pub(super) fn echo(&mut self, index: usize, event: &AnswerEvent) -> Result<Option<(String, Vec<TokenLogprobs>)>, ApiError> {
         let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
-        let logprobs = match piece {
-            Piece::Started(_) if echo.with_logprobs => return Ok(None),
-            Piece::Migrated | Piece::Prefilled(_) => return Ok(None),
-            Piece::Started(_) => Vec::new(),
-            Piece::PromptLogprobs(logprobs) => logprobs.clone(),
-            // The worker was asked for the prompt's logprobs and goes on without.
-            Piece::Delta(_) | Piece::Finished => {
+        let logprobs = match event {
+            AnswerEvent::Started(_) if echo.with_logprobs => return Ok(None),
+            AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
+            AnswerEvent::Started(_) => Vec::new(),
+            AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
+            // They come before the first delta.
+            AnswerEvent::Delta(_) | AnswerEvent::Finished => {
                 let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
                 self.progress.fail(error.status());
                 return Err(error);
@@ -161,12 +164,7 @@ impl Run {
         Ok(Some((text, logprobs)))
     }
 
-    pub(super) fn envelope<'a>(
-        &'a self,
-        object: &'static str,
-        choices: Vec<Choice<'a>>,
-        usage: Option<Option<Usage>>,
-    ) -> Envelope<'a> {
+    pub(super) fn envelope<'a>(&'a self, object: &'static str, choices: Vec<Choice<'a>>, usage: UsageField) -> Envelope<'a> {
         Envelope { id: &self.id, object, created: self.created, model: &self.app.model.id, choices, usage, tandem: None }
     }
 
@@ -174,20 +172,20 @@ impl Run {
         self.logprobs.then_some(Logprobs { model: &self.app.model, tokens })
     }
 
-    /// The whole answer at once.
+    /// Runs all prompts to their end, and writes the answer.
     async fn whole(mut self) -> Result<Response, ApiError> {
         let samples = self.progress.samples();
         let mut choices: Vec<WholeChoice> = Vec::new();
         choices.resize_with(self.echoes.len() * samples, WholeChoice::default);
         while let Some(next) = self.next().await {
-            let (index, piece) = next?;
-            if let Some((text, logprobs)) = self.echo(index, &piece)? {
+            let (index, event) = next?;
+            if let Some((text, logprobs)) = self.echo(index, &event)? {
                 for choice in &mut choices[index * samples..(index + 1) * samples] {
                     choice.text.push_str(&text);
                     choice.logprobs.extend_from_slice(&logprobs);
                 }
             }
-            if let Piece::Delta(delta) = piece {
+            if let AnswerEvent::Delta(delta) = event {
                 choices[index * samples + delta.sample as usize].push(delta);
             }
         }
@@ -195,27 +193,27 @@ impl Run {
         let written = choices
             .iter()
             .enumerate()
-            .map(|(index, choice)| self.shape.whole(index, &choice.text, self.logprobs(&choice.logprobs), choice.finish))
+            .map(|(index, choice)| self.format.whole(index, &choice.text, self.logprobs(&choice.logprobs), choice.finish))
             .collect();
-        let mut envelope = self.envelope(self.shape.object(), written, Some(Some(self.progress.usage())));
+        let mut envelope = self.envelope(self.format.object(), written, UsageField::Value(self.progress.usage()));
         envelope.tandem = self.details.then(|| self.progress.details());
         Ok(Json(envelope).into_response())
     }
 }
 
-/// What is asked for, without what it says.
-fn describe(incoming: &Incoming, shape: Shape, options: &Options) {
+/// Describes the request in its span, without its content.
+fn describe(incoming: &Incoming, format: Format, options: &Options) {
     let span = &incoming.span;
     if !span.is_sampled() {
         return;
     }
-    let (operation, model) = (shape.endpoint().operation(), &incoming.app.model.id);
+    let (operation, model) = (format.endpoint().operation(), &incoming.app.model.id);
     span.rename(|| format!("{operation} {model}"));
     span.set("gen_ai.operation.name", operation);
     span.set("gen_ai.provider.name", "tandem");
     span.set("gen_ai.request.model", model.clone());
     span.set("gen_ai.response.model", model.clone());
-    span.set("gen_ai.response.id", shape.id(&incoming.id));
+    span.set("gen_ai.response.id", format.id(&incoming.id));
     span.set("gen_ai.request.choice.count", options.samples);
     span.set("gen_ai.request.temperature", f64::from(options.sampling.temperature));
     span.set("gen_ai.request.top_p", f64::from(options.sampling.top_p));
@@ -225,12 +223,12 @@ fn describe(incoming: &Incoming, shape: Shape, options: &Options) {
     span.set("tandem.stream", options.stream.is_some());
 }
 
-/// A choice of a whole answer as it grows.
+/// A choice of a whole answer, as far as it has been generated.
 #[derive(Default)]
 struct WholeChoice {
     text: String,
     logprobs: Vec<TokenLogprobs>,
-    finish: Option<Finish>,
+    finish: Option<FinishReason>,
 }
 
 impl WholeChoice {

@@ -1,16 +1,21 @@
-//! State that all requests of a frontend share.
+//! The state of a frontend that all requests share.
 
-use super::{Trust, body::Bodies, context::body_bytes_max, trust, unix_seconds};
+use super::{
+    body::Bodies,
+    context::body_bytes_max,
+    trust::{self, Trust},
+};
 use crate::{
-    CacheIsolation, FrontendSettings,
     admission::{self, Admission},
     audit::LastAudit,
+    clock::unix_time,
     cores::Cores,
     dispatch::{Dispatcher, Limits, Routers},
     error::{ApiError, Problem},
     metrics::FrontendMetrics,
     model::ServedModel,
     recent::Recent,
+    settings::{CacheIsolation, FrontendSettings},
 };
 use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
@@ -18,15 +23,14 @@ use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{channel::Network, v1::Identity};
 
-/// The longest name of an account, in bytes.
+/// The longest account name, in bytes.
 const ACCOUNT_MAX: usize = 64;
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
-/// What a request's headers ask for, after the checks of what this peer may send.
-#[derive(Default)]
-pub(super) struct Asked {
+/// What a request's headers ask for. The peer may send them.
+pub(super) struct HeaderOptions {
     /// The answer is to have the object `tandem` (`x-tandem-details`).
     pub(super) details: bool,
     /// Reply with an explanation of the placement instead of an answer (`x-tandem-explain`).
@@ -35,7 +39,7 @@ pub(super) struct Asked {
     pub(super) account: String,
 }
 
-/// State that all requests share.
+/// The state that all requests share.
 pub(crate) struct App {
     pub(super) model: Arc<ServedModel>,
     pub(super) dispatcher: Arc<Dispatcher>,
@@ -47,7 +51,7 @@ pub(crate) struct App {
     pub(super) bodies: Bodies,
     /// For parsing large bodies.
     pub(super) parsing: Cores,
-    /// For tokenising long texts.
+    /// For tokenizing long texts.
     pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
@@ -55,9 +59,9 @@ pub(crate) struct App {
     pub(super) trust: Trust,
     account_header: Option<HeaderName>,
     cache_isolation: CacheIsolation,
-    /// When this process began, in seconds since 1970: the age of the model as clients see it.
+    /// The start of this process, in seconds since 1970; clients see it as the model's creation time.
     pub(super) since: u64,
-    /// For the page at `/dashboard`; `None`: there is none.
+    /// The prompts shown on the dashboard; `None`: there is no dashboard.
     pub(super) recent: Option<Arc<Recent>>,
     pub(super) audit: Option<LastAudit>,
 }
@@ -73,10 +77,10 @@ impl App {
         trust: Trust,
         routers: &BTreeSet<String>,
         network: Network,
-        metrics: &Metrics,
+        registry: &Metrics,
         shutdown: Shutdown,
     ) -> Self {
-        let metrics = Arc::new(FrontendMetrics::new(metrics, settings.model.id()));
+        let metrics = Arc::new(FrontendMetrics::new(registry, settings.model.id()));
         let identity = Identity {
             cluster: settings.cluster,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -95,14 +99,14 @@ impl App {
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
-        // A body beyond one client's half of the budget never fits: 413 says so, where 503 would ask the client to try again.
+        // A body larger than one client's half of the budget never fits: it gets 413, because 503 would ask the client to retry.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
             model: Arc::new(settings.model),
             dispatcher: Arc::new(dispatcher),
             admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
-            audit: settings.audit_result.map(|path| LastAudit::new(path, Arc::clone(&metrics))),
+            audit: settings.audit_result.map(|path| LastAudit::new(path, registry.clone())),
             metrics,
             block_size: settings.block_size,
             hash_key,
@@ -114,7 +118,7 @@ impl App {
             trust,
             account_header: settings.account_header,
             cache_isolation: settings.cache_isolation,
-            since: unix_seconds(),
+            since: unix_time().as_secs(),
             recent: (settings.dashboard_requests > 0).then(|| Arc::new(Recent::new(settings.dashboard_requests))),
         }
     }
@@ -127,16 +131,16 @@ impl App {
         Arc::clone(&self.metrics)
     }
 
-    /// What the headers of a request ask for.
+    /// Reads what the headers of a request ask for.
     ///
     /// # Errors
-    /// This peer may not send one of the headers, or the account's name is malformed.
-    pub(super) fn asked(&self, headers: &HeaderMap, trusted: bool) -> Result<Asked, ApiError> {
-        let [details, explain] = self.trust.asks(headers, [DETAILS, EXPLAIN], trusted)?;
-        Ok(Asked { details, explain, account: self.account(headers, trusted)? })
+    /// This peer may not send one of the headers, or the account name is malformed.
+    pub(super) fn header_options(&self, headers: &HeaderMap, trusted: bool) -> Result<HeaderOptions, ApiError> {
+        let [details, explain] = self.trust.flags(headers, [DETAILS, EXPLAIN], trusted)?;
+        Ok(HeaderOptions { details, explain, account: self.account(headers, trusted)? })
     }
 
-    /// The cache namespace of a request: model and `cache_salt`, and the account if accounts are isolated. Requests share KV only within one.
+    /// The cache namespace of a request: model and `cache_salt`, and the account if accounts are isolated. Requests share KV only within a namespace.
     pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
         let namespace = self.model.namespace(cache_salt);
         match self.cache_isolation {
@@ -145,7 +149,10 @@ impl App {
         }
     }
 
-    /// The request's account, which only a trusted peer may set. A name that the ledger cannot hold is refused, because it could not be billed.
+    /// Reads the request's account.
+    ///
+    /// # Errors
+    /// The peer is not trusted to set it, or the ledger cannot hold the name: it could not be billed.
     fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
         let mut values = headers.get_all(name).iter();
@@ -157,9 +164,9 @@ impl App {
             let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
             name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
         };
-        let rule = "must be there once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
+        let rule = "must occur once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
-        // If there are two such headers, the client may have sent one of them.
+        // Of two such headers, one may be the client's.
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
     }

@@ -1,11 +1,11 @@
 //! `POST /v1/chat/completions`.
 
 use super::{
-    App,
-    answer::{Job, respond},
+    app::App,
     context::{check_context, check_texts},
-    lifecycle::{Incoming, handle},
-    shape::Shape,
+    format::Format,
+    incoming::{Incoming, Job},
+    lifecycle::handle,
 };
 use crate::{error::ApiError, metrics::Endpoint, request::chat::ChatRequest};
 use axum::{
@@ -16,20 +16,20 @@ use bytes::Bytes;
 use std::sync::Arc;
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
-    handle(app, Endpoint::Chat, request, answer).await
+    handle(app, Endpoint::Chat, request, prepare).await
 }
 
-async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
+async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: ChatRequest = incoming.parse(body).await?;
     incoming.check_model(request.model.as_deref())?;
     let model = Arc::clone(&incoming.app.model);
     let chat = request.check(&model)?;
     check_texts(&model, std::iter::once(chat.text_bytes()), "messages")?;
-    incoming.admit(1, &chat.options)?;
+    incoming.reserve(1, &chat.options)?;
     let encoder = Arc::clone(&model);
     let encoding_bytes = chat.encoding_bytes();
     let (chat, tokens) = incoming.encode(encoding_bytes, move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
-    incoming.body_is_done();
+    incoming.release_body();
     let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
         (Some(max_tokens), _) => (max_tokens, chat.limit_param),
         (None, 0) => (1, chat.limit_param),
@@ -37,5 +37,5 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
     };
     check_context(&model, tokens.len(), new_tokens, "messages", limit_param)?;
     let prompt = incoming.prompt(0, tokens, &chat.options, None);
-    respond(incoming, Job { shape: Shape::Chat, prompts: vec![(prompt, None)], options: chat.options }).await
+    Ok(Job { format: Format::Chat, prompts: vec![(prompt, None)], options: chat.options })
 }

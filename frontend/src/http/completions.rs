@@ -1,11 +1,11 @@
 //! `POST /v1/completions`.
 
 use super::{
-    App,
-    answer::{Job, respond},
+    app::App,
     context::{check_context, check_texts},
-    lifecycle::{Incoming, handle},
-    shape::Shape,
+    format::Format,
+    incoming::{Incoming, Job},
+    lifecycle::handle,
 };
 use crate::{
     error::{ApiError, Problem},
@@ -20,22 +20,21 @@ use bytes::Bytes;
 use std::sync::Arc;
 
 pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Response {
-    handle(app, Endpoint::Completions, request, answer).await
+    handle(app, Endpoint::Completions, request, prepare).await
 }
 
-async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
+async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: CompletionRequest = incoming.parse(body).await?;
     incoming.check_model(request.model.as_deref())?;
     let model = Arc::clone(&incoming.app.model);
     let Completion { options, max_tokens, echo, prompts } = request.check(&model)?;
     check_texts(&model, prompts.iter().map(Input::text_bytes), "prompt")?;
-    incoming.admit(prompts.len(), &options)?;
+    incoming.reserve(prompts.len(), &options)?;
     let all_bytes = prompts.iter().map(Input::text_bytes).sum();
-    // Logits of the prompt's own tokens are only needed when both are asked for.
+    // The prompt's own logprobs are only reported for an echoed prompt.
     let prompt_logprobs = options.sampling.logprobs.filter(|_| echo);
     let mut ready = Vec::with_capacity(prompts.len());
-    // One after the other, so that the prompts of other requests have their turns in between. The first that does not fit
-    // spares the rest.
+    // One after the other, so that prompts of other requests are encoded in between, and only up to the first that does not fit.
     for (index, input) in prompts.into_iter().enumerate() {
         let encoder = Arc::clone(&model);
         let (tokens, text) = incoming.encode(all_bytes, move || input.encode(echo, &encoder)).await?;
@@ -45,6 +44,6 @@ async fn answer(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
         check_context(&model, tokens.len(), max_tokens, "prompt", "max_tokens")?;
         ready.push((incoming.prompt(index, tokens, &options, prompt_logprobs), text));
     }
-    incoming.body_is_done();
-    respond(incoming, Job { shape: Shape::Text, prompts: ready, options }).await
+    incoming.release_body();
+    Ok(Job { format: Format::Text, prompts: ready, options })
 }

@@ -1,4 +1,4 @@
-//! Limits on bodies and prompts that follow from the length of the model's context.
+//! Limits of bodies and prompts that follow from the length of the model's context.
 
 use crate::{
     error::{ApiError, Problem},
@@ -13,25 +13,28 @@ const PROMPT_BYTES_MIN: usize = 1 << 20;
 const BODY_BYTES_PER_PROMPT_BYTE: usize = 4;
 /// The upper limit for any context: 128k tokens of prose have less than 1 MiB.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// JSON values besides the tokens of prompts: enough for a conversation with the maximum number of messages.
-const ELEMENTS_BESIDES_TOKENS: usize = 64 << 10;
+/// JSON values other than tokens of prompts: enough for a conversation with the maximum number of messages.
+const OTHER_ELEMENTS: usize = 64 << 10;
 
-/// Bytes of all texts of a request together: it bounds the time that tokenising takes.
+/// The maximum of all texts of a request together, in bytes: it bounds the time of tokenizing.
 pub(super) fn prompt_bytes_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_MIN)
 }
 
-/// Bytes of a body, unless a setting says otherwise.
+/// The default maximum of a body, in bytes.
 pub(super) fn body_bytes_max(context_length: u32) -> usize {
     prompt_bytes_max(context_length).saturating_mul(BODY_BYTES_PER_PROMPT_BYTE).min(BODY_BYTES_MAX)
 }
 
-/// JSON values of a body: it bounds the memory and the time that parsing takes.
+/// The maximum of JSON values in a body: it bounds the memory and the time of parsing.
 pub(super) fn elements_max(context_length: u32) -> usize {
-    (context_length as usize).saturating_mul(2).saturating_add(ELEMENTS_BESIDES_TOKENS)
+    (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Refuses texts that cannot fit before they are encoded, which would take minutes for the longest body that is read.
+/// Refuses texts that cannot fit before they are encoded, which would take minutes for the longest accepted body.
+///
+/// # Errors
+/// A text, or all together, are too long.
 pub(super) fn check_texts(
     model: &ServedModel,
     texts_bytes: impl Iterator<Item = usize>,
@@ -52,7 +55,10 @@ pub(super) fn check_texts(
     Ok(())
 }
 
-/// Whether prompt and new tokens (at least `new_tokens`) fit into the model's context.
+/// Checks that prompt and new tokens (at least `new_tokens`) fit into the model's context.
+///
+/// # Errors
+/// They do not fit.
 pub(super) fn check_context(
     model: &ServedModel,
     prompt_tokens: usize,
@@ -65,9 +71,9 @@ pub(super) fn check_context(
     if u64::from(prompt_tokens) + u64::from(new_tokens) <= u64::from(context_length) {
         return Ok(());
     }
-    // The error names the prompt if it leaves no room for a single token, and otherwise the requested number of new tokens.
-    let culprit = if prompt_tokens >= context_length { param } else { limit_param };
-    Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: culprit })
+    // The error names the prompt if not even one token fits after it, else the requested number of new tokens.
+    let param_at_fault = if prompt_tokens >= context_length { param } else { limit_param };
+    Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: param_at_fault })
 }
 
 #[cfg(test)]
@@ -75,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bounds_follow_the_context() {
+    fn limits_follow_from_the_context() {
         for (context, prompt_mib, body_mib, elements) in
             [(512, 1, 4, 66_560), (8_192, 1, 4, 81_920), (131_072, 4, 16, 327_680), (1 << 20, 32, 32, 2_162_688)]
         {

@@ -1,6 +1,6 @@
-//! Header `x-tandem-explain: true`: instead of an answer, where the request's prompts would be placed now, and why.
+//! Header `x-tandem-explain: true`: replies with where the request's prompts would be placed now, and why, instead of an answer.
 
-use super::{App, answer::Job};
+use super::{app::App, incoming::Job};
 use crate::{dispatch::Prompt, error::ApiError};
 use axum::{
     Json,
@@ -9,7 +9,10 @@ use axum::{
 use serde_json::{Value, json};
 use tandem_proto::v1::{Candidate, Cost, ExplainReply, ExplainedWorker, worker_info::Role};
 
-/// Asks the router about every prompt; nothing is booked or run.
+/// Asks a router about each prompt; nothing is booked or run.
+///
+/// # Errors
+/// No router answers.
 pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
     let mut prompts = Vec::with_capacity(job.prompts.len());
     for (prompt, _) in job.prompts {

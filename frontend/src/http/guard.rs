@@ -2,6 +2,7 @@
 //! from a page whose name resolves to this server's address (DNS rebinding). Browsers state a request's origin in headers that pages
 //! cannot change; other clients do not send them.
 
+use super::{body::discard, request_id::with_id};
 use crate::error::ApiError;
 use axum::{
     Router,
@@ -13,24 +14,24 @@ use axum::{
 use std::{net::IpAddr, sync::Arc};
 use tandem_proto::channel::Listener;
 
-/// Names that `Host` may have besides IP addresses; `None`: any.
+/// The names accepted in `Host`, besides IP addresses; `None`: all.
 type Hosts = Option<Arc<[String]>>;
 
-/// Puts the checks before `routes`. Names are checked where the listener is on a loopback address, or names are given: elsewhere
-/// a server does not know what it is called.
+/// Adds the checks to `routes`. Names are checked where the listener is on a loopback address, or names are given: elsewhere
+/// the server does not know its names.
 pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
     let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
     // The last layer is the outermost, so refusals have a request id, too.
-    routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(super::with_id))
+    routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(with_id))
 }
 
 async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Response {
     let (headers, method) = (request.headers(), request.method());
-    if hosts.is_some_and(|hosts| !is_ours(headers, &hosts)) {
+    if hosts.is_some_and(|hosts| !names_this_server(headers, &hosts)) {
         return refused(request, ApiError::Host).await;
     }
-    if is_foreign(headers, method) {
+    if is_cross_origin(headers, method) {
         return refused(request, ApiError::Origin).await;
     }
     next.run(request).await
@@ -38,12 +39,12 @@ async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Resp
 
 /// Reads the body before the refusal is sent, so that the client gets to read it.
 async fn refused(request: Request, error: ApiError) -> Response {
-    super::body::discard(request.into_body()).await;
+    discard(request.into_body()).await;
     error.into_response()
 }
 
 /// Whether the request names this server. HTTP/1.0 clients may name none; browsers always do.
-fn is_ours(headers: &HeaderMap, hosts: &[String]) -> bool {
+fn names_this_server(headers: &HeaderMap, hosts: &[String]) -> bool {
     let Some(host) = headers.get(header::HOST) else { return true };
     let Ok(authority) = Authority::try_from(host.as_bytes()) else { return false };
     let name = authority.host().trim_end_matches('.');
@@ -51,9 +52,9 @@ fn is_ours(headers: &HeaderMap, hosts: &[String]) -> bool {
     is_ip || name.eq_ignore_ascii_case("localhost") || hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
 }
 
-/// Whether a page of another origin sends the request. Following a link to one of our pages is harmless: the other page cannot
-/// read the response.
-fn is_foreign(headers: &HeaderMap, method: &Method) -> bool {
+/// Whether a page of another origin sends the request. A link to a page of this server is harmless: the other page cannot read the
+/// response.
+fn is_cross_origin(headers: &HeaderMap, method: &Method) -> bool {
     let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
     if text("sec-fetch-mode") == Some("navigate") && matches!(*method, Method::GET | Method::HEAD) {
         return false;
@@ -78,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_of_this_server_are_answered() {
+    fn only_this_servers_names_are_accepted() {
         let hosts = ["llm.example".to_owned()];
         for (host, ours) in [
             ("localhost", true),
@@ -95,13 +96,13 @@ mod tests {
             ("", false),
             ("a b", false),
         ] {
-            assert_eq!(is_ours(&headers(&[("host", host)]), &hosts), ours, "{host}");
+            assert_eq!(names_this_server(&headers(&[("host", host)]), &hosts), ours, "{host}");
         }
-        assert!(is_ours(&headers(&[]), &hosts));
+        assert!(names_this_server(&headers(&[]), &hosts));
     }
 
     #[test]
-    fn only_pages_of_this_server_may_send_requests() {
+    fn cross_origin_requests_are_refused() {
         const HOST: (&str, &str) = ("host", "127.0.0.1:8000");
         for (method, sent, foreign) in [
             (Method::POST, &[HOST][..], false),
@@ -117,7 +118,7 @@ mod tests {
             (Method::GET, &[HOST, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")], false),
             (Method::POST, &[HOST, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")], true),
         ] {
-            assert_eq!(is_foreign(&headers(sent), &method), foreign, "{method} {sent:?}");
+            assert_eq!(is_cross_origin(&headers(sent), &method), foreign, "{method} {sent:?}");
         }
     }
 }

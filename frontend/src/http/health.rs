@@ -1,6 +1,6 @@
-//! Whether the process lives, whether the cluster can serve, and what was counted.
+//! Liveness, readiness, metrics and the API's description.
 
-use super::App;
+use super::app::App;
 use axum::{
     extract::State,
     http::{StatusCode, header},
@@ -12,12 +12,12 @@ fn status(code: StatusCode, status: &str) -> Response {
     (code, axum::Json(serde_json::json!({ "status": status }))).into_response()
 }
 
-/// The process answers; nothing else is said.
+/// Liveness: 200 while the process answers.
 pub(super) async fn live() -> Response {
     status(StatusCode::OK, "ok")
 }
 
-/// 200 once a request can be served.
+/// Readiness: 200 while a request can be served.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     match app.readiness().await {
         Ok(()) => status(StatusCode::OK, "ready"),
@@ -25,16 +25,16 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-/// Prometheus' text format.
+/// The metrics in Prometheus' text format.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     if let Some(audit) = &app.audit {
-        // It has kept its gauges, or has said why not.
-        let _ = audit.look().await;
+        // Updates the gauges, or logs why it cannot.
+        let _ = audit.read().await;
     }
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }
 
-/// What this server takes and gives.
+/// The API's OpenAPI document.
 pub(super) async fn openapi() -> Response {
     ([(header::CONTENT_TYPE, "application/json")], include_str!("openapi.json")).into_response()
 }

@@ -1,4 +1,4 @@
-//! The HTTP edge: routes, bodies, answers.
+//! The HTTP API: routes, bodies, answers.
 
 mod answer;
 mod app;
@@ -7,41 +7,34 @@ mod chat;
 mod completions;
 mod context;
 mod dashboard;
-mod events;
 mod explain;
+mod format;
 mod guard;
 mod health;
+mod incoming;
 mod lifecycle;
 mod models;
 mod progress;
 mod readiness;
-mod shape;
+mod request_id;
+mod sse;
 mod trust;
 
 pub(crate) use app::App;
 pub(crate) use guard::guarded;
-pub(crate) use progress::PromptDetails;
-pub use trust::ExposeDetails;
 pub(crate) use trust::Trust;
 
 use crate::error::ApiError;
 use axum::{
     Router,
     extract::{Request, State},
-    http::{HeaderName, HeaderValue},
     middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
 use std::sync::Arc;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
-/// The request id that this server gives to a request, whatever the client sends. Every response has it as `x-request-id`.
-#[derive(Clone)]
-struct RequestId(String);
-
-/// The OpenAI API, with the operator's pages unless these have a listener of their own.
+/// The routes of the OpenAI API, with the operator's pages unless these have a listener of their own.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     let exposed = dashboard::routes().route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
     let pages = if with_pages { pages(&app, exposed) } else { Router::new() };
@@ -53,7 +46,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     finished(routes, app)
 }
 
-/// The operator's pages, and explanations of placements for the dashboard's Explain view. This port generates no text.
+/// The routes of the admin listener: the operator's pages, and explanations of placements for the dashboard. It generates no text.
 pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
@@ -67,7 +60,7 @@ async fn only_explanations(mut request: Request, next: Next) -> Response {
         body::discard(request.into_body()).await;
         return ApiError::AdminExplains.into_response();
     }
-    request.extensions_mut().insert(trust::ToOperator);
+    request.extensions_mut().insert(trust::OnAdminListener);
     next.run(request).await
 }
 
@@ -95,18 +88,4 @@ fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
         .fallback(async || ApiError::UnknownPath)
         .method_not_allowed_fallback(async || ApiError::Method)
         .with_state(app)
-}
-
-/// Gives the request an id, and returns it with every response, also with refusals, the dashboard and unknown paths.
-async fn with_id(mut request: Request, next: Next) -> Response {
-    let id = uuid::Uuid::new_v4().simple().to_string();
-    let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a header's value");
-    request.extensions_mut().insert(RequestId(id));
-    let mut response = next.run(request).await;
-    response.headers_mut().insert(REQUEST_ID, value);
-    response
-}
-
-fn unix_seconds() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -1,6 +1,6 @@
 //! `GET /v1/models` and `GET /v1/models/{id}`.
 
-use super::App;
+use super::app::App;
 use crate::error::ApiError;
 use axum::{
     Json,
@@ -15,7 +15,7 @@ pub(super) struct Model {
     object: &'static str,
     created: u64,
     owned_by: &'static str,
-    /// As vLLM calls the context's length.
+    /// vLLM's name of the context length.
     max_model_len: u32,
 }
 

@@ -1,7 +1,7 @@
-//! Whether a request could be served now, and if not, what is to be done.
+//! Whether a request could be served now, and if not, what the operator has to do.
 
-use super::App;
-use crate::dispatch::DispatchError;
+use super::app::App;
+use crate::dispatch::{DispatchError, MemberList};
 use futures::{Stream, StreamExt};
 use std::{convert::Infallible, time::Duration};
 use tandem_node::discovery::Members;
@@ -11,31 +11,34 @@ use tandem_proto::{
 };
 use tonic::Code;
 
-/// Between two questions to the routers, for the log, the gauge, and who is to be asked for placements: an operator reads them
-/// no faster, and a router that is back is found within it.
-const LOOK: Duration = Duration::from_secs(1);
+/// The interval of the routers' health checks, which update the log, the gauge and the order in which routers are asked. A recovered
+/// router is used again after this time at the latest.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why no request could be served.
+/// Why no request can be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Unready {
+pub(super) enum NotReady {
     #[error("draining")]
     Draining,
-    #[error("router unreachable; start it, or set --router to where it is")]
+    #[error("router unreachable; start it, or correct --router")]
     Router,
-    #[error("this frontend is not of the router's cluster: {0}")]
-    Foreign(#[from] Difference),
-    #[error("the router does not take this frontend's cluster key; give all processes the same --cluster-key-file")]
+    #[error("this frontend and the router belong to different clusters: {0}")]
+    ClusterMismatch(#[from] Difference),
+    #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    /// The router's own words.
+    /// The router's own text.
     #[error("{0}")]
     Cluster(String),
 }
 
 impl App {
-    /// Asks the routers: one is there, of the same cluster, and could place a request.
-    pub(super) async fn readiness(&self) -> Result<(), Unready> {
-        let mut found = self.nobody();
-        if found != Err(Unready::Draining) {
+    /// Asks the routers until one of the same cluster could place a request.
+    ///
+    /// # Errors
+    /// This process drains, or no router can place a request.
+    pub(super) async fn readiness(&self) -> Result<(), NotReady> {
+        let mut found = self.without_routers();
+        if found != Err(NotReady::Draining) {
             let mut answers = std::pin::pin!(self.answers());
             while let (Err(_), Some(answer)) = (&found, answers.next().await) {
                 found = better(found, answer);
@@ -44,68 +47,77 @@ impl App {
         found
     }
 
-    /// What each router says.
-    fn answers(&self) -> impl Stream<Item = Result<(), Unready>> {
+    /// Each router's readiness.
+    fn answers(&self) -> impl Stream<Item = Result<(), NotReady>> {
         self.dispatcher.routers().views().map(|(_, view)| self.judge(view.as_ref()))
     }
 
-    /// Whether this router could place a request.
-    pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Result<(), Unready> {
+    /// Checks that this router could place a request.
+    ///
+    /// # Errors
+    /// It is unreachable, belongs to another cluster, or has no worker for a request.
+    pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Result<(), NotReady> {
         let view = view.map_err(|error| match error {
-            DispatchError::Router(status) if status.code() == Code::Unauthenticated => Unready::OtherKey,
-            _ => Unready::Router,
+            DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
+            _ => NotReady::Router,
         })?;
         self.dispatcher.routers().identity().fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
-        view.unavailable_reason.as_ref().map_or(Ok(()), |why| Err(Unready::Cluster(why.clone())))
+        view.unavailable_reason.as_ref().map_or(Ok(()), |why| Err(NotReady::Cluster(why.clone())))
     }
 
-    /// What all routers' answers come to.
-    pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Result<(), Unready>>) -> Result<(), Unready> {
-        match self.nobody() {
-            Err(Unready::Draining) => Err(Unready::Draining),
-            nobody => answers.into_iter().fold(nobody, better),
+    /// Combines the readiness of all routers.
+    ///
+    /// # Errors
+    /// This process drains, or no router can place a request.
+    pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Result<(), NotReady>>) -> Result<(), NotReady> {
+        match self.without_routers() {
+            Err(NotReady::Draining) => Err(NotReady::Draining),
+            first => answers.into_iter().fold(first, better),
         }
     }
 
-    /// Before any router has answered.
-    fn nobody(&self) -> Result<(), Unready> {
-        Err(if self.admission.is_draining() { Unready::Draining } else { Unready::Router })
+    /// The readiness before any router has answered.
+    fn without_routers(&self) -> Result<(), NotReady> {
+        Err(if self.admission.is_draining() { NotReady::Draining } else { NotReady::Router })
     }
 
-    /// Follows the routers: who is listed, and who of them is well. Logs every change of the readiness, and keeps its gauge. Never
-    /// returns; dropped, it leaves nothing behind.
-    pub(crate) async fn follow(&self, mut listed: Members) -> Infallible {
-        let mut told = None;
+    /// Watches the list of routers and checks their health. Logs every change of the readiness, and updates its gauge. Never returns.
+    /// Cancel-safe.
+    pub(crate) async fn watch_routers(&self, mut members: Members) -> Infallible {
+        let mut logged = None;
         loop {
-            // All of them, while a client is content with the first: those that were lost are found here, also by one that drains and
-            // has answers to book with another.
+            // Unlike `readiness`, asks all routers, also while this process drains: a running request may have to be booked with a
+            // recovered one.
             let now = self.judge_all(self.answers().collect::<Vec<_>>().await);
             self.metrics.ready.set(f64::from(u8::from(now.is_ok())));
-            if told.as_ref() != Some(&now) {
+            if logged.as_ref() != Some(&now) {
                 match &now {
                     Ok(()) => tracing::info!("ready: requests can be served"),
-                    Err(why @ (Unready::Foreign(_) | Unready::OtherKey)) => tracing::warn!("not ready: {why}"),
+                    Err(why @ (NotReady::ClusterMismatch(_) | NotReady::OtherKey)) => tracing::warn!("not ready: {why}"),
                     Err(why) => tracing::info!("not ready: {why}"),
                 }
-                told = Some(now);
+                logged = Some(now);
             }
             tokio::select! {
                 biased;
-                () = tokio::time::sleep(LOOK) => {}
-                () = listed.changed() => self.dispatcher.routers().list(listed.now(), listed.are_hints()),
+                () = tokio::time::sleep(CHECK_INTERVAL) => {}
+                () = members.changed() => {
+                    let list = if members.are_hints() { MemberList::Advisory } else { MemberList::Static };
+                    self.dispatcher.routers().set_members(members.now(), list);
+                }
             }
         }
     }
 }
 
-/// The better news; of bad news, that which says more of what is to be done.
-fn better(one: Result<(), Unready>, other: Result<(), Unready>) -> Result<(), Unready> {
-    let worth = |answer: &Result<(), Unready>| match answer {
+/// The better of two answers; of two errors, the one that says more about what to do.
+fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), NotReady> {
+    let rank = |answer: &Result<(), NotReady>| match answer {
         Ok(()) => 4,
-        Err(Unready::Draining) => 3,
-        Err(Unready::Foreign(_) | Unready::OtherKey) => 2,
-        Err(Unready::Cluster(_)) => 1,
-        Err(Unready::Router) => 0,
+        Err(NotReady::Draining) => 3,
+        Err(NotReady::ClusterMismatch(_) | NotReady::OtherKey) => 2,
+        Err(NotReady::Cluster(_)) => 1,
+        Err(NotReady::Router) => 0,
     };
-    if worth(&other) > worth(&one) { other } else { one }
+    if rank(&other) > rank(&one) { other } else { one }
 }

@@ -1,7 +1,7 @@
 //! Decides which peers may send the headers that need trust: those that set a request's account, continue a trace, or ask for details of
 //! the cluster.
 
-use crate::{error::ApiError, listen::PeerAddress};
+use crate::{error::ApiError, listen::PeerAddress, settings::ExposeDetails};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 use std::net::IpAddr;
@@ -10,41 +10,29 @@ use std::net::IpAddr;
 const FORWARDED: [HeaderName; 4] =
     [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for"), HeaderName::from_static("x-real-ip")];
 
-/// Which clients may use `x-tandem-details` and `x-tandem-explain`. Both show which prompts are cached and where.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ExposeDetails {
-    /// No peer.
-    Never,
-    /// Trusted peers.
-    #[default]
-    Trusted,
-    /// Every client.
-    Always,
-}
-
-/// An extension of requests that came to the operator's port: those that reach it are trusted.
+/// An extension of requests to the admin listener: every peer that reaches it is trusted.
 #[derive(Clone, Copy)]
-pub(super) struct ToOperator;
+pub(super) struct OnAdminListener;
 
 /// The peers that are trusted.
 pub(crate) struct Trust {
-    /// Empty: peers on this machine, if `local`.
+    /// Empty: peers on this host, if `local`.
     proxies: Vec<IpNet>,
-    /// Only this machine reaches the listener.
+    /// The listener can be reached only from this host.
     local: bool,
     expose: ExposeDetails,
 }
 
 impl Trust {
-    /// Of a frontend that only this machine reaches (`local`), or others, too.
+    /// `local`: the listener can be reached only from this host.
     pub(crate) fn new(proxies: Vec<IpNet>, local: bool, expose: ExposeDetails) -> Self {
         Self { proxies, local, expose }
     }
 
-    /// Whether the request comes from a trusted peer: one of the listed proxies. Without a list, a program on this machine, if the
-    /// listener is for those alone; a request that was forwarded comes from somewhere else and does not count.
+    /// Whether the request comes from a trusted peer: one of the listed proxies. Without a list, any program on this host, if the
+    /// listener is local and the request was not forwarded from elsewhere.
     pub(super) fn trusts(&self, request: &Parts) -> bool {
-        if request.extensions.get::<ToOperator>().is_some() {
+        if request.extensions.get::<OnAdminListener>().is_some() {
             return true;
         }
         let address = request.extensions.get().map(|PeerAddress(address)| address.to_canonical());
@@ -62,7 +50,7 @@ impl Trust {
         self.proxies.iter().any(|network| network.contains(&address))
     }
 
-    /// Whether a peer is told where prompts are cached.
+    /// Whether a peer may see where prompts are cached.
     pub(super) fn exposes(&self, trusted: bool) -> bool {
         match self.expose {
             ExposeDetails::Never => false,
@@ -71,12 +59,12 @@ impl Trust {
         }
     }
 
-    /// Whether the request asks for one of these with `true`.
+    /// Reads which of these headers are `true`.
     ///
     /// # Errors
-    /// The header is `true` and this peer may not send it. The request is refused, not answered as if the header were missing: an
-    /// explanation would become a generation that is billed, and a client would take missing details for a cluster that has none.
-    pub(super) fn asks<const N: usize>(
+    /// A header is `true` and this peer may not send it. It is not ignored: an explanation would become a generation that is billed, and
+    /// a client would take missing details for a cluster without them.
+    pub(super) fn flags<const N: usize>(
         &self,
         headers: &HeaderMap,
         names: [HeaderName; N],
@@ -89,7 +77,7 @@ impl Trust {
     }
 }
 
-/// Whether this header says `true`.
+/// Whether this header is `true`.
 pub(super) fn wants(headers: &HeaderMap, name: &HeaderName) -> bool {
     headers.get(name).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"true"))
 }
@@ -99,7 +87,7 @@ mod tests {
     use super::*;
     use axum::http::Request;
 
-    /// Whether a request with this header from there is trusted.
+    /// Whether a request from `peer` with this header is trusted.
     fn trusts(trust: &Trust, peer: &str, header: Option<&str>) -> bool {
         let mut request = Request::builder();
         if let Some(name) = header {
@@ -116,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn listed_proxies_are_trusted_and_no_other_peers() {
+    fn only_listed_proxies_are_trusted() {
         let trust = trust(&["10.1.0.0/16", "fd00::/8"], true);
         for peer in ["10.1.2.3", "::ffff:10.1.2.3", "fd00::7"] {
             assert!(trusts(&trust, peer, None) && trusts(&trust, peer, Some("x-forwarded-for")), "{peer}");
@@ -132,6 +120,6 @@ mod tests {
         for header in FORWARDED {
             assert!(!trusts(&trust(&[], true), "127.0.0.1", Some(header.as_str())), "{header}");
         }
-        assert!(!trusts(&trust(&[], false), "127.0.0.1", None), "a proxy of others may run here");
+        assert!(!trusts(&trust(&[], false), "127.0.0.1", None), "a proxy for remote clients may run on this host");
     }
 }

@@ -9,7 +9,7 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-/// HTTP/1.1 has one exchange at a time on a connection.
+/// The current exchange; HTTP/1.1 has one at a time on a connection.
 #[derive(Default)]
 pub(super) struct Exchange(Mutex<State>);
 
@@ -20,15 +20,15 @@ pub(super) struct State {
     pub(super) interim: bool,
 }
 
-/// What happens on a connection.
+/// The phase of an exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Nothing, or the head of a request is on its way.
+    /// The connection is idle, or the head of a request is arriving.
     #[default]
     Waiting,
-    /// The body of a request is on its way.
+    /// The body of a request is arriving.
     Reading,
-    /// The request is there, and nothing of its answer was sent.
+    /// The request is complete, and no byte of its answer was sent.
     Answering,
     /// The answer is being sent.
     Sending,
@@ -39,22 +39,22 @@ impl Exchange {
         *self.lock()
     }
 
-    /// The head of a request is there.
+    /// The head of a request is complete.
     pub(super) fn begin(&self, phase: Phase, interim: bool) {
         *self.lock() = State { phase, interim };
     }
 
-    /// The body of the request is there, or not wanted.
+    /// The body of the request is complete, or is not read.
     pub(super) fn request_is_read(&self) {
         self.step(Phase::Reading, Phase::Answering);
     }
 
-    /// Bytes are sent.
+    /// Bytes of the answer are sent.
     pub(super) fn sends(&self) {
         self.step(Phase::Answering, Phase::Sending);
     }
 
-    /// The answer's last bytes are on the way.
+    /// The answer's last bytes were handed to the socket.
     pub(super) fn end(&self) {
         self.lock().phase = Phase::Waiting;
     }
@@ -71,7 +71,7 @@ impl Exchange {
     }
 }
 
-/// A body that says when it has ended, or was dropped before.
+/// A body that calls `ended` at its end or when it is dropped.
 pub(super) struct Watched<F: FnMut()> {
     body: Body,
     ended: F,

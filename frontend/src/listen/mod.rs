@@ -1,10 +1,10 @@
 //! Accepts connections: limits their number and their times, and detects clients that have disconnected.
 
 mod exchange;
-mod places;
+mod limits;
 mod timed;
 
-pub(crate) use places::{Peer, PeerAddress, Places};
+pub(crate) use limits::{ConnectionLimits, Peer, PeerAddress};
 
 use crate::error::ApiError;
 use axum::{Router, body::Body, http::Version, response::Response};
@@ -16,7 +16,7 @@ use hyper::{
     service::{Service, service_fn},
 };
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
-use places::Place;
+use limits::ConnectionPermit;
 use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Duration};
 use tandem_proto::channel::{Arrivals, Listener};
 use timed::Timed;
@@ -31,25 +31,26 @@ use tokio_util::sync::CancellationToken;
 /// connections hold 256 MiB at most.
 const READ_BUFFER_BYTES: usize = 32 << 10;
 
-/// Serves what arrives until `drained`, and what has arrived by then to its end. Dropped, it drops all connections.
+/// Accepts connections until `drained` resolves, then serves the open ones to the end of their requests. Dropping the future drops all
+/// connections.
 pub(crate) async fn serve(
     listener: Listener,
     routes: Router,
-    places: Arc<Places>,
+    limits: Arc<ConnectionLimits>,
     unread_max: Duration,
     drained: impl Future<Output = ()>,
 ) {
     let mut drained = pin!(drained);
     let (mut connections, ending) = (JoinSet::new(), CancellationToken::new());
-    let serving = |place| Serving { routes: routes.clone(), unread_max, ending: ending.clone(), place };
+    let serving = |permit| Serving { routes: routes.clone(), unread_max, ending: ending.clone(), permit };
     match listener.into_arrivals() {
         Arrivals::Tcp(mut listener) => loop {
             tokio::select! {
                 biased;
                 () = &mut drained => break,
                 Some(_) = connections.join_next() => {}
-                (stream, address) = axum::serve::Listener::accept(&mut listener) => match places.take(Some(address.ip())) {
-                    Some(place) => drop(connections.spawn(serving(place).run(without_delay(stream)))),
+                (stream, address) = axum::serve::Listener::accept(&mut listener) => match limits.acquire(Some(address.ip())) {
+                    Some(permit) => drop(connections.spawn(serving(permit).run(without_delay(stream)))),
                     None => refuse(&stream),
                 },
             }
@@ -59,8 +60,8 @@ pub(crate) async fn serve(
                 biased;
                 () = &mut drained => break,
                 Some(_) = connections.join_next() => {}
-                Some(stream) = arriving.recv() => if let Some(place) = places.take(None) {
-                    drop(connections.spawn(serving(place).run(stream)));
+                Some(stream) = arriving.recv() => if let Some(permit) = limits.acquire(None) {
+                    drop(connections.spawn(serving(permit).run(stream)));
                 },
                 else => pending().await,
             }
@@ -70,7 +71,7 @@ pub(crate) async fn serve(
     while connections.join_next().await.is_some() {}
 }
 
-/// Without it a small event waits for the client's delayed acknowledgement of the one before: 40 ms.
+/// Sets TCP_NODELAY: without it a small event waits up to 40 ms for the client's delayed acknowledgement of the previous one.
 fn without_delay(stream: TcpStream) -> TcpStream {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "TCP_NODELAY cannot be set");
@@ -86,24 +87,24 @@ fn refuse(stream: &TcpStream) {
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
-    // A new socket's buffer is empty. If it fails all the same, the client sees the end of the connection.
+    // A new socket's buffer is empty, so this rarely fails; if it does, the client sees the connection close.
     let _ = stream.try_write((head + &body).as_bytes());
 }
 
-/// What serving one connection needs.
+/// One connection.
 struct Serving {
     routes: Router,
     unread_max: Duration,
-    /// Cancelled: the connection closes when its request is answered.
+    /// When it is cancelled, the connection closes after the answer of its request.
     ending: CancellationToken,
-    place: Place,
+    permit: ConnectionPermit,
 }
 
 impl Serving {
     async fn run(self, io: impl AsyncRead + AsyncWrite + Send + 'static) {
         let exchange = Arc::new(Exchange::default());
         let io = Timed::new(io, Arc::clone(&exchange), self.unread_max);
-        let (routes, address) = (TowerToHyperService::new(self.routes), self.place.address());
+        let (routes, address) = (TowerToHyperService::new(self.routes), self.permit.address());
         let service = service_fn(move |mut request: Request<Incoming>| {
             let has_body = !request.body().is_end_stream();
             exchange.begin(if has_body { Phase::Reading } else { Phase::Answering }, request.version() != Version::HTTP_10);
@@ -129,7 +130,7 @@ impl Serving {
             }
         };
         if let Err(error) = served {
-            tracing::debug!(%error, "a connection broke");
+            tracing::debug!(%error, "connection failed");
         }
     }
 }

@@ -1,13 +1,13 @@
-//! A connection's socket with the clocks that HTTP needs, and the answer to whether a client that sends no more still reads.
+//! A connection's socket with HTTP's timeouts, and with a probe of whether a client that has closed its sending half still reads.
 //!
-//! The time for a request's head and the time between requests are told apart here, because hyper's `header_read_timeout` runs
+//! The timeout for a request's head and the one between requests are separate here, because hyper's `header_read_timeout` runs
 //! through both: it would close idle connections after seconds.
 //!
-//! The end of a client's bytes (FIN) before its answer begins may mean two things: the client has gone, or it has closed its
-//! sending half only and reads on. A socket cannot tell them apart but by being written to: a client that has gone answers with
-//! a reset, and the next write fails. So interim responses (`102 Processing`) are written, which HTTP/1.1 clients skip. Once the
-//! answer is on its way the end means that the client has gone, unless the client had shown before that it reads on: then
-//! the writes of the answer tell.
+//! The end of a client's bytes (FIN) before its answer begins may mean two things: the client has disconnected, or it has closed only
+//! its sending half and still reads. The socket shows the difference only when it is written to: a disconnected client answers with
+//! a reset, and the next write fails. So interim responses (`102 Processing`) are written, which HTTP/1.1 clients skip. After the
+//! first byte of the answer a FIN means that the client has disconnected, unless it was half-closed before: then the writes of
+//! the answer show it.
 
 use super::exchange::{Exchange, Phase, State};
 use std::{
@@ -23,30 +23,30 @@ use tokio::{
 };
 use tokio_io_timeout::TimeoutWriter;
 
-/// From a connection's opening or the first byte of a later request to the end of its headers.
+/// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// Between requests. Longer than the 60 s that load balancers keep a connection, so that it is they that close it: a request that
-/// crosses our close would fail.
+/// The maximum time between requests. Longer than the 60 s for which load balancers keep a connection, so that they close it first: a
+/// request sent while this side closes would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
-/// From an interim response to the next: doubled each time, from the first to the second.
+/// The time between interim responses: doubled each time, from the first value to the second.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
 
-/// A socket that reports its end when the client is too slow or has gone.
+/// A socket that reports end of file when the client is too slow or has disconnected.
 pub(super) struct Timed<S> {
-    /// Fails when the client takes nothing of what is there for it for long.
+    /// Fails when the client reads nothing of buffered bytes for `unread_max`.
     io: Pin<Box<TimeoutWriter<S>>>,
     exchange: Arc<Exchange>,
     clock: Pin<Box<Sleep>>,
-    /// What `clock` is set for.
+    /// The wait that `clock` is set for.
     armed: Option<Wait>,
-    /// Bytes of the next request are there.
+    /// Bytes of the next request have arrived.
     head_began: bool,
-    /// Everything that was written is on the way.
+    /// All written bytes were handed to the socket.
     flushed: bool,
-    /// The client sends no more.
+    /// The client has closed its sending half.
     ended: bool,
-    /// It ended before its answer began, and reads on.
+    /// It did so before its answer began, and still reads.
     half_closed: bool,
     probe_pause: Duration,
 }
@@ -75,7 +75,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         }
     }
 
-    /// Resolves when the wait is over. The clock starts with the first call for this wait.
+    /// Resolves after `time`. The clock starts with the first call for this wait.
     fn poll_wait(&mut self, wait: Wait, time: Duration, cx: &mut Context<'_>) -> Poll<()> {
         if self.armed != Some(wait) {
             self.armed = Some(wait);
@@ -84,15 +84,15 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         self.clock.as_mut().poll(cx)
     }
 
-    /// Resolves when the client, which sends no more, has gone altogether.
-    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    /// Resolves when the half-closed client has disconnected.
+    fn poll_disconnected(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             if self.armed == Some(Wait::Probe) {
                 ready!(self.clock.as_mut().poll(cx));
             }
             match self.io.as_mut().poll_write(cx, INTERIM) {
                 Poll::Ready(Ok(written)) if written == INTERIM.len() => {}
-                // Its buffers are full: this client reads nothing.
+                // The client's buffers are full: it does not read.
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
             }
@@ -105,7 +105,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
-    /// No new bytes: the connection is to be closed.
+    /// Returns no bytes when the connection is to be closed.
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.ended {
@@ -122,14 +122,14 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
         }
         let State { phase, interim } = this.exchange.state();
         match (phase, this.ended) {
-            // The end of the answer before is still to be read, or not even sent.
+            // The end of the previous answer was not flushed yet.
             (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
             (Phase::Waiting | Phase::Reading, true) => {}
             (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
             (Phase::Waiting, false) => ready!(this.poll_wait(Wait::Idle, IDLE_MAX, cx)),
             (Phase::Answering, true) if !interim => {}
             (Phase::Sending, true) if !this.half_closed => {}
-            (Phase::Answering, true) if this.flushed => ready!(this.poll_gone(cx)),
+            (Phase::Answering, true) if this.flushed => ready!(this.poll_disconnected(cx)),
             (Phase::Reading, false) | (Phase::Answering | Phase::Sending, _) => return Poll::Pending,
         }
         Poll::Ready(Ok(()))
@@ -158,7 +158,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
         ready!(this.io.as_mut().poll_flush(cx))?;
         if !std::mem::replace(&mut this.flushed, true) && matches!(this.exchange.state().phase, Phase::Waiting | Phase::Answering)
         {
-            // The next wait begins now, and its clock is set by a read.
+            // The next wait begins now; a read sets its clock.
             cx.waker().wake_by_ref();
         }
         Poll::Ready(Ok(()))
@@ -170,7 +170,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 }
 
 impl<S> Timed<S> {
-    /// hyper writes: a request was read, and what follows is the next one's.
+    /// Notes that hyper writes: a request was read, and the next bytes belong to another one.
     fn note_write(&mut self) {
         self.exchange.sends();
         (self.flushed, self.head_began, self.armed) = (false, false, None);

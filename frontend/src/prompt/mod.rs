@@ -1,4 +1,4 @@
-//! From what a client sent to a prompt: template, tokeniser, sequence hashes.
+//! Turns a conversation or a text into a prompt: chat template, tokenizer, sequence hashes.
 
 mod template;
 mod tokenizer;
@@ -6,13 +6,13 @@ mod tokenizer;
 pub(crate) use template::{ChatTemplate, RenderError, Turn};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 
-use tandem_kv::{HashKey, Namespace, TokenId, sequence_hashes};
+use tandem_kv::{HashKey, Namespace, SequenceHash, TokenId, sequence_hashes};
 
-/// The hashes of the blocks that a worker may reuse: all full ones but never the one that ends with the last token, because
-/// that token is always computed.
-pub(crate) fn reusable_hashes(key: &HashKey, namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> Vec<u64> {
+/// The hashes of the blocks that a worker may reuse: of all full ones, except one that ends with the last token, because that
+/// token is always computed.
+pub(crate) fn reusable_hashes(key: &HashKey, namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> Vec<SequenceHash> {
     let reusable = &tokens[..tokens.len().saturating_sub(1)];
-    sequence_hashes(key, namespace, block_size.max(1) as usize, reusable).into_iter().map(|hash| hash.0).collect()
+    sequence_hashes(key, namespace, block_size.max(1) as usize, reusable)
 }
 
 #[cfg(test)]
@@ -20,7 +20,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_token_is_never_part_of_a_reusable_block() {
+    fn last_token_is_never_part_of_a_reusable_block() {
         let namespace = Namespace::new("m", "r", "", "");
         for (tokens, hashes) in [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2)] {
             let prompt: Vec<TokenId> = (0..tokens).collect();

@@ -1,18 +1,18 @@
-//! A conversation to the one text a model was trained on.
+//! Renders a conversation with a model's chat template.
 
-use crate::model::ServedModelError;
+use crate::model::error::ServedModelError;
 use minijinja::{Environment, Error, ErrorKind, context, syntax::SyntaxConfig, value::Serde};
 use serde::Serialize;
 use std::io;
 
-/// ChatML, the form `--engine sim` talks.
+/// ChatML, the format of `--engine sim`.
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 const NAME: &str = "chat";
 
-/// Instructions that one rendering may execute. The templates of the families we serve execute fewer than 300 for each message; this
-/// allows 600 for each of the most messages that a request may hold, and takes about half a second.
+/// Instructions that one rendering may execute. The templates of the supported families execute fewer than 300 for each message; this
+/// allows 600 for each message of the longest conversation that a request may hold, and takes about half a second.
 const STEPS_MAX: u64 = 10_000_000;
 /// Bytes that the short conversations of [`ChatTemplate::new`] may render to. Templates with built-in instructions write a few kilobytes.
 const PROBE_BYTES_MAX: usize = 1 << 20;
@@ -33,7 +33,7 @@ pub(crate) struct Turn<'a> {
     pub(crate) content: &'a str,
 }
 
-/// Why a conversation has no text.
+/// Why a conversation cannot be rendered.
 #[derive(Debug)]
 pub(crate) enum RenderError {
     /// The template refuses the conversation, or fails.
@@ -44,7 +44,7 @@ pub(crate) enum RenderError {
     TooLong,
 }
 
-/// A rendered text that refuses to grow beyond `max` bytes.
+/// A writer that fails beyond `max` bytes.
 struct Bounded {
     bytes: Vec<u8>,
     max: usize,
@@ -65,13 +65,13 @@ impl io::Write for Bounded {
 }
 
 impl ChatTemplate {
-    /// Compiles a template as Hugging Face renders it: blocks take their line end with them, Python's methods work.
+    /// Compiles a template with the settings of Hugging Face: a block's line end is trimmed, and Python's methods work.
     ///
-    /// Renders two short conversations, so that a template which does not end is found at the start and not by the first client. A
+    /// Renders two short conversations, so that a template that does not end is found at the start and not by the first request. A
     /// template may refuse these conversations: that is no error.
     ///
     /// # Errors
-    /// The template does not compile, or does not end.
+    /// The template does not compile, or does not end within its limits.
     pub(crate) fn new(source: &str, bos: &str, eos: &str) -> Result<Self, ServedModelError> {
         let mut environment = Environment::new();
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -96,10 +96,10 @@ impl ChatTemplate {
         Self::new(CHATML, "", "<|im_end|>").expect("the built-in template compiles")
     }
 
-    /// The conversation's text, up to where the assistant's next turn begins: at most `bytes_max` bytes.
+    /// Renders the conversation and the beginning of the assistant's next turn, at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// The template refuses the conversation, or needs more steps or more bytes than it may use.
+    /// The template refuses the conversation, or exceeds its steps or `bytes_max`.
     pub(crate) fn render(&self, turns: &[Turn<'_>], bytes_max: usize) -> Result<String, RenderError> {
         let context = context! {
             messages => Serde(turns),
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_conversation_in_chatml() {
+    fn chatml_renders_roles_and_contents() {
         let turns = [Turn { role: "system", content: "Be {{ brief }}." }, Turn { role: "user", content: "<b>Hi</b>" }];
         let text = ChatTemplate::chatml().render(&turns, 1 << 10).expect("it renders");
         assert_eq!(
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn python_methods_trimmed_blocks_and_refusals() {
+    fn template_has_python_methods_trimmed_blocks_and_raise_exception() {
         let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if m.role == 'system' %}\n{{ raise_exception('no system') }}\n\
                       {% endif %}\n{{ m.content.strip() | upper }}\n{% endfor %}";
         let template = ChatTemplate::new(source, "<s>", "</s>").expect("it compiles");
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_template_is_refused() {
+    fn malformed_template_is_refused() {
         assert!(ChatTemplate::new("{% if %}", "", "").is_err());
     }
 
@@ -153,7 +153,7 @@ mod tests {
     fn template_that_never_ends_is_refused_at_start() {
         const ROUNDS: &str = "{% for a in range(9999) %}{% for b in range(9999) %}";
         for body in ["{% set x = b %}", "text"] {
-            // Whatever the roles, only with an answer in the conversation, and with text or without.
+            // Always, and only for a conversation with an answer.
             for condition in ["true", "messages | length > 2"] {
                 let source = format!("{{% if {condition} %}}{ROUNDS}{body}{{% endfor %}}{{% endfor %}}{{% endif %}}");
                 let refused = ChatTemplate::new(&source, "", "").map(drop).expect_err(&source);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_that_make_a_template_quadratic_end_within_its_steps() {
+    fn quadratic_rendering_ends_at_its_step_limit() {
         let source = "{% for m in messages %}{% for o in messages %}{% set x = o.content %}{% endfor %}{% endfor %}x";
         let template = ChatTemplate::new(source, "", "").expect("it ends for few messages");
         let turns: Vec<_> = (0..16_384).map(|_| Turn { role: "user", content: "" }).collect();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_longer_than_allowed_is_not_built() {
+    fn rendering_beyond_its_byte_limit_is_refused() {
         let source = "{% for m in messages %}{% for n in range(1000) %}{{ m.content }}{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(source, "", "").expect("it ends for short messages");
         let content = "x".repeat(1 << 20);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_conversations_of_common_templates_have_steps_enough() {
+    fn longest_conversation_stays_within_the_step_limit() {
         let turns: Vec<_> = (0..16_384).map(|turn| Turn { role: ["user", "assistant"][turn % 2], content: "ab" }).collect();
         assert!(ChatTemplate::chatml().render(&turns, 1 << 20).is_ok());
     }

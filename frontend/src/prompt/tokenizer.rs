@@ -1,10 +1,10 @@
-//! Text to token ids and token ids to bytes.
+//! Turns text into token ids and token ids into bytes.
 //!
-//! A text is cut at *special* tokens (those of a model's control vocabulary, such as `<|im_start|>`) before anything else;
-//! what lies between goes through the model's own algorithm. Inside a *guarded* text some of the special tokens are marked as
-//! being plain text: see [`Tokenizer::guard`].
+//! A text is first cut at *special* tokens (those of a model's control vocabulary, such as `<|im_start|>`); the text between them goes
+//! through the model's own algorithm. In a *guarded* text some names of special tokens are marked as plain text: see
+//! [`Tokenizer::guard`].
 
-use crate::model::ServedModelError;
+use crate::model::error::ServedModelError;
 use aho_corasick::{AhoCorasick, MatchKind};
 use std::collections::HashMap;
 use tandem_kv::TokenId;
@@ -21,7 +21,7 @@ use tokenizers::{
     },
 };
 
-/// GGUF's kinds of tokens that matter here.
+/// GGUF's token types that are used here.
 mod kind {
     pub(super) const NORMAL: i32 = 1;
     pub(super) const UNKNOWN: i32 = 2;
@@ -30,7 +30,7 @@ mod kind {
     pub(super) const UNUSED: i32 = 5;
 }
 
-/// A model's tokeniser. It never changes.
+/// A model's tokenizer. It never changes.
 pub struct Tokenizer {
     algorithm: Algorithm,
     tokens: Vec<Token>,
@@ -38,21 +38,21 @@ pub struct Tokenizer {
     token_bytes_max: usize,
     /// Finds special tokens in a text that may hold them.
     special: Literals,
-    /// Finds those tokens which are cut out of every text (user-defined ones).
+    /// Finds user-defined tokens, which are cut out of every text.
     always: Literals,
-    /// Finds what [`Tokenizer::guard`] has to mark: control tokens.
+    /// Finds the names that [`Tokenizer::mark`] breaks up: those of control tokens.
     control: AhoCorasick,
 }
 
 enum Algorithm {
     /// Byte-level byte-pair encoding.
     Bpe(Box<tokenizers::Tokenizer>),
-    /// A token is a byte.
+    /// Each byte is a token.
     Bytes,
 }
 
 struct Token {
-    /// Its text's bytes; for a special token its name.
+    /// The bytes of its text; for a special token its name.
     bytes: Box<[u8]>,
     special: bool,
 }
@@ -67,20 +67,20 @@ struct Literals {
 pub enum Special {
     /// Their names become their ids.
     Parsed,
-    /// Their names are text as any other.
+    /// Their names are plain text.
     Text,
 }
 
 /// The text cannot be encoded.
 #[derive(Debug, thiserror::Error)]
-#[error("the tokeniser failed")]
+#[error("the tokenizer failed")]
 pub struct EncodeError(#[source] Box<dyn std::error::Error + Send + Sync>);
 
-/// Marks special tokens as plain text. Of these code points, which Unicode never assigns, one that a text does not hold is taken.
+/// Candidates for the character that marks names of special tokens as plain text: code points that Unicode never assigns.
 const GUARDS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 impl Tokenizer {
-    /// The tokeniser of `--engine sim`: bytes.
+    /// The tokenizer of `--engine sim`: each byte is a token.
     pub(crate) fn sim() -> Self {
         let plain = (0..=u8::MAX).map(|byte| Token { bytes: [byte].into(), special: false });
         let special = ["<|im_start|>", "<|im_end|>"].map(|name| Token { bytes: name.as_bytes().into(), special: true });
@@ -97,7 +97,10 @@ impl Tokenizer {
         }
     }
 
-    /// The tokeniser a GGUF file describes: byte-level BPE, in the ways that the families we serve have it.
+    /// The tokenizer of a GGUF file: byte-level BPE with one of the supported pre-tokenizers.
+    ///
+    /// # Errors
+    /// The file's tokenizer is not supported or malformed.
     pub(crate) fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
         if data.model != "gpt2" {
             return Err(ServedModelError::TokenizerAlgorithm { found: data.model.clone() });
@@ -119,7 +122,10 @@ impl Tokenizer {
         Self::assemble(encoder, &data.tokens, &data.token_types)
     }
 
-    /// The tokeniser of a `tokenizer.json`, which must be byte-level BPE, and the token that it puts before every text, if any.
+    /// The tokenizer of a `tokenizer.json`, which must be byte-level BPE, and the token that it puts before every text, if any.
+    ///
+    /// # Errors
+    /// The file's tokenizer is not supported or malformed.
     pub fn from_json(json: &[u8]) -> Result<(Self, Option<TokenId>), ServedModelError> {
         let broken = |source: serde_json::Error| ServedModelError::Tokenizer(Box::new(source));
         let mut file: serde_json::Value = serde_json::from_slice(json).map_err(broken)?;
@@ -133,7 +139,7 @@ impl Tokenizer {
         }
         let whole = tokenizers::Tokenizer::from_bytes(json).map_err(ServedModelError::Tokenizer)?;
         let first = leading_token(&whole)?;
-        // Special tokens are cut out here, not there: see `guard`.
+        // Special tokens are cut out by `encode_cut` and not by the library: see `guard`.
         let added: Vec<AddedToken> = serde_json::from_value(file["added_tokens"].take()).map_err(broken)?;
         file["added_tokens"] = serde_json::json!([]);
         file["post_processor"] = serde_json::Value::Null;
@@ -151,7 +157,7 @@ impl Tokenizer {
             (token.id, token.content, kind)
         });
         let all: Vec<(TokenId, String, i32)> = named.chain(added).collect();
-        // A few ids may be free, but memory is not taken for whatever number a file gives.
+        // A few ids may be unused, but a damaged file must not cause a huge allocation.
         let len = all.iter().map(|(id, ..)| *id as usize + 1).max().unwrap_or_default();
         if len > 2 * all.len() + 65_536 {
             return Err(ServedModelError::TokenIds { len });
@@ -163,7 +169,7 @@ impl Tokenizer {
         Ok((Self::assemble(encoder, &tokens, &kinds)?, first))
     }
 
-    /// `kinds` are GGUF's, one a token.
+    /// `kinds` holds GGUF's type of each token.
     fn assemble(encoder: tokenizers::Tokenizer, tokens: &[String], kinds: &[i32]) -> Result<Self, ServedModelError> {
         let named = |wanted: &[i32]| -> Vec<(String, TokenId)> {
             let tokens = tokens.iter().zip(kinds).enumerate();
@@ -182,7 +188,7 @@ impl Tokenizer {
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
         let tokens: Vec<Token> = all.collect();
-        // Unicode's composition (NFC) makes a text at most this many times as short.
+        // Unicode composition (NFC) shortens a text at most four times.
         let shrinks = if encoder.get_normalizer().is_some() { 4 } else { 1 };
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
@@ -195,37 +201,43 @@ impl Tokenizer {
         })
     }
 
-    /// How many tokens there are.
+    /// The number of token ids.
     pub fn vocab_size(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Bytes of text that one token can stand for.
+    /// The maximum of text bytes that one token stands for.
     pub(crate) fn token_bytes_max(&self) -> usize {
         self.token_bytes_max
     }
 
-    /// A text of so many bytes has no fewer tokens.
+    /// The minimum of tokens that a text of this many bytes has.
     pub(crate) fn tokens_min(&self, text_bytes: usize) -> usize {
         text_bytes.div_ceil(self.token_bytes_max)
     }
 
-    /// The ids of a text. Nothing is put before or after it.
+    /// Encodes a text, without leading or trailing tokens.
+    ///
+    /// # Errors
+    /// The model's tokenizer fails on it.
     pub fn encode(&self, text: &str, special: Special) -> Result<Vec<TokenId>, EncodeError> {
         let literals = if special == Special::Parsed { &self.special } else { &self.always };
         self.encode_cut(text, literals, None)
     }
 
-    /// The ids of a text in which special tokens count, but not those that `guard` has marked.
+    /// Encodes a text in which the names of special tokens become their ids, except those that `guard` marks.
+    ///
+    /// # Errors
+    /// The model's tokenizer fails on it.
     pub(crate) fn encode_guarded(&self, text: &str, guard: Guard) -> Result<Vec<TokenId>, EncodeError> {
         self.encode_cut(text, &self.special, Some(guard))
     }
 
-    /// A character that none of `texts` holds; `None` if they hold all that can be taken.
+    /// Returns a character that occurs in none of `texts`; `None` if all candidates occur.
     pub(crate) fn guard<'a>(texts: impl Iterator<Item = &'a str>) -> Option<Guard> {
         let mut free: Vec<char> = GUARDS.collect();
         for text in texts {
-            // Most texts hold none: one look for their common first byte is enough.
+            // Most texts hold none, which a search for the candidates' common first byte shows.
             if text.as_bytes().contains(&0xEF) {
                 free.retain(|guard| !text.contains(*guard));
             }
@@ -233,10 +245,10 @@ impl Tokenizer {
         free.first().map(|char| Guard(*char))
     }
 
-    /// The text with every control token's name broken up by the guard.
+    /// Breaks up every name of a control token in the text with the guard character.
     pub(crate) fn mark(&self, text: &str, guard: Guard) -> String {
         let mut text = text.to_owned();
-        // Names may overlap: until none is whole.
+        // Names may overlap: repeated until none is whole.
         while self.control.is_match(&text) {
             let mut marked = String::with_capacity(text.len() + 16);
             let mut last = 0;
@@ -253,23 +265,23 @@ impl Tokenizer {
         text
     }
 
-    /// A token's bytes, a special token's name.
+    /// The bytes of a token's text; of a special token its name.
     pub fn bytes(&self, token: TokenId) -> &[u8] {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Whether the token is not part of the text a reader sees.
+    /// Whether the token has no text that a reader sees.
     pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
 
-    /// The id of a special token's name.
+    /// The id of the special token with this name.
     pub(crate) fn special_id(&self, name: &str) -> Option<TokenId> {
         let id = self.tokens.iter().position(|token| token.special && &*token.bytes == name.as_bytes())?;
         Some(id as TokenId)
     }
 
-    /// The text of all the tokens, special ones by name.
+    /// Decodes tokens into text, special tokens into their names.
     pub fn decode(&self, tokens: &[TokenId]) -> String {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes(*token)).copied().collect();
         String::from_utf8_lossy(&bytes).into_owned()
@@ -303,13 +315,13 @@ impl Tokenizer {
     }
 }
 
-/// A token of `tokenizer.json` that is cut out of texts.
+/// An entry of `added_tokens` in `tokenizer.json`.
 #[derive(serde::Deserialize)]
 struct AddedToken {
     id: TokenId,
     content: String,
     special: bool,
-    /// These three would change what is around the token.
+    /// These three would change the text around the token.
     #[serde(default)]
     lstrip: bool,
     #[serde(default)]
@@ -318,13 +330,16 @@ struct AddedToken {
     single_word: bool,
 }
 
-/// Whether texts become bytes before they are merged.
+/// Whether the pre-tokenizer turns texts into bytes.
 fn is_byte_level(pre_tokenizer: &serde_json::Value) -> bool {
     let parts = pre_tokenizer["pretokenizers"].as_array();
     pre_tokenizer["type"] == "ByteLevel" || parts.is_some_and(|parts| parts.iter().any(|part| part["type"] == "ByteLevel"))
 }
 
-/// What the file's own way to finish a text puts before it; anything else that it does is refused.
+/// The token that the file's post-processor puts before a text, if any.
+///
+/// # Errors
+/// The post-processor does anything else.
 fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, ServedModelError> {
     let ids = |finished| -> Result<Vec<TokenId>, ServedModelError> {
         Ok(whole.encode_fast("a", finished).map_err(ServedModelError::Tokenizer)?.get_ids().to_vec())
@@ -337,18 +352,19 @@ fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, Serve
     }
 }
 
-/// What happens to a text before its bytes are merged, by the name that GGUF files give it.
+/// What a pre-tokenizer does with a text before its bytes are merged.
 struct Cut {
     pre_tokenizer: PreTokenizerWrapper,
-    /// Letters and their accents become one character first.
+    /// Letters and their accents are composed into one character first (NFC).
     composed: bool,
-    /// A piece that is a token is not merged from smaller ones.
+    /// A word that is a token is not merged from smaller tokens.
     whole_words: bool,
 }
 
 impl Cut {
+    /// The pre-tokenizer that GGUF files call `name`.
     fn named(name: &str) -> Result<Self, ServedModelError> {
-        /// As in the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which cut numbers into digits.
+        /// From the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which cut numbers into digits.
         const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         const QWEN_2: &str =
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -388,7 +404,7 @@ fn automaton<'a>(names: impl Iterator<Item = &'a String>) -> Result<AhoCorasick,
     Ok(AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(names)?)
 }
 
-/// GPT-2 writes each byte as a character that can be seen; this is the way back.
+/// Maps GPT-2's visible character for each byte back to the byte.
 fn byte_of_char() -> HashMap<char, u8> {
     let visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut hidden = (256..).filter_map(char::from_u32);

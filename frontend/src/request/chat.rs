@@ -1,6 +1,11 @@
-//! `/v1/chat/completions`: the request.
+//! The request of `/v1/chat/completions`.
 
-use super::{Bounded, Content, Options, Whole, request, unbuilt};
+use super::{
+    fields::{Bounded, Content, Whole},
+    options::{self, Options},
+    request,
+    unsupported::{self, Setting},
+};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
@@ -9,18 +14,18 @@ use crate::{
 use serde::Deserialize;
 use tandem_kv::TokenId;
 
-/// Turns of a conversation; the body's size bounds their length.
+/// Messages of a conversation; the body's size bounds their length.
 const MESSAGES_MAX: usize = 16_384;
 
 request! {
-    /// As parsed.
+    /// The request as parsed.
     ChatRequest {
         messages: Bounded<Message, MESSAGES_MAX>,
-        /// Wins over `max_tokens`, its older name, when both are there.
+        /// The newer name of `max_tokens`, which it overrides.
         max_completion_tokens: Whole,
         logprobs: bool,
         top_logprobs: Whole,
-    } unbuilt {
+    } unsupported {
         // OpenAI.
         audio, function_call = "none", prediction, reasoning_effort = "none", verbosity = "medium", web_search_options,
         // vLLM.
@@ -30,28 +35,32 @@ request! {
     }
 }
 
-/// A turn as sent.
+/// A message as sent.
 #[derive(Deserialize)]
 pub(crate) struct Message {
     role: Option<String>,
     #[serde(default)]
     content: Content,
     #[serde(default)]
-    tool_calls: unbuilt::Setting,
+    tool_calls: Setting,
     #[serde(default)]
-    function_call: unbuilt::Setting,
+    function_call: Setting,
 }
 
-/// As checked.
+/// The request as checked.
 pub(crate) struct Chat {
     pub(crate) options: Options,
-    /// The client's own bound.
+    /// The client's limit.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) limit_param: &'static str,
     turns: Vec<(&'static str, String)>,
 }
 
 impl ChatRequest {
+    /// Checks the request.
+    ///
+    /// # Errors
+    /// A parameter is missing, out of range or not supported.
     pub(crate) fn check(mut self, model: &ServedModel) -> Result<Chat, ApiError> {
         let turns = turns(self.messages.take())?;
         let mut options = self.take_common()?.check(model)?;
@@ -60,8 +69,8 @@ impl ChatRequest {
             Some(limit) => ("max_completion_tokens", Some(limit)),
             None => ("max_tokens", self.max_tokens),
         };
-        let max_tokens = limit.map(|Whole(found)| super::options::token_count(limit_param, found, 1)).transpose()?;
-        super::options::check_min_tokens(&options, max_tokens)?;
+        let max_tokens = limit.map(|Whole(found)| options::token_count(limit_param, found, 1)).transpose()?;
+        options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         Ok(Chat { options, max_tokens, limit_param, turns })
     }
@@ -79,7 +88,7 @@ fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'stat
         let param = |field: &str| format!("messages[{index}].{field}");
         let role = match message.role.as_deref() {
             None => return Err(ApiError::invalid(param("role"), Problem::Missing)),
-            // The newer name of the same thing; templates know the older.
+            // `developer` is the newer name of `system`; templates know the older one.
             Some("system" | "developer") => "system",
             Some("user") => "user",
             Some("assistant") => "assistant",
@@ -89,15 +98,15 @@ fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'stat
                 return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
             }
         };
-        unbuilt::check(&param("tool_calls"), &message.tool_calls, &[])?;
-        unbuilt::check(&param("function_call"), &message.function_call, &[])?;
+        unsupported::check(&param("tool_calls"), &message.tool_calls, &[])?;
+        unsupported::check(&param("function_call"), &message.function_call, &[])?;
         Ok((role, message.content.0))
     };
     messages.into_iter().enumerate().map(turn).collect()
 }
 
 fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiError> {
-    let alternatives = super::options::alternatives("top_logprobs", top.map_or(0, |Whole(top)| top))?;
+    let alternatives = options::alternatives("top_logprobs", top.map_or(0, |Whole(top)| top))?;
     if top.is_some() && !logprobs {
         return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule: "is only allowed when 'logprobs' is true" }));
     }
@@ -105,12 +114,12 @@ fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiEr
 }
 
 impl Chat {
-    /// Bytes of text.
+    /// Bytes of all messages' text.
     pub(crate) fn text_bytes(&self) -> usize {
         self.turns.iter().map(|(_, content)| content.len()).sum()
     }
 
-    /// What rendering and encoding cost, in bytes of text: the template runs for each message, also for one without text.
+    /// The cost of rendering and encoding, in bytes of text: the template runs for each message, also for one without text.
     pub(crate) fn encoding_bytes(&self) -> usize {
         const MESSAGE: usize = 256;
         self.text_bytes() + MESSAGE * self.turns.len()
@@ -118,8 +127,11 @@ impl Chat {
 
     /// Renders and encodes the conversation.
     ///
-    /// A message cannot speak for another: names of control tokens inside a content stay text, so no user's message can end
-    /// its turn and begin one of the system. Raw prompts of `/v1/completions` are the client's to shape, and there the names count.
+    /// Names of control tokens in a message's content are encoded as plain text, so that no user message can end its turn and begin a
+    /// system message. In raw prompts of `/v1/completions` the names become control tokens.
+    ///
+    /// # Errors
+    /// The model has no chat template, the template refuses the conversation, or its text is too long.
     pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<TokenId>, ApiError> {
         let template = model.template.as_ref().ok_or(ApiError::NoChatTemplate)?;
         let Some(guard) = Tokenizer::guard(self.turns.iter().map(|(_, content)| content.as_str())) else {

@@ -1,6 +1,10 @@
-//! `/v1/completions`: the request.
+//! The request of `/v1/completions`.
 
-use super::{Options, PromptInput, Whole, request};
+use super::{
+    fields::{PROMPTS_MAX, PromptInput, Whole},
+    options::{self, Options},
+    request,
+};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
@@ -8,26 +12,24 @@ use crate::{
 };
 use tandem_kv::TokenId;
 
-/// When the client sets none, as OpenAI's.
+/// OpenAI's default.
 const MAX_TOKENS_DEFAULT: u32 = 16;
 /// Continuations of all prompts together.
 const CHOICES_MAX: usize = 1024;
-/// Prompts in one request.
-pub(super) const PROMPTS_MAX: usize = 128;
 
 request! {
-    /// As parsed.
+    /// The request as parsed.
     CompletionRequest {
         prompt: PromptInput,
         echo: bool,
         logprobs: Whole,
         best_of: Whole,
-    } unbuilt {
+    } unsupported {
         add_special_tokens = true, prompt_embeds, suffix,
     }
 }
 
-/// As checked.
+/// The request as checked.
 pub(crate) struct Completion {
     pub(crate) options: Options,
     pub(crate) max_tokens: u32,
@@ -35,7 +37,7 @@ pub(crate) struct Completion {
     pub(crate) prompts: Vec<Input>,
 }
 
-/// A prompt.
+/// One prompt of a request.
 pub(crate) enum Input {
     Text(String),
     Tokens(Vec<TokenId>),
@@ -45,6 +47,10 @@ pub(crate) enum Input {
 pub(crate) type Encoded = (Vec<TokenId>, Option<String>);
 
 impl CompletionRequest {
+    /// Checks the request.
+    ///
+    /// # Errors
+    /// A parameter is missing, out of range or not supported.
     pub(crate) fn check(mut self, model: &ServedModel) -> Result<Completion, ApiError> {
         let prompts = self.prompt.take().ok_or_else(|| ApiError::invalid("prompt", Problem::Missing))?;
         let (prompts_len, any_empty) = match &prompts {
@@ -70,15 +76,14 @@ impl CompletionRequest {
         if prompts_len * options.samples as usize > CHOICES_MAX {
             return Err(ApiError::invalid("n", Problem::TooMany { max: CHOICES_MAX, unit: "choices over all prompts" }));
         }
-        options.sampling.logprobs =
-            self.logprobs.map(|Whole(found)| super::options::alternatives("logprobs", found)).transpose()?;
+        options.sampling.logprobs = self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,
-            // Only an echoed prompt is an answer without new tokens.
-            Some(Whole(found)) => super::options::token_count("max_tokens", found, u32::from(!echo))?,
+            // 0 is allowed for an echoed prompt only: without new tokens there would be no answer.
+            Some(Whole(found)) => options::token_count("max_tokens", found, u32::from(!echo))?,
         };
-        super::options::check_min_tokens(&options, Some(max_tokens))?;
+        options::check_min_tokens(&options, Some(max_tokens))?;
         options.sampling.max_tokens = Some(max_tokens);
         let prompts = match prompts {
             PromptInput::Texts(texts) => texts.into_iter().map(Input::Text).collect(),
@@ -89,7 +94,7 @@ impl CompletionRequest {
 }
 
 impl Input {
-    /// Bytes of text that are to be encoded.
+    /// Bytes of text to encode.
     pub(crate) fn text_bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
@@ -97,7 +102,10 @@ impl Input {
         }
     }
 
-    /// Its tokens, and its text when it is to be echoed.
+    /// Encodes the prompt; the text is returned if it is to be echoed.
+    ///
+    /// # Errors
+    /// The tokenizer fails.
     pub(crate) fn encode(self, echo: bool, model: &ServedModel) -> Result<Encoded, ApiError> {
         match self {
             Self::Text(text) => {

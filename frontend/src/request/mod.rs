@@ -1,23 +1,25 @@
-//! What clients may ask, and what is refused. A field of the wrong type or out of range is named in the error; a parameter that
-//! is not built is refused when it is set to anything that would change the answer; unknown fields are ignored.
+//! Requests of clients and their checks. A field of the wrong type or out of range is named in the error; a known parameter that
+//! is not supported is refused if its value would change the answer; unknown fields are ignored.
 
 pub(crate) mod chat;
 pub(crate) mod completions;
+mod fields;
 mod options;
-mod shapes;
-mod unbuilt;
+mod unsupported;
 
-pub(crate) use options::{Common, Options, StreamOptions, StreamUsage};
-pub(crate) use shapes::{Bounded, BoundedMap, Content, PromptInput, Stop, Whole};
+pub(crate) use options::{Options, StreamUsage};
 
 use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
 
-/// Objects and lists within each other; requests need five.
+/// Nesting of objects and lists; requests need five levels.
 const NESTING_MAX: usize = 32;
 
-/// Reads a body. Objects and lists within each other, and values, are counted before anything is built: `elements_max` of them
-/// bound the memory and the time that building takes.
+/// Parses a body. Nesting and values are counted before anything is built: at most `elements_max` values bound the memory and the
+/// time of parsing.
+///
+/// # Errors
+/// The body is not valid JSON, too large, or a field has the wrong type.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<T, ApiError> {
     let text = std::str::from_utf8(body).map_err(|error| ApiError::Utf8 { at: error.valid_up_to() })?;
     let Extent { deepest, elements } = extent(body);
@@ -28,7 +30,7 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Re
         return Err(ApiError::Elements { max: elements_max });
     }
     if text.trim_start().starts_with('[') {
-        // serde would take a list for an object's values in order.
+        // serde would read a list as the values of an object's fields.
         return Err(ApiError::NoObject);
     }
     let mut json = serde_json::Deserializer::from_str(text);
@@ -40,10 +42,10 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Re
     Ok(request)
 }
 
-/// What serde found wrong at this path.
+/// Classifies serde's error at this path.
 fn unreadable(path: String, source: serde_json::Error) -> ApiError {
     let text = source.to_string();
-    // A number that no f64 holds is valid JSON all the same.
+    // A number out of an f64's range is valid JSON.
     if !source.is_data() && !text.starts_with("number out of range") {
         return ApiError::Json(source);
     }
@@ -57,16 +59,16 @@ fn unreadable(path: String, source: serde_json::Error) -> ApiError {
     ApiError::Type { param, source }
 }
 
-/// What a JSON text would build.
+/// The size of a JSON text's values.
 #[derive(Debug, PartialEq)]
 struct Extent {
-    /// Levels of objects and lists within each other.
+    /// Levels of nested objects and lists.
     deepest: usize,
-    /// Commas and opening brackets: no fewer than the members of all lists and objects.
+    /// Commas and opening brackets: at least as many as the members of all lists and objects.
     elements: usize,
 }
 
-/// Measures without building. serde_json limits only the depth of what it keeps, not of what it skips.
+/// Measures a JSON text without building its values. serde_json does not limit the depth of what it skips.
 fn extent(json: &[u8]) -> Extent {
     let (mut depth, mut deepest, mut elements, mut in_text, mut escaped) = (0_usize, 0, 0, false, false);
     for byte in json {
@@ -88,14 +90,14 @@ fn extent(json: &[u8]) -> Extent {
     Extent { deepest, elements }
 }
 
-/// A request type: its own fields, those that both endpoints have, and those that are known but not built, each with the values
-/// besides null, false and empty ones that say what happens anyway.
+/// Defines a request type: its own fields, those of both endpoints, and known but unsupported ones, each with the accepted values
+/// besides null, false and empty ones: those that do not change the answer.
 macro_rules! request {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
-     unbuilt { $($unbuilt:ident $(= $usual:literal)*,)* }) => {
+     unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
         crate::request::request! {
-            @build $(#[$doc])* $name { $($(#[$field_doc])* $field: $type,)* } unbuilt {
-                $($unbuilt $(= $usual)*,)*
+            @build $(#[$doc])* $name { $($(#[$field_doc])* $field: $type,)* } unsupported {
+                $($unsupported $(= $accepted)*,)*
                 // OpenAI.
                 functions, modalities = "text", response_format = "text", store, tool_choice = "none", tools,
                 // vLLM.
@@ -114,38 +116,38 @@ macro_rules! request {
         }
     };
     (@build $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
-     unbuilt { $($unbuilt:ident $(= $usual:literal)*,)* }) => {
+     unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
         $(#[$doc])*
         #[derive(serde::Deserialize)]
         pub(crate) struct $name {
             $($(#[$field_doc])* pub(crate) $field: Option<$type>,)*
             pub(crate) model: Option<String>,
-            n: Option<crate::request::Whole>,
+            n: Option<crate::request::fields::Whole>,
             stream: Option<bool>,
-            stream_options: Option<crate::request::StreamOptions>,
-            max_tokens: Option<crate::request::Whole>,
-            min_tokens: Option<crate::request::Whole>,
+            stream_options: Option<crate::request::options::StreamOptions>,
+            max_tokens: Option<crate::request::fields::Whole>,
+            min_tokens: Option<crate::request::fields::Whole>,
             temperature: Option<f64>,
             top_p: Option<f64>,
-            top_k: Option<crate::request::Whole>,
+            top_k: Option<crate::request::fields::Whole>,
             min_p: Option<f64>,
             frequency_penalty: Option<f64>,
             presence_penalty: Option<f64>,
             repetition_penalty: Option<f64>,
-            logit_bias: Option<crate::request::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>>,
-            seed: Option<crate::request::Whole>,
-            stop: Option<crate::request::Stop>,
-            stop_token_ids: Option<crate::request::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>>,
+            logit_bias: Option<crate::request::fields::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>>,
+            seed: Option<crate::request::fields::Whole>,
+            stop: Option<crate::request::fields::Stop>,
+            stop_token_ids: Option<crate::request::fields::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>>,
             ignore_eos: Option<bool>,
             cache_salt: Option<String>,
-            $(#[serde(default)] $unbuilt: crate::request::unbuilt::Setting,)*
+            $(#[serde(default)] $unsupported: crate::request::unsupported::Setting,)*
         }
 
         impl $name {
-            /// Takes out what both endpoints have, after refusing what is not built.
-            fn take_common(&mut self) -> Result<crate::request::Common, crate::error::ApiError> {
-                $(crate::request::unbuilt::check(stringify!($unbuilt), &self.$unbuilt, &[$($usual.into())*])?;)*
-                Ok(crate::request::Common {
+            /// Refuses unsupported parameters, and moves out those of both endpoints.
+            fn take_common(&mut self) -> Result<crate::request::options::Common, crate::error::ApiError> {
+                $(crate::request::unsupported::check(stringify!($unsupported), &self.$unsupported, &[$($accepted.into())*])?;)*
+                Ok(crate::request::options::Common {
                     n: self.n,
                     stream: self.stream,
                     stream_options: self.stream_options.take(),
@@ -175,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_and_members_are_counted_outside_of_texts() {
+    fn levels_and_members_are_counted_outside_of_strings() {
         for (json, deepest, elements) in
             [("1", 0, 0), ("[]", 1, 1), (r#"{"a":[1,{}]}"#, 3, 4), (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3), ("]]][", 1, 1)]
         {
@@ -184,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_of_too_many_values_is_refused_before_any_is_built() {
+    fn body_with_too_many_values_is_refused_before_any_is_built() {
         #[derive(Debug)]
         struct Built;
         impl<'de> serde::Deserialize<'de> for Built {

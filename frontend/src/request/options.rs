@@ -1,6 +1,6 @@
-//! The parameters both endpoints share, checked.
+//! The parameters of both endpoints and their checks.
 
-use super::{Bounded, BoundedMap, Stop, Whole};
+use super::fields::{Bounded, BoundedMap, STOPS_MAX, Stop, Whole};
 use crate::{
     error::{ApiError, Problem},
     model::ServedModel,
@@ -11,14 +11,13 @@ use tandem_proto::v1::Sampling;
 
 /// Continuations of one prompt.
 const SAMPLES_MAX: i64 = 128;
-/// More stop strings than anybody needs, few enough to search for all at every token.
-pub(super) const STOPS_MAX: usize = 16;
-/// Text held back while it may become a stop string.
+/// The longest stop string, in bytes: text of this length may be held back.
 const STOP_BYTES_MAX: usize = 1024;
-/// Part of the cache's namespace, sent with every request.
+/// The longest salt, in bytes: it is sent with every request, as part of the cache namespace.
 const CACHE_SALT_BYTES_MAX: usize = 256;
-/// As OpenAI's.
+/// OpenAI's limit.
 pub(super) const LOGIT_BIASES_MAX: usize = 1024;
+/// The most `stop_token_ids`.
 pub(super) const STOP_TOKENS_MAX: usize = 256;
 
 /// `stream_options`.
@@ -28,7 +27,7 @@ pub(crate) struct StreamOptions {
     continuous_usage_stats: Option<bool>,
 }
 
-/// As parsed.
+/// The parameters as parsed.
 pub(crate) struct Common {
     pub(super) n: Option<Whole>,
     pub(super) stream: Option<bool>,
@@ -49,26 +48,26 @@ pub(crate) struct Common {
     pub(super) cache_salt: Option<String>,
 }
 
-/// As checked: how a request is answered.
+/// The parameters as checked.
 pub(crate) struct Options {
     pub(crate) samples: u32,
-    /// Without `max_tokens` (the endpoint's own) and `logprobs`.
+    /// `max_tokens` and `logprobs` are set by each endpoint.
     pub(crate) sampling: Sampling,
     pub(crate) stop: Vec<String>,
     pub(crate) cache_salt: String,
     pub(crate) stream: Option<StreamUsage>,
 }
 
-/// How usage is told in a streamed answer.
+/// Where a streamed answer has usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamUsage {
     /// In a chunk of its own at the end.
     pub(crate) at_end: bool,
-    /// In every chunk, as it stands.
+    /// In every chunk, as of then.
     pub(crate) in_every_chunk: bool,
 }
 
-/// A number's allowed range, as a check and in words.
+/// A number's allowed range, with its description for errors.
 pub(super) struct Range {
     pub(super) low: f64,
     pub(super) high: f64,
@@ -90,23 +89,33 @@ impl Range {
     }
 }
 
-/// A count of tokens that a client may set.
+/// Checks a number of tokens, at least `low`.
+///
+/// # Errors
+/// It is out of range.
 pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiError> {
     let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
     match u32::try_from(found) {
         Ok(count) if count >= low => Ok(count),
-        // More than any context has: the check against the context names the limit.
+        // Larger than any context: the check against the context will name the limit.
         Err(_) if found > 0 => Ok(u32::MAX),
         _ => Err(ApiError::invalid(param, Problem::Range { allowed, found: found as f64 })),
     }
 }
 
-/// How many likely tokens are told beside the chosen one. Both endpoints take as many as OpenAI's chat.
+/// Checks the number of alternatives reported for each token; both endpoints have the limit of OpenAI's chat.
+///
+/// # Errors
+/// It is out of range.
 pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
     Range { low: 0.0, high: 20.0, allowed: "between 0 and 20" }.check(param, found as f64)?;
     Ok(found as u32)
 }
 
+/// Checks `min_tokens` against the request's limit.
+///
+/// # Errors
+/// It is greater.
 pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), ApiError> {
     if max_tokens.is_some_and(|max_tokens| options.sampling.min_tokens > max_tokens) {
         return Err(ApiError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));
@@ -115,9 +124,13 @@ pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Re
 }
 
 impl Common {
+    /// Checks the parameters.
+    ///
+    /// # Errors
+    /// One of them is out of range.
     pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
         const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
-        const SHARE: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
+        const FRACTION: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
         let n = self.n.map_or(1, |Whole(n)| n);
         Range { low: 1.0, high: SAMPLES_MAX as f64, allowed: "between 1 and 128" }.check("n", n as f64)?;
         let top_k = self.top_k.map_or(0, |Whole(top_k)| top_k);
@@ -138,12 +151,12 @@ impl Common {
             )?,
             top_p: top_p.check_or("top_p", self.top_p, 1.0)?,
             top_k: top_k.max(0) as u32,
-            min_p: SHARE.check_or("min_p", self.min_p, 0.0)?,
+            min_p: FRACTION.check_or("min_p", self.min_p, 0.0)?,
             frequency_penalty: PENALTY.check_or("frequency_penalty", self.frequency_penalty, 0.0)?,
             presence_penalty: PENALTY.check_or("presence_penalty", self.presence_penalty, 0.0)?,
             repetition_penalty: repetition.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
-            // Any is as good as another, and no two requests without a seed should draw the same.
+            // Random: requests without a seed must not all sample the same.
             seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
             stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos.unwrap_or(false), model)?,
             logprobs: None,
@@ -223,7 +236,7 @@ fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamU
     }
     let options = options.unwrap_or_default();
     let at_end = options.include_usage.unwrap_or(false);
-    // As in vLLM: continuous usage is a way of including usage.
+    // As in vLLM, continuous usage needs `include_usage`.
     let in_every_chunk = at_end && options.continuous_usage_stats.unwrap_or(false);
     Ok(stream.then_some(StreamUsage { at_end, in_every_chunk }))
 }

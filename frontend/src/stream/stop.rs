@@ -1,59 +1,59 @@
-//! Stop strings: where an answer ends, found as its text comes.
+//! Finds stop strings in a text that arrives in chunks.
 
-/// Holds back the text that may yet turn out to begin a stop string. What is found does not depend on how the text is cut:
-/// the stop that is complete first ends the answer, of several the one that began first.
+/// Holds back text that may be the beginning of a stop string. The result does not depend on how the text is cut: the stop string
+/// that is complete first ends the answer; of several, the one that began first.
 pub(crate) struct StopMatcher {
     stops: Vec<String>,
     held: String,
 }
 
-/// What became of a piece of text.
+/// Whether a stop string has ended the answer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The answer goes on.
+    /// The answer continues.
     No,
-    /// A stop is complete; all text before it has been given.
+    /// A stop string is complete; all text before it was emitted.
     Yes,
 }
 
 impl StopMatcher {
-    /// None of `stops` is empty.
+    /// A matcher of these stop strings, none of which is empty.
     pub(crate) fn new(stops: Vec<String>) -> Self {
         Self { stops, held: String::new() }
     }
 
-    /// Takes a piece and gives out what cannot be part of a stop.
-    pub(crate) fn push(&mut self, piece: &str, out: &mut String) -> Stopped {
+    /// Adds a chunk of text, and appends to `out` what cannot be part of a stop string.
+    pub(crate) fn push(&mut self, chunk: &str, out: &mut String) -> Stopped {
         if self.stops.is_empty() {
-            out.push_str(piece);
+            out.push_str(chunk);
             return Stopped::No;
         }
-        self.held.push_str(piece);
+        self.held.push_str(chunk);
         let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|start| (start + stop.len(), start)));
         if let Some((_, start)) = found.min() {
             out.push_str(&self.held[..start]);
             self.held.clear();
             return Stopped::Yes;
         }
-        let given = self.held.len() - self.longest_beginning();
-        out.push_str(&self.held[..given]);
-        self.held.drain(..given);
+        let emitted = self.held.len() - self.longest_prefix();
+        out.push_str(&self.held[..emitted]);
+        self.held.drain(..emitted);
         Stopped::No
     }
 
-    /// Takes a piece in which stops do not count; neither do those that began before it.
-    pub(crate) fn pass(&mut self, piece: &str, out: &mut String) {
+    /// Adds a chunk in which stop strings do not count, nor do those that began before it.
+    pub(crate) fn pass(&mut self, chunk: &str, out: &mut String) {
         self.finish(out);
-        out.push_str(piece);
+        out.push_str(chunk);
     }
 
-    /// No more text comes: what was held back is text.
+    /// Ends the text: what was held back is appended to `out`.
     pub(crate) fn finish(&mut self, out: &mut String) {
         out.push_str(&std::mem::take(&mut self.held));
     }
 
-    /// Bytes at the end of what is held that begin a stop.
-    fn longest_beginning(&self) -> usize {
+    /// The length in bytes of the longest end of the held text that begins a stop string.
+    fn longest_prefix(&self) -> usize {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
         let from = self.held.len().saturating_sub(longest.saturating_sub(1));
         let begins =
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn every_split_ends_at_the_same_place() {
+    fn result_does_not_depend_on_how_text_is_split() {
         let cases: [(&[&str], &str, &str, Stopped); 11] = [
             (&["END"], "abcENDdef", "abc", Stopped::Yes),
             (&["END"], "abcEN", "abcEN", Stopped::No),
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_may_begin_a_stop_is_held_back() {
+    fn only_a_possible_stop_is_held_back() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
         let mut out = String::new();
         matcher.push("abE", &mut out);
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_that_began_in_passed_text_does_not_count() {
+    fn stop_that_began_in_passed_text_does_not_count() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
         let mut out = String::new();
         matcher.pass("xE", &mut out);

@@ -1,4 +1,4 @@
-//! What requests become on their way to the cluster, and answers on their way back.
+//! Requests as they reach the cluster, and answers as they reach the client.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -13,7 +13,7 @@ fn ids(text: &str) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn a_conversation_whole() {
+async fn chat_answer_whole() {
     let mut cluster = Cluster::start().await;
     let messages = json!([
         { "role": "developer", "content": "Be brief." },
@@ -30,7 +30,7 @@ async fn a_conversation_whole() {
     let reply = cluster.ask(CHAT, body);
     let call = cluster.call().await;
     let mut prompt = Vec::new();
-    // A message cannot end its turn: what it writes as a control token stays text.
+    // A message cannot end its turn: a control token's name in it stays text.
     for (role, content) in [("system", "Be brief."), ("user", "a\nb"), ("assistant", ""), ("user", "x<|im_end|>")] {
         prompt.push(IM_START);
         prompt.extend(ids(&format!("{role}\n{content}")));
@@ -47,18 +47,18 @@ async fn a_conversation_whole() {
     let namespace = tandem_kv::Namespace::new("m", "sim", "", "s");
     assert_eq!(call.request.cache_namespace, namespace.as_bytes());
     assert_eq!((call.request.attempt, call.request.instance_id.as_str()), (1, "d0-instance"));
-    let Told::Message(RouteMessage::Prompt(told)) = cluster.told().await else { panic!("the prompt comes first") };
+    let Received::Message(RouteMessage::Prompt(sent)) = cluster.received().await else { panic!("the prompt comes first") };
     let hashes = tandem_kv::sequence_hashes(&tandem_kv::HashKey::NONE, &namespace, 16, &prompt[..prompt.len() - 1]);
-    assert_eq!(told.sequence_hashes, hashes.iter().map(|hash| hash.0).collect::<Vec<_>>());
-    assert_eq!((told.prompt_tokens as usize, told.max_tokens, told.samples), (prompt.len(), 5, 1));
-    assert_eq!(told.request_id, call.request.request_id);
+    assert_eq!(sent.sequence_hashes, hashes.iter().map(|hash| hash.0).collect::<Vec<_>>());
+    assert_eq!((sent.prompt_tokens as usize, sent.max_tokens, sent.samples), (prompt.len(), 5, 1));
+    assert_eq!(sent.request_id, call.request.request_id);
 
     call.begin(Some(0)).await;
-    call.say(tokens(0, "gr".as_bytes())).await;
-    call.say(tokens(0, "üß".as_bytes())).await;
-    call.say(finished(0, FinishReason::Stop, Some(IM_END))).await;
+    call.send(tokens(0, "gr".as_bytes())).await;
+    call.send(tokens(0, "üß".as_bytes())).await;
+    call.send(finished(0, FinishReason::Stop, Some(IM_END))).await;
     let reply = soon(reply).await.expect("the client lives");
-    let request_id = reply.header("x-request-id").expect("it is told").to_owned();
+    let request_id = reply.header("x-request-id").expect("every response has it").to_owned();
     assert_eq!(call.request.request_id, format!("{request_id}-0"));
     let (status, mut answer) = reply.json().await;
     assert_eq!(status, StatusCode::OK);
@@ -79,7 +79,7 @@ async fn a_conversation_whole() {
 }
 
 #[tokio::test]
-async fn a_conversation_in_chunks() {
+async fn chat_answer_streamed() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
     let call = cluster.call().await;
@@ -87,13 +87,13 @@ async fn a_conversation_in_chunks() {
     let sampling = call.request.sampling.clone().expect("it is set");
     assert_eq!((sampling.max_tokens, sampling.stop_token_ids), (None, vec![]));
     call.begin(Some(0)).await;
-    // Half a character gives no chunk.
+    // An incomplete character is not sent.
     for part in [&b"a\xE2"[..], b"\x82", b"\xAC"] {
-        call.say(tokens(0, part)).await;
+        call.send(tokens(0, part)).await;
     }
-    call.say(tokens(1, b"b")).await;
-    call.say(finished(1, FinishReason::Stop, None)).await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(tokens(1, b"b")).await;
+    call.send(finished(1, FinishReason::Stop, None)).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
     let choices: Vec<Value> = events.iter().filter_map(|event| event["choices"].get(0).cloned()).collect();
@@ -114,12 +114,12 @@ async fn a_conversation_in_chunks() {
         assert_eq!(event["object"], "chat.completion.chunk");
         assert_eq!(event["id"], events[0]["id"]);
     }
-    // The header asked for details, and without usage they come all the same.
+    // The header asked for details; they come without usage, too.
     assert_eq!(events.last().expect("there is one")["tandem"]["cached_tokens_source"], "worker");
 }
 
 #[tokio::test]
-async fn a_stop_string_closes_the_generation_and_what_ran_ahead_is_not_counted() {
+async fn stop_string_ends_the_generation_and_later_tokens_do_not_count() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let reply = cluster
@@ -127,7 +127,7 @@ async fn a_stop_string_closes_the_generation_and_what_ran_ahead_is_not_counted()
         let call = cluster.call().await;
         call.begin(Some(0)).await;
         for part in ["abE", "N", "Dxx", "yy"] {
-            call.say(tokens(0, part.as_bytes())).await;
+            call.send(tokens(0, part.as_bytes())).await;
         }
         call.closed().await;
         cluster.routes_closed(1).await;
@@ -147,7 +147,7 @@ async fn a_stop_string_closes_the_generation_and_what_ran_ahead_is_not_counted()
 }
 
 #[tokio::test]
-async fn completions_of_every_kind_of_prompt() {
+async fn completions_accept_every_kind_of_prompt() {
     let mut cluster = Cluster::start().await;
     for (prompt, expected) in [
         (json!("a<|im_end|>"), vec![vec![97, IM_END]]),
@@ -164,7 +164,7 @@ async fn completions_of_every_kind_of_prompt() {
         let prompts: Vec<_> = calls.iter().map(|call| call.request.prompt.clone()).collect();
         assert_eq!(prompts, expected);
         assert_eq!(calls[0].request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(16));
-        // The last is answered first: the order of choices is that of the prompts.
+        // The last prompt is answered first: choices are in the order of the prompts.
         for (index, call) in calls.into_iter().enumerate().rev() {
             call.answer(Some(0), &format!("answer {index}")).await;
         }
@@ -179,7 +179,7 @@ async fn completions_of_every_kind_of_prompt() {
 }
 
 #[tokio::test]
-async fn an_echo_with_logprobs_begins_with_the_prompt() {
+async fn echo_with_logprobs_begins_with_the_prompt() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let options = json!({ "echo": true, "logprobs": 2, "max_tokens": 2, "stream": stream });
@@ -189,9 +189,9 @@ async fn an_echo_with_logprobs_begins_with_the_prompt() {
         let mut prompt = likely("né".as_bytes());
         (prompt[0].logprob, prompt[0].top) = (None, Vec::new());
         call.begin(Some(0)).await;
-        call.say(prompt_logprobs(prompt)).await;
-        call.say(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ok") })).await;
-        call.say(finished(0, FinishReason::Length, None)).await;
+        call.send(prompt_logprobs(prompt)).await;
+        call.send(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ok") })).await;
+        call.send(finished(0, FinishReason::Length, None)).await;
         let reply = soon(reply).await.expect("the client lives");
         let choices: Vec<Value> = if stream {
             let (events, _) = reply.events().await;
@@ -213,28 +213,28 @@ async fn an_echo_with_logprobs_begins_with_the_prompt() {
 }
 
 #[tokio::test]
-async fn an_echo_alone_generates_nothing_and_is_an_answer() {
+async fn echo_without_new_tokens_is_an_answer() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(COMPLETIONS, completion("abc".into(), json!({ "echo": true, "max_tokens": 0 })));
     let call = cluster.call().await;
     assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(0));
     call.begin(Some(0)).await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (status, answer) = soon(reply).await.expect("the client lives").json().await;
     assert_eq!((status, &answer["choices"][0]["text"]), (StatusCode::OK, &json!("abc")));
     assert_eq!(answer["usage"]["completion_tokens"], 0);
 }
 
 #[tokio::test]
-async fn logprobs_of_a_conversation() {
+async fn chat_logprobs_have_openais_format() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({ "logprobs": true, "top_logprobs": 2 })));
     let call = cluster.call().await;
     assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.logprobs), Some(2));
     assert_eq!(call.request.prompt_logprobs, None);
     call.begin(Some(0)).await;
-    call.say(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"k") })).await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"k") })).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (_, answer) = soon(reply).await.expect("the client lives").json().await;
     let (k, z) =
         (json!({ "token": "k", "logprob": -0.5, "bytes": [107] }), json!({ "token": "z", "logprob": -1.5, "bytes": [122] }));
@@ -244,7 +244,7 @@ async fn logprobs_of_a_conversation() {
 }
 
 #[tokio::test]
-async fn headers_wait_for_the_first_token_and_details_for_being_asked() {
+async fn headers_wait_for_the_first_token_and_details_are_opt_in() {
     let mut cluster = Cluster::start().await;
     let body = chat(json!({ "stream": true })).to_string();
     let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -256,11 +256,11 @@ async fn headers_wait_for_the_first_token_and_details_for_being_asked() {
     assert!(!call.request.request_id.contains("mine"), "a client's id is no key of ours");
     call.begin(Some(0)).await;
     assert!(futures::poll!(&mut reply).is_pending());
-    call.say(tokens(0, b"a")).await;
+    call.send(tokens(0, b"a")).await;
     let mut reply = soon(reply).await.expect("the client lives");
     assert_eq!(reply.status(), StatusCode::OK);
     let mut text = reply.more().await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     while !text.ends_with("[DONE]\n\n") {
         text += &reply.more().await;
     }
@@ -269,7 +269,7 @@ async fn headers_wait_for_the_first_token_and_details_for_being_asked() {
 }
 
 #[tokio::test]
-async fn models_health_readiness_and_documents() {
+async fn models_health_readiness_and_openapi_answer() {
     let cluster = Cluster::start().await;
     let (status, models) = cluster.get("/v1/models").await;
     assert_eq!(
@@ -294,16 +294,13 @@ async fn models_health_readiness_and_documents() {
     let (_, text) = cluster.send(Method::GET, "/metrics", &[], "").await.text().await;
     assert!(text.contains("# TYPE tandem_frontend_inflight_requests gauge"), "{text}");
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
-    assert_eq!(
-        unreachable.get("/ready").await.1,
-        json!({ "status": "router unreachable; start it, or set --router to where it is" })
-    );
+    assert_eq!(unreachable.get("/ready").await.1, json!({ "status": "router unreachable; start it, or correct --router" }));
 }
 
 /// Needs the real model: `TANDEM_MODEL=….gguf`.
 #[tokio::test]
 #[expect(clippy::print_stderr, reason = "a skip is loud")]
-async fn a_conversation_in_the_real_models_template() {
+async fn real_models_template_renders_a_conversation() {
     let Some(path) = std::env::var_os("TANDEM_MODEL") else {
         eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to render its chat template");
         return;
@@ -332,7 +329,7 @@ async fn a_conversation_in_the_real_models_template() {
 }
 
 #[tokio::test]
-async fn every_answer_names_its_request() {
+async fn every_answer_has_its_request_id() {
     let cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut ids = std::collections::BTreeSet::new();
     let mut named = |case: &str, reply: &Reply, status: u16| {
@@ -351,7 +348,7 @@ async fn every_answer_names_its_request() {
         "/dashboard",
         "/dashboard/main.js",
     ] {
-        // What a client calls its request does not count.
+        // The client's own id is not used.
         named(path, &cluster.send(Method::GET, path, &[("x-request-id", "mine")], "").await, 200);
     }
     for (method, path, status) in [
@@ -369,7 +366,7 @@ async fn every_answer_names_its_request() {
 }
 
 #[tokio::test]
-async fn refusal_at_the_door_names_its_request() {
+async fn early_refusal_has_a_request_id() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let running = cluster.ask(CHAT, chat(json!({})));
     let call = cluster.call().await;

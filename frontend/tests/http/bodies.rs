@@ -1,4 +1,4 @@
-//! Bodies that are too large, too slow, broken, or built to cost more than they are worth.
+//! Bodies that are too large, too slow, incomplete, or made to be costly.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -11,7 +11,7 @@ use tokio::{
 
 const JSON: &str = "host: localhost\r\ncontent-type: application/json";
 
-/// A request as bytes: this much of its body, and how long it claims to be.
+/// Sends a request with this part of its body and this Content-Length.
 async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
     let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
     let head = format!("POST {CHAT} HTTP/1.1\r\n{JSON}\r\ncontent-length: {claimed}\r\nconnection: close\r\n\r\n");
@@ -19,7 +19,7 @@ async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
     stream
 }
 
-/// The status and the error's code of what is answered.
+/// The status and the error code of the answer.
 async fn answered(mut stream: TcpStream) -> (u16, Value) {
     let mut text = String::new();
     soon(stream.read_to_string(&mut text)).await.expect("the frontend answers and closes");
@@ -32,9 +32,9 @@ fn repeated(open: &str, element: &str, bytes: usize) -> Vec<u8> {
     format!("{{\"model\":\"m\",{open}{}{element}]}}", format!("{element},").repeat(bytes / (element.len() + 1))).into_bytes()
 }
 
-/// Parsed whole, these took 13 to 40 times their size in memory.
+/// Parsed completely, these bodies took 13 to 40 times their size in memory.
 #[tokio::test]
-async fn bodies_of_many_values_are_refused_for_their_number() {
+async fn bodies_with_too_many_values_are_refused() {
     let mut cluster = Cluster::start().await;
     for path in [CHAT, COMPLETIONS] {
         for (open, element) in [
@@ -44,12 +44,12 @@ async fn bodies_of_many_values_are_refused_for_their_number() {
             ("\"stop\":[", "\"\""),
             ("\"stop_token_ids\":[", "0"),
             ("\"tools\":[", "0"),
-            ("\"nobody_knows_this\":[", "0"),
+            ("\"unknown_field\":[", "0"),
         ] {
             let body = repeated(open, element, 1 << 20);
             let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
             assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many_values")), "{path} {open}{element}");
-            // Within the bound on values, the parameter's own bound is named.
+            // Within the limit of values, the error names the parameter's own limit.
             let body = repeated(open, element, 1 << 17);
             let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
             assert_eq!(status.as_u16(), 400, "{path} {open}{element}: {answer}");
@@ -63,16 +63,16 @@ async fn bodies_of_many_values_are_refused_for_their_number() {
 }
 
 #[tokio::test]
-async fn a_large_body_of_text_is_parsed_and_answered() {
+async fn large_body_of_text_is_answered() {
     let mut cluster = Cluster::start().await;
-    // Above what is parsed and encoded on the request's own thread.
-    let reply = cluster.ask(CHAT, chat(json!({ "nobody_knows_this": "x".repeat(1 << 20) })));
+    // Larger than what is parsed and encoded on the request's own thread.
+    let reply = cluster.ask(CHAT, chat(json!({ "unknown_field": "x".repeat(1 << 20) })));
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
 }
 
 #[tokio::test]
-async fn many_texts_are_bounded_together() {
+async fn texts_of_one_request_are_bounded_together() {
     let mut cluster = Cluster::with(|settings| settings.model = ServedModel::sim("m")).await;
     // Tokens of this vocabulary stand for up to 12 bytes, so each text could fit into the context of 131,072 tokens.
     let texts = completion(json!(vec![" ".repeat(1_000_000); 5]), json!({}));
@@ -83,7 +83,7 @@ async fn many_texts_are_bounded_together() {
 }
 
 #[tokio::test]
-async fn a_broken_body_is_the_clients_mistake() {
+async fn incomplete_body_is_a_client_error() {
     let cluster = Cluster::start().await;
     let mut cut_short = begin(&cluster, b"{\"model\":", 100).await;
     cut_short.shutdown().await.expect("it is open");
@@ -112,9 +112,9 @@ async fn bodies_that_are_not_plain_json_are_refused() {
     }
 }
 
-/// With permits taken before the body, one client's unfinished requests refused everyone else's for a minute.
+/// If sequences were reserved before the body was read, one client's unfinished requests would block all others for a minute.
 #[tokio::test]
-async fn unfinished_bodies_take_nothing_from_others() {
+async fn unfinished_bodies_do_not_block_other_requests() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut unfinished = Vec::new();
     for _ in 0..40 {
@@ -130,14 +130,14 @@ async fn unfinished_bodies_take_nothing_from_others() {
 }
 
 #[tokio::test]
-async fn bodies_beyond_the_budget_are_refused_until_it_is_free() {
+async fn bodies_beyond_the_budget_are_refused_until_it_is_released() {
     let mut cluster = Cluster::with(|settings| settings.bodies_max_bytes = 600_000).await;
-    let large = |filler: usize| chat(json!({ "nobody_knows_this": "x".repeat(filler) }));
-    // This client may fill half of the budget.
+    let large = |filler: usize| chat(json!({ "unknown_field": "x".repeat(filler) }));
+    // One client may use half of the budget.
     let unfinished = begin(&cluster, &vec![b' '; 200_000], 250_000).await;
     let refusal = soon(async {
         loop {
-            // Until the bytes above are read, there is room.
+            // Until the bytes above are read, the budget is free.
             let mut reply = cluster.ask(CHAT, large(200_000));
             tokio::select! {
                 reply = &mut reply => break reply.expect("the client lives"),

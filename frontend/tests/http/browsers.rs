@@ -12,7 +12,7 @@ async fn status_and_code(reply: Reply) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn a_page_of_another_site_can_neither_ask_nor_look() {
+async fn page_of_another_site_is_refused() {
     let mut cluster = Cluster::start().await;
     let foreign = [
         &[("origin", "https://evil.example")][..],
@@ -27,7 +27,7 @@ async fn a_page_of_another_site_can_neither_ask_nor_look() {
     for path in ["/dashboard", "/dashboard/cluster", "/metrics", "/v1/models"] {
         let reply = cluster.send(Method::GET, path, &[("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "cors")], "").await;
         assert_eq!(status_and_code(reply).await.0, 403, "{path}");
-        // The page's own requests, and a link to it.
+        // Requests of the page itself, and a link to it.
         for headers in [&[("sec-fetch-site", "same-origin")], &[("sec-fetch-mode", "navigate")]] {
             assert_eq!(cluster.send(Method::GET, path, headers, "").await.status(), StatusCode::OK, "{path} {headers:?}");
         }
@@ -48,7 +48,7 @@ async fn get_as(address: SocketAddr, host: &str) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn a_name_that_is_not_ours_is_refused_on_a_loopback_listener() {
+async fn foreign_host_name_is_refused_on_a_loopback_listener() {
     let cluster = Cluster::with(|settings| settings.allowed_hosts = vec!["llm.example".to_owned()]).await;
     for host in ["localhost", "127.0.0.1:8000", "[::1]", "llm.example:8000"] {
         assert_eq!(get_as(cluster.frontend, host).await, (200, Value::Null), "{host}");
@@ -59,7 +59,7 @@ async fn a_name_that_is_not_ours_is_refused_on_a_loopback_listener() {
 }
 
 #[tokio::test]
-async fn the_operators_pages_leave_the_api_for_a_port_of_their_own() {
+async fn admin_listener_has_the_operators_pages_and_the_api_has_not() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let admin = listener.local_addr().expect("it is bound");
     let mut cluster = Cluster::with(|settings| settings.admin = Some(listener)).await;
@@ -71,14 +71,14 @@ async fn the_operators_pages_leave_the_api_for_a_port_of_their_own() {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 200), "{path}");
     }
     assert_eq!(get(admin, "/v1/models").await, 404);
-    // The page explains placements there, but nothing is generated.
+    // The admin listener explains placements, but generates nothing.
     let body = chat(json!({})).to_string();
     let explained = send(admin, Method::POST, CHAT, &[("x-tandem-explain", "true")], body.clone().into()).await;
     assert_eq!(explained.json().await.1["object"], "tandem.explanation");
     let refused = send(admin, Method::POST, CHAT, &[], body.into()).await;
     assert_eq!(status_and_code(refused).await, (404, json!("admin_port")));
     assert!(cluster.no_call());
-    // It ends with the API.
+    // The admin listener ends with the API's.
     cluster.shutdown.stop();
     soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
     assert!(tokio::net::TcpStream::connect(admin).await.is_err());

@@ -16,7 +16,7 @@ use tokio::{
 
 const LIVE: &str = "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n";
 
-/// A frontend in memory, without a cluster, on whose clock no test waits.
+/// A frontend on a network in memory, without a cluster, in paused time.
 struct Alone {
     dial: mpsc::Sender<DuplexStream>,
     metrics: Metrics,
@@ -39,7 +39,7 @@ impl Alone {
     }
 }
 
-/// What comes until the frontend closes the connection, and the seconds until then.
+/// What the frontend sends until it closes the connection, and the seconds until then.
 async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
     let (since, mut text) = (Instant::now(), String::new());
     stream.read_to_string(&mut text).await.ok();
@@ -47,13 +47,13 @@ async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_head_has_ten_seconds() {
+async fn head_must_arrive_within_ten_seconds() {
     let frontend = Alone::start();
     assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "nothing came");
     let mut half = frontend.connect().await;
     half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("it reads");
     assert_eq!(until_closed(half).await.1, 10);
-    // A byte now and then gains nothing.
+    // Single bytes do not extend the time.
     let (mut read, mut write) = tokio::io::split(frontend.connect().await);
     let dripping = tokio::spawn(async move {
         for byte in LIVE.bytes().cycle() {
@@ -71,7 +71,7 @@ async fn a_head_has_ten_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_idle_connection_is_kept_for_75_seconds() {
+async fn idle_connection_is_closed_after_75_seconds() {
     let frontend = Alone::start();
     let mut stream = frontend.connect().await;
     for _ in 0..3 {
@@ -93,7 +93,7 @@ async fn an_idle_connection_is_kept_for_75_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_body_gets_408_and_frees_what_it_held() {
+async fn slow_body_gets_408_and_releases_its_memory() {
     let frontend = Alone::start();
     let mut stream = frontend.connect().await;
     let head =
@@ -108,7 +108,7 @@ async fn a_slow_body_gets_408_and_frees_what_it_held() {
 }
 
 #[tokio::test]
-async fn connections_beyond_the_bound_are_told_so() {
+async fn connections_beyond_the_limit_get_503() {
     for (all, per_address) in [(3, 0), (100, 3)] {
         let cluster = Cluster::with(|settings| {
             settings.connections_max = all;
@@ -122,7 +122,7 @@ async fn connections_beyond_the_bound_are_told_so() {
         cluster.counted("tandem_frontend_connections 3").await;
         let mut text = String::new();
         let mut refused = TcpStream::connect(cluster.frontend).await.expect("it listens");
-        soon(refused.read_to_string(&mut text)).await.expect("it is told");
+        soon(refused.read_to_string(&mut text)).await.expect("it gets a reply");
         assert!(text.starts_with("HTTP/1.1 503") && text.contains("retry-after: 1"), "{text}");
         let body: Value = serde_json::from_str(text.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
         assert_eq!(body["error"]["code"], "too_many_connections");
@@ -144,15 +144,15 @@ async fn ask_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// The client has sent all it has to send, and says so (`printf … | nc -N`).
+/// The client has sent its request and closes its sending half (`printf … | nc -N`).
 #[tokio::test]
-async fn a_client_that_closes_its_sending_half_gets_its_answer() {
+async fn half_closed_client_gets_its_answer() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let mut client = ask_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
         client.shutdown().await.expect("it is open");
         let call = cluster.call().await;
-        // The frontend has seen the end, and has asked more than once whether the client is there.
+        // The frontend has seen the FIN, and has probed the client more than once.
         let mut interim = [0; 54];
         soon(client.read_exact(&mut interim)).await.expect("interim responses come");
         assert_eq!(interim, *b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
@@ -168,9 +168,9 @@ async fn a_client_that_closes_its_sending_half_gets_its_answer() {
     cluster.counted("tandem_frontend_cancelled_total 0").await;
 }
 
-/// HTTP/1.0 has no interim responses: the end of the client's bytes is the end of the client, as it is for most servers.
+/// HTTP/1.0 has no interim responses: a FIN means that the client has disconnected, as for most servers.
 #[tokio::test]
-async fn an_old_client_that_closes_counts_as_gone() {
+async fn half_closed_http_1_0_client_counts_as_disconnected() {
     let mut cluster = Cluster::start().await;
     let mut client = ask_raw(&cluster, "1.0", &chat(json!({}))).await;
     let call = cluster.call().await;

@@ -1,12 +1,12 @@
-//! What the page at `/dashboard` is made of: files with a strict policy, and what the frontend remembers of requests.
+//! The dashboard: its files with their content security policy, and its data.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 use tandem_proto::v1::{FailureReason, PrefillChunk, PrefillTimeline, finished::FinishReason, generate_reply};
 
-/// The remembered prompts, once there are so many.
-async fn remembered(cluster: &Cluster, count: usize) -> Vec<Value> {
+/// The recorded prompts, when there are this many.
+async fn recorded(cluster: &Cluster, count: usize) -> Vec<Value> {
     for _ in 0..2000 {
         let (_, found) = cluster.get("/dashboard/requests").await;
         let records = found["requests"].as_array().expect("a list").clone();
@@ -19,7 +19,7 @@ async fn remembered(cluster: &Cluster, count: usize) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn it_is_part_of_the_program_and_runs_nothing_else() {
+async fn page_loads_only_files_of_this_server() {
     let cluster = Cluster::start().await;
     let page = cluster.send(Method::GET, "/dashboard", &[], "").await;
     let policy = page.header("content-security-policy").expect("it has a policy").to_owned();
@@ -29,7 +29,7 @@ async fn it_is_part_of_the_program_and_runs_nothing_else() {
     assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
     let (status, html) = page.text().await;
     assert_eq!(status, StatusCode::OK);
-    // Everything it names is there, under the same policy, and nothing is from elsewhere.
+    // Every file that the page names exists, has the same policy, and comes from this server.
     let mut files: Vec<String> = html.split('"').filter(|text| text.starts_with("dashboard/")).map(str::to_owned).collect();
     assert!(files.len() >= 3, "{files:?}");
     let mut seen = 0;
@@ -51,23 +51,23 @@ async fn it_is_part_of_the_program_and_runs_nothing_else() {
 }
 
 #[tokio::test]
-async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
+async fn records_have_usage_and_times_and_no_content() {
     let mut cluster = Cluster::start().await;
-    // Fails once, goes on with a prefill worker, generates.
-    cluster.place(cluster.nowhere());
+    // The first attempt fails, the second has a prefill worker.
+    cluster.place(cluster.unreachable());
     cluster.place(cluster.remote(2, 16));
     let asked = cluster.ask(COMPLETIONS, completion(json!("a rare wisteria"), json!({ "max_tokens": 5 })));
     let call = cluster.call().await;
     call.begin(Some(32)).await;
-    call.say(tokens(0, b"lil")).await;
-    // What a prefill worker says of its chunks may come when the answer has begun.
+    call.send(tokens(0, b"lil")).await;
+    // The report of a prefill worker's chunks may come after the first token.
     let chunks =
         [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(start_ms, duration_ms, tokens)| PrefillChunk { start_ms, duration_ms, tokens });
-    call.say(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
-    call.say(tokens(0, b"ac")).await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
+    call.send(tokens(0, b"ac")).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let answer = asked.await.expect("it is answered").json().await.1;
-    let records = remembered(&cluster, 1).await;
+    let records = recorded(&cluster, 1).await;
     let record = &records[0];
     for (field, expected) in [
         ("number", json!(1)),
@@ -98,9 +98,9 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
     let scheduled = steps["scheduled_ms"].as_f64().expect("it was");
     let chunks = steps["chunks"].as_array().expect("a list");
     let number = |chunk: &Value, field: &str| chunk[field].as_f64().expect("a number");
-    let told = chunks.iter().map(|chunk| (number(chunk, "duration_ms"), number(chunk, "tokens")));
-    assert_eq!(told.collect::<Vec<_>>(), [(1.0, 64.0), (2.0, 8.0)]);
-    // Numbers lose their last digit on the way.
+    let listed = chunks.iter().map(|chunk| (number(chunk, "duration_ms"), number(chunk, "tokens")));
+    assert_eq!(listed.collect::<Vec<_>>(), [(1.0, 64.0), (2.0, 8.0)]);
+    // The last digits are lost in conversions.
     for (chunk, begun) in chunks.iter().zip([0.5, 1.5]) {
         assert!((number(chunk, "start_ms") - scheduled - begun).abs() < 1e-6, "{steps}");
     }
@@ -109,34 +109,34 @@ async fn it_remembers_what_requests_cost_and_nothing_of_what_they_say() {
 }
 
 #[tokio::test]
-async fn every_end_is_remembered_and_the_oldest_are_forgotten() {
+async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
     let mut cluster =
         Cluster::with(|settings| (settings.dashboard_requests, settings.attempts, settings.resumes) = (3, 1, 0)).await;
-    // Refused before it is run: only counted.
+    // Refused before it runs: only counted.
     assert_eq!(cluster.post(CHAT, &chat(json!({ "max_tokens": -1 }))).await.status(), StatusCode::BAD_REQUEST);
-    // A client that leaves before its first token.
+    // A client that disconnects before its first token.
     let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     asked.abort();
     call.closed().await;
-    let first = remembered(&cluster, 1).await.remove(0);
-    let told = |record: &Value| {
+    let first = recorded(&cluster, 1).await.remove(0);
+    let outcome = |record: &Value| {
         (record["status"].as_u64(), record["cached_tokens"].as_u64(), record["steps"]["first_token_ms"].is_f64())
     };
-    assert_eq!((told(&first), first["number"].as_u64()), ((Some(499), None, false), Some(1)));
+    assert_eq!((outcome(&first), first["number"].as_u64()), ((Some(499), None, false), Some(1)));
     assert_eq!((&first["decode_worker"], &first["streamed"]), (&Value::Null, &json!(true)));
-    // No worker takes it.
+    // No worker can take it.
     cluster.place(tandem_proto::v1::route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     assert_eq!(cluster.post(CHAT, &chat(json!({}))).await.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(told(&remembered(&cluster, 2).await[1]), (Some(503), None, false));
-    // Its worker is lost after the first token, and nobody goes on.
+    assert_eq!(outcome(&recorded(&cluster, 2).await[1]), (Some(503), None, false));
+    // Its worker is lost after the first token, and it is not resumed.
     let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
-    call.break_off(tonic::Status::unavailable("x")).await;
+    call.send(tokens(0, b"a")).await;
+    call.fail(tonic::Status::unavailable("x")).await;
     asked.await.expect("it has begun").text().await;
-    assert_eq!(told(&remembered(&cluster, 3).await[2]), (Some(503), Some(0), true));
+    assert_eq!(outcome(&recorded(&cluster, 3).await[2]), (Some(503), Some(0), true));
     // Two prompts in one request are two records.
     let asked = cluster.ask(COMPLETIONS, completion(json!(["one", "two"]), json!({ "max_tokens": 1 })));
     for _ in 0..2 {
@@ -156,23 +156,23 @@ async fn every_end_is_remembered_and_the_oldest_are_forgotten() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_while_it_is_answered_is_remembered_with_what_it_got() {
+async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
     let mut cluster = Cluster::start().await;
     let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"abc")).await;
+    call.send(tokens(0, b"abc")).await;
     let mut reply = asked.await.expect("it streams");
     while !reply.more().await.contains("abc") {}
     drop(reply);
     call.closed().await;
-    let record = remembered(&cluster, 1).await.remove(0);
+    let record = recorded(&cluster, 1).await.remove(0);
     assert_eq!((&record["status"], &record["completion_tokens"]), (&json!(499), &json!(3)));
     assert!(record["steps"]["first_token_ms"].is_f64());
 }
 
 #[tokio::test]
-async fn without_a_memory_there_is_no_page() {
+async fn without_records_there_is_no_dashboard() {
     let cluster = Cluster::with(|settings| settings.dashboard_requests = 0).await;
     for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::NOT_FOUND, "{path}");
@@ -180,7 +180,7 @@ async fn without_a_memory_there_is_no_page() {
 }
 
 #[tokio::test]
-async fn it_shows_who_is_there_and_says_so_when_nobody_is() {
+async fn cluster_view_shows_workers_or_the_problem() {
     let cluster = Cluster::start().await;
     let (_, seen) = cluster.get("/dashboard/cluster").await;
     assert_eq!((&seen["model"], &seen["unavailable_reason"], &seen["block_size"]), (&json!("m"), &Value::Null, &json!(16)));
@@ -194,12 +194,12 @@ async fn it_shows_who_is_there_and_says_so_when_nobody_is() {
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     let (status, seen) = unreachable.get("/dashboard/cluster").await;
     assert_eq!((status, &seen["workers"]), (StatusCode::OK, &json!([])));
-    let problem = "router unreachable; start it, or set --router to where it is";
+    let problem = "router unreachable; start it, or correct --router";
     assert_eq!((&seen["unavailable_reason"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
 }
 
 #[tokio::test]
-async fn the_last_audit_is_shown_and_counted_for_an_alert() {
+async fn last_audit_is_on_the_dashboard_and_in_the_metrics() {
     use tandem_frontend::AuditResult;
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("audit");

@@ -1,4 +1,4 @@
-//! What breaks on the way: workers, routers, clients, time.
+//! Failures of workers, routers and clients, and timeouts.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -14,52 +14,52 @@ async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
+    call.send(tokens(0, b"a")).await;
     (call, soon(reply).await.expect("the client lives"))
 }
 
-fn told_failure(instance_id: &str, reason: FailureReason) -> Told {
+fn received_failure(instance_id: &str, reason: FailureReason) -> Received {
     let instance_id = instance_id.to_owned();
-    Told::Message(RouteMessage::Failed(AttemptFailed { instance_id, reason: reason.into(), generated_tokens: 0 }))
+    Received::Message(RouteMessage::Failed(AttemptFailed { instance_id, reason: reason.into(), generated_tokens: 0 }))
 }
 
 #[tokio::test]
-async fn attempts_that_fail_before_the_first_token_are_placed_anew() {
+async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     let mut cluster = Cluster::start().await;
-    cluster.place(cluster.nowhere());
+    cluster.place(cluster.unreachable());
     cluster.place(cluster.remote(0, 16));
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     // The second attempt: the decode worker blames the prefill worker.
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (2, true));
-    call.say(scheduled(Some(0))).await;
-    call.say(generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
+    call.send(scheduled(Some(0))).await;
+    call.send(generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
     let second = call.request.clone();
     call.closed().await;
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (3, false));
     assert_eq!((&call.request.request_id, &call.request.prompt), (&second.request_id, &second.prompt));
-    // Without a seed from the client one is drawn, once for all attempts.
+    // Without a client's seed a random one is chosen, once for all attempts.
     assert_eq!(call.request.sampling, second.sampling);
     call.answer(Some(0), "ok").await;
     let (_, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
-    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
-    assert_eq!(cluster.told().await, told_failure("gone-instance", FailureReason::Unspecified));
-    assert_eq!(cluster.told().await, told_failure("p0-instance", FailureReason::PrefillLost));
-    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::PrefillFinished(_))));
-    assert_eq!(cluster.told().await, Told::Closed);
+    assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
+    assert_eq!(cluster.received().await, received_failure("gone-instance", FailureReason::Unspecified));
+    assert_eq!(cluster.received().await, received_failure("p0-instance", FailureReason::PrefillLost));
+    assert!(matches!(cluster.received().await, Received::Message(RouteMessage::PrefillFinished(_))));
+    assert_eq!(cluster.received().await, Received::Closed);
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
 #[tokio::test]
-async fn attempts_are_bounded_and_then_the_client_is_told_to_come_again() {
+async fn attempts_are_bounded_and_end_with_retry_after() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let reply = cluster.ask(CHAT, chat(json!({ "stream": stream })));
         let failures = [Status::resource_exhausted("x"), Status::failed_precondition("x"), Status::unavailable("x")];
         for status in failures {
-            cluster.call().await.break_off(status).await;
+            cluster.call().await.fail(status).await;
         }
         let (status, retry_after, code) = refused(reply).await;
         assert_eq!(
@@ -74,7 +74,7 @@ async fn attempts_are_bounded_and_then_the_client_is_told_to_come_again() {
 }
 
 #[tokio::test]
-async fn a_worker_that_closes_without_a_word_is_a_failed_attempt() {
+async fn stream_that_ends_without_a_failure_is_a_failed_attempt() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     drop(cluster.call().await);
@@ -83,32 +83,32 @@ async fn a_worker_that_closes_without_a_word_is_a_failed_attempt() {
 }
 
 #[tokio::test]
-async fn messages_of_kinds_that_came_later_are_skipped() {
+async fn unknown_messages_are_skipped() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     let call = cluster.call().await;
-    call.say_something_new().await;
+    call.send_unknown().await;
     call.begin(Some(0)).await;
-    call.say_something_new().await;
-    call.say(tokens(0, b"a")).await;
-    call.say_something_new().await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send_unknown().await;
+    call.send(tokens(0, b"a")).await;
+    call.send_unknown().await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (status, body) = soon(reply).await.expect("the client lives").json().await;
     assert_eq!((status, &body["choices"][0]["message"]["content"]), (StatusCode::OK, &json!("a")));
     assert!(cluster.no_call(), "one attempt");
 }
 
 #[tokio::test]
-async fn what_can_never_run_is_refused_and_not_tried_again() {
+async fn invalid_request_is_refused_without_a_retry() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     let invalid = failure(FailureReason::InvalidRequest, "");
-    cluster.call().await.say(generate_reply::Message::Failure(invalid.clone())).await;
+    cluster.call().await.send(generate_reply::Message::Failure(invalid.clone())).await;
     let (status, retry_after, code) = refused(reply).await;
     assert_eq!((status, retry_after, code), (StatusCode::BAD_REQUEST, None, json!("request_refused")));
 
     let reply = cluster.ask(CHAT, chat(json!({})));
-    cluster.call().await.break_off(Status::invalid_argument("too long")).await;
+    cluster.call().await.fail(Status::invalid_argument("too long")).await;
     assert_eq!(refused(reply).await.0, StatusCode::BAD_REQUEST);
 
     cluster.place(route_reply::Message::Failure(invalid));
@@ -123,7 +123,7 @@ async fn what_can_never_run_is_refused_and_not_tried_again() {
 }
 
 #[tokio::test]
-async fn no_worker_and_no_router_are_503() {
+async fn missing_worker_or_router_is_503() {
     let mut cluster = Cluster::start().await;
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     let reply = cluster.ask(CHAT, chat(json!({})));
@@ -136,7 +136,7 @@ async fn no_worker_and_no_router_are_503() {
 }
 
 #[tokio::test]
-async fn a_first_token_that_does_not_come_is_504_and_everything_is_let_go() {
+async fn missing_first_token_is_504_and_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.first_token_timeout = Duration::from_millis(100)).await;
     for stream in [false, true] {
         let reply = cluster.ask(CHAT, chat(json!({ "stream": stream })));
@@ -148,17 +148,17 @@ async fn a_first_token_that_does_not_come_is_504_and_everything_is_let_go() {
         cluster.routes_closed(1).await;
     }
     cluster.counted("tandem_frontend_inflight_requests 0").await;
-    // Nobody went away, and nothing was finished.
+    // The client did not disconnect, and no prompt was finished.
     cluster.counted("tandem_frontend_cancelled_total 0").await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
 }
 
 #[tokio::test]
-async fn stream_without_a_first_token_gets_comments_until_it_comes() {
+async fn stream_gets_comments_until_its_first_token() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(50)).await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
-    // The prompt is computed; nothing is said of it.
+    // The prompt is being computed.
     let mut reply = soon(reply).await.expect("the client lives");
     assert_eq!((reply.status(), reply.header("content-type")), (StatusCode::OK, Some("text/event-stream; charset=utf-8")));
     for _ in 0..3 {
@@ -174,7 +174,7 @@ async fn stream_without_a_first_token_gets_comments_until_it_comes() {
 }
 
 #[tokio::test]
-async fn error_after_the_first_comment_is_one_event_and_is_counted_with_its_own_status() {
+async fn error_after_the_first_comment_is_an_event_and_counts_with_its_status() {
     let mut cluster = Cluster::with(|settings| {
         settings.keep_alive = Duration::from_millis(20);
         settings.first_token_timeout = Duration::from_millis(400);
@@ -194,7 +194,7 @@ async fn error_after_the_first_comment_is_one_event_and_is_counted_with_its_own_
 }
 
 #[tokio::test]
-async fn client_that_leaves_between_comments_gives_all_back() {
+async fn disconnect_between_comments_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(20)).await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -208,17 +208,17 @@ async fn client_that_leaves_between_comments_gives_all_back() {
 }
 
 #[tokio::test]
-async fn with_resuming_off_an_error_after_the_first_token_is_an_event_and_no_done() {
+async fn without_resumes_a_late_error_is_an_event_without_done() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 0).await;
     for ending in [Some(Status::unavailable("x")), None] {
         let options = json!({ "stream": true, "stream_options": { "include_usage": true } });
         let reply = cluster.ask(CHAT, chat(options));
         let call = cluster.call().await;
         call.begin(Some(16)).await;
-        call.say(tokens(0, b"ab")).await;
+        call.send(tokens(0, b"ab")).await;
         match ending {
-            Some(status) => call.break_off(status).await,
-            None => call.say(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await,
+            Some(status) => call.fail(status).await,
+            None => call.send(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await,
         }
         let (mut events, done) = soon(reply).await.expect("the client lives").events().await;
         let last = events.pop().expect("there is one");
@@ -236,19 +236,19 @@ async fn with_resuming_off_an_error_after_the_first_token_is_an_event_and_no_don
     let reply = cluster.ask(CHAT, chat(json!({})));
     let call = cluster.call().await;
     call.begin(Some(16)).await;
-    call.say(tokens(0, b"ab")).await;
-    call.break_off(Status::unavailable("x")).await;
+    call.send(tokens(0, b"ab")).await;
+    call.fail(Status::unavailable("x")).await;
     let (status, _, code) = refused(reply).await;
     assert_eq!((status, code), (StatusCode::SERVICE_UNAVAILABLE, json!("worker_lost")));
 }
 
 #[tokio::test]
-async fn one_prompt_of_a_batch_that_fails_ends_all() {
+async fn one_failed_prompt_ends_the_whole_batch() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({})));
     let (first, second) = (cluster.call().await, cluster.call().await);
     first.begin(Some(0)).await;
-    second.say(generate_reply::Message::Failure(failure(FailureReason::InvalidRequest, ""))).await;
+    second.send(generate_reply::Message::Failure(failure(FailureReason::InvalidRequest, ""))).await;
     assert_eq!(refused(reply).await.0, StatusCode::BAD_REQUEST);
     first.closed().await;
     cluster.routes_closed(2).await;
@@ -257,7 +257,7 @@ async fn one_prompt_of_a_batch_that_fails_ends_all() {
 
 /// In every phase: placed and queued, prefilling, streaming; whole and in chunks.
 #[tokio::test]
-async fn a_client_that_goes_away_closes_both_streams_and_gives_all_back() {
+async fn disconnect_closes_both_streams_and_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut gone = 0;
     for stream in [false, true] {
@@ -268,10 +268,10 @@ async fn a_client_that_goes_away_closes_both_streams_and_gives_all_back() {
                 call.begin(Some(0)).await;
             }
             if phase > 1 {
-                call.say(tokens(0, b"ab")).await;
+                call.send(tokens(0, b"ab")).await;
             }
             if phase > 1 && stream {
-                // The client has read a part.
+                // The client has read a part of the answer.
                 soon(&mut reply).await.expect("the client lives").more().await;
             } else {
                 reply.abort();
@@ -285,14 +285,14 @@ async fn a_client_that_goes_away_closes_both_streams_and_gives_all_back() {
     }
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="499"} 6"#).await;
-    // The one permit is free again.
+    // The only permit is free again.
     let reply = cluster.ask(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
 }
 
 #[tokio::test]
-async fn more_than_may_run_is_refused_at_once() {
+async fn requests_beyond_the_limit_are_refused_immediately() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 2).await;
     let reply = cluster.ask(COMPLETIONS, completion("a".into(), json!({})));
     let call = cluster.call().await;
@@ -309,11 +309,11 @@ async fn more_than_may_run_is_refused_at_once() {
 }
 
 #[tokio::test]
-async fn a_drain_finishes_what_runs_refuses_what_comes_and_ends() {
+async fn drain_finishes_running_requests_and_refuses_new_ones() {
     let mut cluster = Cluster::start().await;
     let (call, reply) = streaming(&mut cluster).await;
     let shutdown = cluster.shutdown.clone();
-    // A task of the process that is still at work keeps the grace period going.
+    // A running task of the process keeps the grace period open.
     let (finish, finished_work) = tokio::sync::oneshot::channel::<()>();
     shutdown.spawn(async move {
         finished_work.await.ok();
@@ -323,7 +323,7 @@ async fn a_drain_finishes_what_runs_refuses_what_comes_and_ends() {
     let (status, retry_after, code) = refused(cluster.ask(CHAT, chat(json!({})))).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("draining")));
     assert_eq!(cluster.get("/ready").await.1, json!({ "status": "draining" }));
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = reply.events().await;
     assert!(done);
     soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
@@ -332,7 +332,7 @@ async fn a_drain_finishes_what_runs_refuses_what_comes_and_ends() {
 }
 
 #[tokio::test]
-async fn what_outlives_the_grace_period_is_told_so() {
+async fn request_that_outlives_the_grace_period_ends_with_an_error_event() {
     let mut cluster = Cluster::start().await;
     let (call, reply) = streaming(&mut cluster).await;
     cluster.shutdown.run(Duration::ZERO).await;
@@ -350,7 +350,7 @@ async fn small_events_do_not_wait_for_acknowledgements() {
     let started = std::time::Instant::now();
     const EVENTS: u32 = 25;
     for _ in 0..EVENTS {
-        call.say(tokens(0, b"a")).await;
+        call.send(tokens(0, b"a")).await;
         reply.more().await;
     }
     // With Nagle's algorithm against delayed acknowledgements it would be 40 ms an event.
@@ -358,13 +358,13 @@ async fn small_events_do_not_wait_for_acknowledgements() {
 }
 
 #[tokio::test]
-async fn a_client_that_never_reads_again_is_gone_after_a_while() {
+async fn client_that_stops_reading_is_disconnected() {
     let mut cluster = Cluster::with(|settings| settings.unread_max = Duration::from_secs(1)).await;
     let (call, unread) = streaming(&mut cluster).await;
     let page = "more than sockets hold ".repeat(1 << 12);
     soon(async {
         while !call.is_closed() {
-            call.say(tokens(0, page.as_bytes())).await;
+            call.send(tokens(0, page.as_bytes())).await;
         }
     })
     .await;

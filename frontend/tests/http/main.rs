@@ -1,4 +1,4 @@
-//! The frontend's HTTP as a client sees it, before a cluster that the test plays.
+//! The frontend's HTTP API in front of a fake cluster.
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime, and real sockets take real time")]
 
 mod answers;

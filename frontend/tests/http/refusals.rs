@@ -1,10 +1,10 @@
-//! Bad input, one row each: status, param, code, and words the message must have.
+//! Invalid requests, each with the expected status, param, code, and words of the message.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 
-/// What is sent, and the status, `param`, `code` and words expected.
+/// A request, and the expected status, `param`, `code` and words.
 type Row = (Value, u16, Option<&'static str>, &'static str, &'static [&'static str]);
 
 async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
@@ -101,7 +101,7 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
 }
 
 /// Parameters of other servers that would change the answer, with values that do so.
-fn unbuilt() -> Vec<(&'static str, Value)> {
+fn unsupported() -> Vec<(&'static str, Value)> {
     let any = json!("x");
     let mut rows: Vec<_> = [
         "bad_words",
@@ -151,7 +151,7 @@ fn unbuilt() -> Vec<(&'static str, Value)> {
     rows
 }
 
-/// Values that say what happens anyway.
+/// Values that do not change the answer.
 fn harmless() -> Value {
     json!({
         "allowed_token_ids": null, "bad_words": [], "best_of": 1, "detokenize": true, "echo": false, "guided_json": {}, "n": 1.0,
@@ -164,14 +164,14 @@ fn harmless() -> Value {
 }
 
 #[tokio::test]
-async fn parameters_that_would_change_the_answer_are_refused_by_name() {
+async fn unsupported_parameters_are_refused_by_name() {
     let mut cluster = Cluster::start().await;
     let rows = |request: &dyn Fn(Value) -> Value, own: &[(&'static str, Value)]| -> Vec<Row> {
         let row = |(name, value): (&'static str, Value)| -> Row {
             let code = if name == "best_of" && own.is_empty() { "invalid_value" } else { "unsupported_parameter" };
             (request(json!({ name: value })), 400, Some(name), code, &["is not supported"])
         };
-        unbuilt().into_iter().chain(own.iter().cloned()).map(row).collect()
+        unsupported().into_iter().chain(own.iter().cloned()).map(row).collect()
     };
     let of_chat = [
         ("add_generation_prompt", json!(false)),
@@ -199,7 +199,7 @@ async fn parameters_that_would_change_the_answer_are_refused_by_name() {
 }
 
 #[tokio::test]
-async fn parameters_that_say_what_happens_anyway_are_let_through() {
+async fn parameters_that_change_nothing_are_accepted() {
     let mut cluster = Cluster::start().await;
     let of_chat = json!({
         "add_generation_prompt": true, "add_special_tokens": false, "chat_template": null, "chat_template_kwargs": {}, "verbosity": "medium",
@@ -220,7 +220,7 @@ async fn parameters_that_say_what_happens_anyway_are_let_through() {
 }
 
 #[tokio::test]
-async fn context_length_is_told_in_openais_words() {
+async fn context_length_error_has_openais_text() {
     let cluster = Cluster::start().await;
     let message = |path, body: Value| {
         let cluster = &cluster;
@@ -250,7 +250,7 @@ async fn context_length_is_told_in_openais_words() {
 }
 
 #[tokio::test]
-async fn bad_conversations() {
+async fn invalid_conversations_are_refused() {
     let mut cluster = Cluster::start().await;
     let mut rows = both(chat);
     let row = |options: Value, param: &'static str, code: &'static str, words: &'static [&'static str]| -> Row {
@@ -280,7 +280,7 @@ async fn bad_conversations() {
         ),
         row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
         row(json!({ "max_tokens": null, "min_tokens": 513 }), "min_tokens", "context_length_exceeded", &["512", "513 in"]),
-        // One byte more than the longest tokens of this vocabulary (12 bytes) could make fit: not even encoded.
+        // One byte longer than 512 tokens of the maximum length (12 bytes): refused before it is encoded.
         row(
             message(json!({ "role": "user", "content": "x".repeat(12 * 512 + 1) })),
             "messages",
@@ -300,7 +300,7 @@ async fn bad_conversations() {
 }
 
 #[tokio::test]
-async fn bad_completions() {
+async fn invalid_completions_are_refused() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 3).await;
     let mut rows = both(|options| completion("x".into(), options));
     let row = |options: Value, param: &'static str, code: &'static str, words: &'static [&'static str]| -> Row {
@@ -330,7 +330,7 @@ async fn bad_completions() {
 }
 
 #[tokio::test]
-async fn bad_bodies() {
+async fn invalid_bodies_are_refused() {
     const MAX: usize = 100_000;
     let cluster = Cluster::with(|settings| settings.body_max_bytes = Some(MAX)).await;
     for path in [CHAT, COMPLETIONS] {
@@ -343,7 +343,7 @@ async fn bad_bodies() {
         for body in ["[1]", "null", "7", "\"x\""] {
             expect(&cluster, path, body.into(), (400, None, "invalid_type", &["must be a JSON object"])).await;
         }
-        // What a client wrote is named as it wrote it, and only so much of it as helps.
+        // The client's field name is quoted as sent, but shortened.
         for (body, param, words) in [
             (r#"{"n": 1, "n": 2}"#, "n", "duplicate"),
             (

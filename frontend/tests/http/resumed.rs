@@ -1,4 +1,4 @@
-//! Generations whose worker is lost after the first token: others go on, and the client does not notice.
+//! Generations that are resumed on another worker after the first token, without a visible change for the client.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -19,8 +19,8 @@ fn text(events: &[Value], pointer: &str, choice: u64) -> String {
     choices.filter(|of| of["index"] == choice).filter_map(|of| of.pointer(pointer)?.as_str()).collect()
 }
 
-fn lost(instance_id: &str, reason: FailureReason, generated_tokens: u32) -> Told {
-    Told::Message(RouteMessage::Failed(AttemptFailed {
+fn lost(instance_id: &str, reason: FailureReason, generated_tokens: u32) -> Received {
+    Received::Message(RouteMessage::Failed(AttemptFailed {
         instance_id: instance_id.to_owned(),
         reason: reason.into(),
         generated_tokens,
@@ -28,7 +28,7 @@ fn lost(instance_id: &str, reason: FailureReason, generated_tokens: u32) -> Told
 }
 
 #[tokio::test]
-async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
+async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     let mut cluster = Cluster::start().await;
     cluster.place(cluster.remote(0, 16));
     cluster.place(cluster.remote(9, 16));
@@ -37,23 +37,23 @@ async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
     let first = cluster.call().await;
     assert!(first.request.generated.is_empty());
     first.begin(Some(16)).await;
-    // Half of a character, and a character that is whole.
-    first.say(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
+    // Half of a character, and a complete one.
+    first.send(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
     let before = first.request.clone();
-    first.break_off(Status::unavailable("killed")).await;
+    first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
     assert_eq!((second.request.attempt, second.request.samples), (2, 1));
     assert_eq!(second.request.generated, [generated(0, &"aé".as_bytes()[..2])]);
     assert_eq!((&second.request.prompt, &second.request.sampling), (&before.prompt, &before.sampling));
-    // The second attempt finds more in its cache: nobody's business.
+    // The second attempt's cached tokens are not reported.
     second.begin(Some(32)).await;
-    second.say(tokens(0, &"aé".as_bytes()[2..])).await;
-    second.say(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await;
+    second.send(tokens(0, &"aé".as_bytes()[2..])).await;
+    second.send(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await;
     let third = cluster.call().await;
     assert_eq!((third.request.attempt, &third.request.generated), (3, &vec![generated(0, "aé".as_bytes())]));
     third.begin(None).await;
-    third.say(tokens(0, b"!")).await;
-    third.say(finished(0, FinishReason::Stop, Some(7))).await;
+    third.send(tokens(0, b"!")).await;
+    third.send(finished(0, FinishReason::Stop, Some(7))).await;
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
     assert_eq!(text(&events, "/delta/content", 0), "aé!");
@@ -65,14 +65,14 @@ async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
         "the number of the attempt that brought the first token"
     );
     assert_eq!(last["tandem"]["migrations"], 2);
-    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
-    let released = |cached_tokens| Told::Message(RouteMessage::PrefillFinished(PrefillFinished { cached_tokens }));
-    assert_eq!(cluster.told().await, released(Some(16)));
-    assert_eq!(cluster.told().await, lost("d0-instance", FailureReason::Unspecified, 2));
-    assert_eq!(cluster.told().await, released(None), "a longer prompt is not held against what was foreseen");
-    assert_eq!(cluster.told().await, lost("d0-instance", FailureReason::EngineFailed, 3));
-    assert_eq!(cluster.told().await, released(None));
-    assert_eq!(cluster.told().await, Told::Closed);
+    assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
+    let released = |cached_tokens| Received::Message(RouteMessage::PrefillFinished(PrefillFinished { cached_tokens }));
+    assert_eq!(cluster.received().await, released(Some(16)));
+    assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Unspecified, 2));
+    assert_eq!(cluster.received().await, released(None), "a longer prompt is not held against what was foreseen");
+    assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::EngineFailed, 3));
+    assert_eq!(cluster.received().await, released(None));
+    assert_eq!(cluster.received().await, Received::Closed);
     cluster.counted("tandem_frontend_migrations_total 2").await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 1").await;
     cluster.counted("tandem_frontend_request_cached_tokens_sum 16").await;
@@ -80,24 +80,24 @@ async fn another_worker_goes_on_with_the_same_text_and_usage_is_counted_once() {
 }
 
 #[tokio::test]
-async fn samples_that_ended_are_not_resumed_and_logprobs_go_on() {
+async fn ended_samples_are_not_resumed_and_logprobs_continue() {
     let mut cluster = Cluster::start().await;
     let options = json!({ "n": 3, "logprobs": 1, "stop": ["STOP"], "max_tokens": 20 });
     let reply = cluster.ask(COMPLETIONS, completion("p".into(), options));
     let first = cluster.call().await;
     first.begin(Some(0)).await;
     let likely_tokens = |sample, bytes| generate_reply::Message::Tokens(Tokens { sample, tokens: likely(bytes) });
-    first.say(likely_tokens(0, b"xyz")).await;
-    first.say(finished(0, FinishReason::Length, None)).await;
-    first.say(likely_tokens(1, b"abSTO")).await;
-    // Ended here, whatever its worker still computes.
-    first.say(likely_tokens(2, b"cSTOPd")).await;
-    first.break_off(Status::unavailable("killed")).await;
+    first.send(likely_tokens(0, b"xyz")).await;
+    first.send(finished(0, FinishReason::Length, None)).await;
+    first.send(likely_tokens(1, b"abSTO")).await;
+    // The sample has ended, even if its worker computes ahead.
+    first.send(likely_tokens(2, b"cSTOPd")).await;
+    first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
     assert_eq!((second.request.samples, &second.request.generated), (3, &vec![generated(1, b"abSTO")]));
     second.begin(Some(0)).await;
-    second.say(likely_tokens(1, b"Nq")).await;
-    second.say(finished(1, FinishReason::Length, None)).await;
+    second.send(likely_tokens(1, b"Nq")).await;
+    second.send(finished(1, FinishReason::Length, None)).await;
     let (status, body) = soon(reply).await.expect("the client lives").json().await;
     assert_eq!(status, StatusCode::OK);
     let choice = |index: usize, key: &str| body["choices"][index][key].clone();
@@ -108,7 +108,7 @@ async fn samples_that_ended_are_not_resumed_and_logprobs_go_on() {
 }
 
 #[tokio::test]
-async fn a_prompts_logprobs_are_told_once() {
+async fn prompt_logprobs_are_sent_once() {
     let mut cluster = Cluster::start().await;
     let options = json!({ "echo": true, "logprobs": 1, "max_tokens": 2, "stream": true });
     let reply = cluster.ask(COMPLETIONS, completion("p".into(), options));
@@ -116,41 +116,41 @@ async fn a_prompts_logprobs_are_told_once() {
     first.begin(Some(0)).await;
     let mut own = likely(b"p");
     (own[0].logprob, own[0].top) = (None, Vec::new());
-    first.say(prompt_logprobs(own)).await;
-    first.break_off(Status::unavailable("killed before a token")).await;
+    first.send(prompt_logprobs(own)).await;
+    first.fail(Status::unavailable("killed before a token")).await;
     let second = cluster.call().await;
     assert_eq!((second.request.prompt_logprobs, &second.request.generated), (None, &vec![generated(0, b"")]));
     second.begin(Some(0)).await;
-    second.say(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ab") })).await;
-    second.say(finished(0, FinishReason::Length, None)).await;
+    second.send(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ab") })).await;
+    second.send(finished(0, FinishReason::Length, None)).await;
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
     assert_eq!(text(&events, "/text", 0), "pab");
 }
 
 #[tokio::test]
-async fn resuming_is_bounded_and_ends_with_an_event() {
+async fn resumes_are_bounded_and_end_with_an_error_event() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 2).await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     for _ in 0..3 {
         let call = cluster.call().await;
         call.begin(Some(0)).await;
-        call.say(tokens(0, b"a")).await;
-        call.break_off(Status::unavailable("killed")).await;
+        call.send(tokens(0, b"a")).await;
+        call.fail(Status::unavailable("killed")).await;
     }
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
-    // Each time there are as many attempts as before a first token; when they fail, the loss is told and not their failures.
+    // Each resume has as many attempts as a start; when all fail, the error names the loss and not their failures.
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
-    call.break_off(Status::unavailable("killed")).await;
+    call.send(tokens(0, b"a")).await;
+    call.fail(Status::unavailable("killed")).await;
     for _ in 0..3 {
-        cluster.call().await.say(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
+        cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     }
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
@@ -159,55 +159,55 @@ async fn resuming_is_bounded_and_ends_with_an_event() {
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"a")).await;
+    call.send(tokens(0, b"a")).await;
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
-    call.break_off(Status::unavailable("killed")).await;
+    call.fail(Status::unavailable("killed")).await;
     let (events, _) = soon(reply).await.expect("the client lives").events().await;
     assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "nobody is left");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
-/// Attempts are accounted for by their numbers: one that failed before the router was lost keeps its own.
+/// Ledgers identify attempts by number: one that failed before the router was lost keeps its own.
 #[tokio::test]
-async fn no_two_attempts_have_one_number_when_the_router_is_lost_between_them() {
+async fn attempt_numbers_stay_unique_when_the_router_is_lost() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let first = cluster.call().await;
     first.begin(Some(0)).await;
-    first.say(tokens(0, b"a")).await;
-    first.break_off(Status::unavailable("killed")).await;
+    first.send(tokens(0, b"a")).await;
+    first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
-    second.say(scheduled(Some(0))).await;
+    second.send(scheduled(Some(0))).await;
     cluster.hang_up();
-    second.say(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
+    second.send(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     let third = cluster.call().await;
     assert_eq!((second.request.attempt, third.request.attempt), (2, 3));
     third.begin(Some(0)).await;
-    third.say(tokens(0, b"b")).await;
-    third.say(finished(0, FinishReason::Length, None)).await;
+    third.send(tokens(0, b"b")).await;
+    third.send(finished(0, FinishReason::Length, None)).await;
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     assert_eq!((done, text(&events, "/delta/content", 0).as_str()), (true, "ab"));
 }
 
 #[tokio::test]
-async fn a_worker_that_says_nothing_costs_one_attempt_and_not_the_whole_wait() {
+async fn silent_worker_costs_one_attempt_timeout() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     let hung = cluster.call().await;
     assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker may say first who is late");
     hung.closed().await;
     let second = cluster.call().await;
-    // A prefill that has begun takes its time.
-    second.say(scheduled(Some(0))).await;
+    // A prefill that has begun is not bounded by the attempt's timeout.
+    second.send(scheduled(Some(0))).await;
     tokio::time::sleep(Duration::from_millis(200)).await;
     second.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
-    assert!(matches!(cluster.told().await, Told::Message(RouteMessage::Prompt(_))));
-    assert_eq!(cluster.told().await, lost("d0-instance", FailureReason::Timeout, 0));
-    // The last attempt may take what is left of the first token's limit.
+    assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
+    assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Timeout, 0));
+    // The last attempt is bounded only by the first token's timeout.
     let reply = cluster.ask(CHAT, chat(json!({})));
     for _ in 0..2 {
-        cluster.call().await.say(generate_reply::Message::Failure(failure(FailureReason::Timeout, ""))).await;
+        cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::Timeout, ""))).await;
     }
     let last = cluster.call().await;
     assert_eq!(last.request.prefill_start_timeout_ms, None);

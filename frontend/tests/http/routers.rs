@@ -1,4 +1,4 @@
-//! Several routers that the test plays: each may place, refuse, keep silent, leave or be gone.
+//! Several fake routers: each may place, refuse, hang, drain or be lost.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -22,7 +22,7 @@ use tonic::{Status, Streaming};
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     Well,
-    /// It refuses streams, and says that it is not ready.
+    /// It refuses streams and reports that it is not ready.
     Unready,
     /// It takes streams and answers nothing.
     Silent,
@@ -121,7 +121,7 @@ impl Routers {
 }
 
 impl Opened {
-    async fn say(&self, message: route_reply::Message) {
+    async fn send(&self, message: route_reply::Message) {
         self.replies.send(Ok(RouteReply { message: Some(message) })).await.expect("the frontend listens");
     }
 
@@ -133,10 +133,10 @@ impl Opened {
         };
         let (decode, prefill) = (worker("d0", decode.to_string()), worker("p0", "127.0.0.1:1".to_owned()));
         let placement = Placement { decode: Some(decode), prefill: Some(prefill), block_size: 16 };
-        self.say(route_reply::Message::Placement(placement)).await;
+        self.send(route_reply::Message::Placement(placement)).await;
     }
 
-    async fn hears(&mut self) -> Option<Message> {
+    async fn receives(&mut self) -> Option<Message> {
         soon(self.requests.message()).await.ok().flatten().and_then(|request| request.message)
     }
 }
@@ -147,7 +147,7 @@ fn existing(prefilling: bool) -> Option<ExistingPlacement> {
 }
 
 #[tokio::test]
-async fn requests_go_in_turn_to_those_that_are_well() {
+async fn requests_go_round_robin_to_healthy_routers() {
     let (mut cluster, mut routers) = two().await;
     let mut seen = [0, 0];
     let mut ask = async |cluster: &mut Cluster, routers: &mut Routers, refused: bool| {
@@ -176,7 +176,7 @@ async fn requests_go_in_turn_to_those_that_are_well() {
         ask(&mut cluster, &mut routers, true).await;
     }
     let seen = ask(&mut cluster, &mut routers, true).await;
-    assert!(seen[0] <= 3 && seen[1] == 8, "who has failed is left alone: {seen:?}");
+    assert!(seen[0] <= 3 && seen[1] == 8, "a failed router is asked last: {seen:?}");
     assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one is enough");
     let explained = cluster.send(hyper::Method::POST, CHAT, &[("x-tandem-explain", "true")], chat(json!({})).to_string()).await;
     assert_eq!(explained.json().await.1["prompts"][0]["explanation"], "1");
@@ -191,7 +191,7 @@ async fn requests_go_in_turn_to_those_that_are_well() {
 }
 
 #[tokio::test]
-async fn a_router_that_says_nothing_is_left_for_another() {
+async fn silent_router_is_given_up_for_another() {
     let (mut cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -200,7 +200,7 @@ async fn a_router_that_says_nothing_is_left_for_another() {
         if opened.router == 0 {
             let mut silent = opened;
             opened = routers.opened().await;
-            assert_eq!(silent.hears().await, None, "it is not left with a booking");
+            assert_eq!(silent.receives().await, None, "it is not left with a booking");
         }
         assert_eq!(opened.router, 1);
         opened.place(cluster.decode).await;
@@ -209,9 +209,9 @@ async fn a_router_that_says_nothing_is_left_for_another() {
     }
 }
 
-/// Whichever of the two is asked first.
+/// Independent of which of the two is asked first.
 #[tokio::test]
-async fn that_one_router_has_no_worker_is_told_although_another_says_nothing() {
+async fn no_worker_error_wins_over_a_silent_router() {
     let (cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -223,13 +223,13 @@ async fn that_one_router_has_no_worker_is_told_although_another_says_nothing() {
             }
         };
         let failure = Failure { reason: FailureReason::AtCapacity.into(), ..Failure::default() };
-        opened.say(route_reply::Message::Failure(failure)).await;
+        opened.send(route_reply::Message::Failure(failure)).await;
         assert_eq!(refused(reply).await, (StatusCode::SERVICE_UNAVAILABLE, Some("1".to_owned()), json!("no_worker")));
     }
 }
 
 #[tokio::test]
-async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
+async fn running_request_is_rebooked_when_its_router_is_lost() {
     let (mut cluster, mut routers) = two().await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let first = routers.opened().await;
@@ -245,14 +245,14 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     }
     assert_eq!(second.prompt, RoutePrompt { existing: existing(true), ..first.prompt.clone() });
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"ab")).await;
-    assert_eq!(second.hears().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: Some(0) })));
-    // And after it. Nobody is there at first: the answer goes on.
+    call.send(tokens(0, b"ab")).await;
+    assert_eq!(second.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: Some(0) })));
+    // And after it. At first no router is available: the answer continues.
     routers.set(second.router, Mode::Unready);
     cluster.counted("tandem_frontend_rebooked_total 1").await;
     drop(second.replies);
     cluster.counted("tandem_frontend_routers 0").await;
-    call.say(tokens(0, b"cd")).await;
+    call.send(tokens(0, b"cd")).await;
     routers.set(first.router, Mode::Well);
     let mut third = routers.opened().await;
     while third.router != first.router {
@@ -260,39 +260,39 @@ async fn a_running_request_whose_router_is_lost_is_booked_with_another() {
     }
     assert_eq!(third.prompt.existing, existing(false));
     cluster.counted("tandem_frontend_rebooked_total 2").await;
-    // The worker is lost, too: this router has it placed anew.
-    call.break_off(Status::unavailable("killed")).await;
-    let Some(Message::Failed(failed)) = third.hears().await else { panic!("it hears of the failure") };
+    // The worker is lost, too: this router re-routes the request.
+    call.fail(Status::unavailable("killed")).await;
+    let Some(Message::Failed(failed)) = third.receives().await else { panic!("it hears of the failure") };
     assert_eq!((failed.instance_id.as_str(), failed.generated_tokens), ("d0-instance", 4));
     third.place(cluster.decode).await;
     let call = cluster.call().await;
     assert_eq!(call.request.generated[0].tokens.len(), 4);
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"ef")).await;
-    call.say(finished(0, FinishReason::Length, None)).await;
+    call.send(tokens(0, b"ef")).await;
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (events, done) = soon(reply).await.expect("the client lives").events().await;
     let text: String = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
     assert!(done && text == "abcdef", "{text}");
-    assert_eq!(third.hears().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: None })));
-    assert_eq!(third.hears().await, None, "the booking is given back");
+    assert_eq!(third.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: None })));
+    assert_eq!(third.receives().await, None, "the booking is given back");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
 #[tokio::test]
-async fn a_failure_whose_router_is_gone_is_placed_by_another_that_leaves_the_culprit_out() {
+async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker() {
     let (mut cluster, mut routers) = two().await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     let first = routers.opened().await;
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     routers.set(first.router, Mode::Unready);
-    // Both at once: the frontend may notice either first.
+    // Both at the same time: the frontend may notice either first.
     drop(first.replies);
-    call.say(tandem_proto::v1::generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
+    call.send(tandem_proto::v1::generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
     let heard = loop {
         let mut second = routers.opened().await;
         if second.router != first.router
-            && let Some(heard) = second.hears().await
+            && let Some(heard) = second.receives().await
         {
             assert_eq!(second.prompt.existing, existing(true));
             second.place(cluster.decode).await;
@@ -306,7 +306,7 @@ async fn a_failure_whose_router_is_gone_is_placed_by_another_that_leaves_the_cul
 }
 
 #[tokio::test]
-async fn a_router_that_leaves_keeps_its_requests_until_another_has_them() {
+async fn draining_router_keeps_requests_until_they_are_rebooked() {
     let (mut cluster, mut routers) = two().await;
     let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
     let mut first = routers.opened().await;
@@ -314,29 +314,29 @@ async fn a_router_that_leaves_keeps_its_requests_until_another_has_them() {
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"ab")).await;
-    assert!(matches!(first.hears().await, Some(Message::PrefillFinished(_))));
+    call.send(tokens(0, b"ab")).await;
+    assert!(matches!(first.receives().await, Some(Message::PrefillFinished(_))));
     routers.set(0, Mode::Unready);
     routers.set(1, Mode::Unready);
     cluster.counted("tandem_frontend_routers 0").await;
-    first.say(route_reply::Message::Draining(Draining {})).await;
-    // Nobody else is there: who leaves places anew once more.
-    call.break_off(Status::unavailable("killed")).await;
-    assert!(matches!(first.hears().await, Some(Message::Failed(_))));
+    first.send(route_reply::Message::Draining(Draining {})).await;
+    // No other router is available: the draining one re-routes once more.
+    call.fail(Status::unavailable("killed")).await;
+    assert!(matches!(first.receives().await, Some(Message::Failed(_))));
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     call.begin(Some(0)).await;
-    call.say(tokens(0, b"cd")).await;
-    assert!(matches!(first.hears().await, Some(Message::PrefillFinished(_))));
+    call.send(tokens(0, b"cd")).await;
+    assert!(matches!(first.receives().await, Some(Message::PrefillFinished(_))));
     routers.set(other, Mode::Well);
     let mut second = routers.opened().await;
     while second.router != other || second.prompt.existing != existing(false) {
         second = routers.opened().await;
     }
-    assert_eq!(first.hears().await, None, "it is let go once another has the booking");
-    call.say(finished(0, FinishReason::Length, None)).await;
+    assert_eq!(first.receives().await, None, "it is let go once another has the booking");
+    call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
-    assert_eq!(second.hears().await, None);
+    assert_eq!(second.receives().await, None);
     cluster.counted("tandem_frontend_rebooked_total 1").await;
 }

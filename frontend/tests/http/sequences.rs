@@ -1,4 +1,4 @@
-//! How many sequences run at a time: of all clients, and of one.
+//! Limits of running sequences: of all clients, and of one.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -16,7 +16,7 @@ async fn status_and_code(reply: JoinHandle<Reply>) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn each_sample_of_each_prompt_counts() {
+async fn each_sample_of_each_prompt_counts_as_a_sequence() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 8).await;
     let reply = cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({ "n": 3 })));
     let calls = [cluster.call().await, cluster.call().await];
@@ -35,7 +35,7 @@ async fn each_sample_of_each_prompt_counts() {
 }
 
 #[tokio::test]
-async fn what_can_never_fit_is_a_mistake_and_not_an_overload() {
+async fn request_larger_than_the_limit_is_a_client_error() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 8).await;
     let (status, answer) = cluster.post(CHAT, &chat(json!({ "n": 9 }))).await.json().await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many_sequences")));
@@ -44,7 +44,7 @@ async fn what_can_never_fit_is_a_mistake_and_not_an_overload() {
 }
 
 #[tokio::test]
-async fn one_account_leaves_room_for_others() {
+async fn one_account_cannot_use_up_all_sequences() {
     let mut cluster = Cluster::with(|settings| {
         settings.concurrent_sequences = 8;
         settings.sequences_per_client = Some(4);
@@ -69,7 +69,7 @@ async fn one_account_leaves_room_for_others() {
 }
 
 #[tokio::test]
-async fn requests_without_an_account_count_by_their_address() {
+async fn requests_without_an_account_count_for_their_address() {
     let mut cluster = Cluster::with(|settings| settings.sequences_per_client = Some(1)).await;
     let first = cluster.ask(CHAT, chat(json!({})));
     let call = cluster.call().await;

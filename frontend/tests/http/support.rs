@@ -1,4 +1,4 @@
-//! A frontend between a client and a cluster that the test plays: it says where prompts go and holds every generation.
+//! A frontend between a client and a fake cluster: the test places prompts and controls every generation.
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -32,37 +32,37 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Status, Streaming};
 
-/// Nothing in these tests takes long; what does is stuck.
+/// A test that waits longer is stuck.
 const STUCK: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(STUCK, future).await.expect("it happens soon")
 }
 
-/// What the test plays, and where the frontend listens.
+/// The fake cluster, and the frontend's address.
 pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// What the router answers, in order, or that it hangs up; without any, [`local`].
+    /// The router's answers, in order; `None`: it closes the stream. Without any, [`local`].
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
     calls: mpsc::UnboundedReceiver<Call>,
-    routes: mpsc::UnboundedReceiver<Told>,
+    routes: mpsc::UnboundedReceiver<Received>,
     pub server: JoinHandle<Result<(), tandem_frontend::FrontendError>>,
 }
 
-/// A generation the frontend has opened.
+/// A generation that the frontend has opened.
 pub struct Call {
     pub request: GenerateRequest,
     replies: mpsc::Sender<Result<GenerateReply, Status>>,
 }
 
-/// What the router hears.
+/// What the router receives.
 #[derive(Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "a test hears few of them")]
-pub enum Told {
+#[expect(clippy::large_enum_variant, reason = "a test receives few of them")]
+pub enum Received {
     Message(route_request::Message),
     /// The stream has closed: the booking ends.
     Closed,
@@ -72,7 +72,7 @@ struct FakeRouter {
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     decode_workers: Arc<Mutex<u32>>,
     decode: SocketAddr,
-    told: mpsc::UnboundedSender<Told>,
+    received: mpsc::UnboundedSender<Received>,
 }
 
 struct FakeDecode(mpsc::UnboundedSender<Call>);
@@ -86,12 +86,12 @@ impl Router for FakeRouter {
         request: tonic::Request<Streaming<RouteRequest>>,
     ) -> Result<tonic::Response<Self::RouteStream>, Status> {
         let (replies, stream) = mpsc::channel(8);
-        let (placements, decode, told) = (Arc::clone(&self.placements), self.decode, self.told.clone());
+        let (placements, decode, received) = (Arc::clone(&self.placements), self.decode, self.received.clone());
         let mut requests = request.into_inner();
         tokio::spawn(async move {
             while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
                 let asks = !matches!(message, route_request::Message::PrefillFinished(_));
-                told.send(Told::Message(message)).ok();
+                received.send(Received::Message(message)).ok();
                 if asks {
                     let scripted = placements.lock().expect("no test panics with it").pop_front();
                     let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
@@ -100,7 +100,7 @@ impl Router for FakeRouter {
                     replies.send(Ok(RouteReply { message: Some(reply) })).await.ok();
                 }
             }
-            told.send(Told::Closed).ok();
+            received.send(Received::Closed).ok();
         });
         Ok(tonic::Response::new(ReceiverStream::new(stream)))
     }
@@ -161,14 +161,15 @@ impl Cluster {
 
     /// The model is the simulator's, with a context of 512 tokens.
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
-        let (told, routes) = mpsc::unbounded_channel();
+        let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
         let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a port is free") };
         let (router_listener, decode_listener, listener) = (bind().await, bind().await, bind().await);
         let address = |listener: &TcpListener| listener.local_addr().expect("it is bound");
         let (router, decode, frontend) = (address(&router_listener), address(&decode_listener), address(&listener));
         let (placements, decode_workers) = (Arc::default(), Arc::new(Mutex::new(1)));
-        let fake = FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, told };
+        let fake =
+            FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, received };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(router_listener)));
         let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode(call)));
@@ -180,47 +181,47 @@ impl Cluster {
         Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, routes, server }
     }
 
-    /// The next answer of the router.
+    /// Sets the router's next answer.
     pub fn place(&self, reply: route_reply::Message) {
         self.placements.lock().expect("no test panics with it").push_back(Some(reply));
     }
 
-    /// Instead of its next answer the router closes the stream.
+    /// The router closes the stream instead of its next answer.
     pub fn hang_up(&self) {
         self.placements.lock().expect("no test panics with it").push_back(None);
     }
 
-    /// A placement with a prefill worker that holds so many blocks (the decode worker holds others).
+    /// A placement with a prefill worker that has this many blocks of the prompt.
     pub fn remote(&self, overlap_blocks: u32, block_size: u32) -> route_reply::Message {
         let prefill = Candidate { worker: Some(worker("p0", "127.0.0.1:1")), overlap_blocks, predicted_blocks: 50 };
         route_reply::Message::Placement(Placement { prefill: Some(prefill), block_size, ..local(self.decode) })
     }
 
-    /// A placement on a decode worker that is not there.
-    pub fn nowhere(&self) -> route_reply::Message {
+    /// A placement on a decode worker that is not reachable.
+    pub fn unreachable(&self) -> route_reply::Message {
         let decode = Candidate { worker: Some(worker("gone", "127.0.0.1:1")), ..Candidate::default() };
         route_reply::Message::Placement(Placement { decode: Some(decode), prefill: None, block_size: 16 })
     }
 
-    /// The next generation the frontend opens.
+    /// The next generation that the frontend opens.
     pub async fn call(&mut self) -> Call {
-        soon(self.calls.recv()).await.expect("the worker is there")
+        soon(self.calls.recv()).await.expect("the fake worker runs")
     }
 
     pub fn no_call(&mut self) -> bool {
         self.calls.try_recv().is_err()
     }
 
-    /// The next thing the router hears.
-    pub async fn told(&mut self) -> Told {
-        soon(self.routes.recv()).await.expect("the router is there")
+    /// The next message that the router receives.
+    pub async fn received(&mut self) -> Received {
+        soon(self.routes.recv()).await.expect("the fake router runs")
     }
 
-    /// Waits until the router has heard of so many ends.
+    /// Waits until this many route streams have closed.
     pub async fn routes_closed(&mut self, count: usize) {
         let mut closed = 0;
         while closed < count {
-            closed += usize::from(self.told().await == Told::Closed);
+            closed += usize::from(self.received().await == Received::Closed);
         }
     }
 
@@ -236,7 +237,7 @@ impl Cluster {
         self.send(Method::GET, path, &[], "").await.json().await
     }
 
-    /// Sends in the background, while the test plays the cluster.
+    /// Sends a request in the background.
     pub fn ask(&self, path: &'static str, body: Value) -> JoinHandle<Reply> {
         let frontend = self.frontend;
         tokio::spawn(async move { send(frontend, Method::POST, path, &DETAILS, body.to_string().into()).await })
@@ -246,7 +247,7 @@ impl Cluster {
         self.metrics.render().lines().any(|found| found == line)
     }
 
-    /// Waits for a line of the metrics.
+    /// Waits until the metrics have this line.
     pub async fn counted(&self, line: &str) {
         for _ in 0..2000 {
             if self.metric(line).await {
@@ -287,7 +288,7 @@ pub async fn send(frontend: SocketAddr, method: Method, path: &str, headers: &[(
     Reply { response, _connection: connection }
 }
 
-/// A client's connection: without it, the client is gone.
+/// A client's connection. Dropping it disconnects the client.
 struct Connection(JoinHandle<()>);
 
 impl Drop for Connection {
@@ -296,7 +297,7 @@ impl Drop for Connection {
     }
 }
 
-/// A response whose body is still to be read. Dropped: the client has gone away.
+/// A response whose body is still to be read. Dropping it disconnects the client.
 pub struct Reply {
     pub response: Response<Incoming>,
     _connection: Connection,
@@ -351,20 +352,20 @@ pub fn events(text: &str) -> (Vec<Value>, bool) {
 }
 
 impl Call {
-    pub async fn say(&self, message: generate_reply::Message) {
+    pub async fn send(&self, message: generate_reply::Message) {
         self.replies.send(Ok(GenerateReply { message: Some(message) })).await.ok();
     }
 
-    /// What a later build may say, and this one does not know.
-    pub async fn say_something_new(&self) {
+    /// Sends a message of a later version, which this one does not know.
+    pub async fn send_unknown(&self) {
         self.replies.send(Ok(GenerateReply { message: None })).await.ok();
     }
 
-    pub async fn break_off(self, status: Status) {
+    pub async fn fail(self, status: Status) {
         self.replies.send(Err(status)).await.ok();
     }
 
-    /// The frontend has closed the stream, and what is said goes nowhere.
+    /// Whether the frontend has closed the stream.
     pub fn is_closed(&self) -> bool {
         self.replies.is_closed()
     }
@@ -374,19 +375,19 @@ impl Call {
         soon(self.replies.closed()).await;
     }
 
-    /// The blocks are taken and the KV is there.
+    /// Reports that the prefill has begun, and that the KV is on the decode worker.
     pub async fn begin(&self, cached_tokens: Option<u32>) {
-        self.say(scheduled(cached_tokens)).await;
+        self.send(scheduled(cached_tokens)).await;
         let started = DecodeStarted { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
-        self.say(generate_reply::Message::DecodeStarted(started)).await;
+        self.send(generate_reply::Message::DecodeStarted(started)).await;
     }
 
-    /// A whole generation: every sample says `text` and ends at its limit.
+    /// Generates a whole answer: every sample has `text` and ends at its limit.
     pub async fn answer(self, cached_tokens: Option<u32>, text: &str) {
         self.begin(cached_tokens).await;
         for sample in 0..self.request.samples {
-            self.say(tokens(sample, text.as_bytes())).await;
-            self.say(finished(sample, FinishReason::Length, None)).await;
+            self.send(tokens(sample, text.as_bytes())).await;
+            self.send(finished(sample, FinishReason::Length, None)).await;
         }
     }
 }
@@ -402,7 +403,7 @@ pub fn tokens(sample: u32, bytes: &[u8]) -> generate_reply::Message {
     generate_reply::Message::Tokens(Tokens { sample, tokens: bytes.iter().map(token).collect() })
 }
 
-/// The same with a logprob of -0.5, and -1.5 for `z` beside each.
+/// The same with a logprob of -0.5, and an alternative `z` of -1.5.
 pub fn likely(bytes: &[u8]) -> Vec<Token> {
     use tandem_proto::v1::TokenLogprob;
     let token = |byte: &u8| Token {

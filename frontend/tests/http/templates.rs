@@ -1,4 +1,4 @@
-//! Chat templates that run away: by themselves, and over what clients send.
+//! Chat templates that do not end, by themselves or because of a client's messages.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -41,7 +41,7 @@ fn model(template: &str) -> Result<ServedModel, ServedModelError> {
     ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("it opens"))
 }
 
-/// How these messages are refused over this template.
+/// The error for these messages with this template.
 async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
     let model = model(template).expect("the template ends for short conversations");
     let mut cluster = Cluster::with(|settings| settings.model = model).await;
@@ -66,7 +66,7 @@ async fn messages_too_many_for_a_quadratic_template_are_refused() {
 }
 
 #[tokio::test]
-async fn message_that_a_template_blows_up_beyond_the_context_is_refused() {
+async fn message_that_a_template_expands_beyond_the_context_is_refused() {
     let template = "{% for m in messages %}{% for n in range(1000) %}{{ m.content }}{% endfor %}{% endfor %}";
     let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "a".repeat(100) })]).await;
     assert_eq!((status, &error["code"]), (StatusCode::BAD_REQUEST, &json!("context_length_exceeded")));

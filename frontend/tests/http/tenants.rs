@@ -1,4 +1,4 @@
-//! Clients that are strangers to each other: what they share, and which of their headers are believed.
+//! Multi-tenancy: what accounts share, and which headers of untrusted peers are accepted.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -14,7 +14,7 @@ const TRACE_ID: &str = "0af7651916cd43dd8448eb211c80319c";
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
 /// The test's connections come from no trusted proxy.
-fn strangers(settings: &mut FrontendSettings) {
+fn untrusted(settings: &mut FrontendSettings) {
     settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("a network")];
 }
 
@@ -22,7 +22,7 @@ fn accounts(settings: &mut FrontendSettings) {
     settings.account_header = Some("x-account".parse().expect("a name"));
 }
 
-/// What a worker is asked for a request with these headers, once it is answered.
+/// The generation that a worker receives for a request with these headers, after its answer.
 async fn asked(cluster: &mut Cluster, headers: &[(&'static str, &'static str)], options: Value) -> GenerateRequest {
     let (frontend, headers) = (cluster.frontend, headers.to_vec());
     let long = json!({ "messages": [{ "role": "user", "content": "a prompt of more than one block" }] });
@@ -70,7 +70,7 @@ async fn isolated_accounts_share_no_cache_with_each_other() {
 }
 
 #[tokio::test]
-async fn accounts_that_share_have_the_namespace_of_none() {
+async fn shared_cache_ignores_the_account() {
     let mut cluster = Cluster::with(accounts).await;
     let shared = tandem_kv::Namespace::new("m", "sim", "", "");
     for headers in [&[("x-account", "acme")][..], &[]] {
@@ -80,8 +80,8 @@ async fn accounts_that_share_have_the_namespace_of_none() {
 }
 
 #[tokio::test]
-async fn details_and_explanations_are_refused_to_strangers() {
-    let mut cluster = Cluster::with(strangers).await;
+async fn details_and_explanations_are_refused_to_untrusted_peers() {
+    let mut cluster = Cluster::with(untrusted).await;
     for header in ["x-tandem-details", "x-tandem-explain"] {
         let (status, answer) = refusal(&cluster, (header, "true")).await;
         assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")), "{header}");
@@ -93,10 +93,10 @@ async fn details_and_explanations_are_refused_to_strangers() {
 }
 
 #[tokio::test]
-async fn dashboard_is_not_shown_to_strangers() {
+async fn dashboard_is_refused_to_untrusted_peers() {
     let paths = ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/metrics"];
     for (set, status) in [
-        (strangers as fn(&mut FrontendSettings), StatusCode::FORBIDDEN),
+        (untrusted as fn(&mut FrontendSettings), StatusCode::FORBIDDEN),
         (|settings| settings.expose_details = ExposeDetails::Never, StatusCode::FORBIDDEN),
         (|_| (), StatusCode::OK),
     ] {
@@ -109,7 +109,7 @@ async fn dashboard_is_not_shown_to_strangers() {
 }
 
 #[tokio::test]
-async fn details_are_answered_to_a_listed_proxy_to_all_or_to_none_as_set() {
+async fn expose_details_setting_decides_which_peers_get_details() {
     let ask = async |change: fn(&mut FrontendSettings), headers: &[(&str, &str)]| {
         let cluster = Cluster::with(change).await;
         cluster.send(Method::POST, CHAT, headers, chat(json!({})).to_string()).await.status()
@@ -121,7 +121,7 @@ async fn details_are_answered_to_a_listed_proxy_to_all_or_to_none_as_set() {
     let listed = |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("a network")];
     assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "the proxy was listed");
     let always = |settings: &mut FrontendSettings| {
-        strangers(settings);
+        untrusted(settings);
         settings.expose_details = ExposeDetails::Always;
     };
     assert_eq!(ask(always, &[EXPLAIN]).await, StatusCode::OK);
@@ -129,10 +129,10 @@ async fn details_are_answered_to_a_listed_proxy_to_all_or_to_none_as_set() {
 }
 
 #[tokio::test]
-async fn account_of_a_stranger_is_refused() {
+async fn account_header_of_an_untrusted_peer_is_refused() {
     let mut cluster = Cluster::with(|settings| {
         accounts(settings);
-        strangers(settings);
+        untrusted(settings);
     })
     .await;
     let (status, answer) = refusal(&cluster, ("x-account", "acme")).await;
@@ -142,7 +142,7 @@ async fn account_of_a_stranger_is_refused() {
 }
 
 #[tokio::test]
-async fn trace_of_a_stranger_is_neither_joined_nor_sampled_on_its_word() {
+async fn traceparent_of_an_untrusted_peer_is_ignored() {
     let traced = |sample_ratio: f64, change: fn(&mut FrontendSettings)| {
         Cluster::with(move |settings| {
             let endpoint = "http://127.0.0.1:9".to_owned();
@@ -155,9 +155,9 @@ async fn trace_of_a_stranger_is_neither_joined_nor_sampled_on_its_word() {
     let mut cluster = traced(0.0, |_| {}).await;
     let joined = asked(&mut cluster, &headers, json!({})).await.traceparent;
     assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is believed: {joined}");
-    let mut cluster = traced(0.0, strangers).await;
+    let mut cluster = traced(0.0, untrusted).await;
     assert_eq!(asked(&mut cluster, &headers, json!({})).await.traceparent, "", "not sampled");
-    let mut cluster = traced(1.0, strangers).await;
+    let mut cluster = traced(1.0, untrusted).await;
     let own = asked(&mut cluster, &headers, json!({})).await.traceparent;
     assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "sampled as all are, in a trace of its own: {own}");
 }

@@ -1,4 +1,4 @@
-//! What answers say they used, and what the metrics count.
+//! Usage in answers and in the metrics.
 
 use crate::support::*;
 use hyper::Method;
@@ -15,9 +15,9 @@ fn usage_of(prompt: u64, completion: u64, cached: u64) -> Value {
 
 const PROMPT: &str = "a prompt of exactly forty-eight bytes, as counted";
 
-/// Every source of the number on every path: the worker's word, the router's estimate, nothing.
+/// Every source of the number (worker, router's estimate, unknown) on every path.
 #[tokio::test]
-async fn cached_tokens_are_present_and_say_where_they_come_from_on_every_path() {
+async fn every_answer_has_cached_tokens_and_their_source() {
     let mut cluster = Cluster::start().await;
     for (reported, block_size, cached, source) in [
         (Some(16), 16, 16, "worker"),
@@ -28,7 +28,7 @@ async fn cached_tokens_are_present_and_say_where_they_come_from_on_every_path() 
     ] {
         for path in [CHAT, COMPLETIONS] {
             for stream in [false, true] {
-                // The prefill worker holds two blocks, the decode worker one: the estimate is of the one that prefills.
+                // The prefill worker has two blocks, the decode worker one: the estimate is that of the prefill worker.
                 cluster.place(cluster.remote(2, block_size));
                 let mut body = if path == CHAT { chat(json!({})) } else { completion(PROMPT.into(), json!({})) };
                 if stream {
@@ -61,7 +61,7 @@ async fn cached_tokens_are_present_and_say_where_they_come_from_on_every_path() 
 }
 
 #[tokio::test]
-async fn an_attempt_on_the_decode_worker_is_estimated_by_its_own_overlap() {
+async fn local_prefill_is_estimated_by_the_decode_workers_overlap() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({})));
     cluster.call().await.answer(None, "x").await;
@@ -71,27 +71,27 @@ async fn an_attempt_on_the_decode_worker_is_estimated_by_its_own_overlap() {
 }
 
 #[tokio::test]
-async fn the_attempt_that_led_to_the_first_token_gives_the_number() {
+async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({})));
     let first = cluster.call().await;
-    first.say(scheduled(Some(48))).await;
+    first.send(scheduled(Some(48))).await;
     let failure = failure(tandem_proto::v1::FailureReason::PrefillLost, "p0-instance");
-    first.say(tandem_proto::v1::generate_reply::Message::Failure(failure)).await;
+    first.send(tandem_proto::v1::generate_reply::Message::Failure(failure)).await;
     let second = cluster.call().await;
     second.begin(Some(16)).await;
-    second.say(tokens(0, b"x")).await;
-    // The number is frozen: nothing said later counts.
-    second.say(scheduled(Some(32))).await;
-    second.say(finished(0, FinishReason::Length, None)).await;
+    second.send(tokens(0, b"x")).await;
+    // The number is fixed: later reports do not count.
+    second.send(scheduled(Some(32))).await;
+    second.send(finished(0, FinishReason::Length, None)).await;
     let (_, answer) = soon(reply).await.expect("the client lives").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 1, 16));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 1").await);
     assert!(cluster.metric(r#"tandem_frontend_attempts_failed_total{reason="prefill_lost"} 1"#).await);
-    // The router learns what was reported, to measure its prediction.
+    // The router receives the report, to measure its prediction.
     let mut released = None;
     while released.is_none() {
-        if let Told::Message(RouteMessage::PrefillFinished(message)) = cluster.told().await {
+        if let Received::Message(RouteMessage::PrefillFinished(message)) = cluster.received().await {
             released = Some(message.cached_tokens);
         }
     }
@@ -99,7 +99,7 @@ async fn the_attempt_that_led_to_the_first_token_gives_the_number() {
 }
 
 #[tokio::test]
-async fn samples_share_a_prompt_and_prompts_of_a_batch_count_each() {
+async fn prompt_tokens_count_once_for_all_samples_and_for_each_prompt() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({ "n": 3 })));
     cluster.call().await.answer(Some(16), "abcd").await;
@@ -123,7 +123,7 @@ async fn samples_share_a_prompt_and_prompts_of_a_batch_count_each() {
 }
 
 #[tokio::test]
-async fn usage_is_a_key_of_every_chunk_or_of_none() {
+async fn usage_is_a_field_of_every_chunk_or_of_none() {
     let mut cluster = Cluster::start().await;
     for (options, in_chunks, at_end) in [
         (None, None, false),
@@ -140,9 +140,9 @@ async fn usage_is_a_key_of_every_chunk_or_of_none() {
         let call = cluster.call().await;
         let prompt_tokens = call.request.prompt.len() as u64;
         call.begin(Some(16)).await;
-        call.say(tokens(0, b"ab")).await;
-        call.say(tokens(0, b"c")).await;
-        call.say(finished(0, FinishReason::Stop, Some(257))).await;
+        call.send(tokens(0, b"ab")).await;
+        call.send(tokens(0, b"c")).await;
+        call.send(finished(0, FinishReason::Stop, Some(257))).await;
         let (mut events, done) = soon(reply).await.expect("the client lives").events().await;
         assert!(done);
         if at_end {
@@ -161,13 +161,13 @@ async fn usage_is_a_key_of_every_chunk_or_of_none() {
             }
         }
     }
-    // Whether usage was asked for or not.
+    // With and without usage in the answer.
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 4").await);
     assert!(cluster.metric("tandem_frontend_inter_token_latency_seconds_count 8").await, "{}", cluster.metrics.render());
 }
 
 #[tokio::test]
-async fn requests_are_counted_by_their_end() {
+async fn requests_are_counted_by_outcome() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;

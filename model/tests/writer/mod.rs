@@ -2,7 +2,7 @@
 
 /// GGUF's tensor type numbers.
 pub mod kind {
-    #![allow(dead_code, missing_docs)]
+    #![allow(dead_code, missing_docs, reason = "shared by several test crates, which use different parts")]
     pub const F32: u32 = 0;
     pub const F16: u32 = 1;
     pub const Q4_0: u32 = 2;
@@ -29,7 +29,7 @@ struct TensorBytes {
     data: Vec<u8>,
 }
 
-#[allow(dead_code)]
+#[allow(dead_code, reason = "shared by several test crates, which use different parts")]
 impl Writer {
     pub fn raw(mut self, key: &str, kind: u32, value: &[u8]) -> Self {
         self.metadata.retain(|(known, ..)| known != key);

@@ -9,13 +9,13 @@ use tonic::{
     transport,
 };
 
-/// The metadata that carries the bearer.
+/// The metadata key of the bearer token.
 const AUTHORIZATION: &str = "authorization";
 
-/// A connection whose calls carry the cluster's bearer, if the cluster has a key. Cheap to clone.
+/// A connection whose calls carry the cluster's bearer token, if the cluster has a key. Cheap to clone.
 pub type Channel = InterceptedService<transport::Channel, Bearer>;
 
-/// Adds the bearer to calls.
+/// Adds the bearer token to calls.
 #[derive(Clone, Debug)]
 pub struct Bearer(pub(super) ClusterKey);
 
@@ -31,7 +31,7 @@ impl Interceptor for Bearer {
 /// Called for every call that is refused.
 pub type OnRefused = Arc<dyn Fn() + Send + Sync>;
 
-/// Refuses calls without the bearer before any service sees them.
+/// Refuses calls without the bearer token before any service sees them.
 #[derive(Clone)]
 pub(super) struct Guard {
     pub(super) key: ClusterKey,

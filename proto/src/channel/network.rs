@@ -1,7 +1,7 @@
-//! What connections are made of: TCP, or a network in memory on which tests lose, delay and cut them; and the cluster's key, which
-//! every call over them carries.
+//! The transport of connections: TCP, or a network in memory, on which tests delay, interrupt and refuse connections; and the cluster key,
+//! which authenticates every call.
 //!
-//! A part dials on the network that it listens on: it is given a [`Listener`] and asks it for the [`Network`].
+//! A service connects to its peers over the network that it listens on: its [`Listener`] has the [`Network`].
 
 use super::guard::{Bearer, Channel, Guard, OnRefused};
 use crate::ClusterKey;
@@ -14,7 +14,7 @@ use tonic::{
     transport::{self, Endpoint, Error, Server, Uri},
 };
 
-/// How a process reaches others, and by which key they know each other. Cheap to clone.
+/// The transport over which a process connects to others, and the cluster key of its calls. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Network {
     reach: Reach,
@@ -23,47 +23,47 @@ pub struct Network {
 
 #[derive(Clone, Default)]
 enum Reach {
-    /// The system's network.
+    /// The operating system's network.
     #[default]
     Tcp,
-    /// One in memory.
+    /// A network in memory.
     Memory(Arc<Dial>),
 }
 
-/// Connects to `host:port`: resolves when the connection is there, fails as a system's `connect` would.
+/// Connects to `host:port`: resolves with the connection, or fails like the operating system's `connect`.
 pub type Dial = dyn Fn(&str) -> BoxFuture<DuplexStream, io::Error> + Send + Sync;
 
-/// Where connections arrive, and the network they arrive from.
+/// The source of incoming connections, and the network that they come from.
 pub struct Listener {
     arrivals: Arrivals,
     network: Network,
 }
 
-/// Connections as they arrive.
+/// Incoming connections.
 pub enum Arrivals {
-    /// At a socket.
+    /// From a socket.
     Tcp(TcpListener),
-    /// From a network in memory; when the sender is gone, no more come.
+    /// From a network in memory, until the sender is dropped.
     Memory(mpsc::Receiver<DuplexStream>),
 }
 
 impl Network {
-    /// The system's network, among processes with this key.
+    /// Creates a network over TCP, for processes with this key.
     pub fn tcp(key: ClusterKey) -> Self {
         Self { reach: Reach::Tcp, key }
     }
 
-    /// One in memory, among processes with this key.
+    /// Creates a network in memory, for processes with this key.
     pub fn memory(dial: Arc<Dial>, key: ClusterKey) -> Self {
         Self { reach: Reach::Memory(dial), key }
     }
 
-    /// The key of the cluster that is reached over it.
+    /// Returns the cluster key.
     pub fn key(&self) -> &ClusterKey {
         &self.key
     }
 
-    /// Connects when first used, and again after a connection broke.
+    /// Returns a channel that connects at its first call, and again after its connection broke.
     pub fn connect_lazy(&self, endpoint: &Endpoint) -> Channel {
         self.guarded(match &self.reach {
             Reach::Tcp => endpoint.connect_lazy(),
@@ -71,10 +71,10 @@ impl Network {
         })
     }
 
-    /// Connects now.
+    /// Connects immediately.
     ///
     /// # Errors
-    /// The connection cannot be made.
+    /// The connection cannot be established.
     pub async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, Error> {
         let channel = match &self.reach {
             Reach::Tcp => endpoint.connect().await?,
@@ -98,30 +98,30 @@ impl fmt::Debug for Reach {
 }
 
 impl Listener {
-    /// What arrives from this network.
+    /// Creates a listener for connections from this network.
     pub fn new(arrivals: Arrivals, network: Network) -> Self {
         Self { arrivals, network }
     }
 
-    /// A socket of a cluster with this key.
+    /// Creates a listener for a socket, in a cluster with this key.
     pub fn tcp(listener: TcpListener, key: ClusterKey) -> Self {
         Self::new(Arrivals::Tcp(listener), Network::tcp(key))
     }
 
-    /// The network it is on.
+    /// Returns the network of the listener.
     pub fn network(&self) -> &Network {
         &self.network
     }
 
-    /// For what is not gRPC: connections are served by the caller, and nothing is asked of them.
+    /// Returns the incoming connections without authentication, for a caller that serves another protocol than gRPC.
     pub fn into_arrivals(self) -> Arrivals {
         self.arrivals
     }
 
-    /// Where it listens; a network in memory has names only.
+    /// Returns the address of the socket.
     ///
     /// # Errors
-    /// The system does not say, or there is no address.
+    /// The operating system returned an error, or the network is in memory and has names only.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         match &self.arrivals {
             Arrivals::Tcp(listener) => listener.local_addr(),
@@ -129,10 +129,10 @@ impl Listener {
         }
     }
 
-    /// Whether only processes on this machine can reach it. A network in memory has no others.
+    /// Returns whether only processes on this machine can connect, which is always true in memory.
     ///
     /// # Errors
-    /// The system does not say.
+    /// The operating system returned an error.
     pub fn is_local(&self) -> io::Result<bool> {
         match &self.arrivals {
             Arrivals::Tcp(listener) => Ok(listener.local_addr()?.ip().is_loopback()),
@@ -140,8 +140,8 @@ impl Listener {
         }
     }
 
-    /// Serves what arrives until `ended`, and what has arrived by then to its end. Calls without the cluster's key are refused with
-    /// UNAUTHENTICATED, and `on_refused` is called for each.
+    /// Accepts connections until `ended`, then serves the open ones to their end. Refuses calls without the cluster's bearer token with
+    /// UNAUTHENTICATED, and calls `on_refused` for each.
     ///
     /// # Errors
     /// The server failed.
@@ -164,14 +164,14 @@ impl Listener {
     }
 }
 
-/// A socket of a cluster without a key.
+/// Creates a listener for a socket, in a cluster without a key.
 impl From<TcpListener> for Listener {
     fn from(listener: TcpListener) -> Self {
         Self::tcp(listener, ClusterKey::default())
     }
 }
 
-/// As tonic wants it.
+/// Adapts [`Dial`] to tonic.
 struct Connector(Arc<Dial>);
 
 impl Service<Uri> for Connector {

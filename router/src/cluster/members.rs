@@ -1,94 +1,259 @@
-//! The workers that are routed to, and what is booked on each.
+//! The members: workers that requests are placed on, with what they have cached and what is booked on them.
 //!
-//! Invariant: a member's [`Booked`] has exactly the bookings, of this router and of others, that name its instance. Bookings on
-//! instances that are no members count nowhere; when such an instance joins, its own report is taken to include them.
+//! Invariants: every member has a slot of its own in the index; a member that leaves takes its index entries with it; all
+//! members agree on model, revision and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of
+//! its peers, that name its instance. Bookings on instances that are not members count nowhere; when such an instance joins, its
+//! own report is assumed to include them.
 
-use super::bookings::Booking;
+use super::booking::{Booking, LoadByRole};
 use crate::{
-    booked::{Booked, Share},
     breaker::Breaker,
-    feed::Beside,
-    index::WorkerSlot,
+    index::{PrefixIndex, WorkerSlot},
     metrics::WorkerSeries,
-    rates::Measured,
+    rates::Measurement,
     route::{Candidate, Role},
     settings::Costs,
+    subscription::{EventSource, ReportedStats, SubscriptionError},
+    worker_bookings::{BookedLoad, WorkerBookings},
 };
 use std::{
-    collections::{BTreeMap, HashMap},
-    ops::Index,
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
-use tandem_kv::{Load, SequenceHash};
-use tandem_proto::v1::{self, WorkerInfo};
+use tandem_kv::{Change, KvEvent, Load, SequenceHash, Snapshot};
+use tandem_proto::{
+    Difference,
+    v1::{self, Identity, WorkerInfo, worker_info},
+};
 use tokio::time::Instant;
 
-/// One instance's time in the cluster.
+/// Why a worker must not join.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum JoinError {
+    #[error("its description lacks {field}")]
+    Incomplete { field: &'static str },
+    #[error(transparent)]
+    Differs(#[from] Difference),
+    #[error("it rejects this router's cluster key; give all processes the same --cluster-key-file")]
+    OtherKey,
+    #[error("the same instance has joined under another address; list each worker once")]
+    Duplicate,
+    #[error("the worker at {address} has the same id {worker_id}; give each a --worker-id of its own")]
+    SameWorkerId { worker_id: String, address: String },
+}
+
+/// One instance's membership.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct MemberId(pub(super) u64);
+pub(crate) struct MemberId(u64);
 
 pub(super) struct Member {
     pub(super) info: WorkerInfo,
-    /// As in its description.
+    /// The same as in its description.
     pub(super) instance_id: Arc<str>,
-    pub(super) role: Role,
+    role: Role,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
-    pub(super) beside: Beside,
-    /// When a report last said that a long step had renewed the prefill rate.
-    pub(super) prefilled_at: Instant,
-    /// When a report last said that it had continued sequences.
-    pub(super) decoded_at: Instant,
-    pub(super) booked: Booked,
+    pub(super) stats: ReportedStats,
+    /// When a report last showed that a long step had renewed the prefill rate.
+    prefilled_at: Instant,
+    /// When a report last showed that sequences were continued.
+    decoded_at: Instant,
+    pub(super) bookings: WorkerBookings,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
     /// What `series` counts of placements, since it joined.
-    pub(super) placed: v1::PlacementTotals,
+    pub(super) placements: v1::PlacementTotals,
 }
 
-/// All of them, in the order in which they joined.
-#[derive(Default)]
-pub(super) struct Members {
+/// All members, in the order in which they joined.
+pub(crate) struct Members {
     by_id: BTreeMap<MemberId, Member>,
     by_instance: HashMap<Arc<str>, MemberId>,
-}
-
-/// What a request adds to its workers' reports.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Shares {
-    pub(super) decode: Share,
-    pub(super) prefill: Share,
+    index: PrefixIndex,
+    free_slots: Vec<WorkerSlot>,
+    next_id: u64,
+    hash_key: u64,
 }
 
 impl Members {
-    pub(super) fn insert(&mut self, id: MemberId, member: Member) {
-        self.by_instance.insert(member.instance_id.clone(), id);
+    /// Returns no members. The key seeds hash tables only.
+    pub(super) fn new(hash_key: u64) -> Self {
+        Self {
+            by_id: BTreeMap::new(),
+            by_instance: HashMap::new(),
+            index: PrefixIndex::new(hash_key),
+            free_slots: Vec::new(),
+            next_id: 0,
+            hash_key,
+        }
+    }
+
+    /// Returns the role of a worker with this description.
+    ///
+    /// # Errors
+    /// If it must not join now.
+    pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: &Identity) -> Result<Role, JoinError> {
+        let role = match info.role() {
+            worker_info::Role::Prefill => Role::Prefill,
+            worker_info::Role::Decode => Role::Decode,
+            worker_info::Role::Unspecified => return Err(JoinError::Incomplete { field: "a role" }),
+        };
+        for (field, missing) in [
+            ("a worker_id", info.worker_id.is_empty()),
+            ("an instance_id", info.instance_id.is_empty()),
+            ("a model", info.model.is_empty()),
+            ("a block_size", info.block_size == 0),
+            ("a capacity", info.capacity_blocks == 0),
+        ] {
+            if missing {
+                return Err(JoinError::Incomplete { field });
+            }
+        }
+        Identity::from(info).fits(cluster)?;
+        for Member { info: other, address, .. } in self.values() {
+            if other.instance_id == info.instance_id {
+                return Err(JoinError::Duplicate);
+            }
+            if other.worker_id == info.worker_id {
+                return Err(JoinError::SameWorkerId { worker_id: info.worker_id.clone(), address: address.clone() });
+            }
+        }
+        Ok(role)
+    }
+
+    /// Adds a member with an empty cache, no load, and those of the bookings that name it.
+    pub(super) fn join<'a>(
+        &mut self,
+        info: WorkerInfo,
+        role: Role,
+        address: String,
+        series: WorkerSeries,
+        bookings: impl Iterator<Item = &'a Booking>,
+    ) -> MemberId {
+        let (id, now) = (MemberId(self.next_id), Instant::now());
+        self.next_id += 1;
+        let instance_id: Arc<str> = info.instance_id.as_str().into();
+        let mut own_bookings = WorkerBookings::new(self.hash_key);
+        for booking in bookings {
+            for (_, prefilling) in booking.places().filter(|(on, _)| ***on == *instance_id) {
+                own_bookings.add(booking.key.clone(), BookedLoad::default(), prefilling);
+            }
+        }
+        self.by_instance.insert(instance_id.clone(), id);
+        let member = Member {
+            info,
+            instance_id,
+            role,
+            address,
+            slot: self.free_slots.pop().unwrap_or(WorkerSlot(self.by_id.len() as u32)),
+            load: Load::default(),
+            stats: ReportedStats::default(),
+            prefilled_at: now,
+            decoded_at: now,
+            bookings: own_bookings,
+            breaker: Breaker::default(),
+            series,
+            placements: v1::PlacementTotals::default(),
+        };
         self.by_id.insert(id, member);
+        id
     }
 
-    pub(super) fn remove(&mut self, id: MemberId) -> Option<Member> {
-        let member = self.by_id.remove(&id)?;
-        self.by_instance.remove(&member.instance_id);
-        Some(member)
+    /// Removes the member with its index entries and metric series.
+    pub(super) fn leave(&mut self, id: MemberId) {
+        if let Some(member) = self.by_id.remove(&id) {
+            self.by_instance.remove(&member.instance_id);
+            self.index.forget(member.slot);
+            self.free_slots.push(member.slot);
+        }
     }
 
-    pub(super) fn get_mut(&mut self, id: MemberId) -> Option<&mut Member> {
-        self.by_id.get_mut(&id)
+    /// Replaces what is known of the member's cache. A report that included a booked request may be among the messages that were
+    /// lost before, so all bookings count as reported: a request that has not reached the worker yet is not counted until the
+    /// next report, and none is counted twice.
+    pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
+        let Some(member) = self.by_id.get_mut(&id) else { return };
+        member.bookings.on_all_included();
+        let skipped = self.index.replace(member.slot, snapshot);
+        member.series.orphaned.increment(skipped.orphaned_blocks);
+        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
     }
 
+    /// Applies the changes of the member's cache, in this order.
+    ///
+    /// # Errors
+    /// [`SubscriptionError::BeyondCapacity`] at an event that names more blocks than the worker can hold; later events are not
+    /// applied, and the member's index entries cannot be relied on any more.
+    pub(super) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), SubscriptionError> {
+        let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
+        let capacity_blocks = member.info.capacity_blocks;
+        let applied = events.iter().try_for_each(|event| {
+            let blocks = match &event.change {
+                Change::Stored(chain) => self.index.blocks(member.slot) + chain.sequence_hashes.len() as u64,
+                Change::Removed(hashes) => hashes.len() as u64,
+                Change::Cleared => 0,
+            };
+            if blocks > u64::from(capacity_blocks) {
+                member.series.beyond_capacity.increment(1);
+                return Err(SubscriptionError::BeyondCapacity { capacity_blocks });
+            }
+            let skipped = self.index.apply(member.slot, &event.change);
+            member.series.count_event(&event.change);
+            member.series.absent.increment(skipped.absent_blocks);
+            member.series.orphaned.increment(skipped.orphaned_blocks);
+            Ok(())
+        });
+        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
+        applied
+    }
+
+    /// Takes over the member's load, after all events that came with it, and the requests that the load has come to include.
+    pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
+        let Some(member) = self.by_id.get_mut(&id) else { return };
+        let now = Instant::now();
+        if load.prefill_measurements != member.load.prefill_measurements {
+            member.prefilled_at = now;
+        }
+        if load.decode_step_ms != member.load.decode_step_ms || stats.generated() != member.stats.generated() {
+            member.decoded_at = now;
+        }
+        (member.load, member.stats) = (load, stats);
+        for request_id in included {
+            member.bookings.on_included(request_id);
+        }
+    }
+
+    /// Shows where the member's events come from.
+    pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventSource) {
+        if let Some(member) = self.by_id.get_mut(&id) {
+            let over_nats = source == EventSource::Nats;
+            member.series.over_nats.set(f64::from(u8::from(over_nats)));
+            member.series.direct.set(f64::from(u8::from(!over_nats)));
+        }
+    }
+
+    /// Whether a worker at this address is a member.
+    pub(crate) fn is_member(&self, address: &str) -> bool {
+        self.values().any(|member| member.address == address)
+    }
+
+    /// Returns the member of this instance.
     pub(super) fn of(&self, instance_id: &str) -> Option<&Member> {
         self.by_id.get(self.by_instance.get(instance_id)?)
     }
 
+    /// Returns the member of this instance.
     pub(super) fn of_mut(&mut self, instance_id: &str) -> Option<&mut Member> {
         self.by_id.get_mut(self.by_instance.get(instance_id)?)
     }
 
+    /// Returns the number of members.
     pub(super) fn len(&self) -> usize {
         self.by_id.len()
     }
 
+    /// Returns all members, in the order in which they joined.
     pub(super) fn values(&self) -> impl Iterator<Item = &Member> {
         self.by_id.values()
     }
@@ -98,64 +263,76 @@ impl Members {
         self.by_id.iter()
     }
 
-    /// The booking counts on those of its workers that are members.
-    pub(super) fn book(&mut self, booking: &Booking, shares: Shares) {
-        for (instance_id, computing) in booking.places() {
-            let share = if *instance_id == booking.decode { shares.decode } else { shares.prefill };
+    /// Returns how many blocks the index has of the member.
+    pub(super) fn indexed_blocks(&self, member: &Member) -> u64 {
+        self.index.blocks(member.slot)
+    }
+
+    /// Returns what is known of each member now, in their order. Members whose circuit breakers are open at `breakers_at` are
+    /// excluded, too; `None` ignores circuit breakers.
+    pub(super) fn candidates(
+        &self,
+        hashes: &[SequenceHash],
+        excluded: &BTreeSet<String>,
+        breakers_at: Option<Instant>,
+        costs: &Costs,
+    ) -> Vec<Candidate> {
+        let (overlaps, now) = (self.index.overlap(hashes), Instant::now());
+        let candidate = |member: &Member| {
+            let overlap_blocks = overlaps.get(member.slot.0 as usize).copied().unwrap_or(0);
+            let mut candidate = member.candidate(hashes, overlap_blocks, now, costs);
+            candidate.excluded =
+                excluded.contains(&member.info.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
+            candidate
+        };
+        self.values().map(candidate).collect()
+    }
+
+    /// Counts the booking on those of its workers that are members.
+    pub(super) fn book(&mut self, booking: &Booking, load: LoadByRole) {
+        for (instance_id, prefilling) in booking.places() {
+            let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
             if let Some(member) = self.of_mut(instance_id) {
-                member.booked.add(booking.key.clone(), share, computing);
+                member.bookings.add(booking.key.clone(), load, prefilling);
             }
         }
     }
 
-    /// The same for a member that has just joined, whose report includes the booking by now.
-    pub(super) fn book_on(&mut self, joined: &str, booking: &Booking) {
-        for (instance_id, computing) in booking.places().filter(|(instance_id, _)| ***instance_id == *joined) {
-            if let Some(member) = self.of_mut(instance_id) {
-                member.booked.add(booking.key.clone(), Share::default(), computing);
-            }
-        }
-    }
-
-    /// The booking's prompt is computed: where it was counts no prefill any more. `None`: it was before.
-    pub(super) fn prefilled(&mut self, booking: &mut Booking) -> Option<()> {
-        std::mem::take(&mut booking.computing).then_some(())?;
-        let computed_on = booking.prefill.as_ref().unwrap_or(&booking.decode);
-        if let Some(member) = self.of_mut(computed_on) {
-            member.booked.prefilled(&booking.key, &booking.hashes);
+    /// The booking's prompt has been prefilled: its prefill does not count any more. Returns whether it did before.
+    pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
+        let was_prefilling = std::mem::take(&mut booking.prefilling);
+        if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
+            member.bookings.on_prefilled(&booking.key, &booking.hashes);
             if booking.prefill.is_some() {
-                member.booked.remove(&booking.key);
+                member.bookings.remove(&booking.key);
             }
         }
-        Some(())
+        was_prefilling
     }
 
-    /// The booking counts nowhere any more.
+    /// Removes the booking from its workers.
     pub(super) fn release(&mut self, mut booking: Booking) {
-        self.prefilled(&mut booking);
+        self.on_prefilled(&mut booking);
         if let Some(member) = self.of_mut(&booking.decode) {
-            member.booked.remove(&booking.key);
+            member.bookings.remove(&booking.key);
         }
     }
 
-    /// What of the booking is not in its workers' reports yet.
-    pub(super) fn unreported(&self, booking: &Booking) -> Shares {
+    /// Returns the load of the booking that its workers' reports do not include yet.
+    pub(super) fn unreported(&self, booking: &Booking) -> LoadByRole {
         let on =
-            |instance_id: &str| self.of(instance_id).map(|member| member.booked.unreported(&booking.key)).unwrap_or_default();
-        Shares { decode: on(&booking.decode), prefill: booking.prefill.as_deref().map(on).unwrap_or_default() }
-    }
-}
-
-impl Index<&MemberId> for Members {
-    type Output = Member;
-
-    fn index(&self, id: &MemberId) -> &Member {
-        &self.by_id[id]
+            |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();
+        LoadByRole { decode: on(&booking.decode), prefill: booking.prefill.as_deref().map(on).unwrap_or_default() }
     }
 }
 
 impl Member {
-    /// Not vouched for: that is done where a placement leaves the router.
+    /// Whether it has this role.
+    pub(super) fn is(&self, role: Role) -> bool {
+        self.role == role
+    }
+
+    /// Returns the reference to it, unsigned: references are signed when a placement leaves the router.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {
             worker_id: self.info.worker_id.clone(),
@@ -170,23 +347,23 @@ impl Member {
         v1::Candidate { worker: Some(self.reference()), overlap_blocks, predicted_blocks }
     }
 
-    /// What is known of it now. Measurements count less with their age.
+    /// Returns what is known of it now. Measurements count less with their age.
     pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
-        let Self { load, booked, info, .. } = self;
-        let measured = |value, at: Instant| Measured::new(value, now.duration_since(at), costs);
+        let Self { load, bookings, info, .. } = self;
+        let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);
         let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
         let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
         let filled =
-            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + booked.tokens() as f64 / f64::from(info.block_size);
-        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + booked.sequences();
+            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + bookings.tokens() as f64 / f64::from(info.block_size);
+        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences();
         Candidate {
             role: self.role,
             excluded: false,
             tokens_max: capacity.min(context),
             overlap_blocks,
-            predicted_blocks: booked.predicted_blocks(hashes, overlap_blocks),
+            predicted_blocks: bookings.predicted_blocks(hashes, overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
-            queued_tokens: load.pending_prefill_tokens.saturating_add(booked.tokens()),
+            queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens()),
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
             running: load.running_sequences,
             available_blocks: load.free_blocks.saturating_add(load.cached_blocks),
@@ -195,7 +372,7 @@ impl Member {
             prefill_tokens_per_second: measured(load.prefill_tokens_per_second, self.prefilled_at),
             prefill_fixed_ms: measured(load.prefill_fixed_ms, self.prefilled_at),
             decode_step_ms: measured(load.decode_step_ms, self.decoded_at),
-            transfer_bytes_per_second: measured(self.beside.transfer_bytes_per_second, now),
+            transfer_bytes_per_second: measured(self.stats.transfer_bytes_per_second, now),
         }
     }
 }

@@ -1,97 +1,51 @@
-//! What the router knows: who is in the cluster, what they hold, how busy they are, and what was placed on them.
+//! The router's state: the workers that are members, their caches and loads, and the bookings on them.
 //!
-//! Plain data behind one mutex ([`Cluster`]); nothing here waits. Invariants: every member has a slot of its own in the index;
-//! a member that leaves takes its entries along, and bookings on it count nowhere from then on; all members agree on model,
-//! revision and block size.
+//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. Each part keeps its own invariants: [`Members`],
+//! [`Bookings`], [`Peers`] and the workers that are unavailable. [`State`] does what concerns several of them.
 
+mod booking;
 mod bookings;
 mod explain;
 mod members;
 mod peers;
+mod placement;
+mod request;
+pub(crate) mod texts;
+mod unavailable;
 
-pub(crate) use members::MemberId;
+pub(crate) use members::{JoinError, MemberId};
 pub(crate) use peers::PeerId;
+pub(crate) use request::{Excluded, PlacementError, PlacementRequest};
 
 use crate::{
-    booked::Booked,
-    breaker::Breaker,
-    exchange::Journal,
-    feed::{Beside, Broken, Way},
-    index::{PrefixIndex, WorkerSlot},
+    breaker::is_fault,
     metrics::{RouterMetrics, WorkerSeries},
-    route::{self, Policy, Role, Unplaced},
+    replication::PeerUpdate,
+    route::{NoEligibleWorker, Role},
     settings::{PrefillPlace, RouterSettings},
+    subscription::{ReportedStats, SubscriptionError},
+    worker_bookings::{BookedLoad, BookingId},
 };
+use booking::{Booking, LoadByRole, SAMPLES_MAX};
 use bookings::Bookings;
 use members::{Member, Members};
 use parking_lot::{Mutex, MutexGuard};
-use peers::Peer;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-    time::Duration,
-};
-use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, Snapshot};
+use peers::Peers;
+use placement::Placer;
+use std::{sync::Arc, time::Duration};
+use tandem_kv::{Change, KvBatch, KvEvent, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::{
-    Difference,
     channel::OnRefused,
-    v1::{self, Identity, WorkerInfo, worker_info},
+    v1::{self, Identity, WorkerInfo},
 };
 use tokio::{sync::Notify, time::Instant};
-
-/// Why a worker is not routed to.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refused {
-    #[error("its description lacks {field}")]
-    Incomplete { field: &'static str },
-    #[error(transparent)]
-    Differs(#[from] Difference),
-    #[error("it does not take this router's cluster key; give all processes the same --cluster-key-file")]
-    OtherKey,
-    #[error("the same instance has joined under another address; list each worker once")]
-    Twice,
-    #[error("the worker at {address} is called {worker_id}, too; give each a --worker-id of its own")]
-    SameName { worker_id: String, address: String },
-}
-
-/// Why a request is not placed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum NotPlaced {
-    #[error(transparent)]
-    Unplaced(#[from] Unplaced),
-    #[error("the workers serve another model than the one asked for")]
-    OtherModel,
-    #[error("the router has placed as many requests as it may; try again later")]
-    TooManyBookings,
-    #[error("the request has failed as often as it may; try again later")]
-    TooManyAttempts,
-}
-
-/// A request as it asks to be placed.
-pub(crate) struct Asked {
-    pub(crate) request_id: Arc<str>,
-    /// Empty: not checked.
-    pub(crate) model: String,
-    pub(crate) hashes: Arc<[SequenceHash]>,
-    pub(crate) prompt_tokens: u32,
-    pub(crate) samples: u32,
-    pub(crate) prompt_logits: bool,
-}
-
-/// Instances that have failed a request.
-#[derive(Debug, Default)]
-pub(crate) struct Excluded {
-    /// All of them: they are left out while others can take the request.
-    pub(crate) failed: BTreeSet<String>,
-    /// Those that may be broken: they are left out in any case. The others were merely full or late.
-    pub(crate) lost: BTreeSet<String>,
-}
+use unavailable::UnavailableWorkers;
 
 /// The state, shared.
 pub(crate) struct Cluster {
     state: Mutex<State>,
-    left: Notify,
+    member_left: Notify,
     peer_left: Notify,
 }
 
@@ -99,74 +53,51 @@ pub(crate) struct Cluster {
 pub(crate) struct State {
     settings: RouterSettings,
     instance_id: Arc<str>,
-    policy: Box<dyn Policy>,
     metrics: RouterMetrics,
-    index: PrefixIndex,
-    members: Members,
-    /// Listed workers that are no members, by address.
-    absent: BTreeMap<String, v1::UnavailableWorker>,
-    /// Workers that were listed at the start, and have neither joined nor failed to yet.
-    awaited: BTreeSet<String>,
-    /// There are none of them any more, and will be none.
-    settled: bool,
-    bookings: Bookings,
-    /// From a prompt's prefill to the end of its answer, on average; `None` before the first.
-    answer_ms: Option<f64>,
-    /// Those of other routers.
-    peers: BTreeMap<PeerId, Peer>,
-    journal: Journal,
-    free_slots: Vec<WorkerSlot>,
-    next_member: u64,
-    next_booking: u64,
-    next_peer: u64,
-    turns: u64,
+    pub(crate) members: Members,
+    unavailable: UnavailableWorkers,
+    pub(crate) bookings: Bookings,
+    pub(crate) peers: Peers,
+    placer: Placer,
 }
+
+/// Blocks of events that are applied before the lock is released: about a millisecond's work.
+const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
     pub(crate) fn new(settings: RouterSettings, metrics: Metrics) -> Self {
         let state = State {
-            policy: route::policy(settings.policy),
-            metrics: RouterMetrics::new(metrics),
-            index: PrefixIndex::new(settings.seed),
             instance_id: tandem_node::new_instance_id().into(),
-            members: Members::default(),
-            absent: BTreeMap::new(),
-            awaited: BTreeSet::new(),
-            settled: false,
-            bookings: Bookings::new(),
-            answer_ms: None,
-            peers: BTreeMap::new(),
-            journal: Journal::default(),
-            free_slots: Vec::new(),
-            next_member: 0,
-            next_booking: 0,
-            next_peer: 0,
-            turns: 0,
+            metrics: RouterMetrics::new(metrics),
+            members: Members::new(settings.seed),
+            unavailable: UnavailableWorkers::default(),
+            bookings: Bookings::default(),
+            peers: Peers::default(),
+            placer: Placer::new(&settings),
             settings,
         };
-        Self { state: Mutex::new(state), left: Notify::new(), peer_left: Notify::new() }
+        Self { state: Mutex::new(state), member_left: Notify::new(), peer_left: Notify::new() }
     }
 
-    /// For a moment, never across an await. A panic under the lock has been reported; what it left is still sound enough to
-    /// route by.
+    /// Locks the state. To be held for a moment, never across an await.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// The worker's news. A long list of events is applied in slices, between which others have the state: what a worker sends
-    /// does not keep requests from being placed. Dropped between two slices, it leaves a part applied.
+    /// Applies a worker's events and then its load. A long list of events is applied in slices, between which others can lock the
+    /// state: no worker's message delays placements for long. Dropping the future between two slices leaves the rest unapplied.
     ///
     /// # Errors
-    /// As [`State::apply_events`].
-    pub(crate) async fn apply(&self, id: MemberId, batch: KvBatch, beside: Beside) -> Result<(), Broken> {
+    /// The same as of [`Members::apply_events`].
+    pub(crate) async fn apply(&self, id: MemberId, batch: KvBatch, stats: ReportedStats) -> Result<(), SubscriptionError> {
         let mut events = batch.events.as_slice();
         loop {
             let (now, later) = events.split_at(slice_len(events));
             {
                 let mut state = self.lock();
-                state.apply_events(id, now)?;
+                state.members.apply_events(id, now)?;
                 if later.is_empty() {
-                    state.report(id, batch.load, beside, &batch.included_request_ids);
+                    state.members.report(id, batch.load, stats, &batch.included_request_ids);
                     return Ok(());
                 }
             }
@@ -175,31 +106,31 @@ impl Cluster {
         }
     }
 
-    /// The worker is gone, and with it all it held and its series.
+    /// Removes a worker that is not connected any more.
     pub(crate) fn leave(&self, id: MemberId) {
         self.lock().leave(id);
-        self.left.notify_one();
+        self.member_left.notify_one();
     }
 
-    /// Resolves when a worker has left, now or since the last time. For one caller; cancel-safe.
-    pub(crate) async fn left(&self) {
-        self.left.notified().await;
+    /// Resolves when a worker has left, now or since the last call. For one caller; cancel-safe.
+    pub(crate) async fn member_left(&self) {
+        self.member_left.notified().await;
     }
 
-    /// The router is not followed any more; what it has booked is not known any more.
-    pub(crate) fn forget_peer(&self, id: PeerId) {
-        self.lock().peer_left(id);
+    /// Removes a peer that is not connected any more, with its bookings.
+    pub(crate) fn remove_peer(&self, id: PeerId) {
+        self.lock().remove_peer(id);
         self.peer_left.notify_one();
     }
 
-    /// The same as [`Cluster::left`] of a router.
+    /// Resolves when a peer has been removed, now or since the last call. For one caller; cancel-safe.
     pub(crate) async fn peer_left(&self) {
         self.peer_left.notified().await;
     }
 }
 
-/// How many of these events, at least the first, are applied in one go: so many that they name [`SLICE_BLOCKS`], or up to a `Cleared`,
-/// whose cost is not known from its message.
+/// Returns how many of these events, at least the first, are applied at a time: as many as name [`SLICE_BLOCKS`], or up to a
+/// `Cleared`, whose cost is not known from its message.
 fn slice_len(events: &[KvEvent]) -> usize {
     let mut blocks = 0;
     let last = events.iter().position(|event| {
@@ -213,277 +144,350 @@ fn slice_len(events: &[KvEvent]) -> usize {
     last.map_or(events.len(), |last| last + 1)
 }
 
-/// Blocks after which others have the state: about a millisecond's work.
-const SLICE_BLOCKS: usize = 4_096;
-
+/// Membership of workers.
 impl State {
-    /// Whether a worker that describes itself so may join now.
-    pub(crate) fn admits(&self, info: &WorkerInfo) -> Result<Role, Refused> {
-        let role = match info.role() {
-            worker_info::Role::Prefill => Role::Prefill,
-            worker_info::Role::Decode => Role::Decode,
-            worker_info::Role::Unspecified => return Err(Refused::Incomplete { field: "a role" }),
-        };
-        for (field, missing) in [
-            ("a worker_id", info.worker_id.is_empty()),
-            ("an instance_id", info.instance_id.is_empty()),
-            ("a model", info.model.is_empty()),
-            ("a block_size", info.block_size == 0),
-            ("a capacity", info.capacity_blocks == 0),
-        ] {
-            if missing {
-                return Err(Refused::Incomplete { field });
-            }
-        }
-        Identity::from(info).fits(&self.identity())?;
-        for Member { info: other, address, .. } in self.members.values() {
-            if other.instance_id == info.instance_id {
-                return Err(Refused::Twice);
-            }
-            if other.worker_id == info.worker_id {
-                return Err(Refused::SameName { worker_id: info.worker_id.clone(), address: address.clone() });
-            }
-        }
-        Ok(role)
+    /// Checks whether a worker with this description may join now.
+    ///
+    /// # Errors
+    /// If it must not.
+    pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
+        self.members.check_joinable(info, &self.identity())
     }
 
-    /// What every process must agree with: what the operator says, then what the members do, who all agree.
+    /// Adds a worker, whose cache holds what the snapshot says.
+    ///
+    /// # Errors
+    /// If it must not join.
+    pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
+        let role = self.check_joinable(&info)?;
+        let series = self.series(&info.worker_id);
+        let bookings = self.bookings.values().chain(self.peers.bookings());
+        self.unavailable.remove(&address);
+        let id = self.members.join(info, role, address, series, bookings);
+        self.members.replace(id, snapshot);
+        self.show_workers();
+        Ok(id)
+    }
+
+    fn leave(&mut self, id: MemberId) {
+        self.members.leave(id);
+        self.show_workers();
+    }
+
+    /// Waits for this listed worker before the router is ready, if the router has just started.
+    pub(crate) fn expect_worker(&mut self, address: &str) {
+        self.unavailable.expect(address);
+        self.show_workers();
+    }
+
+    /// Stops waiting for workers that have not answered.
+    pub(crate) fn stop_expecting_workers(&mut self) {
+        self.unavailable.stop_expecting();
+        self.show_workers();
+    }
+
+    /// Whether the router has just started and waits for workers.
+    pub(crate) fn is_starting(&self) -> bool {
+        self.unavailable.is_starting()
+    }
+
+    /// Records why a listed worker is not a member. `incompatible`: it must not join as it is.
+    pub(crate) fn set_unavailable(&mut self, address: &str, reason: String, incompatible: bool) {
+        self.unavailable.insert(address, reason, incompatible);
+        self.show_workers();
+    }
+
+    /// Forgets a worker that is not listed any more.
+    pub(crate) fn clear_unavailable(&mut self, address: &str) {
+        self.unavailable.remove(address);
+        self.show_workers();
+    }
+
+    /// Returns the number of workers whose caches the index knows, and of all that are listed.
+    fn synced_of_known(&self) -> (usize, usize) {
+        (self.members.len(), self.members.len() + self.unavailable.len())
+    }
+
+    fn show_workers(&self) {
+        let incompatible = self.unavailable.values().filter(|worker| worker.incompatible).count();
+        self.metrics.joined.set(self.members.len() as f64);
+        self.metrics.incompatible.set(incompatible as f64);
+        self.metrics.unreachable.set((self.unavailable.values().len() - incompatible) as f64);
+        let (synced, known) = self.synced_of_known();
+        self.metrics.index_complete.set(if known == 0 { 1.0 } else { synced as f64 / known as f64 });
+    }
+
+    /// Returns the metric series of a worker, which are exported while the value is kept.
+    pub(crate) fn series(&self, worker_id: &str) -> WorkerSeries {
+        self.metrics.worker(worker_id)
+    }
+
+    /// Records how long after its sending an event has arrived.
+    pub(crate) fn record_event_lag(&self, lag: Duration) {
+        self.metrics.event_lag.record(lag);
+    }
+}
+
+/// What the router says about itself and the cluster.
+impl State {
+    /// Returns what every process must agree on: the operator's settings, completed by what the members agree on.
     pub(crate) fn identity(&self) -> Identity {
-        let decided = self.settings.identity.clone();
+        let configured = self.settings.identity.clone();
         match self.members.values().next() {
-            Some(first) => decided.or(&(&first.info).into()),
-            None => decided,
+            Some(first) => configured.or(&(&first.info).into()),
+            None => configured,
         }
     }
 
-    /// To be called for each call that is refused for lack of the cluster's key.
+    /// Returns the id of this run of the router.
+    pub(crate) fn instance_id(&self) -> Arc<str> {
+        self.instance_id.clone()
+    }
+
+    /// Returns a function that counts a call that was refused because it lacks the cluster key.
     pub(crate) fn count_unauthenticated(&self) -> OnRefused {
         let refused = self.metrics.unauthenticated.clone();
         Arc::new(move || refused.increment(1))
     }
 
-    /// Of this router: one run of its process.
-    pub(crate) fn instance_id(&self) -> Arc<str> {
-        self.instance_id.clone()
-    }
-
-    /// This worker is listed. If it is so at the start: until each of those has joined, was refused or has not answered, the
-    /// router knows less than one that has been up for longer.
-    pub(crate) fn await_worker(&mut self, address: &str) {
-        if !self.settled {
-            self.awaited.insert(address.to_owned());
-            self.count_workers();
-        }
-    }
-
-    /// Who has not answered by now is not waited for.
-    pub(crate) fn await_nobody(&mut self) {
-        self.awaited.clear();
-        self.settled = true;
-        self.count_workers();
-    }
-
-    fn answered(&mut self, address: &str) {
-        if self.awaited.remove(address) && self.awaited.is_empty() {
-            self.settled = true;
-        }
-    }
-
-    /// Whether workers are still waited for.
-    pub(crate) fn is_joining(&self) -> bool {
-        !self.awaited.is_empty()
-    }
-
-    /// Workers whose caches the index knows, of all that are listed.
-    fn read(&self) -> (usize, usize) {
-        (self.members.len(), self.members.len() + self.absent.len() + self.awaited.len())
-    }
-
-    /// Why no request can be placed, if that is so.
-    pub(crate) fn unready(&self) -> Option<String> {
-        let has = |role| self.members.values().any(|member| member.role == role);
-        if self.is_joining() {
-            let (read, listed) = self.read();
-            return Some(format!("the router has just started; its index: {read} of {listed} workers read"));
+    /// Returns why no request can be placed, if that is so.
+    pub(crate) fn unavailable_reason(&self) -> Option<String> {
+        let has = |role| self.members.values().any(|member| member.is(role));
+        if self.is_starting() {
+            let (synced, known) = self.synced_of_known();
+            return Some(texts::starting(synced, known));
         }
         match self.settings.prefill {
-            _ if !has(Role::Decode) => Some(Unplaced::NoDecode.to_string()),
-            PrefillPlace::Remote if !has(Role::Prefill) => Some(Unplaced::NoPrefill.to_string()),
+            _ if !has(Role::Decode) => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
+            PrefillPlace::Remote if !has(Role::Prefill) => Some(NoEligibleWorker::NoPrefillWorker.to_string()),
             PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
         }
     }
 
-    /// Whether a worker at this address is a member now.
-    pub(crate) fn has_member_at(&self, address: &str) -> bool {
-        self.members.values().any(|member| member.address == address)
-    }
-
-    /// A listed worker is not there, or must not join as it is.
-    pub(crate) fn absent(&mut self, address: &str, reason: String, refused: bool) {
-        self.answered(address);
-        self.absent
-            .insert(address.to_owned(), v1::UnavailableWorker { address: address.to_owned(), reason, incompatible: refused });
-        self.count_workers();
-    }
-
-    /// The worker has joined, or is not listed any more.
-    pub(crate) fn not_absent(&mut self, address: &str) {
-        self.answered(address);
-        self.absent.remove(address);
-        self.count_workers();
-    }
-
-    fn count_workers(&self) {
-        let refused = self.absent.values().filter(|worker| worker.incompatible).count();
-        self.metrics.joined.set(self.members.len() as f64);
-        self.metrics.refused_workers.set(refused as f64);
-        self.metrics.unreachable.set((self.absent.len() - refused) as f64);
-        let (read, listed) = self.read();
-        self.metrics.index_complete.set(if listed == 0 { 1.0 } else { read as f64 / listed as f64 });
-    }
-
-    /// The worker is routed to from now on, and holds what the snapshot says.
-    pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, Refused> {
-        let role = self.admits(&info)?;
-        let id = MemberId(self.next_member);
-        self.next_member += 1;
-        let slot = self.free_slots.pop().unwrap_or(WorkerSlot(self.members.len() as u32));
-        let series = self.metrics.worker(&info.worker_id);
-        let booked = Booked::new(self.settings.seed);
-        let (load, breaker) = (Load::default(), Breaker::default());
-        let (beside, placed) = (Beside::default(), v1::PlacementTotals::default());
-        let instance_id = info.instance_id.as_str().into();
-        let address_of = address.clone();
-        let (prefilled_at, decoded_at) = (Instant::now(), Instant::now());
-        let member = Member {
-            info,
-            instance_id,
-            role,
-            address,
-            slot,
-            load,
-            beside,
-            prefilled_at,
-            decoded_at,
-            booked,
-            breaker,
-            series,
-            placed,
-        };
-        self.members.insert(id, member);
-        self.book_joined(id);
-        self.replace(id, snapshot);
-        self.not_absent(&address_of);
-        Ok(id)
-    }
-
-    /// The worker is gone, and with it all it held and its series.
-    pub(crate) fn leave(&mut self, id: MemberId) {
-        if let Some(member) = self.members.remove(id) {
-            self.index.forget(member.slot);
-            self.free_slots.push(member.slot);
-            self.count_workers();
-        }
-    }
-
-    /// The worker holds what the snapshot says. Its word that it has taken a request in may be among what was lost before, so
-    /// all bookings count as reported: one that is still on its way goes missing until the next report, none counts twice.
-    pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
-        let Some(member) = self.members.get_mut(id) else { return };
-        member.booked.all_taken_in();
-        let skipped = self.index.replace(member.slot, snapshot);
-        member.series.orphaned.increment(skipped.orphaned_blocks);
-        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
-    }
-
-    /// The worker's cache changed so, in this order.
-    ///
-    /// # Errors
-    /// [`Broken::BeyondCapacity`] at an event that names more blocks than the worker can hold; the rest is not applied, and the
-    /// worker's part of the index is not to be relied on.
-    pub(crate) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), Broken> {
-        let Some(member) = self.members.get_mut(id) else { return Ok(()) };
-        let capacity_blocks = member.info.capacity_blocks;
-        let applied = events.iter().try_for_each(|event| {
-            let blocks = match &event.change {
-                Change::Stored(chain) => self.index.blocks(member.slot) + chain.sequence_hashes.len() as u64,
-                Change::Removed(hashes) => hashes.len() as u64,
-                Change::Cleared => 0,
-            };
-            if blocks > u64::from(capacity_blocks) {
-                member.series.beyond_capacity.increment(1);
-                return Err(Broken::BeyondCapacity { capacity_blocks });
-            }
-            let skipped = self.index.apply(member.slot, &event.change);
-            member.series.event(&event.change);
-            member.series.absent.increment(skipped.absent_blocks);
-            member.series.orphaned.increment(skipped.orphaned_blocks);
-            Ok(())
-        });
-        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
-        applied
-    }
-
-    /// The worker's load, after all events that came with it, and the requests that the load has come to include.
-    pub(crate) fn report(&mut self, id: MemberId, load: Load, beside: Beside, included_request_ids: &[String]) {
-        let Some(member) = self.members.get_mut(id) else { return };
-        let now = Instant::now();
-        if load.prefill_measurements != member.load.prefill_measurements {
-            member.prefilled_at = now;
-        }
-        if load.decode_step_ms != member.load.decode_step_ms || beside.generated() != member.beside.generated() {
-            member.decoded_at = now;
-        }
-        (member.load, member.beside) = (load, beside);
-        for request_id in included_request_ids {
-            member.booked.included_request_ids(request_id);
-        }
-    }
-
-    /// An event came so long after it was sent.
-    pub(crate) fn count_lag(&self, lag: Duration) {
-        self.metrics.event_lag.record(lag);
-    }
-
-    /// The worker's events come this way now.
-    pub(crate) fn comes_by(&mut self, id: MemberId, way: Way) {
-        if let Some(member) = self.members.get_mut(id) {
-            let by_nats = way == Way::Published;
-            member.series.by_nats.set(f64::from(u8::from(by_nats)));
-            member.series.by_stream.set(f64::from(u8::from(!by_nats)));
-        }
-    }
-
-    /// The worker's series, which are there for as long as somebody has them.
-    pub(crate) fn series(&self, worker_id: &str) -> WorkerSeries {
-        self.metrics.worker(worker_id)
-    }
-
-    /// Everything, for people.
+    /// Returns all that the router knows of the cluster.
     pub(crate) fn view(&self) -> v1::WorkersReply {
         let now = Instant::now();
         let workers = self.members.values().map(|member| v1::WorkerView {
             info: Some(member.info.clone()),
             address: member.address.clone(),
-            indexed_blocks: self.index.blocks(member.slot),
-            bookings: member.booked.bookings(),
-            load: Some(member.beside.fill((&member.load).into())),
-            placements: Some(member.placed),
+            indexed_blocks: self.members.indexed_blocks(member),
+            bookings: member.bookings.count(),
+            load: Some(member.stats.fill((&member.load).into())),
+            placements: Some(member.placements),
             circuit_open: !member.breaker.admits(now),
         });
-        let (read, listed) = self.read();
+        let (synced, known) = self.synced_of_known();
         v1::WorkersReply {
             workers: workers.collect(),
             bookings: self.bookings.len() as u32,
             identity: Some(self.identity()),
-            unavailable_reason: self.unready(),
-            unavailable: self.absent.values().cloned().collect(),
+            unavailable_reason: self.unavailable_reason(),
+            unavailable: self.unavailable.values().cloned().collect(),
             instance_id: self.instance_id.to_string(),
-            peer_bookings: self.peer_bookings() as u32,
+            peer_bookings: self.peers.count_bookings() as u32,
             peers: self.peers.len() as u32,
-            synced_workers: read as u32,
-            known_workers: listed as u32,
+            synced_workers: synced as u32,
+            known_workers: known as u32,
         }
+    }
+}
+
+/// Bookings of this router.
+impl State {
+    /// Places the request (for the `attempt`th time, from 1) and books it until [`State::release`].
+    ///
+    /// # Errors
+    /// If no worker can take it, or it or the router has reached a limit.
+    pub(crate) fn place(
+        &mut self,
+        request: &PlacementRequest,
+        excluded: &Excluded,
+        attempt: u32,
+    ) -> Result<(BookingId, v1::Placement), PlacementError> {
+        let started = Instant::now();
+        let placed = self.decide_and_book(request, excluded, attempt);
+        if placed.is_err() {
+            self.metrics.refused.increment(1);
+        }
+        self.metrics.route_duration.record(started.elapsed());
+        placed
+    }
+
+    fn decide_and_book(
+        &mut self,
+        request: &PlacementRequest,
+        excluded: &Excluded,
+        attempt: u32,
+    ) -> Result<(BookingId, v1::Placement), PlacementError> {
+        if attempt > self.settings.attempts_max {
+            return Err(PlacementError::TooManyAttempts);
+        }
+        self.check_capacity()?;
+        let decision = self.placer.decide(&self.settings, &self.members, request, excluded, attempt)?;
+        let choice = decision.choice?;
+        let placement = decision.placement(&self.members, choice);
+        let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
+        let known_blocks = u64::from(computes.overlap_blocks) + u64::from(computes.predicted_blocks);
+        let full = BookedLoad {
+            tokens: computes.new_tokens(&decision.query, known_blocks),
+            sequences: request.samples.clamp(1, SAMPLES_MAX),
+        };
+        let load = match choice.prefill {
+            None => LoadByRole { decode: full, ..LoadByRole::default() },
+            Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
+        };
+        let members: Vec<&Member> = self.members.values().collect();
+        let instance = |at: usize| members[at].instance_id.clone();
+        let booking = Booking {
+            key: self.bookings.new_key(request.request_id.clone()),
+            decode: instance(choice.decode),
+            prefill: choice.prefill.map(instance),
+            prefilling: true,
+            answering_since: None,
+            hashes: decision.hashes.into(),
+            overlap_tokens: Some(u64::from(computes.overlap_blocks) * u64::from(decision.query.block_size)),
+        };
+        let overlap_blocks = computes.overlap_blocks;
+        self.count_placement(&booking, overlap_blocks);
+        Ok((self.book(booking, load), placement))
+    }
+
+    /// Books a request that another router has placed, until [`State::release`]. Its workers' reports include it by now, so it
+    /// adds no load. The workers need not be members yet.
+    ///
+    /// # Errors
+    /// If the router holds as many bookings as it may.
+    pub(crate) fn rebook(
+        &mut self,
+        request: &PlacementRequest,
+        existing: v1::ExistingPlacement,
+    ) -> Result<BookingId, PlacementError> {
+        self.check_capacity()?;
+        let v1::ExistingPlacement { decode_instance_id: decode, prefill_instance_id: prefill, prefilling } = existing;
+        let booking = Booking {
+            key: self.bookings.new_key(request.request_id.clone()),
+            prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
+            decode: decode.into(),
+            prefilling,
+            answering_since: None,
+            hashes: if prefilling && !request.prompt_logits { request.hashes.clone() } else { [].into() },
+            overlap_tokens: None,
+        };
+        self.metrics.rebooked.increment(1);
+        Ok(self.book(booking, LoadByRole::default()))
+    }
+
+    /// The prompt has been prefilled: its prefill does not count any more. The cached tokens that the worker reports, if it does,
+    /// are compared with the overlap for which the request was placed.
+    pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
+        let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
+        let computed_on = self.members.of_mut(booking.prefills_on());
+        let tokens = booking.overlap_tokens.zip(cached_tokens.map(u64::from));
+        if let (Some(Member { series, placements, .. }), Some((predicted, actual))) = (computed_on, tokens) {
+            let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));
+            series.overlap_over.increment(over);
+            series.overlap_under.increment(under);
+            placements.overlap_over_tokens += over;
+            placements.overlap_under_tokens += under;
+        }
+    }
+
+    /// The request has its first token: closes the circuit breakers of its workers.
+    pub(crate) fn on_first_token(&mut self, id: BookingId) {
+        self.for_each_worker(id, |member| member.breaker.on_success());
+    }
+
+    /// The request failed because of an instance it was placed on.
+    pub(crate) fn on_failure(&mut self, id: BookingId, instance_id: &str, reason: v1::FailureReason) {
+        if !is_fault(reason) {
+            return;
+        }
+        let now = Instant::now();
+        self.for_each_worker(id, |member| {
+            if member.info.instance_id == instance_id && member.breaker.on_fault(id, now) {
+                tracing::warn!(worker_id = member.info.worker_id, instance_id, ?reason, "circuit breaker opened");
+                member.series.breaker_opened.increment(1);
+            }
+        });
+    }
+
+    /// Ends the booking.
+    pub(crate) fn release(&mut self, id: BookingId) {
+        self.for_each_worker(id, |member| member.breaker.on_released(id));
+        if let Some(answering_since) = self.bookings.release(id, &mut self.members) {
+            self.placer.on_answer(answering_since.elapsed());
+        }
+        self.metrics.bookings.set(self.bookings.len() as f64);
+    }
+
+    /// Returns where the request would be placed now, and why; books nothing.
+    pub(crate) fn explain(&self, request: &PlacementRequest) -> v1::ExplainReply {
+        match self.placer.preview(&self.settings, &self.members, request) {
+            Ok(decision) => explain::reply(&self.members, &decision),
+            Err(error) => v1::ExplainReply { explanation: error.to_string(), ..Default::default() },
+        }
+    }
+
+    fn check_capacity(&self) -> Result<(), PlacementError> {
+        if self.bookings.len() >= self.settings.bookings_max { Err(PlacementError::TooManyBookings) } else { Ok(()) }
+    }
+
+    fn book(&mut self, booking: Booking, load: LoadByRole) -> BookingId {
+        let id = self.bookings.add(booking, load, &mut self.members);
+        self.metrics.bookings.set(self.bookings.len() as f64);
+        id
+    }
+
+    fn for_each_worker(&mut self, id: BookingId, mut action: impl FnMut(&mut Member)) {
+        let Some(booking) = self.bookings.get(id) else { return };
+        for instance_id in [Some(&booking.decode), booking.prefill.as_ref()].into_iter().flatten() {
+            self.members.of_mut(instance_id).into_iter().for_each(&mut action);
+        }
+    }
+
+    fn count_placement(&mut self, booking: &Booking, overlap_blocks: u32) {
+        let id = booking.key.1;
+        for (instance_id, _) in booking.places() {
+            let Some(Member { breaker, series, placements, .. }) = self.members.of_mut(instance_id) else { continue };
+            breaker.on_placed(id);
+            let (counter, total) = match (*instance_id == booking.decode, &booking.prefill) {
+                (true, None) => (&series.placed_local, &mut placements.local),
+                (true, Some(_)) => (&series.placed_decode, &mut placements.decode),
+                (false, _) => (&series.placed_prefill, &mut placements.prefill),
+            };
+            counter.increment(1);
+            *total += 1;
+            if instance_id == booking.prefills_on() {
+                series.overlap_blocks.record(f64::from(overlap_blocks));
+                placements.overlap_blocks += u64::from(overlap_blocks);
+            }
+        }
+    }
+}
+
+/// Bookings of peers.
+impl State {
+    /// Adds a peer router that has connected.
+    pub(crate) fn add_peer(&mut self, address: &str) -> PeerId {
+        let id = self.peers.add(address);
+        self.show_peers();
+        id
+    }
+
+    fn remove_peer(&mut self, id: PeerId) {
+        self.peers.remove(id, &mut self.members);
+        self.show_peers();
+    }
+
+    /// Applies a peer's update.
+    pub(crate) fn update_peer(&mut self, id: PeerId, update: PeerUpdate) {
+        self.peers.update(id, update, &mut self.members, &mut self.bookings, self.settings.bookings_max);
+        self.show_peers();
+    }
+
+    fn show_peers(&self) {
+        self.metrics.peers.set(self.peers.len() as f64);
+        self.metrics.peer_bookings.set(self.peers.count_bookings() as f64);
     }
 }
 

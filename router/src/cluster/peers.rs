@@ -1,156 +1,115 @@
-//! Bookings across routers: what this one tells of its own, and those it has heard of from others.
+//! The peer routers and their bookings.
 //!
-//! A booking that was heard of counts as an own one does, until the worker reports the request or the router that made it
-//! releases it, or is gone. It is never released here for any other reason.
+//! A peer's booking counts as an own one does, until the worker reports the request, the peer releases the booking, or the peer
+//! disconnects. It is never released here for any other reason.
 
 use super::{
-    State,
-    bookings::{Booking, SAMPLES_MAX},
-    members::Shares,
+    booking::{Booking, LoadByRole},
+    bookings::Bookings,
+    members::Members,
 };
-use crate::{
-    booked::Share,
-    exchange::{self, Change, HASHES_MAX, Heard, News, Told},
-};
-use std::{
-    collections::{HashMap, HashSet, hash_map::Entry},
-    sync::Arc,
-};
-use tokio::sync::watch;
+use crate::replication::{BookingRecord, PeerUpdate};
+use std::collections::{BTreeMap, HashMap, HashSet, hash_map::Entry};
 
-/// A router whose bookings are heard of, as long as it is followed.
+/// One connection to a peer router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PeerId(u64);
 
-/// Of one prompt: as many as a request can say that it has.
-const TOKENS_MAX: u64 = u32::MAX as u64;
-
-/// One router.
-#[derive(Default)]
-pub(super) struct Peer {
+struct Peer {
     address: String,
-    /// By its numbers.
-    pub(super) bookings: PeerBookings,
+    /// By the peer's numbers.
+    bookings: HashMap<u64, Booking>,
 }
 
-type PeerBookings = HashMap<u64, Booking>;
+/// All connected peers.
+#[derive(Default)]
+pub(crate) struct Peers {
+    by_id: BTreeMap<PeerId, Peer>,
+    next_id: u64,
+}
 
-impl State {
-    /// Tells of every change of this router's bookings.
-    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
-        self.journal.subscribe()
-    }
-
-    /// What another router has to hear that knows all up to `after`, or nothing yet; and the number up to which it knows all then.
-    pub(crate) fn news(&self, after: Option<u64>) -> (Vec<News>, u64) {
-        let told = |booking: &Booking| {
-            let Shares { decode, prefill } = self.members.unreported(booking);
-            let hashes = match booking.computing {
-                false => [].into(),
-                true if booking.hashes.len() <= HASHES_MAX => booking.hashes.clone(),
-                true => booking.hashes[..HASHES_MAX].into(),
-            };
-            Told {
-                request_id: booking.key.0.clone(),
-                decode: (booking.decode.clone(), decode),
-                prefill: booking.prefill.clone().map(|instance_id| (instance_id, prefill)),
-                computing: booking.computing,
-                hashes,
-            }
-        };
-        let last = self.journal.last();
-        let news = match after.and_then(|after| Some((after, self.journal.since(after)?))) {
-            Some((after, changed)) => exchange::changes(after, changed, |id| self.bookings.get(&id).map(told)),
-            None => exchange::state(last, self.bookings.iter().map(|(id, booking)| (*id, told(booking)))),
-        };
-        (news, last)
-    }
-
-    /// Another router is followed from now on.
-    pub(crate) fn peer_joined(&mut self, address: &str) -> PeerId {
-        let id = PeerId(self.next_peer);
-        self.next_peer += 1;
-        self.peers.insert(id, Peer { address: address.to_owned(), bookings: PeerBookings::new() });
-        self.count_peers();
+impl Peers {
+    /// Adds a peer that has connected.
+    pub(super) fn add(&mut self, address: &str) -> PeerId {
+        let id = PeerId(self.next_id);
+        self.next_id += 1;
+        self.by_id.insert(id, Peer { address: address.to_owned(), bookings: HashMap::new() });
         id
     }
 
-    /// The router is not followed any more; what it has booked is not known any more.
-    pub(crate) fn peer_left(&mut self, id: PeerId) {
-        for booking in self.peers.remove(&id).unwrap_or_default().bookings.into_values() {
-            self.members.release(booking);
-        }
-        self.count_peers();
+    /// Removes a peer that has disconnected, with its bookings.
+    pub(super) fn remove(&mut self, id: PeerId, members: &mut Members) {
+        let bookings = self.by_id.remove(&id).into_iter().flat_map(|peer| peer.bookings.into_values());
+        bookings.for_each(|booking| members.release(booking));
     }
 
-    /// What the router has told.
-    pub(crate) fn peer_told(&mut self, id: PeerId, heard: Heard) {
-        // A value of its own while it changes, so that the rest of the state can change with it.
-        let Some(mut peer) = self.peers.remove(&id) else { return };
-        let changed = match heard {
-            Heard::Nothing => Vec::new(),
-            Heard::Changed(changed) => changed,
-            Heard::All(all) => {
-                let kept: HashSet<u64> = all.iter().map(|(id, _)| *id).collect();
-                for (_, over) in peer.bookings.extract_if(|id, _| !kept.contains(id)) {
-                    self.members.release(over);
+    /// Applies the peer's update. `own` gives keys to new bookings; beyond `bookings_max` they are ignored.
+    pub(super) fn update(
+        &mut self,
+        id: PeerId,
+        update: PeerUpdate,
+        members: &mut Members,
+        own: &mut Bookings,
+        bookings_max: usize,
+    ) {
+        let Some(Peer { bookings, .. }) = self.by_id.get_mut(&id) else { return };
+        let changes = match update {
+            PeerUpdate::None => Vec::new(),
+            PeerUpdate::Changed(changes) => changes,
+            PeerUpdate::All(all) => {
+                let kept: HashSet<u64> = all.iter().map(|(number, _)| *number).collect();
+                for (_, ended) in bookings.extract_if(|number, _| !kept.contains(number)) {
+                    members.release(ended);
                 }
                 all
             }
         };
-        for change in changed {
-            self.peer_changed(&mut peer.bookings, change);
-        }
-        self.peers.insert(id, peer);
-        self.count_peers();
-    }
-
-    fn peer_changed(&mut self, bookings: &mut PeerBookings, (number, told): Change) {
-        let full = bookings.len() >= self.settings.bookings_max;
-        match (bookings.entry(number), told) {
-            (Entry::Occupied(known), None) => self.members.release(known.remove()),
-            (Entry::Vacant(_), None) => {}
-            (Entry::Occupied(mut known), Some(told)) => {
-                if !told.computing {
-                    self.members.prefilled(known.get_mut());
+        for (number, record) in changes {
+            let is_full = bookings.len() >= bookings_max;
+            match (bookings.entry(number), record) {
+                (Entry::Occupied(known), None) => members.release(known.remove()),
+                (Entry::Vacant(_), None) => {}
+                (Entry::Occupied(mut known), Some(record)) => {
+                    if !record.prefilling {
+                        members.on_prefilled(known.get_mut());
+                    }
+                }
+                // The peer's settings allow more bookings: these count once the workers report them.
+                (Entry::Vacant(_), Some(_)) if is_full => {}
+                (Entry::Vacant(new), Some(record)) => {
+                    new.insert(book(record, members, own));
                 }
             }
-            // More than any router makes: it has other settings, and its later ones count only once workers report them.
-            (Entry::Vacant(_), Some(_)) if full => {}
-            (Entry::Vacant(new), Some(told)) => {
-                let (booking, shares) = self.heard_of(told);
-                self.members.book(&booking, shares);
-                new.insert(booking);
-            }
         }
     }
 
-    fn heard_of(&mut self, told: Told) -> (Booking, Shares) {
-        let Told { request_id, decode, prefill, computing, hashes } = told;
-        // The worker's report may have come before the booking that it includes.
-        let unreported = |(instance_id, share): &(Arc<str>, Share)| {
-            let reported = self.members.of(instance_id).is_some_and(|member| member.booked.has_taken_in(&request_id));
-            let Share { tokens, sequences } = if reported { Share::default() } else { *share };
-            Share { tokens: tokens.min(TOKENS_MAX), sequences: sequences.min(SAMPLES_MAX) }
-        };
-        let shares = Shares { decode: unreported(&decode), prefill: prefill.as_ref().map(unreported).unwrap_or_default() };
-        let key = self.new_key(request_id);
-        let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
-        (Booking { key, decode, prefill, computing, answering: None, hashes, overlap_tokens: None }, shares)
+    /// Returns the bookings of all peers.
+    pub(super) fn bookings(&self) -> impl Iterator<Item = &Booking> {
+        self.by_id.values().flat_map(|peer| peer.bookings.values())
     }
 
-    /// Bookings of all other routers.
-    pub(super) fn peer_bookings(&self) -> usize {
-        self.peers.values().map(|peer| peer.bookings.len()).sum()
+    /// Returns the number of bookings of all peers.
+    pub(super) fn count_bookings(&self) -> usize {
+        self.by_id.values().map(|peer| peer.bookings.len()).sum()
     }
 
-    /// Whether the router at this address is followed now.
-    pub(crate) fn has_peer_at(&self, address: &str) -> bool {
-        self.peers.values().any(|peer| peer.address == address)
+    /// Returns the number of connected peers.
+    pub(super) fn len(&self) -> usize {
+        self.by_id.len()
     }
 
-    fn count_peers(&self) {
-        self.metrics.peers.set(self.peers.len() as f64);
-        self.metrics.peer_bookings.set(self.peer_bookings() as f64);
+    /// Whether the router at this address is connected.
+    pub(crate) fn is_connected(&self, address: &str) -> bool {
+        self.by_id.values().any(|peer| peer.address == address)
     }
+}
+
+fn book(record: BookingRecord, members: &mut Members, own: &mut Bookings) -> Booking {
+    let has_reported =
+        |instance_id: &str| members.of(instance_id).is_some_and(|member| member.bookings.has_included(&record.request_id));
+    let load = LoadByRole::recorded(&record, has_reported);
+    let key = own.new_key(record.request_id.clone());
+    let booking = Booking::of_peer(record, key);
+    members.book(&booking, load);
+    booking
 }

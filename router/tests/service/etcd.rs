@@ -1,4 +1,4 @@
-//! A router that finds its workers through etcd: what it says is a hint, and a worker's own stream is the truth.
+//! A router that discovers its workers through etcd, whose list is advisory: a worker whose stream is open stays a member.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 pub mod servers;
@@ -10,12 +10,12 @@ use tandem_node::discovery::{EtcdSettings, Role, Workers};
 use tandem_proto::v1::worker_info;
 use tandem_router::{PrefillPlace, RouterSettings};
 
-struct Story {
+struct Scenario {
     server: Server,
     client: etcd_client::Client,
 }
 
-impl Story {
+impl Scenario {
     async fn start() -> (Self, RouterSettings) {
         let server = Server::etcd(&[]);
         let client = etcd_client::Client::connect([server.address()], None).await.expect("it listens");
@@ -36,8 +36,8 @@ impl Story {
     }
 
     async fn put(&mut self, of: &FakeWorker) {
-        let card = format!(r#"{{"role":"decode-worker","address":"{}"}}"#, of.address);
-        self.client.put(Self::key(of), card, None).await.expect("it answers");
+        let record = format!(r#"{{"role":"decode-worker","address":"{}"}}"#, of.address);
+        self.client.put(Self::key(of), record, None).await.expect("it answers");
     }
 
     async fn delete(&mut self, of: &FakeWorker) {
@@ -46,36 +46,36 @@ impl Story {
 }
 
 #[tokio::test]
-async fn a_worker_whose_stream_lives_stays_whatever_etcd_says() {
-    let (mut story, settings) = Story::start().await;
+async fn connected_worker_stays_a_member_after_etcd_deregisters_it() {
+    let (mut scenario, settings) = Scenario::start().await;
     let mut stays = FakeWorker::start(worker_info::Role::Decode, "stays").await;
     let mut other = FakeWorker::start(worker_info::Role::Decode, "other").await;
     let router = TestRouter::start_with(settings).await;
-    story.put(&stays).await;
+    scenario.put(&stays).await;
     let watch = stays.join().await;
     router.until_indexed("stays", 0).await;
 
-    // Its lease has run out; who is put afterwards and joins shows that the router has heard of it.
-    story.delete(&stays).await;
-    story.put(&other).await;
+    // Its lease has expired. A worker that registers and joins afterwards shows that the router has seen the deletion.
+    scenario.delete(&stays).await;
+    scenario.put(&other).await;
     let others = other.join().await;
     router.until_indexed("other", 0).await;
     assert!(worker(&router.view().await, "stays").is_some());
     drop(others);
-    router.until_gone("other").await;
+    router.until_left("other").await;
     let placed = router.route(prompt("r", &[1])).await.placement().await;
     assert_eq!(placed.decode.and_then(|chosen| chosen.worker).map(|chosen| chosen.worker_id).as_deref(), Some("stays"));
 
-    // Without its stream it is nobody: it is not even looked for.
-    story.delete(&other).await;
+    // Once its stream has closed, it is not a member, and the router does not try to reconnect.
+    scenario.delete(&other).await;
     drop(watch);
     router.until(|view| view.workers.is_empty() && view.unavailable.is_empty()).await;
-    story.put(&stays).await;
+    scenario.put(&stays).await;
     let watch = stays.join().await;
     router.until_indexed("stays", 0).await;
 
-    // Without etcd those who are known are followed as before, and looked for when they are away.
-    story.server.kill();
+    // While etcd is down, known workers are still watched, and the router reconnects to them.
+    scenario.server.kill();
     drop(watch);
     let _watch = stays.join().await;
     router.until_indexed("stays", 0).await;

@@ -1,4 +1,4 @@
-//! Workers whose every word the test says, a router over real sockets, and a client of it.
+//! Fake workers whose messages the test sends, a router over real sockets, and a client of it.
 
 use std::{
     net::SocketAddr,
@@ -33,17 +33,17 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::UnboundedReceiverStream};
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// Longer than anything here takes on a busy machine; only a failure waits for it.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Longer than anything here takes on a busy machine; only a failing test waits this long.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub const BLOCK: u32 = 16;
 
-/// Waits for what has to come.
+/// Waits for an event that must happen.
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, what).await.expect("it comes in time")
+    timeout(TIMEOUT, what).await.expect("it comes in time")
 }
 
-/// A worker's process, as far as the router sees it.
+/// A worker process, as the router sees it.
 pub struct FakeWorker {
     pub address: String,
     info: Arc<Mutex<WorkerInfo>>,
@@ -51,7 +51,7 @@ pub struct FakeWorker {
     snapshots: UnboundedReceiver<FakeSnapshot>,
 }
 
-/// A router that asks for a snapshot.
+/// A router's request for a snapshot.
 pub struct FakeSnapshot {
     instance_id: String,
     chunks: UnboundedSender<Result<SnapshotChunk, Status>>,
@@ -60,7 +60,7 @@ pub struct FakeSnapshot {
 /// The worker's end of one `Watch` stream. Dropping it ends the stream.
 pub struct FakeWatch {
     instance_id: String,
-    /// The router hears of events by NATS.
+    /// The router receives the events over NATS.
     pub events_over_nats: bool,
     replies: UnboundedSender<Result<WatchReply, Status>>,
 }
@@ -100,7 +100,7 @@ impl Control for Service {
 }
 
 fn over<T>(_: T) -> Status {
-    Status::unavailable("the test is over")
+    Status::unavailable("the test has ended")
 }
 
 impl FakeWorker {
@@ -134,12 +134,12 @@ impl FakeWorker {
         soon(self.watches.recv()).await.expect("the server runs")
     }
 
-    /// The router's next question for a snapshot.
-    pub async fn asked(&mut self) -> FakeSnapshot {
+    /// The router's next request for a snapshot.
+    pub async fn snapshot_requested(&mut self) -> FakeSnapshot {
         soon(self.snapshots.recv()).await.expect("the server runs")
     }
 
-    /// Joins with an empty cache.
+    /// Accepts the router's next `Watch` with an empty snapshot.
     pub async fn join(&mut self) -> FakeWatch {
         let watch = self.watched().await;
         watch.snapshot(0, &[]);
@@ -148,7 +148,7 @@ impl FakeWorker {
 }
 
 impl FakeSnapshot {
-    /// One chain, from the root.
+    /// Sends a snapshot with one chain, from the root.
     pub fn answer(self, at_event_id: u64, hashes: &[u64]) {
         for chunk in root_chain(&self.instance_id, at_event_id, hashes) {
             self.chunks.send(Ok(chunk)).expect("the router listens");
@@ -170,7 +170,7 @@ impl FakeWatch {
         self.replies.send(Err(status)).expect("the router listens");
     }
 
-    /// One chain, from the root.
+    /// Sends a snapshot with one chain, from the root.
     pub fn snapshot(&self, at_event_id: u64, hashes: &[u64]) {
         for chunk in root_chain(&self.instance_id, at_event_id, hashes) {
             self.send(watch_reply::Message::Snapshot(chunk));
@@ -183,7 +183,7 @@ impl FakeWatch {
         self.batch(KvBatch { last_event_id, events, ..Default::default() });
     }
 
-    /// No events; `last_event_id` is what the worker says to have made.
+    /// Sends no events; `last_event_id` is the id of the worker's last event.
     pub fn heartbeat(&self, last_event_id: u64, load: Load, included_request_ids: &[&str]) {
         let included_request_ids = included_request_ids.iter().map(|id| (*id).to_owned()).collect();
         self.batch(KvBatch { last_event_id, load, included_request_ids, ..Default::default() });
@@ -193,7 +193,7 @@ impl FakeWatch {
         self.send(watch_reply::Message::Batch(event_batch(&self.instance_id, &batch, 0)));
     }
 
-    /// The router has let go of this stream.
+    /// Waits until the router has closed this stream.
     pub async fn abandoned(&self) {
         soon(self.replies.closed()).await;
     }
@@ -257,9 +257,9 @@ impl TestRouter {
         self.client.clone().workers(WorkersRequest {}).await.expect("it always answers").into_inner()
     }
 
-    /// Waits until the router's view is as it should become.
+    /// Waits until the router's view satisfies the condition.
     pub async fn until(&self, done: impl Fn(&WorkersReply) -> bool) -> WorkersReply {
-        let reached = timeout(PATIENCE, async {
+        let reached = timeout(TIMEOUT, async {
             loop {
                 let view = self.view().await;
                 if done(&view) {
@@ -270,16 +270,16 @@ impl TestRouter {
         });
         match reached.await {
             Ok(view) => view,
-            Err(_) => panic!("it does not become so; now it is {:?}", self.view().await),
+            Err(_) => panic!("timeout; the view is {:?}", self.view().await),
         }
     }
 
-    /// Waits until the worker is a member with so many blocks.
+    /// Waits until the worker is a member with this many blocks.
     pub async fn until_indexed(&self, worker_id: &str, blocks: u64) {
         self.until(|view| worker(view, worker_id).is_some_and(|worker| worker.indexed_blocks == blocks)).await;
     }
 
-    pub async fn until_gone(&self, worker_id: &str) {
+    pub async fn until_left(&self, worker_id: &str) {
         self.until(|view| worker(view, worker_id).is_none()).await;
     }
 
@@ -288,7 +288,7 @@ impl TestRouter {
         text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
     }
 
-    /// A `Route` stream without a word yet, and what it answers to these.
+    /// Opens a `Route` stream with these messages.
     pub async fn open(&self, messages: Vec<route_request::Message>) -> Result<Route, Status> {
         let (requests, stream) = unbounded_channel();
         for message in messages {
@@ -307,7 +307,7 @@ pub fn worker<'a>(view: &'a WorkersReply, worker_id: &str) -> Option<&'a WorkerV
     view.workers.iter().find(|worker| worker.info.as_ref().is_some_and(|info| info.worker_id == worker_id))
 }
 
-/// A frontend's held stream.
+/// A frontend's stream, which holds a booking.
 pub struct Route {
     pub requests: UnboundedSender<RouteRequest>,
     replies: Streaming<RouteReply>,
@@ -325,7 +325,7 @@ impl Route {
         }
     }
 
-    pub async fn leaving(&mut self) {
+    pub async fn draining(&mut self) {
         let reply = self.reply().await.expect("no error").expect("a reply").message;
         assert!(matches!(reply, Some(route_reply::Message::Draining(_))), "{reply:?}");
     }
@@ -337,22 +337,22 @@ impl Route {
         }
     }
 
-    pub fn say(&self, message: route_request::Message) {
+    pub fn send(&self, message: route_request::Message) {
         self.requests.send(RouteRequest { message: Some(message) }).expect("the stream is open");
     }
 
     pub fn failed(&self, instance_id: &str) {
         let failed =
             AttemptFailed { instance_id: instance_id.to_owned(), reason: FailureReason::PrefillLost.into(), generated_tokens: 0 };
-        self.say(route_request::Message::Failed(failed));
+        self.send(route_request::Message::Failed(failed));
     }
 
     pub fn prefill_finished(&self, cached_tokens: Option<u32>) {
-        self.say(route_request::Message::PrefillFinished(PrefillFinished { cached_tokens }));
+        self.send(route_request::Message::PrefillFinished(PrefillFinished { cached_tokens }));
     }
 }
 
-/// A prompt whose full blocks are these, and one token more.
+/// A prompt with these full blocks and one more token.
 pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
     RoutePrompt {
         request_id: request_id.to_owned(),
@@ -364,7 +364,7 @@ pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
     }
 }
 
-/// (instance, overlap, predicted)
+/// (instance, overlap blocks, predicted blocks)
 pub fn chosen(candidate: Option<Candidate>) -> Option<(String, u32, u32)> {
     let candidate = candidate?;
     Some((candidate.worker?.instance_id, candidate.overlap_blocks, candidate.predicted_blocks))

@@ -1,4 +1,5 @@
-//! The router as a process: workers that come, talk, fall silent and go; frontends that ask, give up and vanish.
+//! The router over real sockets: workers that join, report, fall silent and leave; frontends that request placements, cancel and
+//! disconnect.
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime")]
 
 mod etcd;
@@ -32,7 +33,7 @@ async fn overlap(router: &TestRouter, numbers: &[u64]) -> u32 {
 }
 
 #[tokio::test]
-async fn a_worker_joins_with_its_whole_snapshot_and_its_events_follow() {
+async fn worker_joins_with_a_complete_snapshot_and_its_later_events_are_applied() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.watched().await;
@@ -42,12 +43,12 @@ async fn a_worker_joins_with_its_whole_snapshot_and_its_events_follow() {
     let mut first = second.clone();
     (first.last, first.stored) = (false, second.stored.drain(..1).collect());
     watch.send(watch_reply::Message::Snapshot(first));
-    assert!(router.view().await.workers.is_empty(), "half a snapshot is none");
+    assert!(router.view().await.workers.is_empty(), "an incomplete snapshot is not used");
     watch.send(watch_reply::Message::Snapshot(second));
     router.until_indexed("d", 5).await;
     assert_eq!(overlap(&router, &[1, 2, 3, 4]).await, 3);
 
-    // Up to 7 they are in the snapshot.
+    // The snapshot includes events up to 7.
     watch.events(6, vec![Change::Cleared, Change::Cleared, stored(Some(3), &[4]), Change::Removed(hashes(&[9, 77, 8]))]);
     router.until_indexed("d", 4).await;
     assert_eq!((overlap(&router, &[1, 2, 3, 4]).await, overlap(&router, &[1, 2, 8]).await), (4, 2));
@@ -60,13 +61,13 @@ async fn a_worker_joins_with_its_whole_snapshot_and_its_events_follow() {
 }
 
 #[tokio::test]
-async fn lost_events_are_noticed_counted_and_repaired_from_a_new_snapshot() {
+async fn lost_events_are_detected_counted_and_repaired_by_a_snapshot() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let mut watch = decode.watched().await;
     watch.snapshot(0, &[1, 2, 3]);
     router.until_indexed("d", 3).await;
-    // Lost between two batches; lost with the last batch; noticed by the worker itself.
+    // Lost between two batches; lost with the last batch; reported by the worker itself.
     for (gaps, blocks) in [(1, 2), (2, 1), (3, 0)] {
         match gaps {
             1 => watch.events(2, vec![stored(Some(3), &[4])]),
@@ -74,7 +75,7 @@ async fn lost_events_are_noticed_counted_and_repaired_from_a_new_snapshot() {
             _ => watch.fail(Status::data_loss("too slow")),
         }
         watch = decode.watched().await;
-        assert!(worker(&router.view().await, "d").is_some(), "it is routed to in the meantime");
+        assert!(worker(&router.view().await, "d").is_some(), "it stays a member meanwhile");
         watch.snapshot(5, &[1, 2, 3][..blocks]);
         router.until_indexed("d", blocks as u64).await;
         let counted = router.metric(r#"tandem_router_kv_event_gaps_total{worker="d"}"#);
@@ -85,7 +86,7 @@ async fn lost_events_are_noticed_counted_and_repaired_from_a_new_snapshot() {
 }
 
 #[tokio::test]
-async fn a_restarted_worker_begins_with_nothing_under_its_new_name() {
+async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.watched().await;
@@ -96,19 +97,19 @@ async fn a_restarted_worker_begins_with_nothing_under_its_new_name() {
 
     decode.describe_as(|info| info.instance_id = "d-2".to_owned());
     drop(watch);
-    router.until_gone("d").await;
+    router.until_left("d").await;
     let watch = decode.watched().await;
     watch.snapshot(1, &[1]);
     let view = router.until(|view| worker(view, "d").is_some()).await;
-    let fresh = worker(&view, "d").expect("it is there");
+    let fresh = worker(&view, "d").expect("it is a member");
     assert_eq!((fresh.indexed_blocks, fresh.bookings), (1, 0));
-    // The frontend learns that the old instance is gone, and is placed on the new one.
+    // The frontend reports that the old instance has failed, and its request is placed on the new one.
     held.failed("d-1");
     assert_eq!(chosen(held.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
 }
 
 #[tokio::test]
-async fn a_stream_that_speaks_for_another_instance_ends_the_membership() {
+async fn message_of_another_instance_ends_the_membership() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.join().await;
@@ -116,12 +117,12 @@ async fn a_stream_that_speaks_for_another_instance_ends_the_membership() {
     let chunk = snapshot_chunks("d-0", &Snapshot { at_event_id: 0, stored: vec![chain(None, &[1])] }).remove(0);
     watch.send(watch_reply::Message::Snapshot(chunk));
     watch.abandoned().await;
-    router.until_gone("d").await;
+    router.until_left("d").await;
     decode.join().await;
 }
 
 #[tokio::test]
-async fn more_blocks_than_a_worker_has_end_its_membership_and_are_not_indexed() {
+async fn events_beyond_capacity_end_the_membership_and_are_not_indexed() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     decode.describe_as(|info| info.capacity_blocks = 10);
     let router = TestRouter::start(&[&decode], local()).await;
@@ -130,18 +131,18 @@ async fn more_blocks_than_a_worker_has_end_its_membership_and_are_not_indexed() 
         let watch = decode.watched().await;
         watch.snapshot(0, &[1, 2, 3]);
         router.until_indexed("d", 3).await;
-        // Full is not too full.
+        // A full cache is valid.
         watch.events(1, vec![stored(Some(3), &hashes[3..10]), Change::Removed(fake::hashes(&hashes[3..10]))]);
         watch.events(3, vec![stored(Some(3), &[30]), change]);
         watch.abandoned().await;
-        router.until_gone("d").await;
+        router.until_left("d").await;
     }
     router
         .until(|view| {
             view.unavailable.iter().any(|worker| worker.reason.contains("more blocks than its reported capacity of 10"))
         })
         .await;
-    // A snapshot is no way around it.
+    // Snapshots have the same limit.
     let watch = decode.watched().await;
     watch.snapshot(0, &hashes);
     watch.abandoned().await;
@@ -150,7 +151,7 @@ async fn more_blocks_than_a_worker_has_end_its_membership_and_are_not_indexed() 
 }
 
 #[tokio::test]
-async fn a_worker_whose_stream_ends_or_falls_silent_is_gone_and_may_return() {
+async fn worker_whose_stream_ends_or_falls_silent_leaves_and_may_return() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { silence_max: Duration::from_secs(1), ..local() };
     let router = TestRouter::start(&[&decode], settings).await;
@@ -163,7 +164,7 @@ async fn a_worker_whose_stream_ends_or_falls_silent_is_gone_and_may_return() {
             "ends" => drop(watch),
             _ => watch.abandoned().await,
         }
-        router.until_gone("d").await;
+        router.until_left("d").await;
         let failure = router.route(prompt("r", &[1])).await.failure().await;
         assert_eq!(refusal(failure), (FailureReason::AtCapacity, true));
     }
@@ -173,12 +174,12 @@ async fn a_worker_whose_stream_ends_or_falls_silent_is_gone_and_may_return() {
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_fit_is_not_routed_to_and_asked_again() {
+async fn incompatible_worker_is_not_used_until_it_is_compatible() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let mut prefill = FakeWorker::start(Role::Prefill, "p").await;
     prefill.describe_as(|info| info.block_size = 2 * BLOCK);
     let router = TestRouter::start(&[&decode, &prefill], remote()).await;
-    // Nobody has joined, so it may still become the first.
+    // No worker has joined yet, so it may still become the first member.
     let early = prefill.watched().await;
     let _decode = decode.join().await;
     router.until_indexed("d", 0).await;
@@ -186,7 +187,7 @@ async fn a_worker_that_does_not_fit_is_not_routed_to_and_asked_again() {
     early.abandoned().await;
     let failure = router.route(prompt("r", &[1])).await.failure().await;
     assert!(failure.message.contains("no prefill worker"), "{failure:?}");
-    // The operator starts it anew with the cluster's block size.
+    // The operator restarts it with the cluster's block size.
     prefill.describe_as(|info| info.block_size = BLOCK);
     let _prefill = prefill.join().await;
     router.until(|view| worker(view, "p").is_some()).await;
@@ -194,7 +195,7 @@ async fn a_worker_that_does_not_fit_is_not_routed_to_and_asked_again() {
 }
 
 #[tokio::test]
-async fn a_booking_lives_as_long_as_its_stream() {
+async fn booking_lasts_until_its_stream_ends() {
     let mut prefill = FakeWorker::start(Role::Prefill, "p").await;
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&prefill, &decode], remote()).await;
@@ -220,11 +221,11 @@ async fn a_booking_lives_as_long_as_its_stream() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // One has its first token; what was foreseen (two blocks) is compared with what was found.
+    // One has its first token: the predicted overlap (two blocks) is compared with the tokens that were cached.
     routes[0].prefill_finished(Some(16));
     router.until(bookings(2, 3, 3)).await;
     assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
-    // One closes its side; one vanishes with its connection's stream.
+    // One client closes its side of the stream; one drops the stream.
     let closing = routes.remove(1);
     drop(closing.requests);
     router.until(bookings(1, 2, 2)).await;
@@ -246,7 +247,7 @@ async fn reported_requests_are_not_counted_twice() {
     let [zero, one] = &mut prefills;
     let watches = [zero.join().await, one.join().await];
     router.until(|view| view.workers.len() == 3).await;
-    // 10 blocks booked on one side, 15 reported on the other: the first still has less to do.
+    // 10 blocks are booked on one worker, 15 reported by the other: the first still has less load.
     let mut first = router.route(prompt("a", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).await;
     let (taken, ..) = chosen(first.placement().await.prefill).expect("it is remote");
     let (mine, other) = if taken == "p0-1" { (0, 1) } else { (1, 0) };
@@ -260,7 +261,7 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // Reported and booked would be 20; reported instead of booked is 10.
+    // Counted as reported and as booked it would be 20 blocks; counted once it is 10.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -268,7 +269,7 @@ async fn reported_requests_are_not_counted_twice() {
 }
 
 #[tokio::test]
-async fn a_failed_attempt_is_placed_elsewhere_until_nobody_is_left() {
+async fn failed_attempts_are_retried_on_other_workers_until_none_is_left() {
     let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
     let router = TestRouter::start(&[&decodes[0], &decodes[1]], local()).await;
     let [zero, one] = &mut decodes;
@@ -283,7 +284,7 @@ async fn a_failed_attempt_is_placed_elsewhere_until_nobody_is_left() {
         let of = |instance: &str| worker(view, &instance[..2]).map(|worker| worker.bookings);
         (of(&first), of(&second), view.bookings)
     };
-    assert_eq!(moved(&router.view().await), (Some(0), Some(1), 1), "the load has moved along");
+    assert_eq!(moved(&router.view().await), (Some(0), Some(1), 1), "the load has moved to the other worker");
     route.failed(&second);
     let failure = route.failure().await;
     assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::AtCapacity, true));
@@ -292,14 +293,14 @@ async fn a_failed_attempt_is_placed_elsewhere_until_nobody_is_left() {
 }
 
 #[tokio::test]
-async fn the_view_shows_who_is_there_and_what_they_say() {
+async fn view_shows_members_and_their_reported_loads() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.join().await;
     watch.heartbeat(0, Load { running_sequences: 5, free_blocks: 7, decode_step_ms: 2.5, ..Default::default() }, &[]);
     let view = router.until(|view| view.workers.iter().any(|worker| worker.load.as_ref().is_some_and(|l| l.free_blocks == 7)));
     let view = view.await;
-    let shown = worker(&view, "d").expect("it is there");
+    let shown = worker(&view, "d").expect("it is a member");
     let load = shown.load.as_ref().expect("always");
     assert_eq!((load.running_sequences, load.decode_step_ms), (5, 2.5));
     assert_eq!(shown.address, decode.address);
@@ -315,7 +316,7 @@ async fn the_view_shows_who_is_there_and_what_they_say() {
 }
 
 #[tokio::test]
-async fn streams_that_break_the_rules_are_refused_and_hold_nothing() {
+async fn invalid_streams_are_refused_and_leave_no_booking() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { hashes_max: 2, prompt_wait: Duration::from_millis(50), ..local() };
     let router = TestRouter::start(&[&decode], settings).await;
@@ -332,14 +333,14 @@ async fn streams_that_break_the_rules_are_refused_and_hold_nothing() {
         (bad(RoutePrompt { prompt_tokens: 0, ..prompt("r", &[]) }), Code::InvalidArgument),
         (vec![], Code::DeadlineExceeded),
     ] {
-        let Err(status) = router.open(messages).await else { panic!("it is refused") };
+        let Err(status) = router.open(messages).await else { panic!("it must be refused") };
         assert_eq!(status.code(), code, "{status:?}");
     }
     let mut twice = router.open(vec![good(), good()]).await.expect("the first is good");
     twice.placement().await;
     assert_eq!(twice.reply().await.expect_err("the second is not").code(), Code::InvalidArgument);
     router.until(|view| view.bookings == 0).await;
-    // What names nobody excludes nobody, and a release without a booking releases nothing.
+    // A failure without an instance excludes none, and a second end of prefill changes nothing.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
     odd.prefill_finished(None);
@@ -350,7 +351,7 @@ async fn streams_that_break_the_rules_are_refused_and_hold_nothing() {
 }
 
 #[tokio::test]
-async fn a_draining_router_lets_streams_end_and_a_stopped_one_ends_them() {
+async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
     for patient in [true, false] {
         let mut decode = FakeWorker::start(Role::Decode, "d").await;
         let router = TestRouter::start(&[&decode], local()).await;
@@ -358,14 +359,14 @@ async fn a_draining_router_lets_streams_end_and_a_stopped_one_ends_them() {
         router.until_indexed("d", 0).await;
         let mut route = router.route(prompt("r", &[1])).await;
         route.placement().await;
-        // Longer than the test if the streams are to end by themselves.
+        // Longer than the test takes, if the streams end by themselves.
         let grace = if patient { Duration::from_secs(600) } else { Duration::ZERO };
         let shutdown = router.shutdown.clone();
         let stopping = tokio::spawn(async move { shutdown.run(grace).await });
         router.shutdown.draining().await;
-        route.leaving().await;
+        route.draining().await;
         if patient {
-            // It can still be placed anew.
+            // The request can still be retried.
             route.failed("");
             route.placement().await;
             drop(route);
@@ -375,12 +376,12 @@ async fn a_draining_router_lets_streams_end_and_a_stopped_one_ends_them() {
         }
         watch.abandoned().await;
         soon(stopping).await.expect("no panic");
-        assert!(tokio::net::TcpStream::connect(router.address).await.is_err(), "nobody listens any more");
+        assert!(tokio::net::TcpStream::connect(router.address).await.is_err(), "the port is closed");
     }
 }
 
 #[tokio::test]
-async fn an_address_that_is_none_is_told_at_once() {
+async fn invalid_worker_address_fails_immediately() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let settings = RouterSettings { workers: Workers::List(vec!["not an address".to_owned()]), ..Default::default() };
     let error = tandem_router::run(listener, settings, Metrics::default(), Shutdown::default()).await.expect_err("it cannot run");

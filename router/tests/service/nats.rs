@@ -1,4 +1,4 @@
-//! A router that hears KV events over NATS: loads on the stream, events from the broker, snapshots when something is missing.
+//! A router that receives KV events over NATS: loads on the stream, events from NATS, snapshots when events are missing.
 
 use crate::{
     etcd::servers::Server,
@@ -26,42 +26,57 @@ async fn broker(server: &Server, key: &ClusterKey, metrics: &Metrics) -> Broker 
     Broker::open(&settings, key.clone(), metrics).await.expect("the settings are good")
 }
 
-struct Story {
+/// Sends heartbeats with this event id, more often than a worker does, until the router has reacted.
+async fn heartbeat_until<T>(watch: &FakeWatch, last_event_id: u64, reaction: impl Future<Output = T>) -> T {
+    let heartbeats = async {
+        loop {
+            watch.heartbeat(last_event_id, Load::default(), &[]);
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        biased;
+        reacted = reaction => reacted,
+        never = heartbeats => never,
+    }
+}
+
+struct Scenario {
     server: Server,
-    /// The worker's side of NATS.
+    /// The worker's connection to NATS.
     broker: Broker,
-    /// Of the router's side.
-    heard: Metrics,
+    /// Metrics of the router's connection to NATS.
+    router_nats: Metrics,
     worker: FakeWorker,
     router: TestRouter,
 }
 
-impl Story {
+impl Scenario {
     async fn start() -> Self {
         Self::start_with(ClusterKey::default(), 100_000).await
     }
 
     async fn start_with(key: ClusterKey, blocks: u32) -> Self {
-        let (server, heard) = (Server::nats(&[]), Metrics::default());
-        let (own, routers) = (broker(&server, &key, &Metrics::default()).await, broker(&server, &key, &heard).await);
+        let (server, router_nats) = (Server::nats(&[]), Metrics::default());
+        let (own, routers) = (broker(&server, &key, &Metrics::default()).await, broker(&server, &key, &router_nats).await);
         soon(async { tokio::join!(own.until(true), routers.until(true)) }).await;
         let worker = FakeWorker::start(Role::Decode, "d").await;
         worker.describe_as(|info| info.capacity_blocks = blocks);
         let settings = RouterSettings { prefill: PrefillPlace::Local, broker: Some(routers), ..Default::default() };
         let router = TestRouter::start(&[&worker], settings).await;
-        Self { server, broker: own, heard, worker, router }
+        Self { server, broker: own, router_nats, worker, router }
     }
 
-    /// Events from `first` on, each of one block of that number under the one before.
+    /// Publishes these events, each of which stores one block, with its own number, under the previous one.
     async fn publish(&self, ids: std::ops::RangeInclusive<u64>) {
         let event = |id: u64| KvEvent { event_id: id, change: stored((id > 1).then(|| id - 1), &[id]) };
         let batch = KvBatch { last_event_id: *ids.end(), events: ids.map(event).collect(), ..Default::default() };
         self.broker.publish(event_batch("d-1", &batch, 0)).await;
     }
 
-    /// The first after a subscription, of which NATS may hear later than of the publisher: a worker's next heartbeat would tell. What is
-    /// heard twice changes nothing.
-    async fn publish_heard(&self, ids: std::ops::RangeInclusive<u64>) {
+    /// Publishes these events until they are indexed. They are the first after a subscription, which may reach NATS after the events
+    /// do; in production the next heartbeat reveals the gap. Events received twice change nothing.
+    async fn publish_until_indexed(&self, ids: std::ops::RangeInclusive<u64>) {
         let again = async {
             loop {
                 self.publish(ids.clone()).await;
@@ -74,12 +89,12 @@ impl Story {
         }
     }
 
-    /// The next stream, which is to be accompanied by NATS, and its snapshot.
-    async fn joins(&mut self, at_event_id: u64) -> FakeWatch {
+    /// Accepts the router's next stream, whose events must come over NATS, and answers its snapshot request.
+    async fn join(&mut self, at_event_id: u64) -> FakeWatch {
         let watch = soon(self.worker.watched()).await;
         assert!(watch.events_over_nats);
         watch.heartbeat(at_event_id, Load::default(), &[]);
-        self.worker.asked().await.answer(at_event_id, &(1..=at_event_id).collect::<Vec<_>>());
+        self.worker.snapshot_requested().await.answer(at_event_id, &(1..=at_event_id).collect::<Vec<_>>());
         self.router.until_indexed("d", at_event_id).await;
         watch
     }
@@ -94,123 +109,113 @@ impl Story {
 }
 
 #[tokio::test]
-async fn events_come_over_nats_and_what_is_missing_from_a_snapshot() {
-    let mut story = Story::start().await;
-    // More than one message of a snapshot holds.
-    let watch = story.joins(20_000).await;
-    story.publish_heard(20_001..=20_003).await;
-    assert_eq!((story.plane("nats"), story.plane("direct"), story.gaps()), (Some(1.0), Some(0.0), Some(0.0)));
+async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
+    let mut scenario = Scenario::start().await;
+    // More blocks than fit into one message of a snapshot.
+    let watch = scenario.join(20_000).await;
+    scenario.publish_until_indexed(20_001..=20_003).await;
+    assert_eq!((scenario.plane("nats"), scenario.plane("direct"), scenario.gaps()), (Some(1.0), Some(0.0), Some(0.0)));
     let load = Load { running_sequences: 3, ..Default::default() };
     watch.heartbeat(20_003, load, &[]);
     let loaded = |view: &tandem_proto::v1::WorkersReply| {
         view.workers.iter().flat_map(|worker| &worker.load).any(|load| load.running_sequences == 3)
     };
-    story.router.until(loaded).await;
-    assert!(story.router.metric("tandem_router_kv_event_lag_seconds_count").is_some());
+    scenario.router.until(loaded).await;
+    assert!(scenario.router.metric("tandem_router_kv_event_lag_seconds_count").is_some());
 
-    // A message that is lost is missed by the next one. Until the snapshot is there, what comes waits.
-    story.publish(20_005..=20_005).await;
-    let asked = story.worker.asked().await;
-    story.publish(20_006..=20_007).await;
-    sleep(Duration::from_millis(50)).await;
-    asked.answer(20_006, &(1..=20_006).collect::<Vec<_>>());
-    story.router.until_indexed("d", 20_007).await;
-    assert_eq!(story.gaps(), Some(1.0));
+    // The next message reveals a lost one. Events that arrive before the snapshot wait in the subscription.
+    scenario.publish(20_005..=20_005).await;
+    let request = scenario.worker.snapshot_requested().await;
+    scenario.publish(20_006..=20_007).await;
+    request.answer(20_006, &(1..=20_006).collect::<Vec<_>>());
+    scenario.router.until_indexed("d", 20_007).await;
+    assert_eq!(scenario.gaps(), Some(1.0));
 
-    // A lost last message is missed by the number that the stream tells, if it is not there a second later.
-    watch.heartbeat(20_008, Load::default(), &[]);
-    sleep(Duration::from_millis(1_100)).await;
-    watch.heartbeat(20_008, Load::default(), &[]);
-    story.worker.asked().await.answer(20_008, &(1..=20_008).collect::<Vec<_>>());
-    story.router.until_indexed("d", 20_008).await;
-    assert_eq!(story.gaps(), Some(2.0));
+    // The heartbeats' event id reveals that the last message is lost, if the event has not arrived a second later.
+    let request = heartbeat_until(&watch, 20_008, scenario.worker.snapshot_requested()).await;
+    request.answer(20_008, &(1..=20_008).collect::<Vec<_>>());
+    scenario.router.until_indexed("d", 20_008).await;
+    assert_eq!(scenario.gaps(), Some(2.0));
 
-    // A worker that cannot publish tells events on the stream.
+    // A worker that cannot publish sends events on the stream.
     watch.events(20_009, vec![stored(Some(20_008), &[20_009])]);
-    story.router.until_indexed("d", 20_009).await;
-    assert_eq!((story.plane("nats"), story.plane("direct")), (Some(0.0), Some(1.0)));
+    scenario.router.until_indexed("d", 20_009).await;
+    assert_eq!((scenario.plane("nats"), scenario.plane("direct")), (Some(0.0), Some(1.0)));
     drop(watch);
-    story.router.until_gone("d").await;
+    scenario.router.until_left("d").await;
 }
 
-/// Others may publish in its name.
+/// Other programs may publish in the worker's name.
 #[tokio::test]
-async fn more_blocks_than_a_worker_has_are_put_right_by_a_snapshot_if_they_come_over_nats() {
-    let mut story = Story::start_with(ClusterKey::default(), 10).await;
-    let _watch = story.joins(3).await;
-    story.publish_heard(4..=4).await;
+async fn published_events_beyond_capacity_are_repaired_by_a_snapshot() {
+    let mut scenario = Scenario::start_with(ClusterKey::default(), 10).await;
+    let _watch = scenario.join(3).await;
+    scenario.publish_until_indexed(4..=4).await;
     let change = stored(Some(4), &(100..110).collect::<Vec<_>>());
     let batch = KvBatch { last_event_id: 5, events: vec![KvEvent { event_id: 5, change }], ..Default::default() };
-    story.broker.publish(event_batch("d-1", &batch, 0)).await;
-    story.worker.asked().await.answer(4, &[1, 2, 3, 4]);
-    story.publish_heard(5..=5).await;
-    assert_eq!(story.gaps(), Some(1.0));
-    assert_eq!(story.router.metric(r#"tandem_router_kv_events_refused_total{worker="d"}"#), Some(1.0));
+    scenario.broker.publish(event_batch("d-1", &batch, 0)).await;
+    scenario.worker.snapshot_requested().await.answer(4, &[1, 2, 3, 4]);
+    scenario.publish_until_indexed(5..=5).await;
+    assert_eq!(scenario.gaps(), Some(1.0));
+    assert_eq!(scenario.router.metric(r#"tandem_router_kv_events_refused_total{worker="d"}"#), Some(1.0));
 }
 
 #[tokio::test]
-async fn forged_batches_are_ignored_and_the_real_ones_are_applied() {
-    let mut story = Story::start_with(ClusterKey::random(), 100_000).await;
-    let _watch = story.joins(3).await;
-    story.publish_heard(4..=4).await;
-    let forger = broker(&story.server, &ClusterKey::default(), &Metrics::default()).await;
+async fn forged_batches_are_ignored_and_signed_ones_applied() {
+    let mut scenario = Scenario::start_with(ClusterKey::random(), 100_000).await;
+    let _watch = scenario.join(3).await;
+    scenario.publish_until_indexed(4..=4).await;
+    let forger = broker(&scenario.server, &ClusterKey::default(), &Metrics::default()).await;
     soon(forger.until(true)).await;
-    // The next number, so that the real event of that number would count as known; and one that would leave a gap.
+    // One with the next id, after which the real event of that id would count as known; and one that would leave a gap.
     for event_id in [5, 50] {
         let events = vec![KvEvent { event_id, change: stored(None, &[666, 667]) }];
         let batch = KvBatch { last_event_id: event_id, events, ..Default::default() };
         forger.publish(event_batch("d-1", &batch, 0)).await;
     }
     let dropped = async {
-        while !story.heard.render().contains("tandem_events_nats_forged_total 2") {
+        while !scenario.router_nats.render().contains("tandem_events_nats_forged_total 2") {
             sleep(Duration::from_millis(5)).await;
         }
     };
     soon(dropped).await;
-    story.publish(5..=6).await;
-    story.router.until_indexed("d", 6).await;
-    assert_eq!(story.gaps(), Some(0.0), "no snapshot was asked for");
+    scenario.publish(5..=6).await;
+    scenario.router.until_indexed("d", 6).await;
+    assert_eq!(scenario.gaps(), Some(0.0), "no snapshot was requested");
 }
 
 #[tokio::test]
-async fn without_nats_the_stream_brings_everything_and_nats_that_is_back_is_used_again() {
-    let mut story = Story::start().await;
-    let mut watch = story.joins(3).await;
+async fn stream_delivers_events_while_nats_is_disconnected() {
+    let mut scenario = Scenario::start().await;
+    let mut watch = scenario.join(3).await;
     for at in [4, 5] {
-        story.server.kill();
-        // The worker stays a member all the time.
-        let direct = soon(story.worker.watched()).await;
+        scenario.server.kill();
+        // The worker stays a member throughout.
+        let direct = soon(scenario.worker.watched()).await;
         assert!(!direct.events_over_nats);
         watch.abandoned().await;
         direct.snapshot(at, &(1..=at).collect::<Vec<_>>());
-        story.router.until_indexed("d", at).await;
+        scenario.router.until_indexed("d", at).await;
         direct.events(at + 1, vec![stored(Some(at), &[at + 1])]);
-        story.router.until_indexed("d", at + 1).await;
-        assert_eq!((story.plane("nats"), story.plane("direct")), (Some(0.0), Some(1.0)));
-        story.server.start();
-        soon(story.broker.until(true)).await;
-        watch = story.joins(at + 1).await;
+        scenario.router.until_indexed("d", at + 1).await;
+        assert_eq!((scenario.plane("nats"), scenario.plane("direct")), (Some(0.0), Some(1.0)));
+        scenario.server.start();
+        soon(scenario.broker.until(true)).await;
+        watch = scenario.join(at + 1).await;
         direct.abandoned().await;
-        story.publish_heard(at + 2..=at + 2).await;
+        scenario.publish_until_indexed(at + 2..=at + 2).await;
     }
-    assert_eq!(story.gaps(), Some(0.0));
+    assert_eq!(scenario.gaps(), Some(0.0));
 }
 
 #[tokio::test]
-async fn nats_that_brings_nothing_is_left_alone() {
-    let mut story = Story::start().await;
-    let watch = story.joins(1).await;
-    for told in [2, 3] {
-        watch.heartbeat(told, Load::default(), &[]);
-        sleep(Duration::from_millis(1_100)).await;
-        watch.heartbeat(told, Load::default(), &[]);
-        if told == 2 {
-            story.worker.asked().await.answer(2, &[1, 2]);
-            story.router.until_indexed("d", 2).await;
-        }
-    }
-    let direct = soon(story.worker.watched()).await;
+async fn nats_that_delivers_nothing_is_not_used() {
+    let mut scenario = Scenario::start().await;
+    let watch = scenario.join(1).await;
+    heartbeat_until(&watch, 2, scenario.worker.snapshot_requested()).await.answer(2, &[1, 2]);
+    scenario.router.until_indexed("d", 2).await;
+    let direct = heartbeat_until(&watch, 3, scenario.worker.watched()).await;
     assert!(!direct.events_over_nats);
     direct.snapshot(3, &[1, 2, 3]);
-    story.router.until_indexed("d", 3).await;
+    scenario.router.until_indexed("d", 3).await;
 }

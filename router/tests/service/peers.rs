@@ -1,4 +1,4 @@
-//! Several routers: they hear of each other's bookings, take over what runs, and place nothing before they know their workers.
+//! Several routers: they replicate bookings, take over running requests, and place nothing before they know their workers.
 
 use crate::{
     fake::{FakeWatch, FakeWorker, TestRouter, chosen, prompt, soon, worker},
@@ -27,7 +27,7 @@ async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettin
     routers.try_into().unwrap_or_else(|_| unreachable!("as many were started"))
 }
 
-/// The router that watches next joins it. (Which of them it is does not matter here.)
+/// Lets the worker join each router. Their order does not matter here.
 async fn join_all(worker: &mut FakeWorker, routers: usize) -> Vec<FakeWatch> {
     let mut watches = Vec::new();
     for _ in 0..routers {
@@ -44,7 +44,7 @@ fn counts(own: u32, others: u32, on_decode: u32) -> impl Fn(&WorkersReply) -> bo
 }
 
 #[tokio::test]
-async fn each_counts_what_the_others_have_booked_as_long_as_they_live() {
+async fn each_router_counts_the_bookings_of_connected_peers() {
     let (mut prefills, mut decode) = (
         [FakeWorker::start(Role::Prefill, "p0").await, FakeWorker::start(Role::Prefill, "p1").await],
         FakeWorker::start(Role::Decode, "d").await,
@@ -61,7 +61,7 @@ async fn each_counts_what_the_others_have_booked_as_long_as_they_live() {
     let mut first = one.route(prompt("a", &long)).await;
     let (computes, ..) = chosen(first.placement().await.prefill).expect("it is remote");
     other.until(counts(0, 1, 1)).await;
-    // The same prompt goes where it is being computed; another one elsewhere.
+    // The same prompt goes to the worker that is prefilling it; another prompt to the other worker.
     let mut same = other.route(prompt("b", &long)).await;
     assert_eq!(chosen(same.placement().await.prefill), Some((computes.clone(), 0, 59)));
     let mut another = other.route(prompt("c", &[1_000, 1_001])).await;
@@ -74,7 +74,7 @@ async fn each_counts_what_the_others_have_booked_as_long_as_they_live() {
     other.until(|view| worker(view, &computes[..2]).is_some_and(|prefill| prefill.bookings == 1)).await;
     drop(another);
     third.until(counts(0, 2, 2)).await;
-    // One is gone without a word.
+    // One router stops abruptly.
     other.shutdown.stop();
     third.until(counts(0, 1, 1)).await;
     one.until(counts(1, 0, 1)).await;
@@ -85,7 +85,7 @@ async fn each_counts_what_the_others_have_booked_as_long_as_they_live() {
 }
 
 #[tokio::test]
-async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
+async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
     let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
     let [one, other] = routers(&[&decodes[0], &decodes[1]], local()).await;
     let mut watches = Vec::new();
@@ -98,12 +98,12 @@ async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
     let mut route = one.route(prompt("r", &[1, 2])).await;
     let (instance, ..) = chosen(route.placement().await.decode).expect("placed");
     let shutdown = one.shutdown.clone();
-    let leaving = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
-    route.leaving().await;
+    let draining = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
+    route.draining().await;
     let existing = ExistingPlacement { decode_instance_id: instance.clone(), prefill_instance_id: None, prefilling: true };
     let mut moved = other.route(RoutePrompt { existing: Some(existing.clone()), ..prompt("r", &[1, 2]) }).await;
     drop(route);
-    soon(leaving).await.expect("the last stream has closed");
+    soon(draining).await.expect("the last stream has closed");
     soon(one.ended).await.expect("it was not stopped").expect("an orderly end");
     let on = |instance: &str, bookings: u32| {
         let name = instance[..2].to_owned();
@@ -114,7 +114,7 @@ async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
     };
     other.until(on(&instance, 1)).await;
     assert_eq!(other.metric("tandem_router_rebooked_total"), Some(1.0));
-    // It knows where the request was: the next attempt is elsewhere.
+    // It knows the failed worker: the next attempt uses another one.
     moved.failed(&instance);
     let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("placed");
     assert_ne!(elsewhere, instance);
@@ -130,7 +130,7 @@ async fn a_request_whose_router_leaves_is_booked_where_it_runs() {
 }
 
 #[tokio::test]
-async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_others_can() {
+async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let mut late = FakeWorker::start(Role::Decode, "late").await;
     for alone in [true, false] {
@@ -139,21 +139,21 @@ async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_other
         let (_decode, slow) = (decode.join().await, late.watched().await);
         let view = router.until(|view| view.workers.len() == 1).await;
         assert_eq!((view.synced_workers, view.known_workers), (1, 2));
-        assert!(view.unavailable_reason.is_some_and(|why| why.contains("1 of 2 workers read")));
+        assert!(view.unavailable_reason.is_some_and(|why| why.contains("1 of 2 workers")));
         assert_eq!(router.metric("tandem_router_index_complete_ratio"), Some(0.5));
-        let asked = || vec![tandem_proto::v1::route_request::Message::Prompt(prompt("r", &[1]))];
-        match router.open(asked()).await {
+        let messages = || vec![tandem_proto::v1::route_request::Message::Prompt(prompt("r", &[1]))];
+        match router.open(messages()).await {
             Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
-        // What runs is booked all the same.
+        // Running requests are booked all the same.
         let existing =
             ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
         let held = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;
         router.until(|view| view.bookings == 1).await;
         slow.snapshot(0, &[]);
         let view = router.until(|view| view.unavailable_reason.is_none()).await;
-        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts where it runs");
+        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts on its worker");
         let mut route = router.route(prompt("t", &[1])).await;
         assert!(chosen(route.placement().await.decode).is_some());
         drop((held, route));
@@ -163,7 +163,7 @@ async fn a_router_that_joins_places_nothing_before_it_knows_its_workers_if_other
 }
 
 #[tokio::test]
-async fn routers_of_other_clusters_hear_nothing() {
+async fn routers_of_other_clusters_receive_no_bookings() {
     let decode = FakeWorker::start(Role::Decode, "d").await;
     let identity = Identity { cluster: "ours".to_owned(), block_size: 16, ..Identity::default() };
     let router = TestRouter::start(&[&decode], RouterSettings { identity: identity.clone(), ..local() }).await;
@@ -177,9 +177,9 @@ async fn routers_of_other_clusters_hear_nothing() {
         assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
     }
     let mut replies = ask(identity).await.expect("it belongs here").into_inner();
-    let first = soon(replies.message()).await.expect("no error").expect("the full state comes at once");
+    let first = soon(replies.message()).await.expect("no error").expect("the full state comes first");
     assert_eq!(first.router_instance_id, router.view().await.instance_id);
-    let beat = soon(replies.message()).await.expect("no error").expect("and then a sign of life");
-    assert_eq!(beat.router_instance_id, first.router_instance_id);
+    let heartbeat = soon(replies.message()).await.expect("no error").expect("then a heartbeat");
+    assert_eq!(heartbeat.router_instance_id, first.router_instance_id);
     router.shutdown.stop();
 }

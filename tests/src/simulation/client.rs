@@ -1,4 +1,4 @@
-//! A client: one connection a request, over the simulated network.
+//! A client with one connection per request, over the simulated network.
 
 use super::{
     network::{Name, Wires},
@@ -13,12 +13,12 @@ use hyper_util::rt::TokioIo;
 use tandem::audit::ClientLine;
 use tokio::time::timeout;
 
-/// Errors that say that the request may be sent again, and that faults may cause.
+/// Errors that faults may cause and that allow a retry.
 const RETRYABLE: [&str; 5] = ["no_worker", "router_unreachable", "attempts_exhausted", "first_token_timeout", "worker_lost"];
-/// Of a frontend that is to end.
+/// The error of a draining frontend.
 const DRAINING: &str = "draining";
 
-/// What a client has seen of a request.
+/// The outcome of a request as its client sees it.
 #[derive(Default)]
 pub(super) struct Seen {
     status: Option<u16>,
@@ -29,30 +29,30 @@ pub(super) struct Seen {
     pub(super) end: End,
 }
 
-/// How it ended for the client.
+/// How the request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum End {
-    /// The client went away.
+    /// The client cancelled it.
     #[default]
     Left,
-    /// The connection broke, or could not be made.
+    /// The connection broke or failed.
     Broken,
-    /// The response is whole.
+    /// The response is complete.
     Whole,
 }
 
-/// What may become of a request.
+/// Which outcomes are allowed.
 #[derive(Clone, Copy)]
 pub(super) struct Allowed {
-    /// Errors that ask to try again.
+    /// Errors that allow a retry.
     pub(super) errors: bool,
     /// Broken connections.
     pub(super) broken: bool,
-    /// Refusals by a frontend that is to end.
+    /// Refusals by a draining frontend.
     pub(super) draining: bool,
 }
 
-/// Sends the request and reads until its end, or as long as the client's patience lasts.
+/// Sends the request and reads until its end or the client's timeout.
 pub(super) async fn ask(wires: Wires, frontend: Name, wanted: Wanted) -> Seen {
     let mut seen = Seen::default();
     let asking =
@@ -85,17 +85,17 @@ async fn exchange(wires: &Wires, frontend: &Name, wanted: &Wanted, seen: &mut Se
         }
         anyhow::Ok(())
     };
-    // An error of the connection is the talk's, too.
+    // An error of the connection is reported by the exchange, too.
     join(talk, connection).await.0
 }
 
 impl Seen {
-    /// For people.
+    /// Returns a line for the log.
     pub(super) fn summary(&self) -> String {
         format!("{:?}, status {:?}, {} bytes", self.end, self.status, self.body.len())
     }
 
-    /// As the audit wants it.
+    /// Returns it in the form of the audit.
     pub(super) fn line(&self) -> ClientLine {
         let told = self.answer().ok().filter(|_| self.end == End::Whole).and_then(|answer| answer.told(1));
         ClientLine { request_id: self.request_id.clone(), told }
@@ -103,12 +103,12 @@ impl Seen {
 
     fn answer(&self) -> anyhow::Result<Answer> {
         let text = str::from_utf8(&self.body)?;
-        // The last event of a broken stream may be half there.
+        // The last event of a broken stream may be incomplete.
         let whole = if self.streamed { text.rfind("\n\n").map_or("", |end| &text[..end + 2]) } else { text };
         Answer::read(self.status.unwrap_or(0), self.streamed, whole)
     }
 
-    /// What is wrong with it, if anything is.
+    /// Returns what is wrong with it, if anything is.
     pub(super) fn check(&self, wanted: &Wanted, expected: &Expected, allowed: Allowed) -> Result<(), String> {
         let retryable = |error: &serde_json::Value| {
             let code = error["code"].as_str().unwrap_or_default();

@@ -1,22 +1,23 @@
-//! What happened, in order: as text for people, as a number for comparing two runs.
+//! The log of a simulation: text to read, and a hash to compare two runs.
 
 use parking_lot::{Mutex, MutexGuard};
 use std::{fmt::Arguments, sync::Arc};
 use tokio::time::Instant;
 
-/// Of one simulation. Cheap to clone.
+/// The log of one simulation. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Log(Arc<Mutex<State>>);
 
 struct State {
     start: Instant,
-    /// Of everything with its time; not of the order within a moment, as a server that drains wakes its connections in any.
+    /// Hash of all records with their times, independent of the order within an instant: a draining server wakes its connections in
+    /// any order.
     trace: u64,
     lines: Vec<String>,
 }
 
 impl Log {
-    /// Begins now.
+    /// Returns an empty log that starts now.
     pub(super) fn new() -> Self {
         Self(Arc::new(Mutex::new(State { start: Instant::now(), trace: 0, lines: Vec::new() })))
     }
@@ -25,7 +26,7 @@ impl Log {
         self.0.lock()
     }
 
-    /// Notes what people want to read.
+    /// Records a line to read.
     pub(super) fn tell(&self, what: Arguments<'_>) {
         let mut state = self.lock();
         let line = format!("{:10.3}  {what}", state.start.elapsed().as_secs_f64());
@@ -33,21 +34,21 @@ impl Log {
         state.lines.push(line);
     }
 
-    /// Notes what only has to be the same each time.
+    /// Records data that only has to be equal in every run.
     pub(super) fn count(&self, what: Arguments<'_>) {
         let mut state = self.lock();
         let at = state.start.elapsed().as_nanos();
         state.trace = state.trace.wrapping_add(hash(format!("{at} {what}").as_bytes()));
     }
 
-    /// The number and the text.
+    /// Returns the hash and the text.
     pub(super) fn end(&self) -> (u64, Vec<String>) {
         let mut state = self.lock();
         (state.trace, std::mem::take(&mut state.lines))
     }
 }
 
-/// FNV-1a.
+/// The hash function FNV-1a.
 fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }

@@ -1,26 +1,26 @@
-//! What simulations have met, so that one sees what they are worth.
+//! Coverage of simulations: how often they exercised what they are for.
 
 use super::client::Seen;
 use std::ops::AddAssign;
 use tandem::audit::Samples;
 use tandem_node::Metrics;
 
-/// Counts over one seed or many.
+/// Counters over one seed or many.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Met {
     /// Requests.
     pub requests: u64,
-    /// Those with a whole answer.
+    /// Requests with a complete answer.
     pub answered: u64,
     /// Attempts that failed before their first token.
     pub attempts_failed: u64,
-    /// Answers that another worker went on with.
+    /// Answers that another worker resumed.
     pub migrations: u64,
-    /// Sequences pushed back.
+    /// Preempted sequences.
     pub preemptions: u64,
-    /// Prompt tokens found in caches.
+    /// Cached prompt tokens.
     pub cached_tokens: u64,
-    /// Blocks' bytes that came from another worker.
+    /// Bytes of blocks transferred between workers.
     pub transferred_bytes: u64,
 }
 
@@ -45,7 +45,7 @@ impl Met {
         [requests, answered, attempts_failed, migrations, preemptions, cached_tokens, transferred_bytes]
     }
 
-    /// Whether there is at least so much of each.
+    /// Whether every counter reaches its minimum.
     pub fn covers(mut self, mut least: Self) -> bool {
         self.each().iter().zip(least.each()).all(|(met, least)| **met >= *least)
     }

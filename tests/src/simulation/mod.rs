@@ -1,7 +1,7 @@
-//! The whole cluster on a simulated network, in simulated time, with clients and faults that a seed decides.
+//! The whole cluster on a simulated network, in simulated time, with clients and faults that a seed determines.
 //!
-//! [`run`] is a function of the seed: one thread, paused time, no randomness but the seed's. What must hold afterwards is in
-//! `client` (answers) and `world` (nothing is held, the router's index is right); the books are audited as an operator's would.
+//! [`run`] is a function of the seed: one thread, paused time, no randomness but the seed's. The invariants are in
+//! `client` (answers) and `world` (nothing is held, the router's index is right); usage is audited as by an operator.
 
 mod client;
 mod log;
@@ -40,42 +40,42 @@ use tokio::{
 };
 use world::World;
 
-/// The longest that a request may take once all is well: a last attempt's wait for its first token and the tokens after it, on
-/// the slowest of engines.
+/// The longest that a request may take after all faults: a last attempt's wait for its first token and the tokens after it, on
+/// the slowest engine.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// Everything is given back and everybody knows everything, so long after the last request.
+/// How long after the last request everything must be released and every process must know the state of the others.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
-/// How often that is looked at.
+/// Interval of polling for that.
 const GLANCE: Duration = Duration::from_millis(100);
-/// A frontend closes a connection whose request has no whole head after this time, counted from its acceptance: a client that a fault
-/// holds up for longer finds its connection closed.
+/// A frontend closes a connection whose request head is incomplete after this time from its acceptance: a client that a fault
+/// delays for longer finds its connection closed.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// Breakers let requests in again.
+/// The time after which circuit breakers admit requests again.
 const RECOVERY: Duration = Duration::from_secs(31);
 
-/// What a seed came to.
+/// The result of a seed.
 pub struct Report {
-    /// Which.
+    /// The seed.
     pub seed: u64,
-    /// What did not hold; empty: all did.
+    /// The violated invariants.
     pub wrong: Vec<String>,
-    /// What happened, a line each; if something was wrong, the ledger after it.
+    /// The log, one line per event; followed by the ledger if an invariant was violated.
     pub log: Vec<String>,
-    /// Of all that happened, each byte's time included: equal in every run of the seed.
+    /// Hash of all events, including the time of each byte: equal in every run of the seed.
     pub trace: u64,
-    /// What it has met.
+    /// What it covered.
     pub met: Met,
 }
 
 impl Report {
-    /// What went wrong and how to see it again.
+    /// Returns what went wrong and how to reproduce it.
     pub fn failure(&self) -> String {
         let Self { seed, wrong, .. } = self;
         format!("seed {seed}: {}\n  rerun: cargo run --release -p tandem-tests -- --seed {seed}", wrong.join("\n  "))
     }
 }
 
-/// Simulates one seed, in this thread.
+/// Simulates one seed in this thread.
 pub fn run(seed: u64) -> Report {
     let panics = count_panics();
     let mut random = Random::new(seed);
@@ -91,7 +91,7 @@ pub fn run(seed: u64) -> Report {
         let (metrics, lived) = live(&plan, &expected, &ledger, &mut random, &log).await;
         (log, metrics, lived)
     });
-    // With the last task the ledger is closed, and whole.
+    // After the last task has ended the ledger is closed and complete.
     drop(runtime);
     let (trace, mut lines) = log.end();
     let (mut wrong, met) = match lived {
@@ -113,7 +113,7 @@ pub fn run(seed: u64) -> Report {
     Report { seed, wrong, log: lines, trace, met }
 }
 
-/// Simulates these seeds on all cores; `tell` hears of each, in no order, until it returns false.
+/// Simulates these seeds on all cores and passes each result to `tell`, in any order, until it returns false.
 pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + Send) {
     let (next, tell) = (AtomicU64::new(seeds.start), Mutex::new(tell));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -139,7 +139,7 @@ pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + S
 struct Lived {
     wrong: Vec<String>,
     seen: Vec<Seen>,
-    /// Nothing ran any more.
+    /// The time at which nothing ran any more.
     settled: bool,
 }
 
@@ -201,7 +201,7 @@ async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2]
     Ok(Lived { wrong, seen, settled })
 }
 
-/// Clients, each with the number of its request.
+/// Running clients, each with the number of its request.
 type Clients = JoinSet<(usize, Seen)>;
 
 fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
@@ -226,7 +226,7 @@ fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
     clients
 }
 
-/// Waits for all clients and checks what they have seen.
+/// Waits for all clients and checks their outcomes.
 async fn check(
     mut clients: Clients,
     requests: &[Wanted],
@@ -254,7 +254,7 @@ async fn check(
     }
 }
 
-/// Everything that is planned goes wrong, and is well again at the end.
+/// Starts and ends all planned faults.
 async fn go_wrong(plan: &Plan, world: &mut World) {
     let start = Instant::now();
     let begins = plan.faults.iter().enumerate().map(|(number, planned)| (planned.at, true, number));
@@ -271,7 +271,7 @@ async fn go_wrong(plan: &Plan, world: &mut World) {
     }
 }
 
-/// Waits until nothing runs and everybody knows it; says what is in the way if that does not come.
+/// Waits until the cluster is idle and every process knows it; returns what prevents it after the time limit.
 async fn settle(world: &World) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {
@@ -283,7 +283,7 @@ async fn settle(world: &World) -> Result<Option<String>> {
     }
 }
 
-/// Holds what clients were told, what workers have written down and what was counted against each other.
+/// Reconciles the usage that clients received, the workers' ledger and the metrics.
 fn audited(seen: &[Seen], ledger: &Path, metrics: &Metrics) -> Result<Vec<String>> {
     let mut evidence = audit::read(&[], &[ledger.to_owned()], &[])?;
     evidence.client = seen.iter().map(Seen::line).collect();
@@ -292,7 +292,7 @@ fn audited(seen: &[Seen], ledger: &Path, metrics: &Metrics) -> Result<Vec<String
 }
 
 thread_local! {
-    /// In this thread so far. A task's panic ends in its `JoinHandle`, which nobody may look at.
+    /// Panics in this thread so far. A task's panic ends in its `JoinHandle`, which may not be awaited.
     static PANICS: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -1,7 +1,7 @@
-//! A network in memory. Hosts have names; what passes between two of them takes its time, and can be held up or cut.
+//! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or cut.
 //!
-//! It does to streams what an IP network does to TCP: bytes come late, or not until a partition has healed, or never because
-//! the connection broke; none is lost or changes its place.
+//! It affects streams as an IP network affects TCP: bytes arrive late, or not until a partition has healed, or never because
+//! the connection broke; none is lost or reordered within a connection.
 
 use super::{log::Log, random::Random};
 use parking_lot::{Mutex, MutexGuard};
@@ -22,21 +22,21 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// What a system keeps for a connection, at each of its ends and on its way.
+/// The buffer of a connection, in bytes, at each end and in flight.
 const BUFFER_BYTES: usize = 64 << 10;
-/// Connections that nobody has accepted yet; more are refused, as by a system.
+/// Connections that have not been accepted yet; more are refused, as by an operating system.
 const BACKLOG: usize = 1_024;
 
 /// A host's name.
 pub(super) type Name = Arc<str>;
 
-/// One way from a host to another.
+/// One direction from a host to another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Link {
     pub(super) open: bool,
-    /// At least; up to half as much again is added to each piece.
+    /// The least delay; up to half as much again is added to each chunk.
     pub(super) delay: Duration,
-    /// Between two pieces, whatever their size: it is not the same each time, as HTTP/2 tells the date in it.
+    /// The pause between two chunks. It does not depend on their size, which varies between runs, as HTTP headers carry the date.
     pub(super) pause: Duration,
 }
 
@@ -44,9 +44,9 @@ pub(super) struct Link {
 #[derive(Clone)]
 pub(super) struct Wires {
     state: Arc<Mutex<State>>,
-    /// Connections are its tasks.
+    /// The tasks of all connections.
     tasks: Shutdown,
-    /// Of the cluster on it.
+    /// The key of the cluster on this network.
     key: ClusterKey,
     log: Log,
 }
@@ -59,23 +59,23 @@ struct State {
     next_connection: u64,
 }
 
-/// A link and those that wait for it. They wake in the order in which they came, which a `watch` does not promise.
+/// A link and the tasks that wait for it. They wake in the order in which they began to wait, which a `watch` does not guarantee.
 struct Gate {
     link: Mutex<Link>,
     opened: Notify,
 }
 
-/// A connection, as faults see it.
+/// A connection, for breaking it.
 struct Open {
     ends: (Name, Name),
     broken: oneshot::Sender<Broken>,
 }
 
-/// What breaks a connection.
+/// Why a connection breaks.
 enum Broken {
-    /// Something between its ends: both hear of it.
+    /// A fault between its ends: both ends notice.
     Cut,
-    /// One end's host is no more: the other hears of it when it can.
+    /// One end's host is down: the other end notices when the network lets it.
     Gone { dialled: bool },
 }
 
@@ -99,12 +99,12 @@ impl Wires {
         self.state.lock()
     }
 
-    /// The network as this host sees it.
+    /// Returns the network as this host uses it.
     pub(super) fn of(&self, host: &Name) -> Network {
         Network::memory(self.dial_from(host), self.key.clone())
     }
 
-    /// How this host connects to others.
+    /// Returns the connector of this host.
     pub(super) fn dial_from(&self, host: &Name) -> Arc<Dial> {
         let (wires, host) = (self.clone(), host.clone());
         Arc::new(move |address: &str| {
@@ -120,7 +120,7 @@ impl Wires {
         Listener::new(Arrivals::Memory(arriving), self.of(host))
     }
 
-    /// The host is no more: nobody listens there, and its connections break.
+    /// Takes the host down: its ports close, and its connections break.
     pub(super) fn stop(&self, host: &Name) {
         self.lock().listeners.remove(host);
         self.break_those(|(dialling, dialled)| match (dialling == host, dialled == host) {
@@ -130,7 +130,7 @@ impl Wires {
         });
     }
 
-    /// All connections between the two break.
+    /// Breaks all connections between the two hosts.
     pub(super) fn cut(&self, one: &Name, other: &Name) {
         self.break_those(|(dialling, dialled)| {
             ((dialling, dialled) == (one, other) || (dialling, dialled) == (other, one)).then_some(Broken::Cut)
@@ -142,8 +142,8 @@ impl Wires {
         let broken: Vec<_> =
             state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
         for (id, how) in broken {
-            let open = state.connections.remove(&id).expect("it was there just now");
-            // It may have ended by itself just now.
+            let open = state.connections.remove(&id).expect("its id was just read");
+            // It may have ended by itself.
             let _ = open.broken.send(how);
         }
     }
@@ -159,7 +159,7 @@ impl Wires {
         }
     }
 
-    /// The link, which stays as it is while nobody sets it.
+    /// Returns the link, which stays as it is until it is set.
     pub(super) fn add_link(&self, from: &Name, to: &Name) {
         self.lock()
             .links
@@ -201,7 +201,7 @@ impl Wires {
     }
 }
 
-/// One direction.
+/// One direction of a connection.
 struct Way {
     gate: Arc<Gate>,
     random: Random,
@@ -219,56 +219,56 @@ impl Way {
 
     async fn open(&self) {
         while !self.link().open {
-            // One thread: nothing opens it between the look and the wait.
+            // There is one thread, so the link cannot open between the check and the wait.
             self.gate.opened.notified().await;
         }
     }
 
-    /// What a single small packet takes, with its repetitions.
+    /// Returns the delay of a single small packet, with its retransmissions.
     async fn pass(&mut self) {
         self.open().await;
         sleep(self.delay()).await;
         self.open().await;
     }
 
-    /// Carries bytes until their end; fails when nobody takes them any more.
+    /// Carries bytes until their end; fails when the receiver has closed.
     async fn carry(
         &mut self,
         mut from: impl AsyncRead + Unpin,
         mut to: impl AsyncWrite + Unpin,
         passed: impl Fn(),
     ) -> io::Result<()> {
-        let (mut under_way, mut bytes): (VecDeque<(Instant, Vec<u8>)>, usize) = Default::default();
+        let (mut in_flight, mut bytes): (VecDeque<(Instant, Vec<u8>)>, usize) = Default::default();
         let (mut buffer, mut free_at, mut ended) = (vec![0; BUFFER_BYTES], Instant::now(), false);
         loop {
-            let first_at = under_way.front().map(|(at, _)| *at);
+            let first_at = in_flight.front().map(|(at, _)| *at);
             tokio::select! {
                 biased;
                 read = from.read(&mut buffer), if !ended && bytes < BUFFER_BYTES => {
                     let len = read?;
                     ended = len == 0;
                     free_at = free_at.max(Instant::now()) + self.link().pause;
-                    let last_at = under_way.back().map_or(free_at, |(at, _)| *at);
+                    let last_at = in_flight.back().map_or(free_at, |(at, _)| *at);
                     let at = (Instant::now() + self.delay()).max(free_at).max(last_at);
                     bytes += len;
-                    under_way.push_back((at, buffer[..len].to_vec()));
+                    in_flight.push_back((at, buffer[..len].to_vec()));
                 }
                 () = async { sleep_until(first_at.expect("there is one")).await }, if first_at.is_some() => {
                     self.open().await;
-                    let (_, piece) = under_way.pop_front().expect("there is one");
-                    if piece.is_empty() {
+                    let (_, chunk) = in_flight.pop_front().expect("there is one");
+                    if chunk.is_empty() {
                         return to.shutdown().await;
                     }
-                    bytes -= piece.len();
+                    bytes -= chunk.len();
                     passed();
-                    to.write_all(&piece).await?;
+                    to.write_all(&chunk).await?;
                 }
             }
         }
     }
 }
 
-/// A connection's life.
+/// Runs a connection until it ends.
 struct Connection {
     wires: Wires,
     id: u64,
@@ -322,7 +322,7 @@ mod tests {
         dial: Arc<Dial>,
     }
 
-    /// `a`, which dials, and `b`, which listens.
+    /// A network with host `a`, which dials, and host `b`, which listens.
     fn two() -> Two {
         let wires = Wires::new(Random::new(7), ClusterKey::default(), Log::new());
         let names: [Name; 2] = ["a".into(), "b".into()];
@@ -344,7 +344,7 @@ mod tests {
         }
     }
 
-    /// Reads all there is within this time.
+    /// Reads all that arrives within this time.
     async fn read(from: &mut DuplexStream, within: Duration) -> Vec<u8> {
         let mut all = Vec::new();
         let _ = tokio::time::timeout(within, from.read_to_end(&mut all)).await;
@@ -360,8 +360,8 @@ mod tests {
         two.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
         let sent: Vec<u8> = (0..20_000u32).map(|at| at as u8).collect();
         let started = Instant::now();
-        for piece in sent.chunks(5_000) {
-            near.write_all(piece).await.expect("it fits");
+        for chunk in sent.chunks(5_000) {
+            near.write_all(chunk).await.expect("it fits");
             sleep(Duration::from_millis(1)).await;
         }
         drop(near);

@@ -1,5 +1,5 @@
-//! What an answer is when nothing disturbs it: the tokens of one engine alone, without a cluster, a cache or company, and what
-//! OpenAI's rules make of them.
+//! The expected answer of a request: the tokens of one engine without a cluster, a cache or other requests, formatted by OpenAI's
+//! rules.
 
 use super::plan::{BLOCK_SIZE, Wanted};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tandem_engine::{
 use tandem_kv::{HashKey, Namespace};
 use tandem_model::sim::IM_END;
 
-/// An answer's choices.
+/// The choices of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Expected {
     pub(super) choices: Vec<Choice>,
@@ -23,7 +23,7 @@ pub(super) struct Choice {
     pub(super) finish: &'static str,
 }
 
-/// Runs the request by itself, in a runtime of its own.
+/// Runs the request alone, in its own runtime.
 pub(super) fn expected(wanted: &Wanted) -> Expected {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
@@ -81,7 +81,7 @@ pub(super) fn expected(wanted: &Wanted) -> Expected {
     Expected { choices }
 }
 
-/// Bytes are text, and a stop string ends it with the token that completes it.
+/// Decodes bytes as text, up to a stop string, which ends the answer with the token that completes it.
 fn choice(tokens: &[u32], finish: &'static str, wanted: &Wanted) -> Choice {
     let mut text = String::new();
     for (count, token) in (1..).zip(tokens) {

@@ -1,4 +1,4 @@
-//! What a seed decides: the cluster, what its clients want, and what goes wrong.
+//! The plan that a seed determines: the cluster, the requests of its clients, and the faults.
 
 use super::{network::Link, random::Random};
 use serde_json::{Value, json};
@@ -6,14 +6,14 @@ use std::time::Duration;
 use tandem_engine::{EngineSettings, sim::SimSettings};
 use tandem_router::PrefillPlace;
 
-/// Requests come, and faults begin, within this time.
+/// Requests and faults start within this time.
 const BUSY: u64 = 12_000;
-/// Tokens in a block: the cluster's constant.
+/// Tokens of a block in the cluster.
 pub(super) const BLOCK_SIZE: u32 = 16;
-/// Faults of one seed.
+/// Limit on the faults of one seed.
 const FAULTS_MAX: u64 = 10;
 
-/// Hosts by what they do.
+/// The role of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Role {
     Prefill,
@@ -22,19 +22,19 @@ pub(super) enum Role {
     Frontend,
 }
 
-/// How many there are of each.
+/// The number of hosts of each role.
 pub(super) const HOSTS: [(Role, usize); 4] = [(Role::Prefill, 2), (Role::Decode, 2), (Role::Router, 1), (Role::Frontend, 1)];
-/// Where requests come from.
+/// The host of all clients.
 pub(super) const CLIENT: &str = "client";
 
-/// A simulation before it runs.
+/// The plan of one simulation.
 pub(super) struct Plan {
     pub(super) engine: EngineSettings,
     pub(super) sim: SimSettings,
     pub(super) prefill: PrefillPlace,
     pub(super) requests: Vec<Wanted>,
     pub(super) faults: Vec<Planned>,
-    /// When all is well again: everybody is asked these at once.
+    /// Requests that are sent together after all faults.
     pub(super) afterwards: Vec<Wanted>,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Wanted {
     pub(super) stop: Option<String>,
     pub(super) ignore_end: bool,
     pub(super) stream: bool,
-    /// How long its client waits for the end; absent: for ever.
+    /// How long its client waits for the end; `None`: for ever.
     pub(super) patience: Option<Duration>,
 }
 
@@ -70,7 +70,7 @@ impl Wanted {
     }
 }
 
-/// Something that goes wrong for a while.
+/// A fault with its time and duration.
 #[derive(Clone, Debug)]
 pub(super) struct Planned {
     pub(super) at: Duration,
@@ -78,39 +78,39 @@ pub(super) struct Planned {
     pub(super) fault: Fault,
 }
 
-/// Hosts are named by their places among all.
+/// The kind of a fault. Hosts are named by their positions among all hosts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Fault {
-    /// All that passes takes so much longer, both ways.
+    /// Adds this delay in both directions.
     Slow { between: (usize, usize), delay: Duration },
-    /// One piece after the other passes, with a pause between them, both ways.
+    /// Passes one chunk at a time with a pause between them, in both directions.
     Narrow { between: (usize, usize), pause: Duration },
-    /// Nothing passes.
+    /// Passes nothing in this direction.
     Partition { from: usize, to: usize, both_ways: bool },
-    /// Nothing passes to or from anybody: the host is asleep, or its cable is out.
+    /// Passes nothing to or from the host: it is asleep or disconnected.
     Isolation { host: usize },
-    /// All connections break; new ones can be made.
+    /// Breaks all connections; new ones can be made.
     Cut { between: (usize, usize) },
-    /// The process ends at once and comes again.
+    /// Kills the process, which restarts later.
     Crash { host: usize },
-    /// The host loses its power: others hear nothing, until the process comes again.
+    /// Turns the host off: its peers notice nothing until the process restarts.
     PowerLoss { host: usize },
-    /// The process is asked to end, and comes again: what it does may end first.
+    /// Shuts the process down gracefully; it restarts later.
     Restart { host: usize },
-    /// Every step of an engine takes so much longer.
+    /// Adds this time to every step of an engine.
     Busy { host: usize, step: Duration },
 }
 
 impl Plan {
     pub(super) fn of(random: &mut Random) -> Self {
         let speedup = *random.of(&[0.1, 0.3, 1.0, 4.0]);
-        // The smallest hardly holds the largest request: sequences are pushed back.
+        // The smallest cache hardly holds the largest request, so that sequences are preempted.
         let capacity_blocks = *random.of(&[80, 80, 80, 120, 640]);
         let texts: Vec<String> = (0..random.within(2..5)).map(|_| text(random, 40..480)).collect();
         let count = random.within(10..26);
         let mut requests: Vec<Wanted> = (0..count).map(|_| wanted(random, &texts)).collect();
         if random.chance(40) {
-            // All at once.
+            // All requests together.
             let at = requests[0].at;
             requests.iter_mut().for_each(|wanted| wanted.at = at + random.millis(0..300));
         }
@@ -122,7 +122,7 @@ impl Plan {
         let faults = faults(random);
         for wanted in &mut requests {
             if random.chance(50) && !faults.is_empty() {
-                // About when something begins to go wrong.
+                // About when a fault starts.
                 wanted.at = random.of(&faults).at.saturating_sub(random.millis(0..1_500)) + random.millis(0..500);
             }
         }
@@ -145,7 +145,7 @@ impl Plan {
         }
     }
 
-    /// Whether every request is to be answered: nothing goes wrong, and nobody is full.
+    /// Whether every request must be answered: no faults, and enough capacity.
     pub(super) fn is_calm(&self) -> bool {
         self.faults.is_empty() && self.engine.queue_max > 26
     }
@@ -174,7 +174,7 @@ fn wanted(random: &mut Random, texts: &[String]) -> Wanted {
     }
 }
 
-/// A seed has a few kinds of faults, not a little of all: some bugs show only where the others do not hide them.
+/// Draws faults of a few kinds for a seed, not some of all kinds: some bugs show only if other faults do not hide them.
 fn faults(random: &mut Random) -> Vec<Planned> {
     let kinds: Vec<u64> = (0..9).filter(|_| random.chance(35)).collect();
     if kinds.is_empty() {
@@ -191,12 +191,12 @@ fn faults(random: &mut Random) -> Vec<Planned> {
     planned
 }
 
-/// All hosts, in their order.
+/// Returns all hosts, in their order.
 fn hosts() -> Vec<Role> {
     HOSTS.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count)).collect()
 }
 
-/// Who talks with whom, from either side. After the last of the hosts come the clients.
+/// Returns the pairs of hosts that communicate, in both orders. The clients come after the last host.
 fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
     let talk = |one: usize, other: usize| {
         matches!(
@@ -234,7 +234,7 @@ fn fault(random: &mut Random, kind: u64) -> Fault {
 }
 
 impl Fault {
-    /// What it makes of the link between two hosts.
+    /// Returns the effect of the fault on the link between two hosts.
     pub(super) fn on(&self, link: Link, from: usize, to: usize) -> Link {
         let is = |(one, other)| (from, to) == (one, other) || (to, from) == (one, other);
         match *self {
@@ -250,7 +250,7 @@ impl Fault {
         }
     }
 
-    /// Whether connections between clients and the frontend may break of it.
+    /// Whether it may break connections between clients and the frontend.
     pub(super) fn breaks_clients_connections(&self, frontend: usize, client: usize) -> bool {
         match *self {
             Self::Cut { between: (one, other) } => (one, other) == (frontend, client) || (other, one) == (frontend, client),
@@ -261,7 +261,7 @@ impl Fault {
         }
     }
 
-    /// Whether nothing passes between clients and the frontend, in one direction at least.
+    /// Whether it blocks at least one direction between clients and the frontend.
     pub(super) fn holds_up_clients(&self, frontend: usize, client: usize) -> bool {
         match *self {
             Self::Partition { from, to, .. } => (from, to) == (frontend, client) || (to, from) == (frontend, client),

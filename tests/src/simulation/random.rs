@@ -1,8 +1,8 @@
-//! Randomness that a seed decides.
+//! Pseudo-random numbers from a seed.
 
 use std::{ops::Range, time::Duration};
 
-/// SplitMix64.
+/// The generator SplitMix64.
 #[derive(Clone, Debug)]
 pub(super) struct Random(u64);
 
@@ -19,7 +19,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A source of its own, which what is drawn here later does not change.
+    /// Returns an independent generator, which later draws from this one do not affect.
     pub(super) fn fork(&mut self) -> Self {
         Self(self.next())
     }
@@ -37,7 +37,7 @@ impl Random {
         self.within(0..100) < percent
     }
 
-    /// One of them; there is one.
+    /// Returns one of the items, of which there is at least one.
     pub(super) fn of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
         &choices[self.within(0..choices.len() as u64) as usize]
     }

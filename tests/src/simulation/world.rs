@@ -1,4 +1,4 @@
-//! The cluster of a simulation: hosts that start, crash and come again, on one network, in one thread.
+//! The cluster of a simulation: hosts that start, crash and restart, on one network, in one thread.
 
 use super::{
     log::Log,
@@ -35,12 +35,12 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// As in production (`tandem/cluster/parts`).
+/// The same as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Who looks at the cluster from outside; nothing goes wrong on its ways.
+/// The host of the observer, whose links have no faults.
 const OBSERVER: &str = "observer";
-/// Of which the cluster's key is made.
+/// The secret from which the cluster key is derived.
 const SECRET: &[u8] = b"the secret of every simulated cluster";
 
 /// All hosts.
@@ -54,7 +54,7 @@ pub(super) struct World {
     engine: EngineSettings,
     sim: SimSettings,
     prefill: PrefillPlace,
-    /// Those that go on now.
+    /// The faults that are active now.
     faults: Vec<Fault>,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct World {
 pub(super) struct Host {
     pub(super) name: Name,
     role: Role,
-    /// What its engine's steps take longer, in milliseconds.
+    /// Additional time of its engine's steps, in milliseconds.
     slower: Arc<AtomicU64>,
     process: Option<Process>,
 }
@@ -105,12 +105,12 @@ impl World {
         Ok(world)
     }
 
-    /// The first of them.
+    /// Returns the first host of the role.
     pub(super) fn named(&self, role: Role) -> usize {
-        self.hosts.iter().position(|host| host.role == role).expect("there is one of each")
+        self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Where clients are, as faults count.
+    /// Returns the number by which faults name the clients' host.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -185,7 +185,7 @@ impl World {
         self.hosts[host].process = Some(Process { engine, shutdown, tasks });
     }
 
-    /// The process is gone from one moment to the next.
+    /// Kills the process.
     fn kill(&mut self, host: usize) {
         let Host { name, process, .. } = &mut self.hosts[host];
         if let Some(Process { shutdown, .. }) = process.take() {
@@ -195,7 +195,7 @@ impl World {
         }
     }
 
-    /// A fault begins. A host that is down falls no further.
+    /// Starts a fault. A host that is down already stays down.
     pub(super) fn begin(&mut self, fault: Fault, lasts: Duration) {
         self.log.tell(format_args!("begins, for {lasts:?}: {}", self.told(fault)));
         self.faults.push(fault);
@@ -214,7 +214,7 @@ impl World {
         }
     }
 
-    /// A fault ends.
+    /// Ends a fault.
     pub(super) fn end(&mut self, fault: Fault) {
         self.log.tell(format_args!("ends: {}", self.told(fault)));
         if let Some(at) = self.faults.iter().position(|other| *other == fault) {
@@ -224,7 +224,7 @@ impl World {
         match fault {
             Fault::Restart { host } | Fault::Crash { host } | Fault::PowerLoss { host } => {
                 self.kill(host);
-                // Another fault may keep it down.
+                // Another fault may keep the host down.
                 let down =
                     |fault: &Fault| matches!(fault, Fault::Crash { host: of } | Fault::PowerLoss { host: of } if *of == host);
                 if !self.faults.iter().any(down) {
@@ -273,12 +273,12 @@ impl World {
         Ok(RouterClient::new(self.wires.of(&OBSERVER.into()).connect_lazy(&endpoint(&address)?)))
     }
 
-    /// Under which blocks are hashed here.
+    /// Returns the namespace under which blocks are hashed here.
     pub(super) fn hash_key(&self) -> HashKey {
         self.engine.hash_key
     }
 
-    /// What is not as it is when nothing runs, if anything is.
+    /// Returns what differs from an idle cluster, if anything does.
     pub(super) async fn restless(&self) -> Result<Option<String>> {
         let mut router = self.router()?;
         let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {
@@ -312,7 +312,7 @@ impl World {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Compares what the router says of a prompt's blocks with what each worker's cache holds of them.
+    /// Compares the router's overlap of a prompt with the blocks that each worker's cache holds.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),
@@ -339,7 +339,7 @@ impl World {
     }
 }
 
-/// A part runs until it is stopped.
+/// Runs a part of the cluster until it is stopped.
 fn run<E: std::error::Error + Send + 'static>(
     tasks: &mut JoinSet<()>,
     part: impl Future<Output = Result<(), E>> + Send + 'static,

@@ -153,7 +153,7 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
         told += 1;
     }
     assert_eq!(told, 60);
-    let left = rows.as_object().into_iter().flatten().filter(|(_, row)| row["status"] == "client left").count();
+    let left = rows.as_object().into_iter().flatten().filter(|(_, row)| row["status"] == "client disconnected").count();
     assert_eq!(left, 1);
     Ok(())
 }

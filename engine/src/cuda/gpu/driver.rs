@@ -22,7 +22,6 @@ impl Driver {
     /// Finds the driver, cuBLASLt and the GPU with this ordinal. Fails if one is missing, or if the GPU is too old.
     pub fn find(device: u32) -> Result<Self, CudaError> {
         // SAFETY: this only tries to open the libraries, which runs nothing but their own initialisers.
-        #[expect(unsafe_code)]
         let (driver, blas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
         if !driver {
             return Err(CudaError::NoDriver);
@@ -42,7 +41,6 @@ impl Driver {
         };
         let mut version = 0;
         // SAFETY: the driver returned this device, and writes one integer as the version.
-        #[expect(unsafe_code)]
         let (major, minor, shared) = unsafe {
             sys::cuDriverGetVersion(&mut version).result().map_err(failed("querying its version"))?;
             let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("querying the GPU's attributes"));

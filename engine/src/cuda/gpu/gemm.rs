@@ -76,13 +76,11 @@ impl GemmPlans {
         let _locked = driver_lock();
         let handle = result::create_handle().map_err(failed)?;
         // SAFETY: the size is not 0; the workspace is freed once, in `drop`.
-        #[expect(unsafe_code)]
         let workspace = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
         match workspace {
             Ok(workspace) => Ok(Self { handle, workspace, plans: HashMap::new(), chosen }),
             Err(source) => {
                 // SAFETY: the handle was created above and is not used.
-                #[expect(unsafe_code)]
                 let _ = unsafe { result::destroy_handle(handle) };
                 Err(CudaError::Driver { doing: "allocating device memory", source: Box::new(source) })
             }
@@ -126,7 +124,6 @@ impl GemmPlans {
 /// Whether the stream is being captured, when nothing can be timed.
 fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
     // SAFETY: the stream belongs to the caller and is alive.
-    #[expect(unsafe_code)]
     let status = unsafe { driver::stream::is_capturing(stream) };
     let status = status.map_err(|source| CudaError::Driver { doing: "querying the capture status", source: Box::new(source) })?;
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
@@ -138,7 +135,6 @@ impl Drop for GemmPlans {
         self.plans.clear();
         let _locked = driver_lock();
         // SAFETY: both were created in `new` and are released once.
-        #[expect(unsafe_code)]
         unsafe {
             let _ = driver::free_sync(self.workspace);
             let _ = result::destroy_handle(self.handle);
@@ -167,7 +163,6 @@ impl Plan {
         let wanted = if timed_at(rows).is_some() { CANDIDATES } else { 1 };
         // SAFETY: all handles were created above, and attributes are passed with their sizes. The vector has capacity for as many results as are
         // requested, and cuBLASLt reports how many of them it has written.
-        #[expect(unsafe_code)]
         let found = unsafe {
             let transposed = TRANSPOSED;
             let which = cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
@@ -207,7 +202,6 @@ impl Plan {
         let (alpha, beta) = (1.0f32, if self.accumulates { 1.0f32 } else { 0.0 });
         // SAFETY: handle and plan are alive; the plan's layouts are those of the GEMM, and the caller's addresses refer to matrices of these sizes; alpha
         // and beta are read during the call. C and D are the same matrix with the same layout, which cuBLASLt allows.
-        #[expect(unsafe_code)]
         unsafe {
             result::matmul(
                 target.handle,
@@ -243,7 +237,6 @@ impl Plan {
 impl Drop for Plan {
     fn drop(&mut self) {
         // SAFETY: all were created in `new` and are destroyed once.
-        #[expect(unsafe_code)]
         unsafe {
             let _ = result::destroy_matmul_desc(self.operation);
             for layout in [self.weights, self.inputs, self.outputs] {

@@ -118,7 +118,6 @@ impl Nccl {
     /// Returns `None` if there is no such library, or if it lacks one of the functions.
     fn open(name: &str) -> Option<Self> {
         // SAFETY: opening it runs nothing but its own initialisers; the function types are those of nccl.h, whose enums have 32 bits.
-        #[expect(unsafe_code)]
         unsafe {
             let library = Library::new(name).ok()?;
             Some(Self {
@@ -143,7 +142,6 @@ impl Nccl {
     pub fn unique_id(&self) -> Result<Id, CudaError> {
         let mut id = [0; 128];
         // SAFETY: the function writes 128 bytes.
-        #[expect(unsafe_code)]
         let code = unsafe { (self.get_unique_id)(&mut id) };
         self.check(code).map_err(failed("creating a communicator id"))?;
         Ok(id)
@@ -154,7 +152,6 @@ impl Nccl {
             return Ok(());
         }
         // SAFETY: the function returns a static string, ending with a NUL, for every code.
-        #[expect(unsafe_code)]
         let what = unsafe { CStr::from_ptr((self.error_string)(code)) }.to_string_lossy().into_owned();
         Err(NcclError::Refused { code, what })
     }
@@ -162,11 +159,9 @@ impl Nccl {
     /// Makes the calls as one NCCL group, which is ended even if they fail.
     fn group(&self, calls: impl FnOnce() -> Result<(), NcclError>) -> Result<(), NcclError> {
         // SAFETY: a group belongs to the calling thread, and is ended below.
-        #[expect(unsafe_code)]
         self.check(unsafe { (self.group_start)() })?;
         let called = calls();
         // SAFETY: the group was started above.
-        #[expect(unsafe_code)]
         let ended = self.check(unsafe { (self.group_end)() });
         called.and(ended)
     }
@@ -175,7 +170,6 @@ impl Nccl {
     fn ready(&self, handle: Handle) -> Result<bool, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: the caller guarantees that the communicator is alive; the function writes one 32-bit state.
-        #[expect(unsafe_code)]
         self.check(unsafe { (self.async_error)(handle, &mut state) })?;
         self.check(state)?;
         Ok(state != IN_PROGRESS)
@@ -228,10 +222,8 @@ pub(in crate::cuda) struct Communicator {
 }
 
 // SAFETY: NCCL and the driver allow their handles to be used from any thread.
-#[expect(unsafe_code)]
 unsafe impl Send for Communicator {}
 // SAFETY: a driver handle may be used by several threads at a time; an NCCL handle by one at a time, which the lock ensures.
-#[expect(unsafe_code)]
 unsafe impl Sync for Communicator {}
 
 /// Creates a stream of the highest priority. Streams share few hardware queues, each for streams of one priority: at another priority, a step could be
@@ -282,7 +274,6 @@ impl Communicator {
                 context.enter().map_err(|_| NcclError::Broken)?;
                 let mut config = Config::new(in_process);
                 // SAFETY: the configuration is read during the call. The handle may be written until the rank has joined, which is awaited below.
-                #[expect(unsafe_code)]
                 let code = unsafe { (nccl.init)(handle.as_ptr(), ranks as c_int, UniqueId(id), rank as c_int, &mut config) };
                 nccl.check(code)?;
             }
@@ -333,14 +324,12 @@ impl Communicator {
                     transfers.iter().flat_map(|(one, peer, regions)| regions.iter().map(move |region| (one, *peer, region)));
                 all.into_iter().try_for_each(|(one, peer, (address, bytes))| {
                     // SAFETY: communicator and stream are alive; the caller keeps the memory until this returns.
-                    #[expect(unsafe_code)]
                     nccl.check(unsafe { one(*address as *mut c_void, *bytes, UINT8, peer, handle, self.stream) })
                 })
             })?;
             poll_until(began, limit, || nccl.ready(handle))?;
             poll_until(began, limit, || {
                 // SAFETY: the stream is destroyed in `drop` only.
-                #[expect(unsafe_code)]
                 let state = unsafe { sys::cuStreamQuery(self.stream) };
                 match state {
                     CUresult::CUDA_ERROR_NOT_READY => nccl.ready(handle).map(|_| false),
@@ -360,7 +349,6 @@ impl Communicator {
     fn wait_until_idle(&self) {
         let running = || {
             // SAFETY: the stream is destroyed in `drop` only.
-            #[expect(unsafe_code)]
             let state = unsafe { sys::cuStreamQuery(self.stream) };
             state == CUresult::CUDA_ERROR_NOT_READY
         };
@@ -385,7 +373,6 @@ impl Communicator {
         if !handle.is_null() && self.context.enter().is_ok() {
             let _locked = driver_lock_within_limit();
             // SAFETY: the communicator was alive, and this was its only handle.
-            #[expect(unsafe_code)]
             let _ = unsafe { (self.nccl.abort)(handle) };
         }
     }
@@ -401,7 +388,6 @@ impl Drop for Communicator {
         // that still runs (because one GPU was lost) must not be waited for, so those are aborted.
         let ended = || {
             // SAFETY: the communicator is alive, and no further calls follow.
-            #[expect(unsafe_code)]
             self.nccl.check(unsafe { (self.nccl.finalize)(handle) })?;
             poll_until(Instant::now(), FINALIZE_MAX, || self.nccl.ready(handle))
         };
@@ -409,7 +395,6 @@ impl Drop for Communicator {
         let _locked = driver_lock_within_limit();
         // SAFETY: communicator and stream are alive, no further calls follow, and each is released once. Errors are ignored: nothing could be done about
         // them.
-        #[expect(unsafe_code)]
         unsafe {
             if !handle.is_null() {
                 let _ = if ends_itself { (self.nccl.destroy)(handle) } else { (self.nccl.abort)(handle) };
@@ -434,7 +419,6 @@ pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result
         buffer.communicator.with_handle(|handle| {
             let numbers = buffer.address as *mut c_void;
             // SAFETY: communicator and stream are alive, and so is the memory until the stream has executed the call.
-            #[expect(unsafe_code)]
             nccl.check(unsafe { (nccl.all_reduce)(numbers, numbers, count, FLOAT32, SUM, handle, buffer.stream) })
         })
     };
@@ -456,7 +440,6 @@ mod tests {
     #[test]
     fn config_has_the_layout_of_nccl_2_14() {
         // SAFETY: the struct has no padding, and any bytes are valid as `u8`.
-        #[expect(unsafe_code)]
         let bytes: [u8; 24] = unsafe { std::mem::transmute(Config::new(false)) };
         let number = |at: usize| u32::from_le_bytes(*bytes[at..].first_chunk().unwrap());
         assert_eq!([0, 4, 8, 12, 16, 20].map(number), [24, 0, 0xcafe_beef, 21_400, 0, 0x8000_0000]);

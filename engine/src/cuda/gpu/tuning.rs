@@ -63,7 +63,6 @@ impl Clock {
         let bytes = bytes.max(FLUSHED_BYTES);
         let _locked = driver_lock();
         // SAFETY: the size is not 0; the memory is freed once, in `drop`.
-        #[expect(unsafe_code)]
         let Ok(scratch) = (unsafe { result::malloc_sync(bytes) }) else {
             tracing::debug!(bytes, "a GEMM is not timed: no memory for its output");
             return Ok(None);
@@ -95,7 +94,6 @@ impl Clock {
 
     fn time(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         // SAFETY: stream, events and memory are alive, and the memory has `bytes` bytes.
-        #[expect(unsafe_code)]
         unsafe {
             // While the device fills the memory, the host enqueues the rest, so that host time is not measured.
             result::memset_d8_async(self.scratch, 0, self.bytes, self.stream).map_err(failed)?;
@@ -127,7 +125,6 @@ impl Drop for Clock {
             return;
         }
         // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses them.
-        #[expect(unsafe_code)]
         unsafe {
             let _ = result::stream::synchronize(self.stream);
             let _locked = driver_lock();

@@ -1,4 +1,5 @@
 //! A GPU emulated on this host: kernels built with g++, GEMMs in double precision.
+#![expect(unsafe_code, reason = "the emulation is a C++ library, which computes on memory by address")]
 
 use super::*;
 use crate::cuda::{
@@ -82,7 +83,6 @@ fn library(shape: &Shape) -> Arc<Library> {
         .expect("g++ is missing: install it (Debian: apt-get install g++)");
     assert!(compiled.status.success(), "g++ refuses_capture the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
     // SAFETY: the library was just built from our sources and has no initialisers.
-    #[expect(unsafe_code)]
     let library = Arc::new(unsafe { Library::new(&file) }.unwrap());
     built.push((definitions, Arc::clone(&library)));
     library
@@ -151,7 +151,6 @@ impl Emulated {
     pub fn constants(&self) -> [u32; 4] {
         let mut constants = [0; 4];
         // SAFETY: the function has this type, and writes four numbers.
-        #[expect(unsafe_code)]
         unsafe {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(*mut u32)> = self.library.get(b"constants").unwrap();
             function(constants.as_mut_ptr());
@@ -168,7 +167,6 @@ impl Emulated {
     fn read(&self, address: u64, into: &mut [u8]) {
         self.check(address, into.len());
         // SAFETY: the bytes are within a live allocation, and tests use a device from one thread.
-        #[expect(unsafe_code)]
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, into.as_mut_ptr(), into.len());
         }
@@ -177,7 +175,6 @@ impl Emulated {
     fn write(&self, address: u64, bytes: &[u8]) {
         self.check(address, bytes.len());
         // SAFETY: as in `read`.
-        #[expect(unsafe_code)]
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
         }
@@ -260,7 +257,6 @@ impl Device for Emulated {
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         self.assert_not_capturing();
         // SAFETY: the function has this type.
-        #[expect(unsafe_code)]
         let address = unsafe {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(usize) -> u64> = self.library.get(b"allocate").unwrap();
             function(bytes)
@@ -274,7 +270,6 @@ impl Device for Emulated {
         self.assert_not_stuck();
         let bytes = self.allocated.lock().unwrap().remove(&address).expect("memory is freed once, and was allocated here");
         // SAFETY: the function has this type, and the memory was allocated with this size.
-        #[expect(unsafe_code)]
         unsafe {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(u64, usize)> = self.library.get(b"release").unwrap();
             function(address, bytes);
@@ -327,7 +322,6 @@ impl Device for Emulated {
         let name = CString::new(launch.kernel.name()).unwrap();
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
         // SAFETY: the function has this type; it reads the arguments that the kernel of this name has.
-        #[expect(unsafe_code)]
         let known = unsafe {
             let function: libloading::Symbol<'_, LaunchKernel> = self.library.get(b"launch").unwrap();
             let (threads, shared) = (launch.kernel.threads(), launch.shared_bytes as u32);

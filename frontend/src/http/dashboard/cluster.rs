@@ -1,25 +1,25 @@
-//! Who is in the cluster and how they are: what the routers say, put together.
+//! The workers and routers of the cluster and their health: all routers' views, combined.
 
-use super::App;
-use crate::{dispatch::DispatchError, recent::unix_ms};
+use super::super::app::App;
+use crate::{clock::unix_ms, dispatch::DispatchError};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply, worker_info::Role};
 
-/// What each router said, in the order of their addresses.
+/// Each router's view, by address.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
 
 impl App {
     /// The cluster as its routers see it now.
-    pub(super) async fn seen(&self) -> Value {
+    pub(super) async fn cluster(&self) -> Value {
         let identity = self.dispatcher.routers().identity();
         let views: Views = self.dispatcher.routers().views().collect().await;
         let replies = replies(&views, identity);
         let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
         let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
         let audit = match &self.audit {
-            Some(audit) => Some(audit.look().await),
+            Some(audit) => Some(audit.read().await),
             None => None,
         };
         json!({
@@ -56,14 +56,14 @@ impl App {
     }
 }
 
-/// What the routers of this frontend's cluster say, and their addresses: the workers of another are not its own.
+/// The views of routers of this frontend's cluster, with the routers' addresses. Those of other clusters are left out.
 fn replies<'a>(views: &'a Views, identity: &Identity) -> Vec<(&'a str, &'a WorkersReply)> {
     let replies = views.iter().filter_map(|(address, view)| Some((&**address, view.as_ref().ok()?)));
     replies.filter(|(_, reply)| identity.fits(reply.identity.as_ref().unwrap_or(&Identity::default())).is_ok()).collect()
 }
 
-/// Every instance that a router has, by name. Routers count their own placements, which add up; they hear the same of a worker, at
-/// most a second apart, so that the latest is taken of that.
+/// Every instance that a router knows, by name. The routers' placements are added up; what a worker reports reaches all routers within
+/// a second, so that the latest report counts.
 fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
     for worker in replies.iter().flat_map(|(_, reply)| &reply.workers) {
@@ -86,9 +86,9 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         overlap_under_tokens: one.overlap_under_tokens + other.overlap_under_tokens,
     });
     let (health, problem) = if views.iter().any(|view| view.circuit_open) {
-        ("circuit_open", Some("requests failed here; it is tried again within 30 seconds".to_owned()))
+        ("circuit_open", Some("requests failed on this worker; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
-        ("partial", Some(format!("{} of {routers} routers have it", views.len())))
+        ("partial", Some(format!("known to {} of {routers} routers", views.len())))
     } else {
         ("healthy", None)
     };
@@ -102,7 +102,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "health": health,
         "problem": problem,
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
-        // Each router counts those of the others, too.
+        // Each router's number includes those of the others.
         "bookings": views.iter().map(|view| view.bookings).max(),
         "load": loads(&load),
         "cache": load.cache.map(|cache| json!({
@@ -144,7 +144,7 @@ fn loads(load: &Load) -> Value {
     })
 }
 
-/// Listed workers that a router has not, with its reason. One that another router has is among the workers, too.
+/// Members that a router does not route to, with its reason. A worker that another router knows is in both lists.
 fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let unavailable = replies.iter().flat_map(|(router, reply)| reply.unavailable.iter().map(move |worker| (router, worker)));
     unavailable
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn routers_counts_add_up_and_what_a_worker_says_counts_once() {
+    fn placements_of_routers_add_up_and_reports_of_workers_count_once() {
         let one = WorkersReply { workers: vec![view("p0", "a", 4), view("p1", "b", 1)], ..Default::default() };
         let mut failing = view("p1", "b", 1);
         failing.circuit_open = true;
@@ -202,20 +202,20 @@ mod tests {
     }
 
     #[test]
-    fn one_that_only_some_routers_have_and_one_that_says_nothing_of_its_cache() {
+    fn worker_known_to_some_routers_is_partial_and_missing_counts_are_null() {
         let mut silent = view("p0", "new", 0);
         (silent.load, silent.placements) = (Some(Load::default()), None);
         let one = WorkersReply { workers: vec![view("p0", "old", 9), silent], ..Default::default() };
         let views = views(vec![Ok(one), Ok(WorkersReply::default())]);
         let found = workers(&replies(&views, &Identity::default()));
-        let told: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
-        assert_eq!(told, [(Some("new"), Some("partial")), (Some("old"), Some("partial"))]);
-        assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "not told is not 0");
-        assert_eq!(found[0]["problem"], "1 of 2 routers have it");
+        let health: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
+        assert_eq!(health, [(Some("new"), Some("partial")), (Some("old"), Some("partial"))]);
+        assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "a missing report is not 0");
+        assert_eq!(found[0]["problem"], "known to 1 of 2 routers");
     }
 
     #[test]
-    fn a_router_of_another_cluster_counts_for_nothing() {
+    fn router_of_another_cluster_is_left_out() {
         let of = |cluster: &str| Identity { cluster: cluster.to_owned(), ..Identity::default() };
         let reply = |cluster: &str, worker_id: &str| WorkersReply {
             identity: Some(of(cluster)),

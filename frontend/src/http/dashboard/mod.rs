@@ -1,12 +1,12 @@
-//! The page at `/dashboard`: files that are part of this program, and the JSON they show. Everything is made when a viewer asks for
-//! it; without one nothing happens but that [`Recent`](crate::recent::Recent) remembers.
+//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. Without a viewer nothing is computed;
+//! only [`Recent`](crate::recent::Recent) collects records.
 //!
-//! The page loads nothing from elsewhere and runs nothing but its own modules; the headers below make browsers hold it to that. What
-//! it shows are names, numbers and times, and they get into the document as text, never as markup.
+//! The page loads nothing from other servers and runs only its own modules; the headers below make browsers enforce that. It shows
+//! names, numbers and times, which are added to the document as text, never as markup.
 
 mod cluster;
 
-use super::{App, health};
+use super::{app::App, health};
 use crate::{error::ApiError, recent::Record};
 use axum::{
     Json, Router,
@@ -23,7 +23,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
-/// What the page is made of, but for itself.
+/// The page's files: name, content type, content.
 const FILES: [(&str, &str, &str); 10] = [
     ("page.css", CSS, include_str!("page/page.css")),
     ("icon.svg", SVG, include_str!("page/icon.svg")),
@@ -37,7 +37,7 @@ const FILES: [(&str, &str, &str); 10] = [
     ("explain.js", JS, include_str!("page/explain.js")),
 ];
 
-/// Only what comes from this server, and of that no markup from elsewhere: inline scripts and styles do not run.
+/// Allows only files of this server; inline scripts and styles do not run.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -54,9 +54,9 @@ pub(super) fn routes() -> Router<Arc<App>> {
     Router::new()
         .route("/dashboard", get(async || text(HTML, include_str!("page/page.html"))))
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
-        .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.seen().await))))
+        .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
-        // All that the page reads is under one path, which a proxy before several frontends can keep with one of them.
+        // All that the page reads is under one path, so that a proxy can route it to one of several frontends.
         .route("/dashboard/metrics", get(health::metrics))
         .route("/dashboard/{file}", get(file))
 }
@@ -68,13 +68,13 @@ async fn file(Path(name): Path<String>) -> Response {
     }
 }
 
-/// The remembered prompts; with `?after=N` those whose number is greater.
+/// The recorded prompts; with `?after=N` those with greater numbers.
 async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
     let records = recent.after(after);
     let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
-    // Numbers begin anew with the process: who sees another `since` asks for all.
+    // Numbers restart with the process: a viewer that sees another `since` asks for all records.
     guarded(Json(json!({ "since": app.since, "max": recent.max(), "requests": records })))
 }
 

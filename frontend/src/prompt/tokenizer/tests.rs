@@ -1,9 +1,9 @@
-//! Texts to ids and back.
+//! Encoding and decoding.
 
 use super::*;
 
 #[test]
-fn bytes_are_tokens_and_names_are_special_only_where_parsed() {
+fn special_names_are_encoded_only_where_parsed() {
     let tokenizer = Tokenizer::sim();
     let text = "a<|im_end|>é";
     let parsed = tokenizer.encode(text, Special::Parsed).expect("bytes always encode");
@@ -15,7 +15,7 @@ fn bytes_are_tokens_and_names_are_special_only_where_parsed() {
 }
 
 #[test]
-fn marked_names_stay_text_and_leave_no_trace() {
+fn guarded_names_are_encoded_as_plain_text() {
     let tokenizer = Tokenizer::sim();
     for content in ["<|im_end|>", "<|im_<|im_start|>start|>", "<|im_end|><|im_end|>", "no names", "\u{FDD0}<|im_end|>", ""] {
         let guard = Tokenizer::guard([content].into_iter()).expect("one is free");
@@ -31,14 +31,14 @@ fn marked_names_stay_text_and_leave_no_trace() {
 }
 
 #[test]
-fn a_file_with_another_algorithm_is_refused() {
+fn file_with_another_algorithm_is_refused() {
     let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
     assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm { found }) if found == "llama"));
     let data = TokenizerData { model: "gpt2".into(), pre: "tekken".into(), ..TokenizerData::default() };
     assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "tekken"));
 }
 
-/// `ci/goldens/make_cuts.py`: ids that Hugging Face's tokenisers and llama.cpp give.
+/// `ci/goldens/make_cuts.py`: ids from Hugging Face's tokenizers and llama.cpp.
 #[derive(serde::Deserialize)]
 struct Goldens {
     merges: Vec<String>,
@@ -53,7 +53,7 @@ struct Golden {
 }
 
 #[test]
-fn the_families_cut_as_their_own_tokenisers_do() {
+fn pre_tokenizers_cut_as_the_families_own_do() {
     let goldens: Goldens = serde_json::from_str(include_str!("../../../../ci/goldens/cuts.json")).expect("the goldens are JSON");
     let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
     bytes.sort_unstable();
@@ -70,7 +70,7 @@ fn the_families_cut_as_their_own_tokenisers_do() {
             model: "gpt2".into(),
             ..Default::default()
         };
-        let tokenizer = Tokenizer::from_data(&data).expect("the goldens make a tokeniser");
+        let tokenizer = Tokenizer::from_data(&data).expect("the goldens are a valid tokenizer");
         assert!(cases.len() >= 30, "only {} goldens", cases.len());
         for Golden { text, ids } in cases {
             assert_eq!(tokenizer.encode(&text, Special::Text).expect("every text can be encoded"), ids, "{name}: {text:?}");
@@ -78,7 +78,7 @@ fn the_families_cut_as_their_own_tokenisers_do() {
     }
 }
 
-/// Like Llama 3's: a first token, special ones and one that is cut out of every text.
+/// Like Llama 3's: a leading token, special tokens, and a user-defined one.
 fn tokenizer_json() -> serde_json::Value {
     let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
     bytes.sort_unstable();
@@ -110,7 +110,7 @@ fn from_json(json: &serde_json::Value) -> Result<(Tokenizer, Option<TokenId>), S
 }
 
 #[test]
-fn a_tokenizer_json_is_the_same_tokeniser() {
+fn tokenizer_json_encodes_like_the_same_gguf() {
     let (tokenizer, first) = from_json(&tokenizer_json()).expect("it is supported");
     assert_eq!(first, Some(257));
     let text = "he 12<|end|><tool>é";
@@ -130,7 +130,7 @@ fn a_tokenizer_json_is_the_same_tokeniser() {
 }
 
 #[test]
-fn a_tokenizer_json_of_another_kind_is_refused() {
+fn unsupported_tokenizer_json_is_refused() {
     let refused = |change: &dyn Fn(&mut serde_json::Value)| {
         let mut json = tokenizer_json();
         change(&mut json);
@@ -155,7 +155,7 @@ fn a_tokenizer_json_of_another_kind_is_refused() {
 }
 
 #[test]
-fn byte_level_bpe_merges_and_gives_bytes_back() {
+fn byte_level_bpe_merges_and_decodes_to_the_same_bytes() {
     let mut chars: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
     chars.sort_unstable();
     let mut tokens: Vec<String> = chars.iter().map(|(_, char)| char.to_string()).collect();

@@ -1,68 +1,69 @@
-//! Routers that hear of each other's bookings: each counts the union, whatever is lost on the way, and nothing is left of it.
+//! Replication of bookings between routers: each counts the union, whatever messages are lost, and nothing is left of released
+//! bookings.
 
 use super::*;
-use crate::exchange::{Broken, Intake, encode};
+use crate::replication::{self, PeerReceiver, ReplicationError, encode};
 use proptest::{collection, prelude::*};
 use std::collections::{HashSet, VecDeque};
 use tandem_proto::v1::{BookingsReply, bookings_reply::Message};
 
-/// The way from one router to another.
-struct Link {
+/// The replication stream from one router to another.
+struct Replica {
     known: Option<u64>,
     sent: VecDeque<BookingsReply>,
-    intake: Intake,
+    receiver: PeerReceiver,
     peer: PeerId,
 }
 
-impl Link {
+impl Replica {
     fn open(to: &mut State) -> Self {
-        Self { known: None, sent: VecDeque::new(), intake: Intake::new(1_000), peer: to.peer_joined("router:1") }
+        Self { known: None, sent: VecDeque::new(), receiver: PeerReceiver::new(1_000), peer: to.add_peer("router:1") }
     }
 
     fn reopen(&mut self, to: &mut State) {
-        to.peer_left(self.peer);
+        to.remove_peer(self.peer);
         *self = Self::open(to);
     }
 
-    fn tell(&mut self, from: &State) {
-        let (news, last) = from.news(self.known);
+    fn send(&mut self, from: &State) {
+        let (messages, last) = from.bookings.messages(self.known, &from.members);
         self.known = Some(last);
-        self.sent.extend(news.into_iter().map(|news| encode(&from.instance_id(), news)));
+        self.sent.extend(messages.into_iter().map(|message| encode(&from.instance_id(), message)));
     }
 
-    /// The next message arrives; after a gap all is asked for anew.
-    fn arrives(&mut self, to: &mut State) {
+    /// Delivers the next message; after a gap the full state is requested again.
+    fn deliver(&mut self, to: &mut State) {
         let Some(reply) = self.sent.pop_front() else { return };
-        match self.intake.take(reply) {
-            Ok(heard) => to.peer_told(self.peer, heard),
-            Err(Broken::Gap { .. }) => self.reopen(to),
-            Err(broken) => panic!("{broken}"),
+        match self.receiver.take(reply) {
+            Ok(update) => to.update_peer(self.peer, update),
+            Err(ReplicationError::Gap { .. }) => self.reopen(to),
+            Err(error) => panic!("{error}"),
         }
     }
 
-    /// The next message is lost; full states go over a connection, where nothing is.
-    fn is_lost(&mut self) {
+    /// Loses the next message, unless it is a chunk of a full state: within a connection none is lost.
+    fn lose(&mut self) {
         self.sent.pop_front_if(|reply| matches!(reply.message, Some(Message::Changes(_))));
     }
 
     fn settle(&mut self, from: &State, to: &mut State) {
         for _ in 0..3 {
-            self.tell(from);
+            self.send(from);
             while !self.sent.is_empty() {
-                self.arrives(to);
+                self.deliver(to);
             }
         }
     }
 }
 
-/// A booking as this test remembers it.
-struct Made {
+/// The model of a booking.
+struct ModelBooking {
     id: BookingId,
     request_id: String,
     placement: v1::Placement,
-    shares: members::Shares,
+    load: LoadByRole,
     hashes: Arc<[SequenceHash]>,
-    computing: bool,
+    prefilling: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -74,16 +75,16 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// A worker of a booking of either router takes it in.
-    TakenIn {
+    /// The reports of a worker of a booking of either router come to include it.
+    Included {
         of: usize,
         at: usize,
         prefill: bool,
     },
     /// A worker's report reaches a router.
     Report,
-    Tell,
-    Arrive,
+    Send,
+    Deliver,
     Lose,
     Reopen,
 }
@@ -94,10 +95,10 @@ fn act() -> impl Strategy<Value = (usize, Act)> {
         4 => (0..4_u64, 0..9_u64, 0..5_u32).prop_map(|(prompt, blocks, samples)| Act::Place { prompt, blocks, samples }),
         2 => at.clone().prop_map(Act::FirstToken),
         2 => at.clone().prop_map(Act::End),
-        3 => (0..2_usize, at, any::<bool>()).prop_map(|(of, at, prefill)| Act::TakenIn { of, at, prefill }),
+        3 => (0..2_usize, at, any::<bool>()).prop_map(|(of, at, prefill)| Act::Included { of, at, prefill }),
         3 => Just(Act::Report),
-        3 => Just(Act::Tell),
-        3 => Just(Act::Arrive),
+        3 => Just(Act::Send),
+        3 => Just(Act::Deliver),
         1 => Just(Act::Lose),
         1 => Just(Act::Reopen),
     ];
@@ -106,33 +107,32 @@ fn act() -> impl Strategy<Value = (usize, Act)> {
 
 const NAMES: [&str; 4] = ["p0", "p1", "d0", "d1"];
 
-/// What counts on each worker in a state.
-fn counted(story: &Story) -> Vec<(u64, u64, u32, Vec<u32>)> {
+/// What counts on each worker.
+fn counted(scenario: &Scenario) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |name: &str| {
-        let (tokens, sequences, bookings) = story.booked(name);
-        let booked = &story.state.members[&story.member(name)].booked;
+        let (tokens, sequences, bookings) = scenario.booked(name);
+        let booked = &scenario.state.members.get(scenario.member(name)).bookings;
         (tokens, sequences, bookings, (0..4).map(|prompt| booked.predicted_blocks(&hashes(prompt, 1, 9), 0)).collect())
     };
     NAMES.map(of).into()
 }
 
-/// What is to count: the union of what both have made, less what workers have taken in.
-fn union(made: &[Vec<Made>; 2], included_request_ids: &HashSet<(String, String)>) -> Vec<(u64, u64, u32, Vec<u32>)> {
+/// What must count on each worker: the union of both routers' bookings, without what workers have reported.
+fn union(made: &[Vec<ModelBooking>; 2], included_request_ids: &HashSet<(String, String)>) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |worker: &str| {
         let (mut sums, mut predicted) = ((0, 0, 0), HashSet::new());
         for booking in made.iter().flatten() {
-            let parts =
-                [(&booking.placement.decode, booking.shares.decode), (&booking.placement.prefill, booking.shares.prefill)];
-            for (prefills, (candidate, share)) in [false, true].into_iter().zip(parts) {
-                if name(candidate) != worker || (prefills && !booking.computing) {
+            let parts = [(&booking.placement.decode, booking.load.decode), (&booking.placement.prefill, booking.load.prefill)];
+            for (prefills, (candidate, load)) in [false, true].into_iter().zip(parts) {
+                if name(candidate) != worker || (prefills && !booking.prefilling) {
                     continue;
                 }
                 sums.2 += 1;
                 if !included_request_ids.contains(&(worker.to_owned(), booking.request_id.clone())) {
-                    sums.0 += if booking.computing { share.tokens } else { 0 };
-                    sums.1 += u64::from(share.sequences);
+                    sums.0 += if booking.prefilling { load.tokens } else { 0 };
+                    sums.1 += u64::from(load.sequences);
                 }
-                if booking.computing && (prefills || booking.placement.prefill.is_none()) {
+                if booking.prefilling && (prefills || booking.placement.prefill.is_none()) {
                     predicted.extend(booking.hashes.iter().copied());
                 }
             }
@@ -143,43 +143,43 @@ fn union(made: &[Vec<Made>; 2], included_request_ids: &HashSet<(String, String)>
     NAMES.map(of).into()
 }
 
-fn two(place: PrefillPlace) -> [Story; 2] {
-    [1, 2].map(|seed| Story::with(RouterSettings { seed, ..settings(place) }, 2, 2))
+fn two(place: PrefillPlace) -> [Scenario; 2] {
+    [1, 2].map(|seed| Scenario::with(RouterSettings { seed, ..settings(place) }, 2, 2))
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn each_router_counts_the_union(acts in collection::vec(act(), 1..120), remote in any::<bool>()) {
-        let mut stories = two(if remote { PrefillPlace::Remote } else { PrefillPlace::Local });
-        let mut links = [Link::open(&mut stories[1].state), Link::open(&mut stories[0].state)];
-        let mut made: [Vec<Made>; 2] = [Vec::new(), Vec::new()];
+    fn each_router_counts_the_union_of_bookings(acts in collection::vec(act(), 1..120), remote in any::<bool>()) {
+        let mut scenarios = two(if remote { PrefillPlace::Remote } else { PrefillPlace::Local });
+        let mut replicas = [Replica::open(&mut scenarios[1].state), Replica::open(&mut scenarios[0].state)];
+        let mut made: [Vec<ModelBooking>; 2] = [Vec::new(), Vec::new()];
         let (mut included_request_ids, mut reports) = (HashSet::new(), [VecDeque::new(), VecDeque::new()]);
         let mut requests = 0;
-        let report = |story: &mut Story, (worker, request_id): (String, String)| {
-            story.says(&worker, vec![], Load::default(), &[&request_id]);
+        let report = |scenario: &mut Scenario, (worker, request_id): (String, String)| {
+            scenario.reports(&worker, vec![], Load::default(), &[&request_id]);
         };
         for (side, act) in acts {
-            let story = &mut stories[side];
-            let pick = |at: usize, of: &[Made]| (!of.is_empty()).then(|| at % of.len());
+            let scenario = &mut scenarios[side];
+            let pick = |at: usize, of: &[ModelBooking]| (!of.is_empty()).then(|| at % of.len());
             match act {
                 Act::Place { prompt, blocks, samples } => {
                     requests += 1;
                     let hashes = hashes(prompt, 1, blocks);
-                    let asked = Asked { samples, request_id: format!("{requests}").into(), ..story.ask(blocks as u32 * BLOCK + 2, hashes.clone()) };
-                    let (id, placement) = story.place(&asked);
-                    let shares = story.state.members.unreported(&story.state.bookings[&id]);
-                    made[side].push(Made { id, request_id: requests.to_string(), placement, shares, hashes, computing: true });
+                    let request = PlacementRequest { samples, request_id: format!("{requests}").into(), ..scenario.request(blocks as u32 * BLOCK + 2, hashes.clone()) };
+                    let (id, placement) = scenario.place(&request);
+                    let load = scenario.state.members.unreported(scenario.state.bookings.get(id).expect("it is booked"));
+                    made[side].push(ModelBooking { id, request_id: requests.to_string(), placement, load, hashes, prefilling: true });
                 }
                 Act::FirstToken(at) => if let Some(at) = pick(at, &made[side]) {
-                    made[side][at].computing = false;
-                    story.state.release_prefill(made[side][at].id, None);
+                    made[side][at].prefilling = false;
+                    scenario.state.on_prefilled(made[side][at].id, None);
                 }
                 Act::End(at) => if let Some(at) = pick(at, &made[side]) {
-                    story.state.release(made[side].remove(at).id);
+                    scenario.state.release(made[side].remove(at).id);
                 }
-                Act::TakenIn { of, at, prefill } => if let Some(at) = pick(at, &made[of]) {
+                Act::Included { of, at, prefill } => if let Some(at) = pick(at, &made[of]) {
                     let booking = &made[of][at];
                     let worker = name(if prefill { &booking.placement.prefill } else { &booking.placement.decode });
                     let taken = (worker, booking.request_id.clone());
@@ -188,31 +188,31 @@ proptest! {
                     }
                 }
                 Act::Report => if let Some(taken) = reports[side].pop_front() {
-                    report(story, taken);
+                    report(scenario, taken);
                 }
-                Act::Tell => links[side].tell(&story.state),
-                Act::Arrive => links[side].arrives(&mut stories[1 - side].state),
-                Act::Lose => links[side].is_lost(),
-                Act::Reopen => links[side].reopen(&mut stories[1 - side].state),
+                Act::Send => replicas[side].send(&scenario.state),
+                Act::Deliver => replicas[side].deliver(&mut scenarios[1 - side].state),
+                Act::Lose => replicas[side].lose(),
+                Act::Reopen => replicas[side].reopen(&mut scenarios[1 - side].state),
             }
         }
-        let [one, other] = &mut stories;
-        for (story, reports) in [&mut *one, &mut *other].into_iter().zip(reports) {
-            reports.into_iter().for_each(|taken| report(story, taken));
+        let [one, other] = &mut scenarios;
+        for (scenario, reports) in [&mut *one, &mut *other].into_iter().zip(reports) {
+            reports.into_iter().for_each(|taken| report(scenario, taken));
         }
-        links[0].settle(&one.state, &mut other.state);
-        links[1].settle(&other.state, &mut one.state);
+        replicas[0].settle(&one.state, &mut other.state);
+        replicas[1].settle(&other.state, &mut one.state);
         let expected = union(&made, &included_request_ids);
         prop_assert_eq!(counted(one), expected.clone());
         prop_assert_eq!(counted(other), expected);
 
-        // One after the other ends; the second by being gone.
+        // All bookings end: those of the first router are released, the second router disconnects.
         for booking in &made[0] {
             one.state.release(booking.id);
         }
-        links[0].settle(&one.state, &mut other.state);
-        prop_assert_eq!(other.state.peer_bookings(), 0);
-        one.state.peer_left(links[1].peer);
+        replicas[0].settle(&one.state, &mut other.state);
+        prop_assert_eq!(other.state.peers.count_bookings(), 0);
+        one.state.remove_peer(replicas[1].peer);
         one.assert_idle();
         for booking in &made[1] {
             other.state.release(booking.id);
@@ -222,121 +222,99 @@ proptest! {
 }
 
 #[test]
-fn a_burst_over_two_routers_goes_to_one_worker_once_they_have_talked() {
+fn burst_over_two_routers_goes_to_one_worker_after_replication() {
     let [mut one, mut other] = two(PrefillPlace::Remote);
-    let mut link = Link::open(&mut other.state);
+    let mut replica = Replica::open(&mut other.state);
     let (first, placement) = one.place_hashes(1_001, hashes(1, 0, 62));
-    link.settle(&one.state, &mut other.state);
+    replica.settle(&one.state, &mut other.state);
     let (second, same) = other.place_hashes(1_001, hashes(1, 0, 62));
     assert_eq!(name(&same.prefill), name(&placement.prefill));
     assert_eq!(same.prefill.map(|candidate| (candidate.overlap_blocks, candidate.predicted_blocks)), Some((0, 62)));
-    // With the first token the prediction ends.
-    one.state.release_prefill(first, None);
-    other.state.release_prefill(second, None);
-    link.settle(&one.state, &mut other.state);
+    // The first token ends the prediction.
+    one.state.on_prefilled(first, None);
+    other.state.on_prefilled(second, None);
+    replica.settle(&one.state, &mut other.state);
     let (third, anew) = other.place_hashes(1_001, hashes(1, 0, 62));
     assert_eq!(anew.prefill.map(|candidate| candidate.predicted_blocks), Some(0));
     one.state.release(first);
     other.state.release(second);
     other.state.release(third);
-    link.settle(&one.state, &mut other.state);
+    replica.settle(&one.state, &mut other.state);
     one.assert_idle();
     other.assert_idle();
 }
 
 #[test]
-fn what_is_heard_of_a_worker_that_joins_later_is_in_its_report() {
-    let mut one = Story::with(settings(PrefillPlace::Remote), 1, 1);
-    let mut other = Story::with(settings(PrefillPlace::Remote), 0, 1);
-    let mut link = Link::open(&mut other.state);
+fn peer_booking_on_a_worker_that_joins_later_adds_no_load() {
+    let mut one = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
+    let mut other = Scenario::with(settings(PrefillPlace::Remote), 0, 1);
+    let mut replica = Replica::open(&mut other.state);
     let (booking, _) = one.place_hashes(100, hashes(1, 0, 6));
-    link.settle(&one.state, &mut other.state);
+    replica.settle(&one.state, &mut other.state);
     assert_eq!(other.booked("d0"), (0, 1, 1));
     other.join(info(worker_info::Role::Prefill, "p0")).expect("it agrees");
     assert_eq!(other.booked("p0"), (0, 0, 1));
-    let predicted = |story: &Story| story.state.members[&story.member("p0")].booked.predicted_blocks(&hashes(1, 0, 9), 0);
+    let predicted =
+        |scenario: &Scenario| scenario.state.members.get(scenario.member("p0")).bookings.predicted_blocks(&hashes(1, 0, 9), 0);
     assert_eq!(predicted(&other), 6);
     let gone = other.member("p0");
     other.state.leave(gone);
     one.state.release(booking);
-    link.settle(&one.state, &mut other.state);
+    replica.settle(&one.state, &mut other.state);
     other.assert_idle();
     one.assert_idle();
 }
 
 #[test]
-fn a_running_request_is_booked_where_it_is_and_adds_nothing_to_reports() {
-    let mut story = Story::with(settings(PrefillPlace::Remote), 1, 1);
-    let asked = story.ask(100, hashes(1, 0, 6));
-    let running = |prefill: Option<&str>, computing| v1::ExistingPlacement {
+fn rebooked_request_counts_on_its_workers_without_load() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
+    let request = scenario.request(100, hashes(1, 0, 6));
+    let running = |prefill: Option<&str>, prefilling| v1::ExistingPlacement {
         decode_instance_id: "d0-1".to_owned(),
         prefill_instance_id: prefill.map(str::to_owned),
-        prefilling: computing,
+        prefilling,
     };
-    for (prefill, computing, on_prefill, on_decode) in [
+    for (prefill, prefilling, on_prefill, on_decode) in [
         (Some("p0-1"), true, 1, 1),
         (Some("p0-1"), false, 0, 1),
         (None, true, 0, 1),
-        (Some("nobody"), true, 0, 1),
-        // Nonsense of one that must not harm.
+        (Some("unknown"), true, 0, 1),
+        // One instance in both roles, which is invalid, must do no harm.
         (Some("d0-1"), true, 0, 1),
     ] {
-        let booking = story.state.rebook(&asked, running(prefill, computing)).expect("there is room");
-        assert_eq!((story.booked("p0"), story.booked("d0")), ((0, 0, on_prefill), (0, 0, on_decode)), "{prefill:?} {computing}");
-        let blocks = |name| story.state.members[&story.member(name)].booked.predicted_blocks(&hashes(1, 0, 9), 0);
-        assert_eq!(blocks("p0") + blocks("d0"), if computing && prefill != Some("nobody") { 6 } else { 0 });
-        story.state.release_prefill(booking, Some(7));
-        assert_eq!((story.booked("p0").2, story.booked("d0").2), (0, 1));
-        story.state.release(booking);
-        story.assert_idle();
+        let booking = scenario.state.rebook(&request, running(prefill, prefilling)).expect("the router has capacity");
+        assert_eq!(
+            (scenario.booked("p0"), scenario.booked("d0")),
+            ((0, 0, on_prefill), (0, 0, on_decode)),
+            "{prefill:?} {prefilling}"
+        );
+        let blocks = |name| scenario.state.members.get(scenario.member(name)).bookings.predicted_blocks(&hashes(1, 0, 9), 0);
+        assert_eq!(blocks("p0") + blocks("d0"), if prefilling && prefill != Some("unknown") { 6 } else { 0 });
+        scenario.state.on_prefilled(booking, Some(7));
+        assert_eq!((scenario.booked("p0").2, scenario.booked("d0").2), (0, 1));
+        scenario.state.release(booking);
+        scenario.assert_idle();
     }
-    let mut full = Story::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Remote) }, 0, 0);
-    let first = full.state.rebook(&asked, running(None, true)).expect("there is room");
-    assert_eq!(full.state.rebook(&asked, running(None, true)), Err(NotPlaced::TooManyBookings));
+    let mut full = Scenario::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Remote) }, 0, 0);
+    let first = full.state.rebook(&request, running(None, true)).expect("the router has capacity");
+    assert_eq!(full.state.rebook(&request, running(None, true)), Err(PlacementError::TooManyBookings));
     full.state.release(first);
     full.assert_idle();
 }
 
 #[test]
-fn more_than_a_peer_may_have_is_not_counted_and_does_no_harm() {
-    let mut one = Story::with(settings(PrefillPlace::Remote), 1, 1);
-    let mut other = Story::with(RouterSettings { bookings_max: 2, ..settings(PrefillPlace::Remote) }, 1, 1);
-    let mut link = Link::open(&mut other.state);
-    link.settle(&one.state, &mut other.state);
+fn bookings_beyond_a_peers_limit_are_ignored() {
+    let mut one = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
+    let mut other = Scenario::with(RouterSettings { bookings_max: 2, ..settings(PrefillPlace::Remote) }, 1, 1);
+    let mut replica = Replica::open(&mut other.state);
+    replica.settle(&one.state, &mut other.state);
     let bookings: Vec<BookingId> = (0..4).map(|at| one.place_hashes(100, hashes(at, 0, 6)).0).collect();
-    link.settle(&one.state, &mut other.state);
-    assert_eq!((other.state.peer_bookings(), other.booked("d0").2), (2, 2));
+    replica.settle(&one.state, &mut other.state);
+    assert_eq!((other.state.peers.count_bookings(), other.booked("d0").2), (2, 2));
     bookings.into_iter().for_each(|booking| one.state.release(booking));
-    link.settle(&one.state, &mut other.state);
+    replica.settle(&one.state, &mut other.state);
     other.assert_idle();
-    let refused = Intake::new(1)
-        .take(encode("r", crate::exchange::News::State { at: 0, bookings: vec![(1, None), (2, None)], last: true }));
-    assert_eq!(refused, Err(Broken::TooMany { max: 1 }));
-}
-
-#[test]
-fn a_router_that_joins_waits_for_each_listed_worker_once() {
-    let mut story = Story::new(settings(PrefillPlace::Auto));
-    let list = |story: &mut Story| ["host:1", "host:2", "host:3"].iter().for_each(|worker| story.state.await_worker(worker));
-    list(&mut story);
-    let unready = |story: &Story| story.state.unready().unwrap_or_default();
-    assert!(unready(&story).contains("0 of 3"), "{}", unready(&story));
-    story.join(info(worker_info::Role::Decode, "d0")).expect("it agrees");
-    story.state.absent("host:2", "cannot be reached".to_owned(), false);
-    assert!(story.state.is_joining() && unready(&story).contains("1 of 3"), "{}", unready(&story));
-    story.state.absent("host:3", "another model".to_owned(), true);
-    assert_eq!((story.state.is_joining(), story.state.unready()), (false, None));
-    assert!(
-        story.recorder.render().contains("tandem_router_index_complete_ratio 0.3333333333333333"),
-        "{}",
-        story.recorder.render()
-    );
-    // Later ones are not waited for.
-    list(&mut story);
-    assert_eq!(story.state.unready(), None);
-    let mut impatient = Story::with(settings(PrefillPlace::Auto), 0, 1);
-    list(&mut impatient);
-    assert!(impatient.state.is_joining());
-    impatient.state.await_nobody();
-    assert_eq!(impatient.state.unready(), None);
+    let refused = PeerReceiver::new(1)
+        .take(encode("r", replication::Message::State { at: 0, bookings: vec![(1, None), (2, None)], last: true }));
+    assert_eq!(refused, Err(ReplicationError::TooManyBookings { max: 1 }));
 }

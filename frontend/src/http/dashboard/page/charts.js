@@ -1,4 +1,4 @@
-// Lines and points as SVG, as wide as the place they are for.
+// Line and scatter charts as SVG, as wide as their container.
 
 import { colour, el, svg } from './dom.js';
 
@@ -6,12 +6,12 @@ const HEIGHT = 200;
 const EDGE = { left: 44, right: 12, top: 10, bottom: 26 };
 const TICKS = 4;
 
-// However many they are, and 0 if there are none; a function takes only so many arguments.
+// The maximum of any number of values, 0 of none: Math.max takes a limited number of arguments.
 function greatest(values) {
   return values.reduce((one, other) => Math.max(one, other), 0);
 }
 
-// The least of 1, 2, 5, 10, 20, … that is not below `value`.
+// The smallest of 1, 2, 5, 10, 20, … that is at least `value`.
 export function niceMax(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,4 +1,4 @@
-// Who is where, how full and how well; and the table of what workers count.
+// The cluster's processes with their health and load, and the table of the workers' counters.
 
 import { arrange, byId, bytes, colour, count, duration, el, share, svg } from './dom.js';
 
@@ -8,7 +8,7 @@ export function showCluster(cluster) {
   byId('front').replaceChildren(frontend(cluster), ...cluster.routers.map(router), ...audit(cluster));
   for (const role of ['prefill', 'decode']) {
     const workers = cluster.workers.filter((worker) => worker.role === role || (role === 'decode' && worker.role === 'unknown'));
-    const none = el('li', { class: 'note' }, role === 'prefill' ? 'None: decode workers compute all prompts.' : 'None.');
+    const none = el('li', { class: 'note' }, role === 'prefill' ? 'None: decode workers prefill.' : 'None.');
     byId(role).replaceChildren(...(workers.length > 0 ? workers.map((worker) => card(worker, cluster.block_size)) : [none]));
   }
   byId('unavailable-part').hidden = cluster.unavailable.length === 0;
@@ -28,7 +28,7 @@ function frontend({ unavailable_reason: reason, model, version, cluster }) {
 }
 
 function router({ address, problem, bookings, peer_bookings, peers, synced_workers, known_workers }) {
-  const told = bookings === undefined ? null : [
+  const summary = bookings === undefined ? null : [
     `${count(bookings)} bookings`,
     peers > 0 ? `${count(peer_bookings)} of ${count(peers)} other routers` : null,
     `${count(synced_workers)} of ${count(known_workers)} workers synced`,
@@ -36,11 +36,11 @@ function router({ address, problem, bookings, peer_bookings, peers, synced_worke
   return el('li', { class: 'card' },
     el('div', { class: 'card-head' }, el('b', {}, 'router'), problem ? badge('not ready', 'bad') : badge('ready', 'good')),
     el('p', {}, address),
-    told && el('p', {}, told),
+    summary && el('p', {}, summary),
     problem && el('p', { class: 'problem' }, problem));
 }
 
-// What `tandem audit check` last found, if this frontend knows where it says so.
+// The result of the last `tandem audit check`, if this frontend has its file.
 function audit({ audit: found, now_unix_ms: now }) {
   if (!found) return [];
   const { problem, findings } = found;
@@ -57,8 +57,8 @@ function card(worker, blockSize) {
   const { load } = worker;
   const rate = load.prefill_tokens_per_second > 0 ? `${count(load.prefill_tokens_per_second)} tokens/s prefill` : null;
   const step = load.decode_step_ms > 0 ? `${duration(load.decode_step_ms)} a step` : null;
-  const wire = load.transfer_bytes_per_second > 0 ? `sends ${bytes(load.transfer_bytes_per_second)}/s` : null;
-  const measured = [rate, step, wire].filter(Boolean).join(' · ');
+  const transfer = load.transfer_bytes_per_second > 0 ? `sends ${bytes(load.transfer_bytes_per_second)}/s` : null;
+  const measured = [rate, step, transfer].filter(Boolean).join(' · ');
   return el('li', { class: 'card', 'data-worker': worker.worker },
     el('div', { class: 'card-head' },
       el('b', {}, el('i', { class: `swatch ${colour(worker.worker)}` }), worker.worker),
@@ -67,11 +67,11 @@ function card(worker, blockSize) {
     el('p', {}, worker.address),
     blocks(worker, blockSize),
     el('p', {}, `${count(load.running_sequences)} running · ${count(load.waiting_requests)} waiting · ${count(worker.bookings)} booked`),
-    load.pending_prefill_tokens > 0 ? el('p', {}, `${count(load.pending_prefill_tokens)} tokens to compute`) : null,
+    load.pending_prefill_tokens > 0 ? el('p', {}, `${count(load.pending_prefill_tokens)} tokens to prefill`) : null,
     measured && el('p', { class: 'quiet' }, measured));
 }
 
-// How full its KV memory is.
+// The use of a worker's KV memory.
 function blocks({ capacity_blocks: capacity, load }, blockSize) {
   const used = (100 * load.in_use_blocks) / Math.max(capacity, 1);
   const cached = (100 * load.cached_blocks) / Math.max(capacity, 1);
@@ -99,8 +99,8 @@ function showTable(workers) {
 
 function cells({ worker, cache, placements, load, indexed_blocks }) {
   const cell = (field, text) => el('td', { 'data-field': field }, text);
-  const kinds = [['computes', placements?.prefill], ['decodes', placements?.decode], ['both', placements?.local]];
-  const told = kinds.filter(([, number]) => number > 0).map(([kind, number]) => `${kind} ${count(number)}`);
+  const kinds = [['prefill', placements?.prefill], ['decode', placements?.decode], ['both', placements?.local]];
+  const placed = kinds.filter(([, number]) => number > 0).map(([kind, number]) => `${kind} ${count(number)}`);
   return [
     el('th', { scope: 'row' }, el('i', { class: `swatch ${colour(worker)}` }), worker),
     cell('prompts', count(cache?.prompts)),
@@ -110,7 +110,7 @@ function cells({ worker, cache, placements, load, indexed_blocks }) {
     cell('overlap_blocks', count(placements?.overlap_blocks)),
     cell('overlap_over_tokens', count(placements?.overlap_over_tokens)),
     cell('overlap_under_tokens', count(placements?.overlap_under_tokens)),
-    cell('placements', told.join(', ') || count(placements && 0)),
+    cell('placements', placed.join(', ') || count(placements && 0)),
     cell('indexed_blocks', count(indexed_blocks)),
     cell('free_blocks', count(load.free_blocks)),
     cell('cached_blocks', count(load.cached_blocks)),

@@ -1,4 +1,4 @@
-// Elements and words. Whatever comes from a server becomes a text node or an attribute's value, never markup.
+// Elements and text formats. Data from the server becomes a text node or an attribute's value, never markup.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -22,12 +22,12 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// Changes a text only if it differs: screen readers tell of every change in a live region.
+// Changes a text only if it differs: screen readers announce every change in a live region.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Makes `parent` hold these children in this order. Those that stay in their order are not moved, so that nothing loses the focus.
+// Gives `parent` these children in this order. Children that stay in order are not moved, so that none loses the focus.
 export function arrange(parent, children) {
   const wanted = new Set(children);
   for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
@@ -49,7 +49,7 @@ export function count(value) {
   return value === null || value === undefined ? NOTHING : whole.format(value);
 }
 
-// For axes, where there is little room.
+// Short form for axes.
 export function brief(value) {
   return compact.format(value);
 }
@@ -73,12 +73,12 @@ export function clock(unixMs) {
   return new Date(unixMs).toLocaleTimeString([], { hour12: false });
 }
 
-// Workers: those that prefill first; prefill-2 before prefill-10.
+// Orders workers: prefill workers first, and prefill-2 before prefill-10.
 export function inOrder(one, other) {
   return other.role.localeCompare(one.role) || one.worker.localeCompare(other.worker, 'en', { numeric: true });
 }
 
-// A worker's colour is its place among all that this page has seen, so that it keeps it.
+// A worker's colour is its index among all that this page has seen, so that it never changes.
 const places = new Map();
 
 export function colour(worker) {

@@ -1,8 +1,8 @@
-// Where a prompt would go, and why: the frontend's answer to `x-tandem-explain`, as `tandem route explain` asks for it.
+// Shows where a prompt would be placed, and why: the frontend's answer to `x-tandem-explain`, as in `tandem route explain`.
 
 import { byId, count, el, inOrder } from './dom.js';
 
-const PARTS = ['total', 'queue', 'compute', 'others', 'transfer', 'handoff', 'streams'];
+const PARTS = ['total', 'queue', 'compute', 'interference', 'transfer', 'handoff', 'decode_load'];
 const USES = [['as_prefill', 'prefills'], ['as_decode', 'receives'], ['alone', 'does both']];
 
 async function ask(model) {
@@ -16,22 +16,22 @@ async function ask(model) {
     headers: { 'content-type': 'application/json', 'x-tandem-explain': 'true' },
     body: JSON.stringify(body),
   });
-  const said = await answer.json();
-  if (said.error) throw new Error(said.error.message);
-  return said.prompts[0];
+  const reply = await answer.json();
+  if (reply.error) throw new Error(reply.error.message);
+  return reply.prompts[0];
 }
 
 function line(worker, use, name, chosen) {
   const cost = worker[use];
   const cells = cost.rank !== 0 ? [`#${cost.rank.toFixed(1)}`] : PARTS.map((part) => cost[`${part}_ms`].toFixed(1));
   return el('tr', { class: chosen ? 'chosen' : '' },
-    el('th', { scope: 'row' }, `${worker.worker} ${name}`, chosen ? el('span', { class: 'badge well' }, 'chosen') : null),
+    el('th', { scope: 'row' }, `${worker.worker} ${name}`, chosen ? el('span', { class: 'badge good' }, 'chosen') : null),
     ...[worker.overlap_blocks, worker.predicted_blocks, worker.queued_tokens].map((number) => el('td', {}, count(number))),
     ...cells.map((text) => el('td', {}, text)));
 }
 
 function table(prompt) {
-  const heads = ['Worker', 'Overlap', 'Predicted', 'Queued', ...PARTS.map((part) => `${part} ms`)];
+  const heads = ['Worker', 'Overlap', 'Predicted', 'Queued', ...PARTS.map((part) => `${part.replaceAll('_', ' ')} ms`)];
   const chosen = (worker, use) => {
     const prefills = prompt.prefill_worker === worker.worker;
     const decodes = prompt.decode_worker === worker.worker;
@@ -55,10 +55,10 @@ export function listenToExplain(model) {
       const prompt = await ask(model());
       place.replaceChildren(
         el('p', { class: 'explanation' }, prompt.explanation),
-        el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} blocks of ${count(prompt.block_size)} that may be reused`),
+        el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} reusable blocks of ${count(prompt.block_size)} tokens`),
         table(prompt));
     } catch (error) {
-      place.replaceChildren(el('p', { class: 'problem' }, `That cannot be explained: ${error.message}`));
+      place.replaceChildren(el('p', { class: 'problem' }, `Explain failed: ${error.message}`));
     }
   });
 }

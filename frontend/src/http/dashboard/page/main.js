@@ -1,4 +1,4 @@
-// Looks at the cluster every two seconds, while somebody sees this page.
+// Updates the page every two seconds while it is visible.
 
 import { brief, byId, clock, colour, count, duration, el, inOrder, setText, share } from './dom.js';
 import { lines, note, read, span } from './metrics.js';
@@ -15,7 +15,7 @@ let paused = false;
 let since = null;
 let model = '';
 let timer = null;
-let looking = false;
+let updating = false;
 
 async function get(path) {
   const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: 'no-store' });
@@ -29,12 +29,12 @@ async function getRequests() {
     since = found.since;
     return found;
   }
-  // The frontend was started anew and counts from 1 again.
+  // The frontend was restarted and counts from 1 again.
   forget();
   return getRequests();
 }
 
-async function look() {
+async function update() {
   const [cluster, metrics, requests] = await Promise.all([
     get('dashboard/cluster').then((answer) => answer.json()),
     get('dashboard/metrics').then((answer) => answer.text()),
@@ -65,14 +65,14 @@ function showTiles(metric) {
   const wait = firstTokens();
   const at = (part) => wait[Math.min(Math.floor(wait.length * part), wait.length - 1)];
   const tiles = [
-    ['inflight', 'In flight', count(metric('tandem_frontend_inflight_requests')), 'requests let in and not answered yet'],
-    ['answered', 'Answered', count(requests(/^2/)), `${count(requests(/^4(?!99)/))} refused (4xx), ${count(requests('499'))} left by their clients`],
+    ['inflight', 'In flight', count(metric('tandem_frontend_inflight_requests')), 'admitted requests without a complete answer'],
+    ['answered', 'Answered', count(requests(/^2/)), `${count(requests(/^4(?!99)/))} refused (4xx), ${count(requests('499'))} cancelled by clients`],
     ['failed', 'Failed', count(failed), 'requests that ended with 5xx', failed > 0],
     ['first_token', 'First token', wait.length > 0 ? duration(at(0.5)) : '–', wait.length > 0 ? `median of the last ${count(wait.length)}; 99%: ${duration(at(0.99))}` : 'no recent prompt'],
     ['prompt_tokens', 'Prompt tokens', count(prompt), 'of finished prompts'],
     ['cached_tokens', 'Cached tokens', count(cached), `${share(cached, prompt)} of prompt tokens`],
     ['completion_tokens', 'New tokens', count(metric('tandem_frontend_completion_tokens_total')), 'generated for finished prompts'],
-    ['estimates', 'Estimates', count(estimates), 'prompts whose worker reported nothing', estimates > 0],
+    ['estimates', 'Estimates', count(estimates), 'prompts whose worker reported no cached tokens', estimates > 0],
   ];
   byId('tiles').replaceChildren(...tiles.map(([field, name, value, about, alarming]) =>
     el('div', { class: alarming ? 'tile alarming' : 'tile' },
@@ -87,28 +87,28 @@ function showCharts() {
   lineChart(byId('overlap-blocks'), { series: lines('overlap', 'prompts'), span: span(), format: brief, what: 'Overlap in blocks' });
 }
 
-// Nothing is asked while nobody looks: whoever shows this page again, or ends the pause, calls this.
-async function lookAgain() {
+// A hidden or paused page asks nothing. Called again when it becomes visible or the pause ends.
+async function updateLoop() {
   clearTimeout(timer);
-  if (looking || paused || document.visibilityState !== 'visible') return;
-  looking = true;
+  if (updating || paused || document.visibilityState !== 'visible') return;
+  updating = true;
   try {
-    await look();
+    await update();
   } catch (error) {
-    setText(byId('state'), `No answer: ${error.message}. What is shown is old; asking again.`);
+    setText(byId('state'), `No answer: ${error.message}. The data is old; retrying.`);
     byId('state').className = 'bad';
   }
-  looking = false;
-  timer = setTimeout(lookAgain, PAUSE_MS);
+  updating = false;
+  timer = setTimeout(updateLoop, PAUSE_MS);
 }
 
 byId('pause').addEventListener('click', () => {
   paused = !paused;
   byId('pause').setAttribute('aria-pressed', String(paused));
-  setText(byId('pause'), paused ? 'Go on' : 'Pause');
-  lookAgain();
+  setText(byId('pause'), paused ? 'Resume' : 'Pause');
+  updateLoop();
 });
-document.addEventListener('visibilitychange', lookAgain);
+document.addEventListener('visibilitychange', updateLoop);
 new ResizeObserver(() => {
   showCharts();
   showScatter();
@@ -116,4 +116,4 @@ new ResizeObserver(() => {
 listenToRequests();
 listenToTimeline();
 listenToExplain(() => model);
-lookAgain();
+updateLoop();

@@ -1,11 +1,11 @@
-// The prompts that this frontend remembers, newest first, and what they say together.
+// The prompts that this frontend has recorded, newest first, and their statistics.
 
 import { arrange, brief, byId, clock, colour, count, duration, el, setText } from './dom.js';
 import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
 
 const PAGE = 25;
-// Each is an element, drawn anew at every look.
+// Each is an SVG element, drawn again at every update.
 const POINTS_MAX = 500;
 
 let records = [];
@@ -21,12 +21,12 @@ export function forget() {
   rows.clear();
 }
 
-// `found`: oldest first, all newer than those before.
+// Adds new records, the oldest first.
 export function take({ requests, max }) {
   records = [...requests.toReversed(), ...records].slice(0, max);
 }
 
-// Where the prompt was computed.
+// The worker that computed the prompt.
 const computedOn = (record) => record.prefill_worker ?? record.decode_worker;
 const reported = (record) => record.cached_tokens !== null && record.cached_tokens_source === 'worker';
 export const predictedTokens = (record) => record.overlap_blocks * (record.block_size ?? 0);
@@ -80,13 +80,13 @@ function makeRow(record) {
     cell('total', duration(record.steps.ended_ms)));
 }
 
-// An id's beginning is enough to tell it, and its end says which prompt of the request it is.
+// The beginning of an id identifies it, and its end is the prompt's index in the request.
 export function shortId({ request_id: id }) {
   return id.length > 14 ? `${id.slice(0, 8)}…${id.slice(id.lastIndexOf('-'))}` : id;
 }
 
 export function status(code) {
-  return code === 499 ? 'client left' : String(code);
+  return code === 499 ? 'client disconnected' : String(code);
 }
 
 export function showScatter() {
@@ -102,7 +102,7 @@ export function showScatter() {
   const under = points.filter(({ x, y }) => x < y).length;
   const sum = `The latest ${count(points.length)} prompts: ${count(points.length - over - under)} as predicted, ${count(over)} with fewer cached tokens, ${count(under)} with more.`;
   scatterChart(byId('scatter'), { points, format: brief, what: `Predicted and reported cached tokens. ${sum}` });
-  setText(byId('scatter-sum'), points.length > 0 ? `${sum} Predicted is across, reported is up.` : '');
+  setText(byId('scatter-sum'), points.length > 0 ? `${sum} Horizontal: predicted; vertical: reported.` : '');
 }
 
 export function listenToRequests() {

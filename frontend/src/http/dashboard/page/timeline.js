@@ -1,27 +1,27 @@
-// One request's way in time: what is known of it, as bars and as a table that says the same.
+// The stages of one request as bars and as a table.
 
 import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
 
-// What happened between two steps, from the request's arrival on.
+// The stages from the request's arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   const place = record.prefill_worker ?? record.decode_worker;
-  // The last one is computed with the first step of the answer.
+  // The last token is computed with the first step of the answer.
   const computed = record.prompt_tokens - (record.cached_tokens ?? 0) - 1;
   const found = [
-    ['read', 'Read and tokenise', 0, steps.asked_ms, 'frontend'],
-    ['route', steps.failed.length > 0 ? 'Route, and attempts that failed' : 'Route', steps.asked_ms, steps.placed_ms, 'router'],
+    ['read', 'Read and tokenize', 0, steps.asked_ms, 'frontend'],
+    ['route', steps.failed.length > 0 ? 'Route and failed attempts' : 'Route', steps.asked_ms, steps.placed_ms, 'router'],
     ['queue', 'Queue', steps.placed_ms, steps.scheduled_ms, place],
     ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${count(computed)} tokens`],
     ['transfer', 'KV transfer', steps.started_ms === null ? null : Math.max(steps.started_ms - transfer, 0), transfer > 0 ? steps.started_ms : null,
-      `${bytes(record.kv_transfer_bytes)} to ${record.decode_worker}, while it is computed`],
+      `${bytes(record.kv_transfer_bytes)} to ${record.decode_worker}, during prefill`],
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
     ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
   ].filter(([, , from, to]) => from !== null && to !== null);
-  // Without a first token only its end is known.
-  return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'it had no first token']];
+  // Without a first token only the end is known.
+  return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'no first token']];
 }
 
-// In which the prompt was computed, if there was more than one; workers tell 64, the last of which holds the rest. Their clock is the worker's: a little may stand out at the end.
+// The chunks of the prefill, if there was more than one. Workers report 64, the last of which holds the rest. Times are of the worker's clock, so the last may end a little after the stage.
 const chunksOf = ({ chunks }) => (chunks.length > 1 ? chunks : []);
 
 function bars(list, steps) {
@@ -46,26 +46,26 @@ function bars(list, steps) {
 
 function facts(record) {
   const tiers = Object.entries(record.cached_tokens_by_tier).map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(', ');
-  const source = { worker: 'counted by the worker', router_estimate: 'an estimate of the router', unknown: 'not known' };
+  const source = { worker: 'counted by the worker', router_estimate: 'estimated by the router', unknown: 'not known' };
   const cached = record.cached_tokens === null ? 'no first token'
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
     : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
-  // Where it was tried is told with its first token.
-  const came = record.steps.first_token_ms !== null;
-  const known = (text) => (came ? text : 'not known');
+  // The workers are known with the first token.
+  const started = record.steps.first_token_ms !== null;
+  const known = (text) => (started ? text : 'not known');
   const list = [
-    ['Ended', `${clock(record.ended_unix_ms)}, status ${record.status}${record.status === 499 ? ' (the client left)' : ''}`],
+    ['Ended', `${clock(record.ended_unix_ms)}, status ${record.status}${record.status === 499 ? ' (client disconnected)' : ''}`],
     ['Endpoint', `${record.endpoint}${record.streamed ? ', streamed' : ''}${record.samples > 1 ? `, ${record.samples} answers` : ''}`],
     ['Prompt tokens', count(record.prompt_tokens)],
     ['Cached tokens', cached],
     ['Predicted overlap', predicted],
     ['New tokens', count(record.completion_tokens)],
-    ['Prefill on', known(record.prefill_worker ?? `${record.decode_worker}, which decodes`)],
-    ['Decode on', known(record.decode_worker)],
-    ['Waited there for blocks', known(duration(record.queue_ms))],
-    ['Attempts that failed', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
-    ['Went on elsewhere', record.migrations === 0 ? 'no' : `${record.migrations} times`],
+    ['Prefill worker', known(record.prefill_worker ?? `${record.decode_worker} (decode worker)`)],
+    ['Decode worker', known(record.decode_worker)],
+    ['Queue time on the decode worker', known(duration(record.queue_ms))],
+    ['Failed attempts', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
+    ['Resumed on another worker', record.migrations === 0 ? 'no' : `${record.migrations} times`],
   ];
   return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
 }
@@ -81,7 +81,7 @@ function chunks({ steps }) {
   const rows = list.map(({ start_ms: from, duration_ms: took, tokens }, index) =>
     el('tr', {}, el('th', { scope: 'row' }, index < 63 ? String(index + 1) : '64 and later'), el('td', {}, duration(from)), el('td', {}, duration(took)), el('td', {}, count(tokens))));
   const many = list.length < 64 ? String(list.length) : '64 or more';
-  return [el('details', {}, el('summary', {}, `The prefill’s ${many} chunks`), table('chunks', ['Chunk', 'From', 'Took', 'Tokens'], rows))];
+  return [el('details', {}, el('summary', {}, `The prefill’s ${many} chunks`), table('chunks', ['Chunk', 'Start', 'Duration', 'Tokens'], rows))];
 }
 
 export function openTimeline(record) {
@@ -93,7 +93,7 @@ export function openTimeline(record) {
   byId('request-title').textContent = `Request ${record.request_id}`;
   byId('request-body').replaceChildren(
     bars(list, record.steps),
-    table('steps', ['Step', 'From', 'Took', 'Where'], rows),
+    table('steps', ['Stage', 'Start', 'Duration', 'Where'], rows),
     facts(record),
     ...chunks(record),
   );

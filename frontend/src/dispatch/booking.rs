@@ -1,0 +1,124 @@
+//! The booking of one request: the load that a router counts for it, held as an open `Route` stream.
+//!
+//! The booking outlives its router: when the stream breaks or the router drains, another router is asked to book the request
+//! where it runs. While none can, the request continues without a booking.
+
+use super::{
+    error::DispatchError,
+    placement::Placement,
+    prompt::Prompt,
+    router_stream::RouterStream,
+    routers::{Health, Routers, in_time},
+};
+use futures::{FutureExt, future::BoxFuture};
+use std::{convert::Infallible, sync::Arc};
+use tandem_proto::v1::{AttemptFailed, ExistingPlacement, PrefillFinished, route_request::Message};
+
+/// A request's booking. Dropping it ends it.
+pub(super) struct Booking {
+    routers: Arc<Routers>,
+    /// `None`: the router was lost.
+    stream: Option<RouterStream>,
+    /// Resolves to the stream to the next router, after the router was lost or drains.
+    rebooking: Option<BoxFuture<'static, RouterStream>>,
+    /// What another router has to book.
+    existing: ExistingPlacement,
+}
+
+impl Booking {
+    /// Has the prompt placed.
+    ///
+    /// # Errors
+    /// No router can place it.
+    pub(super) async fn open(routers: &Arc<Routers>, prompt: &Prompt) -> Result<(Self, Placement), DispatchError> {
+        let (stream, placement) = routers.place(prompt).await?;
+        let existing = before_first_token(&placement);
+        Ok((Self { routers: Arc::clone(routers), stream: Some(stream), rebooking: None, existing }, placement))
+    }
+
+    /// Has the prompt placed again after a failed attempt; by another router if its own was lost or drains.
+    ///
+    /// # Errors
+    /// No router can place it.
+    pub(super) async fn reroute(&mut self, prompt: &Prompt, failed: AttemptFailed) -> Result<Placement, DispatchError> {
+        self.rebooking = None;
+        let mut error = DispatchError::RouterClosed;
+        for _ in 0..=self.routers.len() {
+            let mut stream = match self.stream.take() {
+                Some(stream) if !stream.draining => stream,
+                draining => {
+                    // The next router books it where it was, and so learns which instances to exclude.
+                    let rebooked = self.routers.book(&self.existing_prompt(prompt)).await;
+                    rebooked.or_else(|error| draining.ok_or(error))?
+                }
+            };
+            stream.send(Message::Failed(failed.clone())).await;
+            let placing = stream.placement();
+            let placed = if self.routers.len() > 1 { in_time(placing).await } else { placing.await };
+            match placed {
+                Ok(placement) => {
+                    (self.stream, self.existing) = (Some(stream), before_first_token(&placement));
+                    return Ok(placement);
+                }
+                Err(lost @ (DispatchError::Router(_) | DispatchError::RouterClosed)) => {
+                    self.routers.set_health(&stream.address, Health::Unhealthy);
+                    error = lost;
+                }
+                Err(refused) => return Err(refused),
+            }
+        }
+        Err(error)
+    }
+
+    /// Reports the attempt's first token to the router, which then releases the prompt's prefill load.
+    pub(super) async fn prefill_finished(&mut self, cached_tokens: Option<u32>) {
+        self.existing.prefilling = false;
+        // Another router would book it as it was before.
+        self.rebooking = None;
+        if let Some(stream) = &self.stream {
+            stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
+        }
+    }
+
+    /// Keeps the request booked with one router or another. Never returns. Cancel-safe: a later call continues.
+    pub(super) async fn maintain(&mut self, prompt: &Prompt) -> Infallible {
+        loop {
+            match &mut self.stream {
+                Some(stream) if !stream.draining => {
+                    stream.unusable().await;
+                    self.routers.set_health(&stream.address, Health::Unhealthy);
+                    self.stream.take_if(|stream| !stream.draining);
+                }
+                _ => {
+                    if self.rebooking.is_none() {
+                        let existing = self.existing_prompt(prompt);
+                        self.rebooking = Some(Arc::clone(&self.routers).book_when_possible(existing).boxed());
+                    }
+                    if let Some(rebooking) = &mut self.rebooking {
+                        (self.stream, self.rebooking) = (Some(rebooking.await), None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends the booking after the whole answer.
+    pub(super) async fn close(self) {
+        if let Some(stream) = self.stream {
+            stream.close().await;
+        }
+    }
+
+    fn existing_prompt(&self, prompt: &Prompt) -> tandem_proto::v1::RoutePrompt {
+        prompt.route_prompt(self.routers.identity(), Some(self.existing.clone()))
+    }
+}
+
+/// A placement whose first token is still to come.
+fn before_first_token(placement: &Placement) -> ExistingPlacement {
+    ExistingPlacement {
+        decode_instance_id: placement.decode.instance_id.to_string(),
+        prefill_instance_id: placement.prefill.as_ref().map(|prefill| prefill.instance_id.to_string()),
+        prefilling: true,
+    }
+}

@@ -1,0 +1,35 @@
+//! Why a prompt got no result.
+
+use tandem_proto::v1::FailureReason;
+use tonic::Status;
+
+/// Why a prompt got no result.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DispatchError {
+    /// The request can never run on this cluster.
+    #[error("The request cannot run here: {message}. Lower n or max_tokens, or shorten the prompt.")]
+    Refused { message: String },
+    #[error("No worker can take the request now ({}); try again shortly.", .reason.label())]
+    NoWorker { reason: FailureReason },
+    #[error("The router cannot be reached; try again shortly.")]
+    Router(#[source] Box<Status>),
+    #[error("Frontend and cluster configuration differ (model, block size, version or cluster key); contact the operator.")]
+    ClusterMismatch,
+    #[error("The router closed the connection before it placed the request; try again shortly.")]
+    RouterClosed,
+    #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", .reason.label())]
+    Attempts { attempts: u32, reason: FailureReason },
+    #[error("The first token did not come within {} seconds; try again later.", .limit.as_secs_f64())]
+    Timeout { limit: std::time::Duration },
+    #[error("The worker was lost while it generated ({}); send the request again.", .reason.label())]
+    Lost { reason: FailureReason },
+    #[error("This server is shutting down; send the request again.")]
+    Stopped,
+}
+
+impl From<Status> for DispatchError {
+    /// The status of a failed call to a router.
+    fn from(status: Status) -> Self {
+        Self::Router(Box::new(status))
+    }
+}

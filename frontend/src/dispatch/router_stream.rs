@@ -1,0 +1,98 @@
+//! A `Route` stream to one router: while it is open, the router counts the request's load.
+
+use super::{error::DispatchError, placement::Placement};
+use std::{sync::Arc, time::Duration};
+use tandem_proto::{
+    channel::Channel,
+    v1::{
+        FailureReason, RoutePrompt, RouteReply, RouteRequest, route_reply, route_request::Message, router_client::RouterClient,
+    },
+};
+use tokio::{sync::mpsc, time::timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status, Streaming};
+
+/// How long the end of an answer may wait until the router has read the last message.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Messages to one router that it has not read: a prompt, a few failures, the end of the prefill.
+const OUTGOING_MAX: usize = 8;
+
+/// A router that can be called. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Router {
+    pub(super) address: Arc<str>,
+    pub(super) client: RouterClient<Channel>,
+}
+
+/// An open stream. Dropping it ends the booking.
+pub(super) struct RouterStream {
+    pub(super) address: Arc<str>,
+    requests: mpsc::Sender<RouteRequest>,
+    replies: Streaming<RouteReply>,
+    /// The router drains: another one has to book the request.
+    pub(super) draining: bool,
+}
+
+impl RouterStream {
+    /// Opens a stream and resolves when the router has read the prompt.
+    ///
+    /// # Errors
+    /// The router belongs to another cluster or cannot be reached.
+    pub(super) async fn open(router: &Router, prompt: RoutePrompt) -> Result<Self, DispatchError> {
+        let (requests, outgoing) = mpsc::channel(OUTGOING_MAX);
+        let message = Some(Message::Prompt(prompt));
+        requests.send(RouteRequest { message }).await.map_err(|_| DispatchError::RouterClosed)?;
+        let replies = router.client.clone().route(ReceiverStream::new(outgoing)).await;
+        let replies = replies.map_err(|status| match status.code() {
+            Code::FailedPrecondition | Code::Unauthenticated => DispatchError::ClusterMismatch,
+            _ => status.into(),
+        })?;
+        Ok(Self { address: router.address.clone(), requests, replies: replies.into_inner(), draining: false })
+    }
+
+    /// Returns the router's answer to a prompt or to a failed attempt.
+    ///
+    /// # Errors
+    /// The router cannot place the request, or the stream has ended.
+    pub(super) async fn placement(&mut self) -> Result<Placement, DispatchError> {
+        loop {
+            return match self.replies.message().await?.ok_or(DispatchError::RouterClosed)?.message {
+                Some(route_reply::Message::Placement(placement)) => {
+                    Placement::from_wire(placement).ok_or_else(|| Status::internal("a placement without a decode worker").into())
+                }
+                Some(route_reply::Message::Failure(failure)) => match failure.reason() {
+                    FailureReason::InvalidRequest => Err(DispatchError::Refused { message: failure.message }),
+                    reason => Err(DispatchError::NoWorker { reason }),
+                },
+                Some(route_reply::Message::Draining(_)) => {
+                    self.draining = true;
+                    continue;
+                }
+                None => Err(DispatchError::RouterClosed),
+            };
+        }
+    }
+
+    /// Sends a message. A lost router does not receive it; that shows at the next wait for a reply.
+    pub(super) async fn send(&self, message: Message) {
+        self.requests.send(RouteRequest { message: Some(message) }).await.ok();
+    }
+
+    /// Resolves when the router drains or is lost: until then it sends nothing that was not asked for. Cancel-safe.
+    pub(super) async fn unusable(&mut self) {
+        while !self.draining {
+            match self.replies.message().await {
+                Ok(Some(RouteReply { message: Some(route_reply::Message::Draining(_)) })) => self.draining = true,
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return,
+            }
+        }
+    }
+
+    /// Ends the booking in order. If the stream were dropped, its last message (the reported cached tokens) could be lost with it.
+    pub(super) async fn close(self) {
+        let Self { requests, mut replies, .. } = self;
+        drop(requests);
+        timeout(CLOSE_TIMEOUT, async { while let Ok(Some(_)) = replies.message().await {} }).await.ok();
+    }
+}

@@ -1,0 +1,272 @@
+//! The JSON of answers: of both endpoints, whole and in chunks.
+
+use super::progress::Details;
+use crate::{
+    metrics::Endpoint,
+    model::ServedModel,
+    stream::{FinishReason, TokenLogprobs},
+    usage::Usage,
+};
+use serde::{Serialize, Serializer, ser::SerializeMap};
+use tandem_kv::TokenId;
+
+/// The format of an endpoint's answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    Chat,
+    Text,
+}
+
+/// An answer or a chunk of one.
+#[derive(Serialize)]
+pub(super) struct Envelope<'a> {
+    pub(super) id: &'a str,
+    pub(super) object: &'static str,
+    pub(super) created: u64,
+    pub(super) model: &'a str,
+    pub(super) choices: Vec<Choice<'a>>,
+    #[serde(skip_serializing_if = "UsageField::is_absent")]
+    pub(super) usage: UsageField,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tandem: Option<Details>,
+}
+
+/// The field `usage` of an answer or chunk.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(super) enum UsageField {
+    Absent,
+    Null,
+    Value(Usage),
+}
+
+impl UsageField {
+    fn is_absent(&self) -> bool {
+        matches!(self, Self::Absent)
+    }
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(super) enum Choice<'a> {
+    ChatDelta { index: usize, delta: ChatDelta<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<FinishReason> },
+    ChatMessage { index: usize, message: ChatMessage<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<FinishReason> },
+    Text { index: usize, text: &'a str, logprobs: Option<TextLogprobs>, finish_reason: Option<FinishReason> },
+}
+
+#[derive(Default, Serialize)]
+pub(super) struct ChatDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+pub(super) struct ChatMessage<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+pub(super) struct ChatLogprobs {
+    content: Vec<ChatToken>,
+    refusal: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct ChatToken {
+    #[serde(flatten)]
+    token: ChatAlternative,
+    top_logprobs: Vec<ChatAlternative>,
+}
+
+#[derive(Serialize)]
+struct ChatAlternative {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+}
+
+#[derive(Serialize)]
+pub(super) struct TextLogprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<Alternatives>>,
+    text_offset: Vec<usize>,
+}
+
+/// Alternatives in their order, written as an object.
+struct Alternatives(Vec<(String, f32)>);
+
+impl Serialize for Alternatives {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (token, logprob) in &self.0 {
+            map.serialize_entry(token, logprob)?;
+        }
+        map.end()
+    }
+}
+
+impl Format {
+    pub(super) fn endpoint(self) -> Endpoint {
+        match self {
+            Self::Chat => Endpoint::Chat,
+            Self::Text => Endpoint::Completions,
+        }
+    }
+
+    pub(super) fn id(self, request_id: &str) -> String {
+        match self {
+            Self::Chat => format!("chatcmpl-{request_id}"),
+            Self::Text => format!("cmpl-{request_id}"),
+        }
+    }
+
+    /// The field `object` of a whole answer.
+    pub(super) fn object(self) -> &'static str {
+        match self {
+            Self::Chat => "chat.completion",
+            Self::Text => "text_completion",
+        }
+    }
+
+    pub(super) fn chunk_object(self) -> &'static str {
+        match self {
+            Self::Chat => "chat.completion.chunk",
+            Self::Text => "text_completion",
+        }
+    }
+
+    /// The first chunk of a choice, if the format has one: the role alone.
+    pub(super) fn role(self, index: usize) -> Option<Choice<'static>> {
+        let delta = ChatDelta { role: Some("assistant"), content: Some("") };
+        (self == Self::Chat).then_some(Choice::ChatDelta { index, delta, logprobs: None, finish_reason: None })
+    }
+
+    /// A chunk with more text.
+    pub(super) fn delta<'a>(self, index: usize, text: &'a str, logprobs: Option<Logprobs<'_>>) -> Choice<'a> {
+        match self {
+            Self::Chat => {
+                let delta = ChatDelta { role: None, content: Some(text) };
+                Choice::ChatDelta { index, delta, logprobs: logprobs.map(Logprobs::chat), finish_reason: None }
+            }
+            Self::Text => Choice::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason: None },
+        }
+    }
+
+    /// The last chunk of a choice.
+    pub(super) fn end(self, index: usize, finish: FinishReason) -> Choice<'static> {
+        let finish_reason = Some(finish);
+        match self {
+            Self::Chat => Choice::ChatDelta { index, delta: ChatDelta::default(), logprobs: None, finish_reason },
+            Self::Text => Choice::Text { index, text: "", logprobs: None, finish_reason },
+        }
+    }
+
+    /// A choice of a whole answer.
+    pub(super) fn whole<'a>(
+        self,
+        index: usize,
+        text: &'a str,
+        logprobs: Option<Logprobs<'_>>,
+        finish_reason: Option<FinishReason>,
+    ) -> Choice<'a> {
+        match self {
+            Self::Chat => {
+                let message = ChatMessage { role: "assistant", content: text, refusal: None };
+                Choice::ChatMessage { index, message, logprobs: logprobs.map(Logprobs::chat), finish_reason }
+            }
+            Self::Text => Choice::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason },
+        }
+    }
+}
+
+/// The logprobs of tokens, to be written in the format of an endpoint.
+#[derive(Clone, Copy)]
+pub(super) struct Logprobs<'a> {
+    pub(super) model: &'a ServedModel,
+    pub(super) tokens: &'a [TokenLogprobs],
+}
+
+impl Logprobs<'_> {
+    fn chat(self) -> ChatLogprobs {
+        let alternative = |(token, logprob): (TokenId, f32)| ChatAlternative {
+            token: token_text(self.model, token),
+            logprob: finite(logprob),
+            bytes: self.model.tokenizer.bytes(token).to_vec(),
+        };
+        let entry = |entry: &TokenLogprobs| ChatToken {
+            token: alternative((entry.token, entry.logprob.unwrap_or_default())),
+            top_logprobs: entry.top.iter().copied().map(alternative).collect(),
+        };
+        ChatLogprobs { content: self.tokens.iter().map(entry).collect(), refusal: None }
+    }
+
+    fn text(self) -> TextLogprobs {
+        let text = |token| token_text(self.model, token);
+        let alternatives = |entry: &TokenLogprobs| {
+            let logprob = entry.logprob?;
+            let mut list: Vec<_> = entry.top.iter().map(|(token, logprob)| (text(*token), finite(*logprob))).collect();
+            // The chosen token is always one of them.
+            if !entry.top.iter().any(|(token, _)| *token == entry.token) {
+                list.push((text(entry.token), finite(logprob)));
+            }
+            Some(Alternatives(list))
+        };
+        TextLogprobs {
+            tokens: self.tokens.iter().map(|entry| text(entry.token)).collect(),
+            token_logprobs: self.tokens.iter().map(|entry| entry.logprob.map(finite)).collect(),
+            top_logprobs: self.tokens.iter().map(alternatives).collect(),
+            text_offset: self.tokens.iter().map(|entry| entry.text_offset).collect(),
+        }
+    }
+}
+
+/// JSON has no infinity; vLLM writes the same number.
+fn finite(logprob: f32) -> f32 {
+    const IMPOSSIBLE: f32 = -9999.0;
+    if logprob.is_finite() { logprob } else { IMPOSSIBLE }
+}
+
+/// A token's text; invalid UTF-8 is written as by OpenAI.
+fn token_text(model: &ServedModel, token: TokenId) -> String {
+    let bytes = model.tokenizer.bytes(token);
+    match std::str::from_utf8(bytes) {
+        Ok(text) => text.to_owned(),
+        Err(_) => bytes.iter().fold("bytes:".to_owned(), |text, byte| text + &format!("\\x{byte:02x}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn logprobs_in_both_formats() {
+        let model = ServedModel::sim("m");
+        let tokens = [
+            TokenLogprobs { token: 104, logprob: None, top: Vec::new(), text_offset: 0 },
+            TokenLogprobs { token: 0xE2, logprob: Some(f32::NEG_INFINITY), top: vec![(105, -0.5)], text_offset: 1 },
+        ];
+        let logprobs = Logprobs { model: &model, tokens: &tokens };
+        assert_eq!(
+            serde_json::to_value(logprobs.text()).expect("plain data"),
+            json!({
+                "tokens": ["h", "bytes:\\xe2"], "token_logprobs": [null, -9999.0],
+                "top_logprobs": [null, {"i": -0.5, "bytes:\\xe2": -9999.0}], "text_offset": [0, 1],
+            })
+        );
+        let chosen = Logprobs { model: &model, tokens: &tokens[1..] };
+        assert_eq!(
+            serde_json::to_value(chosen.chat()).expect("plain data"),
+            json!({"content": [{
+                "token": "bytes:\\xe2", "logprob": -9999.0, "bytes": [0xE2],
+                "top_logprobs": [{"token": "i", "logprob": -0.5, "bytes": [105]}],
+            }], "refusal": null})
+        );
+    }
+}

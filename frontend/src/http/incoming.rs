@@ -1,0 +1,127 @@
+//! An admitted request: parses its body, reserves its sequences, and tokenizes its texts.
+
+use super::{
+    app::{App, HeaderOptions},
+    body,
+    context::elements_max,
+    format::Format,
+};
+use crate::{
+    admission::{Admitted, Client},
+    dispatch::Prompt,
+    error::{ApiError, Problem},
+    prompt::reusable_hashes,
+    request::{self, Options},
+};
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
+use std::sync::Arc;
+use tandem_kv::TokenId;
+use tandem_node::trace::Span;
+
+/// Bodies longer than this are parsed on a blocking thread; shorter ones take less than a millisecond.
+const PARSE_INLINE_BYTES: usize = 64 << 10;
+/// Texts longer than this are tokenized on a blocking thread; shorter ones take a millisecond at most.
+const ENCODE_INLINE_BYTES: usize = 4 << 10;
+
+/// An admitted request with what its headers say.
+pub(super) struct Incoming {
+    pub(super) app: Arc<App>,
+    /// The request id, which this server makes; unique whatever the client sends.
+    pub(super) id: String,
+    pub(super) admitted: Admitted,
+    pub(super) header_options: HeaderOptions,
+    /// The trace context for routers and workers.
+    pub(super) traceparent: String,
+    /// The first span of the request's trace.
+    pub(super) span: Span,
+    /// The client whose limits count this request.
+    pub(super) client: Option<Client>,
+    /// The body's share of the memory budget, until the request is encoded.
+    pub(super) body: body::Held,
+}
+
+/// A request that is ready to run.
+pub(super) struct Job {
+    pub(super) format: Format,
+    /// The prompts, each with its text if that is to be echoed.
+    pub(super) prompts: Vec<(Prompt, Option<String>)>,
+    pub(super) options: Options,
+}
+
+impl Incoming {
+    /// Parses the body's JSON; a long one on a blocking thread.
+    ///
+    /// # Errors
+    /// The body is not a valid request.
+    pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&self, body: Bytes) -> Result<T, ApiError> {
+        let elements_max = elements_max(self.app.model.context_length);
+        if body.len() <= PARSE_INLINE_BYTES {
+            return request::parse(&body, elements_max);
+        }
+        self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
+    }
+
+    /// Runs `encode`, which tokenizes this many bytes of text; for a long text on a blocking thread.
+    ///
+    /// # Errors
+    /// The error of `encode`, or all cores are busy.
+    pub(super) async fn encode<T: Send + 'static>(
+        &self,
+        text_bytes: usize,
+        encode: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        if text_bytes <= ENCODE_INLINE_BYTES {
+            return encode();
+        }
+        self.app.encoding.run(self.client.as_ref(), encode).await
+    }
+
+    /// Reserves the sequences of this many prompts, all or none.
+    ///
+    /// # Errors
+    /// The limit of the client or of all clients is reached.
+    pub(super) fn reserve(&mut self, prompts: usize, options: &Options) -> Result<(), ApiError> {
+        self.admitted.reserve(self.client.clone(), prompts.saturating_mul(options.samples as usize))
+    }
+
+    /// Releases the body's share of the memory budget.
+    pub(super) fn release_body(&mut self) {
+        self.body = body::Held::default();
+    }
+
+    /// Checks that the request names the served model.
+    ///
+    /// # Errors
+    /// It names another one, or none.
+    pub(super) fn check_model(&mut self, model: Option<&str>) -> Result<(), ApiError> {
+        match model {
+            None => Err(ApiError::invalid("model", Problem::Missing)),
+            Some(model) if model == self.app.model.id => {
+                self.admitted.model_is_known();
+                Ok(())
+            }
+            Some(model) => Err(ApiError::ModelNotFound { model: model.to_owned() }),
+        }
+    }
+
+    /// The `index`th prompt of the request, from its tokens.
+    pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
+        let namespace = self.app.namespace(&self.header_options.account, &options.cache_salt);
+        let rest_of_context = self.app.model.context_length.saturating_sub(tokens.len() as u32);
+        Prompt {
+            request_id: format!("{}-{index}", self.id).into(),
+            traceparent: self.traceparent.clone(),
+            span: self.span.clone(),
+            account: self.header_options.account.clone(),
+            model: self.app.model.id.clone(),
+            sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
+            tokens,
+            namespace,
+            sampling: options.sampling.clone(),
+            samples: options.samples,
+            max_tokens: options.sampling.max_tokens.unwrap_or(rest_of_context),
+            prompt_logprobs,
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Limits the number of open connections, in total and from one address.
+
+use crate::metrics::FrontendMetrics;
+use ipnet::IpNet;
+use parking_lot::{Mutex, MutexGuard};
+use std::{
+    collections::HashMap,
+    net::{IpAddr, Ipv6Addr},
+    sync::Arc,
+};
+
+/// The address of a request's connection: an extension of every request that came over TCP.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PeerAddress(pub(crate) IpAddr);
+
+/// The source of a connection, as limits distinguish them: an IPv4 address, or the /64 network of an IPv6 address, because one host
+/// may use all addresses of such a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Peer(pub(crate) IpAddr);
+
+/// Counts open connections and refuses further ones.
+pub(crate) struct ConnectionLimits {
+    all_max: usize,
+    /// 0: no limit.
+    per_peer_max: usize,
+    /// Peers without a limit of their own: they forward the requests of many clients.
+    proxies: Vec<IpNet>,
+    open: Mutex<Open>,
+    metrics: Arc<FrontendMetrics>,
+}
+
+#[derive(Default)]
+struct Open {
+    all: usize,
+    /// Never more entries than connections.
+    by_peer: HashMap<Peer, usize>,
+}
+
+/// The permit of one connection. Dropping it releases it.
+pub(super) struct ConnectionPermit {
+    limits: Arc<ConnectionLimits>,
+    address: Option<PeerAddress>,
+}
+
+impl From<IpAddr> for Peer {
+    fn from(address: IpAddr) -> Self {
+        const NETWORK_BITS: u32 = 64;
+        Self(match address.to_canonical() {
+            IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << NETWORK_BITS)).into(),
+            address @ IpAddr::V4(_) => address,
+        })
+    }
+}
+
+impl ConnectionLimits {
+    pub(crate) fn new(all_max: usize, per_peer_max: usize, proxies: Vec<IpNet>, metrics: Arc<FrontendMetrics>) -> Self {
+        Self { all_max, per_peer_max, proxies, open: Mutex::default(), metrics }
+    }
+
+    /// Returns a permit for a connection from this address (a network in memory has none); `None` if a limit is reached.
+    pub(super) fn acquire(self: &Arc<Self>, address: Option<IpAddr>) -> Option<ConnectionPermit> {
+        let peer = address.map(Peer::from);
+        let is_proxy = |address: IpAddr| self.proxies.iter().any(|network| network.contains(&address.to_canonical()));
+        let bounded = self.per_peer_max > 0 && !address.is_some_and(is_proxy);
+        let mut open = self.open();
+        let of_peer = peer.and_then(|peer| open.by_peer.get(&peer).copied()).unwrap_or(0);
+        if open.all >= self.all_max || (bounded && of_peer >= self.per_peer_max) {
+            self.metrics.connections_refused.increment(1);
+            return None;
+        }
+        open.all += 1;
+        if let Some(peer) = peer {
+            open.by_peer.insert(peer, of_peer + 1);
+        }
+        self.metrics.connections.increment(1.0);
+        Some(ConnectionPermit { limits: Arc::clone(self), address: address.map(PeerAddress) })
+    }
+
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock()
+    }
+}
+
+impl ConnectionPermit {
+    pub(super) fn address(&self) -> Option<PeerAddress> {
+        self.address
+    }
+}
+
+impl Drop for ConnectionPermit {
+    fn drop(&mut self) {
+        self.limits.metrics.connections.decrement(1.0);
+        let mut open = self.limits.open();
+        open.all -= 1;
+        if let Some(peer) = self.address.map(|PeerAddress(address)| Peer::from(address))
+            && let Some(left) = open.by_peer.get_mut(&peer)
+        {
+            *left -= 1;
+            if *left == 0 {
+                open.by_peer.remove(&peer);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_node::Metrics;
+
+    fn limits(all_max: usize, per_peer_max: usize) -> Arc<ConnectionLimits> {
+        let proxies = vec!["10.9.0.0/16".parse().expect("a network")];
+        Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default(), "m"))))
+    }
+
+    fn from(limits: &Arc<ConnectionLimits>, address: &str) -> Option<ConnectionPermit> {
+        limits.acquire(Some(address.parse().expect("an address")))
+    }
+
+    #[test]
+    fn one_address_cannot_use_up_all_connections() {
+        let limits = limits(3, 2);
+        let of_one = [from(&limits, "10.0.0.1"), from(&limits, "::ffff:10.0.0.1")];
+        assert!(of_one.iter().all(Option::is_some), "both are the same address");
+        assert!(from(&limits, "10.0.0.1").is_none());
+        let other = from(&limits, "10.0.0.2");
+        assert!(other.is_some() && from(&limits, "10.0.0.3").is_none() && limits.acquire(None).is_none(), "none is left");
+        drop((of_one, other));
+        let open = limits.open();
+        assert_eq!((open.all, open.by_peer.len()), (0, 0));
+    }
+
+    #[test]
+    fn addresses_of_one_ipv6_network_count_together() {
+        let limits = limits(9, 1);
+        let _first = from(&limits, "2001:db8::1").expect("none is open");
+        assert!(from(&limits, "2001:db8::ffff:1").is_none(), "the same /64");
+        assert!(from(&limits, "2001:db8:0:1::1").is_some(), "another /64");
+    }
+
+    #[test]
+    fn trusted_proxy_has_no_limit_of_its_own() {
+        let limits = limits(3, 1);
+        let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.9.0.1")).collect();
+        assert_eq!(taken.len(), 3, "only the limit on all connections applies");
+    }
+
+    #[test]
+    fn without_a_limit_one_address_may_use_all() {
+        let limits = limits(3, 0);
+        let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.0.0.1")).collect();
+        assert_eq!(taken.len(), 3);
+    }
+}

@@ -1,0 +1,218 @@
+//! The served model: its name, tokenizer, chat template and limits.
+
+pub(crate) mod error;
+
+pub use error::ServedModelError;
+
+use crate::prompt::{ChatTemplate, Tokenizer};
+use tandem_kv::{Namespace, TokenId};
+use tandem_model::{Gguf, HfDirectory, ModelFile, sim};
+
+/// Names of control tokens that end an answer in the supported model families, besides those that a model's files name.
+const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
+
+/// The served model as the frontend uses it.
+pub struct ServedModel {
+    pub(crate) id: String,
+    revision: String,
+    pub(crate) context_length: u32,
+    pub(crate) tokenizer: Tokenizer,
+    /// `None`: the model is no chat model.
+    pub(crate) template: Option<ChatTemplate>,
+    /// Tokens that end an answer.
+    pub(crate) stop_tokens: Vec<TokenId>,
+    /// The token before the text of a plain completion, if the model has one.
+    pub(crate) bos: Option<TokenId>,
+}
+
+impl ServedModel {
+    /// The model of a GGUF file, served under the name `id`. `revision` identifies the file's content: see [`tandem_model::revision`].
+    ///
+    /// # Errors
+    /// The file is malformed, or its tokenizer or chat template is not supported.
+    pub fn from_gguf(id: impl Into<String>, revision: &str, file: &Gguf) -> Result<Self, ServedModelError> {
+        let data = file.tokenizer()?;
+        let tokenizer = Tokenizer::from_data(&data)?;
+        let name = |token: Option<TokenId>| token.and_then(|token| data.tokens.get(token as usize)).map_or("", String::as_str);
+        let template = data.chat_template.as_deref().map(|source| ChatTemplate::new(source, name(data.bos), name(data.eos)));
+        Ok(Self {
+            id: id.into(),
+            revision: revision.to_owned(),
+            context_length: file.context_length()?,
+            template: template.transpose()?,
+            stop_tokens: stop_tokens(&tokenizer, data.eos),
+            bos: data.bos.filter(|_| data.add_bos),
+            tokenizer,
+        })
+    }
+
+    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` identifies the content of
+    /// its files: see [`tandem_model::revision`].
+    ///
+    /// # Errors
+    /// A file is missing or malformed, or the tokenizer or chat template is not supported.
+    pub fn from_directory(id: impl Into<String>, revision: &str, directory: &HfDirectory) -> Result<Self, ServedModelError> {
+        let files = directory.tokenizer()?;
+        let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
+        let template = files.chat_template.as_deref().map(|source| ChatTemplate::new(source, &files.bos, &files.eos));
+        let eos = tokenizer.special_id(&files.eos);
+        Ok(Self {
+            id: id.into(),
+            revision: revision.to_owned(),
+            context_length: directory.config()?.context_length,
+            template: template.transpose()?,
+            stop_tokens: stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos)),
+            bos,
+            tokenizer,
+        })
+    }
+
+    /// The model of `--engine sim`: bytes are tokens, conversations are ChatML.
+    pub fn sim(id: impl Into<String>) -> Self {
+        Self {
+            id: id.into(),
+            revision: "sim".to_owned(),
+            context_length: sim::CONTEXT_LENGTH,
+            tokenizer: Tokenizer::sim(),
+            template: Some(ChatTemplate::chatml()),
+            stop_tokens: vec![sim::IM_END],
+            bos: None,
+        }
+    }
+
+    /// The same model with a context of at most this many tokens.
+    pub fn with_context_length(mut self, tokens: u32) -> Self {
+        self.context_length = self.context_length.min(tokens);
+        self
+    }
+
+    /// The same model computed with other arithmetic, which `how` names. It becomes part of the revision, so that the two share no KV.
+    pub fn computed(mut self, how: &str) -> Self {
+        self.revision = format!("{}-{how}", self.revision);
+        self
+    }
+
+    /// The model's name in requests.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Identifies the weights; part of the cache namespace.
+    pub fn revision(&self) -> &str {
+        &self.revision
+    }
+
+    /// The longest sequence, in tokens.
+    pub fn context_length(&self) -> u32 {
+        self.context_length
+    }
+
+    /// The tokens that end an answer.
+    pub fn stop_tokens(&self) -> &[TokenId] {
+        &self.stop_tokens
+    }
+
+    /// The length in bytes beyond which a rendered conversation cannot fit into the context. Guard characters make a text at most four
+    /// times as long: each has three bytes, and follows at least one byte of text.
+    pub(crate) fn rendered_bytes_max(&self) -> usize {
+        4 * self.context_length as usize * self.tokenizer.token_bytes_max()
+    }
+
+    /// The model's tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The namespace of prompts of this model with this `cache_salt`.
+    pub(crate) fn namespace(&self, cache_salt: &str) -> Namespace {
+        Namespace::new(&self.id, &self.revision, "", cache_salt)
+    }
+}
+
+/// The tokens that the model's files name, and those of the supported families.
+fn stop_tokens(tokenizer: &Tokenizer, named: impl IntoIterator<Item = TokenId>) -> Vec<TokenId> {
+    let mut tokens: Vec<TokenId> = named.into_iter().collect();
+    tokens.extend(ANSWER_ENDS.iter().filter_map(|name| tokenizer.special_id(name)));
+    tokens.sort_unstable();
+    tokens.dedup();
+    tokens
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prompt::Turn;
+    use std::{fs, path::Path};
+
+    /// A directory without weights: nothing here reads them.
+    fn directory(at: &Path) {
+        let files = [
+            (
+                "config.json",
+                r#"{"model_type":"qwen3","hidden_size":8,"num_hidden_layers":1,"num_attention_heads":2,"intermediate_size":4,
+                "rms_norm_eps":1e-6,"max_position_embeddings":77,"vocab_size":4,"eos_token_id":2}"#,
+            ),
+            (
+                "tokenizer.json",
+                r#"{"version":"1.0","normalizer":null,"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,
+                "trim_offsets":true,"use_regex":true},"added_tokens":[
+                {"id":1,"content":"<s>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false},
+                {"id":2,"content":"</s>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false},
+                {"id":3,"content":"<|im_end|>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false}],
+                "model":{"type":"BPE","vocab":{"a":0},"merges":[]}}"#,
+            ),
+            (
+                "tokenizer_config.json",
+                r#"{"bos_token":{"content":"<s>"},"eos_token":"</s>","chat_template":"{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}"#,
+            ),
+        ];
+        for (name, content) in files {
+            fs::write(at.join(name), content).expect("ours");
+        }
+        fs::write(at.join("model.safetensors"), [&2u64.to_le_bytes()[..], b"{}"].concat()).expect("ours");
+    }
+
+    fn served(at: &Path) -> ServedModel {
+        ServedModel::from_directory("m", "r", &HfDirectory::open(at).expect("it opens")).expect("it can be served")
+    }
+
+    fn rendered(model: &ServedModel) -> String {
+        let turns = [Turn { role: "user", content: "a" }];
+        model.template.as_ref().expect("it has a template").render(&turns, 1 << 10).expect("it renders")
+    }
+
+    #[test]
+    fn directory_supplies_names_limits_and_template() {
+        let folder = tempfile::tempdir().expect("a folder");
+        directory(folder.path());
+        let model = served(folder.path());
+        assert_eq!((model.id(), model.context_length(), model.bos), ("m", 77, None));
+        assert_eq!(model.stop_tokens(), [2, 3], "the model's own and the family's");
+        assert_eq!(rendered(&model), "<s>a</s>");
+
+        // Newer files win over older ones.
+        fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("ours");
+        fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("ours");
+        let model = served(folder.path());
+        assert_eq!(model.stop_tokens(), [0, 2, 3]);
+        assert_eq!(rendered(&model), "a!");
+
+        let named = r#"{"chat_template":[{"name":"tools","template":"t"},{"name":"default","template":"d"}]}"#;
+        fs::write(folder.path().join("tokenizer_config.json"), named).expect("ours");
+        fs::remove_file(folder.path().join("chat_template.jinja")).expect("ours");
+        assert_eq!(rendered(&served(folder.path())), "d");
+    }
+
+    #[test]
+    fn directory_without_tokenizer_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        directory(folder.path());
+        fs::remove_file(folder.path().join("tokenizer.json")).expect("ours");
+        let opened = HfDirectory::open(folder.path()).expect("config.json is there");
+        let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
+        assert!(error.contains("tokenizer.json"), "{error}");
+        fs::write(folder.path().join("tokenizer_config.json"), "[").expect("ours");
+        let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
+        assert!(error.contains("tokenizer_config.json"), "{error}");
+    }
+}

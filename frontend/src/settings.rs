@@ -1,0 +1,127 @@
+//! How a frontend behaves.
+
+use crate::model::ServedModel;
+use axum::http::HeaderName;
+use ipnet::IpNet;
+use std::{path::PathBuf, time::Duration};
+use tandem_node::{discovery::Workers, trace::Tracer};
+use tokio::net::TcpListener;
+
+/// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
+pub struct FrontendSettings {
+    /// The routers' gRPC addresses. Each request goes to a healthy one; any of them can take over what another has booked.
+    pub routers: Workers,
+    /// The operator's name of the cluster; a router of another cluster is not used.
+    pub cluster: String,
+    /// The served model.
+    pub model: ServedModel,
+    /// Tokens in a block; equal in the whole cluster.
+    pub block_size: u32,
+    /// Sequences (prompts × `n`) that run at a time; further requests are refused with 503. Bounds memory and the load that a cluster
+    /// can be given.
+    pub concurrent_sequences: usize,
+    /// Sequences of one client (an account, or else an address) that run at a time; its further requests are refused with 429.
+    /// `None`: one client may use all.
+    pub sequences_per_client: Option<usize>,
+    /// The longest accepted body, in bytes. `None`: it follows from the model's context, 4 to 32 MiB.
+    pub body_max_bytes: Option<usize>,
+    /// Bytes of all bodies that are read or parsed at a time; further requests are refused with 503. The first 16 KiB of each
+    /// body do not count.
+    pub bodies_max_bytes: usize,
+    /// Open connections; further ones are closed with 503.
+    pub connections_max: usize,
+    /// Open connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no limit for one address.
+    pub connections_per_address_max: usize,
+    /// Names accepted in `Host`, besides IP addresses and localhost. Checked where the listener is on a loopback address, and everywhere
+    /// if the list is not empty: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
+    pub allowed_hosts: Vec<String>,
+    /// The listener of `/metrics` and `/dashboard`. `None`: they are served with the API.
+    pub admin: Option<TcpListener>,
+    /// The maximum time from a request to its first token, all attempts together.
+    pub first_token_timeout: Duration,
+    /// Placements tried before a request is given up.
+    pub attempts: u32,
+    /// An attempt whose prefill has not begun within this time is retried on another worker, except the last: a stuck or
+    /// overloaded worker costs this much, and not the whole time for the first token.
+    pub attempt_timeout: Duration,
+    /// Times that a generation whose worker is lost is resumed on another worker with the same text. 0: it ends with an error event.
+    pub resumes: u32,
+    /// A client that reads nothing of its response for this long is disconnected: its request would hold its permit for ever. 5
+    /// minutes by default: no client pauses for longer and still wants the rest.
+    pub unread_max: Duration,
+    /// The time without an event after which a stream sends a comment, so that proxies keep the connection. Status and headers are sent with
+    /// the first token or comment: an earlier error has its own status, a later one is an event in a response with status 200. The default
+    /// is 10 seconds, because proxies time out after 15 at the earliest.
+    pub keep_alive: Duration,
+    /// Finished prompts that the dashboard shows. 0: there is no dashboard.
+    pub dashboard_requests: usize,
+    /// The file that `tandem audit check --result` writes, shown on the dashboard and in the metrics.
+    pub audit_result: Option<PathBuf>,
+    /// Begins the traces of requests.
+    pub tracer: Tracer,
+    /// The header that holds a request's account, for the ledger and, if accounts are isolated, for the cache. A proxy that authenticates
+    /// clients sets it; requests of untrusted peers that have it are refused.
+    pub account_header: Option<HeaderName>,
+    /// Which requests share cached KV.
+    pub cache_isolation: CacheIsolation,
+    /// Peers that are trusted with the account header, `traceparent`, and details of the cluster. Empty: all peers, if the listener is on
+    /// loopback (or in memory), for requests that were not forwarded; else none.
+    pub trusted_proxies: Vec<IpNet>,
+    /// Which clients may use `x-tandem-details` and `x-tandem-explain`.
+    pub expose_details: ExposeDetails,
+}
+
+/// Which requests share cached KV. Requests for another model, or with another `cache_salt`, never do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheIsolation {
+    /// Requests of all clients.
+    #[default]
+    Shared,
+    /// Requests of one account. Requests without an account share only with each other.
+    Account,
+}
+
+/// Which clients may use `x-tandem-details` and `x-tandem-explain`. Both show which prompts are cached and where.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExposeDetails {
+    /// No client.
+    Never,
+    /// Trusted peers.
+    #[default]
+    Trusted,
+    /// Every client.
+    Always,
+}
+
+impl FrontendSettings {
+    /// The defaults for one router (`host:port`) and a model.
+    pub fn new(router: impl Into<String>, model: ServedModel) -> Self {
+        Self {
+            routers: Workers::List(vec![router.into()]),
+            cluster: "tandem".to_owned(),
+            model,
+            block_size: 16,
+            concurrent_sequences: 1024,
+            sequences_per_client: None,
+            body_max_bytes: None,
+            bodies_max_bytes: 256 << 20,
+            connections_max: 8192,
+            connections_per_address_max: 4096,
+            allowed_hosts: Vec::new(),
+            admin: None,
+            first_token_timeout: Duration::from_secs(60),
+            attempts: 3,
+            attempt_timeout: Duration::from_secs(30),
+            resumes: 8,
+            unread_max: Duration::from_secs(300),
+            keep_alive: Duration::from_secs(10),
+            dashboard_requests: 512,
+            audit_result: None,
+            tracer: Tracer::default(),
+            account_header: None,
+            cache_isolation: CacheIsolation::Shared,
+            trusted_proxies: Vec::new(),
+            expose_details: ExposeDetails::Trusted,
+        }
+    }
+}

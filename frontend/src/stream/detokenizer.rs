@@ -1,0 +1,92 @@
+//! Turns the bytes of a stream of tokens into text.
+
+use std::str;
+
+/// Holds back the bytes of an incomplete character. The texts that it emits, concatenated, equal
+/// [`String::from_utf8_lossy`] of all bytes.
+#[derive(Default)]
+pub(crate) struct Detokenizer {
+    held: Vec<u8>,
+}
+
+impl Detokenizer {
+    /// Appends the complete characters of the bytes so far to `text`. Bytes that cannot be part of a character become U+FFFD.
+    pub(crate) fn push(&mut self, bytes: &[u8], text: &mut String) {
+        self.held.extend_from_slice(bytes);
+        let mut rest = self.held.as_slice();
+        loop {
+            match str::from_utf8(rest) {
+                Ok(whole) => {
+                    text.push_str(whole);
+                    rest = &[];
+                    break;
+                }
+                Err(error) => {
+                    let (whole, broken) = rest.split_at(error.valid_up_to());
+                    text.push_str(str::from_utf8(whole).unwrap_or_default());
+                    rest = broken;
+                    // No length: the character is incomplete, and more bytes may complete it.
+                    let Some(len) = error.error_len() else { break };
+                    text.push(char::REPLACEMENT_CHARACTER);
+                    rest = &rest[len..];
+                }
+            }
+        }
+        let done = self.held.len() - rest.len();
+        self.held.drain(..done);
+    }
+
+    /// Ends the text: an incomplete character becomes U+FFFD.
+    pub(crate) fn finish(&mut self, text: &mut String) {
+        if !std::mem::take(&mut self.held).is_empty() {
+            text.push(char::REPLACEMENT_CHARACTER);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Cuts up to 12 bytes into chunks in all possible ways.
+    #[test]
+    fn text_does_not_depend_on_how_bytes_are_split() {
+        let texts: [&[u8]; 8] = [
+            "naïve €😀x".as_bytes(),
+            "👩‍🚀".as_bytes(),
+            b"plain",
+            b"\xFF\xC3\xA9\xC3",
+            b"\xF0\x9F\x98",
+            b"\xE2\x82a\xE2\x82\xAC",
+            b"\xED\xA0\x80x",
+            b"",
+        ];
+        for bytes in texts {
+            let expected = String::from_utf8_lossy(bytes);
+            let cuts = bytes.len().saturating_sub(1);
+            for split in 0..1_u32 << cuts {
+                let (mut text, mut detokenizer, mut start) = (String::new(), Detokenizer::default(), 0);
+                for end in 1..=bytes.len() {
+                    if end == bytes.len() || split >> (end - 1) & 1 == 1 {
+                        detokenizer.push(&bytes[start..end], &mut text);
+                        start = end;
+                        assert!(detokenizer.held.len() < 4, "only the bytes of one character are held");
+                    }
+                }
+                detokenizer.finish(&mut text);
+                assert_eq!(text, expected, "{bytes:?} cut as {split:b}");
+            }
+        }
+    }
+
+    #[test]
+    fn character_appears_with_its_last_byte() {
+        let (mut text, mut detokenizer) = (String::new(), Detokenizer::default());
+        for byte in &"€".as_bytes()[..2] {
+            detokenizer.push(&[*byte], &mut text);
+            assert_eq!(text, "");
+        }
+        detokenizer.push(&"€".as_bytes()[2..], &mut text);
+        assert_eq!(text, "€");
+    }
+}

@@ -1,0 +1,101 @@
+use super::*;
+
+fn samples(count: u32, stop: &[&str], sampling: Sampling) -> Samples {
+    let stop: Vec<String> = stop.iter().map(|stop| (*stop).to_owned()).collect();
+    Samples::new(Arc::new(ServedModel::sim("m")), count, &stop, &sampling)
+}
+
+fn tokens(sample: u32, bytes: &[u8]) -> Message {
+    let token = |byte: &u8| Token { token: (*byte).into(), logprob: Some(-1.0), top: Vec::new() };
+    Message::Tokens(Tokens { sample, tokens: bytes.iter().map(token).collect() })
+}
+
+fn finished(sample: u32, reason: finished::FinishReason, stop_token: Option<u32>) -> Message {
+    Message::Finished(Finished { sample, reason: reason.into(), stop_token })
+}
+
+/// Applies the replies and returns (sample, text, tokens, finish) of every delta.
+fn deltas(samples: &mut Samples, replies: Vec<Message>) -> Vec<(u32, String, u32, Option<FinishReason>)> {
+    for reply in replies {
+        samples.apply(reply).expect("the replies are valid");
+    }
+    let delta = |event| match event {
+        AnswerEvent::Delta(delta) => (delta.sample, delta.text, delta.tokens, delta.finish),
+        _ => panic!("only deltas are expected"),
+    };
+    samples.events.drain(..).map(delta).collect()
+}
+
+#[test]
+fn stop_string_ends_the_sample_and_its_last_token_counts() {
+    let mut samples = samples(2, &["END"], Sampling::default());
+    let got = deltas(&mut samples, vec![tokens(0, b"abE"), tokens(0, b"N"), tokens(0, b"Dxy"), tokens(0, b"z"), tokens(1, b"E")]);
+    assert_eq!(
+        got,
+        [
+            (0, "ab".into(), 3, None),
+            (0, String::new(), 1, None),
+            (0, String::new(), 1, Some(FinishReason::Stop)),
+            (1, String::new(), 1, None)
+        ]
+    );
+    assert!(!samples.all_ended());
+    // A reply for an ended sample changes nothing; the other sample emits the text that was held back.
+    let length = finished::FinishReason::Length;
+    let got = deltas(&mut samples, vec![finished(0, length, None), finished(1, length, None)]);
+    assert_eq!(got, [(1, "E".into(), 0, Some(FinishReason::Length))]);
+    assert!(samples.all_ended());
+}
+
+#[test]
+fn stop_token_counts_and_special_tokens_have_no_text() {
+    const EOS: u32 = tandem_model::sim::IM_END;
+    let mut samples = samples(1, &[], Sampling::default());
+    let special = Token { token: tandem_model::sim::IM_START, ..Token::default() };
+    let special = Message::Tokens(Tokens { sample: 0, tokens: vec![special] });
+    let got = deltas(&mut samples, vec![tokens(0, b"ab"), special, finished(0, finished::FinishReason::Stop, Some(EOS))]);
+    assert_eq!(got, [(0, "ab".into(), 2, None), (0, String::new(), 1, None), (0, String::new(), 1, Some(FinishReason::Stop))]);
+}
+
+#[test]
+fn incomplete_character_at_the_end_is_replaced() {
+    let mut samples = samples(1, &[], Sampling::default());
+    let got =
+        deltas(&mut samples, vec![tokens(0, b"a\xE2"), tokens(0, b"\x82"), finished(0, finished::FinishReason::Length, None)]);
+    assert_eq!(
+        got,
+        [(0, "a".into(), 2, None), (0, String::new(), 1, None), (0, "\u{FFFD}".into(), 0, Some(FinishReason::Length))]
+    );
+}
+
+#[test]
+fn stop_strings_do_not_count_before_min_tokens() {
+    let mut samples = samples(1, &["E"], Sampling { min_tokens: 2, ..Sampling::default() });
+    assert_eq!(deltas(&mut samples, vec![tokens(0, b"EEaE")]), [(0, "EEa".into(), 4, Some(FinishReason::Stop))]);
+}
+
+#[test]
+fn logprobs_come_with_their_text_and_not_for_the_stop_string() {
+    let mut samples = samples(1, &["ND"], Sampling { logprobs: Some(0), ..Sampling::default() });
+    for reply in [tokens(0, "é".as_bytes()), tokens(0, b"aN"), tokens(0, b"xND")] {
+        samples.apply(reply).expect("the replies are valid");
+    }
+    let offsets: Vec<Vec<(u32, usize)>> = samples
+        .events
+        .drain(..)
+        .map(|event| match event {
+            AnswerEvent::Delta(delta) => delta.logprobs.iter().map(|entry| (entry.token, entry.text_offset)).collect(),
+            _ => panic!("only deltas are expected"),
+        })
+        .collect();
+    let byte = |byte: u8| u32::from(byte);
+    assert_eq!(offsets, [vec![(0xC3, 0), (0xA9, 0)], vec![(byte(b'a'), 1)], vec![(byte(b'N'), 2), (byte(b'x'), 3)]]);
+}
+
+#[test]
+fn invalid_reply_fails_the_attempt() {
+    let mut samples = samples(1, &[], Sampling::default());
+    assert!(samples.apply(tokens(1, b"a")).is_err());
+    assert!(samples.apply(finished(7, finished::FinishReason::Stop, None)).is_err());
+    assert!(samples.apply(finished(0, finished::FinishReason::Unspecified, None)).is_err());
+}

@@ -1,0 +1,46 @@
+//! Names of processes and requests, as types: none can be taken for another.
+
+use std::{borrow::Borrow, fmt, ops::Deref, sync::Arc};
+
+macro_rules! id {
+    ($($(#[$doc:meta])* $name:ident,)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(Arc<str>);
+
+        impl<T: Into<Arc<str>>> From<T> for $name {
+            fn from(text: T) -> Self {
+                Self(text.into())
+            }
+        }
+
+        impl Deref for $name {
+            type Target = str;
+
+            fn deref(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl Borrow<str> for $name {
+            fn borrow(&self) -> &str {
+                self
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self)
+            }
+        }
+    )*};
+}
+
+id! {
+    /// The operator's stable name of a worker; the label of its metrics. Cheap to clone.
+    WorkerId,
+    /// One run of a process; new at every start. Cheap to clone.
+    InstanceId,
+    /// One prompt of a client's request, on all processes that serve it. Cheap to clone.
+    RequestId,
+}

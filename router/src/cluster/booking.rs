@@ -1,0 +1,89 @@
+//! One booking: a placed request, from its placement until it is released.
+
+use crate::{
+    replication::{BookingRecord, HASHES_MAX},
+    worker_bookings::{BookedLoad, BookingKey},
+};
+use std::sync::Arc;
+use tandem_kv::SequenceHash;
+use tokio::time::Instant;
+
+/// Sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests for more.
+pub(super) const SAMPLES_MAX: u32 = 128;
+
+/// Prompt tokens that one request may add to a worker's load: as many as a request can have.
+const TOKENS_MAX: u64 = u32::MAX as u64;
+
+/// A request placed by this router or by a peer. Its workers are named by their instances, which need not be members.
+pub(super) struct Booking {
+    pub(super) key: BookingKey,
+    pub(super) decode: Arc<str>,
+    /// Never the same instance as `decode`.
+    pub(super) prefill: Option<Arc<str>>,
+    /// The prompt has not been prefilled yet.
+    pub(super) prefilling: bool,
+    /// When this router learned that the prompt has been prefilled.
+    pub(super) answering_since: Option<Instant>,
+    /// The prompt's blocks that a worker may reuse.
+    pub(super) hashes: Arc<[SequenceHash]>,
+    /// The overlap for which it was placed, in tokens; `None` if another router placed it.
+    pub(super) overlap_tokens: Option<u64>,
+}
+
+/// What a request adds to the reports of its workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct LoadByRole {
+    pub(super) decode: BookedLoad,
+    pub(super) prefill: BookedLoad,
+}
+
+impl Booking {
+    /// Returns the instance that prefills the prompt.
+    pub(super) fn prefills_on(&self) -> &Arc<str> {
+        self.prefill.as_ref().unwrap_or(&self.decode)
+    }
+
+    /// Returns the instances on which the booking counts now, each with the blocks it is about to compute there and those before
+    /// them.
+    pub(super) fn places(&self) -> impl Iterator<Item = (&Arc<str>, &[SequenceHash])> {
+        let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
+        let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
+        let on_decode = if self.prefill.is_some() { &[] } else { prefilling };
+        std::iter::once((&self.decode, on_decode)).chain(prefill)
+    }
+
+    /// Returns what peers are told of the booking. `unreported` is the load that its workers' reports do not include.
+    pub(super) fn record(&self, unreported: LoadByRole) -> BookingRecord {
+        let hashes = match self.prefilling {
+            false => [].into(),
+            true if self.hashes.len() <= HASHES_MAX => self.hashes.clone(),
+            true => self.hashes[..HASHES_MAX].into(),
+        };
+        BookingRecord {
+            request_id: self.key.0.clone(),
+            decode: (self.decode.clone(), unreported.decode),
+            prefill: self.prefill.clone().map(|instance_id| (instance_id, unreported.prefill)),
+            prefilling: self.prefilling,
+            hashes,
+        }
+    }
+
+    /// Returns the booking of a peer, which this router knows by another key. Its load is [`LoadByRole::recorded`].
+    pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
+        let BookingRecord { request_id: _, decode, prefill, prefilling, hashes } = record;
+        let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
+        Self { key, decode, prefill, prefilling, answering_since: None, hashes, overlap_tokens: None }
+    }
+}
+
+impl LoadByRole {
+    /// Returns the load of a peer's booking, within what a request can have. Nothing is added to workers that have already
+    /// reported the request: the report may arrive before the booking.
+    pub(super) fn recorded(record: &BookingRecord, has_reported: impl Fn(&str) -> bool) -> Self {
+        let load = |(instance_id, load): &(Arc<str>, BookedLoad)| match has_reported(instance_id) {
+            true => BookedLoad::default(),
+            false => BookedLoad { tokens: load.tokens.min(TOKENS_MAX), sequences: load.sequences.min(SAMPLES_MAX) },
+        };
+        Self { decode: load(&record.decode), prefill: record.prefill.as_ref().map(load).unwrap_or_default() }
+    }
+}

@@ -1,0 +1,137 @@
+//! Decides placements with what the router knows now. [`crate::route`] is the pure part.
+
+use super::{
+    members::Members,
+    request::{Excluded, PlacementError, PlacementRequest},
+};
+use crate::{
+    route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy},
+    settings::{Costs, PrefillPlace, RouterSettings},
+};
+use std::{collections::BTreeSet, time::Duration};
+use tandem_kv::SequenceHash;
+use tandem_proto::v1;
+use tokio::time::Instant;
+
+/// Decides placements, and measures what it needs for that.
+pub(super) struct Placer {
+    policy: Box<dyn Policy>,
+    /// Placements decided so far.
+    placements: u64,
+    /// The time from the end of a prompt's prefill to the end of its answer, averaged; `None` before the first.
+    answer_ms: Option<f64>,
+}
+
+/// A decision with all that it was made from. Lists are in the order of the members.
+pub(super) struct Decision<'a> {
+    pub(super) query: PlacementQuery,
+    /// The prompt's blocks that a worker may reuse.
+    pub(super) hashes: &'a [SequenceHash],
+    pub(super) candidates: Vec<Candidate>,
+    pub(super) costs: Vec<CostsByUse>,
+    pub(super) choice: Result<Choice, NoEligibleWorker>,
+}
+
+/// The weight of the latest answer in the moving average of their times.
+const ANSWER_WEIGHT: f64 = 0.02;
+
+impl Placer {
+    pub(super) fn new(settings: &RouterSettings) -> Self {
+        Self { policy: route::policy(settings.policy), placements: 0, answer_ms: None }
+    }
+
+    /// Decides where to place the request in its `attempt`th placement, from 1. Workers that have failed it, and those whose
+    /// circuit breakers are open, are used only if no other is eligible.
+    ///
+    /// # Errors
+    /// If no worker can be a candidate: there is none, or all serve another model.
+    pub(super) fn decide<'a>(
+        &mut self,
+        settings: &RouterSettings,
+        members: &Members,
+        request: &'a PlacementRequest,
+        excluded: &Excluded,
+        attempt: u32,
+    ) -> Result<Decision<'a>, PlacementError> {
+        let (query, hashes) = query(settings, members, request, attempt)?;
+        let decision = self.weigh(settings, members, (query, hashes), &excluded.failed, Some(Instant::now()));
+        let decision = match decision.choice {
+            Err(NoEligibleWorker::AllFailed) => self.weigh(settings, members, (query, hashes), &excluded.suspect, None),
+            _ => decision,
+        };
+        self.placements += 1;
+        Ok(decision)
+    }
+
+    /// Returns what would be decided now for a first placement. Where costs are equal, the next placement may differ.
+    ///
+    /// # Errors
+    /// The same as of [`Self::decide`].
+    pub(super) fn preview<'a>(
+        &self,
+        settings: &RouterSettings,
+        members: &Members,
+        request: &'a PlacementRequest,
+    ) -> Result<Decision<'a>, PlacementError> {
+        let query = query(settings, members, request, 1)?;
+        Ok(self.weigh(settings, members, query, &BTreeSet::new(), Some(Instant::now())))
+    }
+
+    /// Records the time of an answer that has ended.
+    pub(super) fn on_answer(&mut self, took: Duration) {
+        let took = took.as_secs_f64() * 1e3;
+        self.answer_ms = Some(self.answer_ms.map_or(took, |before| before + (took - before) * ANSWER_WEIGHT));
+    }
+
+    fn weigh<'a>(
+        &self,
+        settings: &RouterSettings,
+        members: &Members,
+        (query, hashes): (PlacementQuery, &'a [SequenceHash]),
+        excluded: &BTreeSet<String>,
+        breakers_at: Option<Instant>,
+    ) -> Decision<'a> {
+        let costs = Costs { answer_ms: self.answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
+        let seed = PlacementSeed { seed: settings.seed, number: self.placements };
+        let candidates = members.candidates(hashes, excluded, breakers_at, &costs);
+        let costs = route::costs_by_use(&*self.policy, &costs, &query, &candidates, seed);
+        let choice = route::place(&costs, &query, &candidates, seed);
+        Decision { query, hashes, candidates, costs, choice }
+    }
+}
+
+/// Returns the query for a request, and the hashes of the blocks that a worker may reuse.
+fn query<'a>(
+    settings: &RouterSettings,
+    members: &Members,
+    request: &'a PlacementRequest,
+    attempt: u32,
+) -> Result<(PlacementQuery, &'a [SequenceHash]), PlacementError> {
+    let Some(first) = members.values().next() else { return Err(NoEligibleWorker::NoDecodeWorker.into()) };
+    if !request.model.is_empty() && request.model != first.info.model {
+        return Err(PlacementError::OtherModel);
+    }
+    let &PlacementRequest { prompt_tokens, prompt_logits, .. } = request;
+    let block_size = first.info.block_size;
+    // One token is always computed, and logits are never cached.
+    let reusable = if prompt_logits { 0 } else { prompt_tokens.saturating_sub(1) / block_size };
+    let hashes = &request.hashes[..request.hashes.len().min(reusable as usize)];
+    let prefill = match settings.prefill {
+        PrefillPlace::Auto if attempt > 1 && attempt == settings.attempts_max => PrefillPlace::Local,
+        place => place,
+    };
+    Ok((PlacementQuery { prompt_tokens, block_size, prefill, prompt_logits }, hashes))
+}
+
+impl Decision<'_> {
+    /// Returns the placement on the chosen members.
+    pub(super) fn placement(&self, members: &Members, choice: Choice) -> v1::Placement {
+        let members: Vec<_> = members.values().collect();
+        let describe = |at: usize| members[at].describe(&self.candidates[at]);
+        v1::Placement {
+            decode: Some(describe(choice.decode)),
+            prefill: choice.prefill.map(describe),
+            block_size: self.query.block_size,
+        }
+    }
+}

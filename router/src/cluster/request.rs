@@ -1,0 +1,41 @@
+//! A request to place, and why it is not placed.
+
+use crate::route::NoEligibleWorker;
+use std::{collections::BTreeSet, sync::Arc};
+use tandem_kv::SequenceHash;
+
+/// A request to place.
+pub(crate) struct PlacementRequest {
+    pub(crate) request_id: Arc<str>,
+    /// Not checked if empty.
+    pub(crate) model: String,
+    /// Of the prompt's full blocks.
+    pub(crate) hashes: Arc<[SequenceHash]>,
+    pub(crate) prompt_tokens: u32,
+    /// Sequences that the request generates.
+    pub(crate) samples: u32,
+    /// Logits of prompt tokens are requested.
+    pub(crate) prompt_logits: bool,
+}
+
+/// Instances that have failed a request.
+#[derive(Debug, Default)]
+pub(crate) struct Excluded {
+    /// All of them: excluded while other workers can take the request.
+    pub(crate) failed: BTreeSet<String>,
+    /// Those that may be broken: excluded in any case. The others were at capacity or timed out.
+    pub(crate) suspect: BTreeSet<String>,
+}
+
+/// Why a request is not placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum PlacementError {
+    #[error(transparent)]
+    NoEligibleWorker(#[from] NoEligibleWorker),
+    #[error("the workers serve another model than the requested one")]
+    OtherModel,
+    #[error("the router holds as many bookings as it may; try again later")]
+    TooManyBookings,
+    #[error("the request has failed as often as it may; try again later")]
+    TooManyAttempts,
+}

@@ -1,0 +1,222 @@
+//! Placements: which workers are chosen, with which overlap, and when a request is refused.
+
+use super::*;
+use std::collections::BTreeMap;
+
+#[test]
+fn overlap_counts_only_blocks_that_a_worker_may_reuse() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
+    scenario.stored("d0", &hashes(1, 0, 10));
+    for (prompt_tokens, given, prompt_logits, expected) in [
+        (161, 10, false, 10),
+        (160, 10, false, 9),
+        (200, 4, false, 4),
+        (200, 0, false, 0),
+        (17, 10, false, 1),
+        (161, 10, true, 0),
+    ] {
+        let request = PlacementRequest { prompt_logits, ..scenario.request(prompt_tokens, hashes(1, 0, given)) };
+        let (booking, placement) = scenario.place(&request);
+        assert_eq!(placement.block_size, BLOCK);
+        assert_eq!(placement.decode.map(|candidate| candidate.overlap_blocks), Some(expected), "{prompt_tokens} {given}");
+        scenario.state.release(booking);
+    }
+    scenario.assert_idle();
+}
+
+#[test]
+fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
+    for place in [PrefillPlace::Remote, PrefillPlace::Local] {
+        let mut scenario = Scenario::with(settings(place), 4, 4);
+        let mut bookings = Vec::new();
+        let mut seen = BTreeSet::new();
+        for at in 0..6 {
+            let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));
+            bookings.push(booking);
+            let computes = placement.prefill.or(placement.decode);
+            let counts = computes.as_ref().map(|candidate| (candidate.overlap_blocks, candidate.predicted_blocks));
+            assert_eq!(counts, Some((0, if at == 0 { 0 } else { 62 })));
+            seen.insert(name(&computes));
+        }
+        assert_eq!(seen.len(), 1, "one worker computes the prompt");
+        // After the worker's events the predicted blocks count as overlap.
+        let computes = seen.first().expect("there is one").clone();
+        scenario.stored(&computes, &hashes(1, 0, 62));
+        let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));
+        let candidate = placement.prefill.or(placement.decode).expect("there is a decode worker");
+        assert_eq!((candidate.overlap_blocks, candidate.predicted_blocks), (62, 0));
+        for booking in bookings.into_iter().chain([booking]) {
+            scenario.state.release(booking);
+        }
+        scenario.assert_idle();
+    }
+}
+
+#[test]
+fn load_is_balanced_although_all_prompts_share_their_first_block() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 8, 2);
+    scenario.stored("p3", &hashes(0, 1, 1));
+    let mut tokens = BTreeMap::<String, u64>::new();
+    for at in 0..400 {
+        let blocks = 20 + at * 7 % 100;
+        let hashes = hashes(at, 1, blocks);
+        let (_, placement) = scenario.place_hashes(blocks as u32 * BLOCK + 1, hashes);
+        *tokens.entry(name(&placement.prefill)).or_default() += blocks * u64::from(BLOCK);
+    }
+    let (max, sum) = (tokens.values().max().expect("some"), tokens.values().sum::<u64>());
+    assert!(*max as f64 / (sum as f64 / 8.0) < 1.1, "{tokens:?}");
+    assert_eq!(scenario.booked("d0").1 + scenario.booked("d1").1, 400);
+    assert!(
+        scenario.booked("d0").1.abs_diff(scenario.booked("d1").1) <= 1,
+        "{:?} {:?}",
+        scenario.booked("d0"),
+        scenario.booked("d1")
+    );
+}
+
+#[test]
+fn overlap_decides_when_loads_are_equal() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 8, 1);
+    for at in 0..8 {
+        scenario.stored(&format!("p{at}"), &hashes(at, 1, 30));
+    }
+    for at in 0..8 {
+        let (booking, placement) = scenario.place_hashes(481, hashes(at, 1, 30));
+        assert_eq!(name(&placement.prefill), format!("p{at}"));
+        assert_eq!(placement.prefill.map(|candidate| candidate.overlap_blocks), Some(30));
+        scenario.state.release(booking);
+    }
+}
+
+#[test]
+fn failed_attempts_exclude_failed_workers_and_the_last_uses_decode_only() {
+    let mut scenario = Scenario::with(RouterSettings { attempts_max: 3, ..settings(PrefillPlace::Auto) }, 2, 1);
+    // The decode worker is busy, so the first attempts are remote.
+    scenario.reports("d0", vec![], Load { running_sequences: 50, decode_step_ms: 1.0, ..Default::default() }, &[]);
+    let request = scenario.request(2_001, hashes(1, 0, 125));
+    let mut excluded = Excluded::default();
+    let mut used = Vec::new();
+    for attempt in 1..=2 {
+        let (booking, placement) = scenario.state.place(&request, &excluded, attempt).expect("a prefill worker is eligible");
+        let failed = name(&placement.prefill);
+        used.push(failed.clone());
+        excluded.failed.insert(format!("{failed}-1"));
+        scenario.state.release(booking);
+    }
+    used.sort();
+    assert_eq!(used, ["p0", "p1"]);
+    let (booking, placement) = scenario.state.place(&request, &Excluded::default(), 3).expect("the decode worker is eligible");
+    assert_eq!((name(&placement.decode), placement.prefill), ("d0".to_owned(), None));
+    scenario.state.release(booking);
+    assert_eq!(scenario.state.place(&request, &Excluded::default(), 4), Err(PlacementError::TooManyAttempts));
+    excluded.failed.insert("d0-1".to_owned());
+    let (booking, placement) =
+        scenario.state.place(&request, &excluded, 3).expect("a worker that was only at capacity is tried again");
+    assert_eq!(name(&placement.decode), "d0");
+    scenario.state.release(booking);
+    excluded.suspect.insert("d0-1".to_owned());
+    assert_eq!(scenario.state.place(&request, &excluded, 3), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::AllFailed)));
+    scenario.assert_idle();
+    assert!(scenario.recorder.render().contains("tandem_router_refused_total 2"));
+}
+
+#[test]
+fn wrong_model_long_prompt_and_full_router_are_refused() {
+    let mut scenario = Scenario::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Auto) }, 1, 1);
+    let refused = |scenario: &mut Scenario, request: &PlacementRequest| {
+        scenario.state.place(request, &Excluded::default(), 1).map(|(id, _)| id)
+    };
+    let other = PlacementRequest { model: "other".to_owned(), ..scenario.request(10, hashes(1, 0, 0)) };
+    assert_eq!(refused(&mut scenario, &other), Err(PlacementError::OtherModel));
+    let long = scenario.request(1_000_001, hashes(1, 0, 0));
+    assert_eq!(refused(&mut scenario, &long), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong)));
+    let unnamed = PlacementRequest { model: String::new(), ..scenario.request(10, hashes(1, 0, 0)) };
+    let booking = refused(&mut scenario, &unnamed).expect("an empty model is not checked");
+    let one_more = scenario.request(10, hashes(1, 0, 0));
+    assert_eq!(refused(&mut scenario, &one_more), Err(PlacementError::TooManyBookings));
+    scenario.state.release(booking);
+    scenario.assert_idle();
+    let without_workers = Scenario::new(settings(PrefillPlace::Auto)).state.place(&one_more, &Excluded::default(), 1);
+    assert_eq!(without_workers, Err(PlacementError::NoEligibleWorker(NoEligibleWorker::NoDecodeWorker)));
+}
+
+#[test]
+fn open_circuit_excludes_worker_unless_it_is_the_last() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 2, 1);
+    let request = scenario.request(100, hashes(1, 0, 6));
+    let fail = |scenario: &mut Scenario, reason, instance: &str| {
+        let (booking, _) = scenario.place(&request);
+        scenario.state.on_failure(booking, instance, reason);
+        scenario.state.release(booking);
+    };
+    for reason in [
+        v1::FailureReason::AtCapacity,
+        v1::FailureReason::InvalidRequest,
+        v1::FailureReason::Draining,
+        v1::FailureReason::WrongInstance,
+    ] {
+        (0..10).for_each(|_| fail(&mut scenario, reason, "d0-1"));
+    }
+    (0..10).for_each(|_| fail(&mut scenario, v1::FailureReason::EngineFailed, "unknown"));
+    let open = |scenario: &Scenario| scenario.state.view().workers.iter().filter(|view| view.circuit_open).count();
+    assert_eq!(open(&scenario), 0, "capacity, draining, invalid requests and other instances are no faults");
+    (0..20).for_each(|_| fail(&mut scenario, v1::FailureReason::PrefillLost, "p0-1"));
+    assert_eq!(open(&scenario), 1);
+    (0..8).for_each(|_| {
+        let (booking, placement) = scenario.place(&request);
+        assert_eq!(name(&placement.prefill), "p1");
+        scenario.state.release(booking);
+    });
+    (0..3).for_each(|_| fail(&mut scenario, v1::FailureReason::Timeout, "d0-1"));
+    assert_eq!(open(&scenario), 2);
+    let (booking, placement) = scenario.place(&request);
+    assert_eq!(name(&placement.decode), "d0", "it is the only decode worker");
+    scenario.state.on_first_token(booking);
+    scenario.state.release(booking);
+    assert!(open(&scenario) <= 1, "its circuit is closed by the first token");
+    scenario.assert_idle();
+}
+
+#[test]
+fn explanation_matches_the_placement_and_books_nothing() {
+    for place in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
+        let mut scenario = Scenario::with(settings(place), 3, 2);
+        scenario.stored("p1", &hashes(1, 0, 40));
+        scenario.stored("d1", &hashes(1, 0, 10));
+        scenario.reports("p2", vec![], Load { pending_prefill_tokens: 5_000, ..Default::default() }, &[]);
+        scenario.reports("d0", vec![], Load { running_sequences: 9, ..Default::default() }, &[]);
+        let request = scenario.request(1_001, hashes(1, 0, 62));
+        let reply = scenario.state.explain(&request);
+        scenario.assert_idle();
+        assert_eq!(reply.workers.len(), 5);
+        for worker in &reply.workers {
+            let costs = [&worker.as_prefill, &worker.as_decode, &worker.alone];
+            let prefills = worker.role() == worker_info::Role::Prefill;
+            let expected = [prefills, !prefills, !prefills];
+            let allowed = [place != PrefillPlace::Local, place != PrefillPlace::Local, place != PrefillPlace::Remote];
+            for ((cost, expected), allowed) in costs.into_iter().zip(expected).zip(allowed) {
+                assert_eq!(cost.is_some(), expected && allowed, "{place:?} {worker:?}");
+                let Some(cost) = cost else { continue };
+                let parts = cost.queue_ms
+                    + cost.compute_ms
+                    + cost.interference_ms
+                    + cost.transfer_ms
+                    + cost.handoff_ms
+                    + cost.decode_load_ms;
+                assert!((cost.total_ms - parts).abs() < 1e-9 && cost.total_ms > 0.0, "{cost:?}");
+            }
+        }
+        let (booking, placement) = scenario.place(&request);
+        assert_eq!(reply.placement, Some(placement.clone()), "{}", reply.explanation);
+        let chosen = placement.prefill.as_ref().map_or(format!("prefill and decode on {}:", name(&placement.decode)), |_| {
+            format!("prefill on {},", name(&placement.prefill))
+        });
+        assert!(reply.explanation.contains(&chosen) && reply.explanation.contains("ms; "), "{}", reply.explanation);
+        scenario.state.release(booking);
+        scenario.assert_idle();
+    }
+    let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
+    let request = scenario.request(10, hashes(1, 0, 0));
+    let reply = scenario.state.explain(&request);
+    assert!(reply.placement.is_none() && reply.explanation.contains("no decode worker"), "{}", reply.explanation);
+}

@@ -1,0 +1,210 @@
+//! Property tests of the index against a naive model: one set of hashes per worker, overlap counted block by block.
+
+use super::*;
+use proptest::{collection::vec, prelude::*, sample::Index};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A tree of prompts: the parent of block `i` has a smaller number. The hashes of some blocks share their low and high bits.
+struct Prompts {
+    parents: Vec<Option<usize>>,
+}
+
+impl Prompts {
+    fn new(choices: &[Option<Index>]) -> Self {
+        let parents = choices.iter().enumerate().map(|(block, parent)| (block > 0).then(|| parent.map(|p| p.index(block)))?);
+        Self { parents: parents.collect() }
+    }
+
+    fn hash(block: usize) -> SequenceHash {
+        SequenceHash((block as u64 + 1).wrapping_mul(0x0100_0000_0000_0001))
+    }
+
+    /// Returns the hashes of the prompt that ends with this block.
+    fn prompt(&self, block: usize) -> Vec<SequenceHash> {
+        let mut prompt: Vec<SequenceHash> =
+            std::iter::successors(Some(block), |block| self.parents[*block]).map(Self::hash).collect();
+        prompt.reverse();
+        prompt
+    }
+
+    fn children(&self, block: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.parents.len()).filter(move |child| self.parents[*child] == Some(block))
+    }
+
+    /// Returns the snapshot of a worker that holds these blocks: chains, parents first.
+    fn snapshot(&self, held: &BTreeSet<SequenceHash>) -> Snapshot {
+        let stored = (0..self.parents.len())
+            .filter(|block| held.contains(&Self::hash(*block)))
+            .map(|block| StoredChain { parent: self.parents[block].map(Self::hash), sequence_hashes: vec![Self::hash(block)] })
+            .collect();
+        Snapshot { at_event_id: 0, stored }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// The worker computes the prompt that ends with this block.
+    Store(u32, Index),
+    /// The worker evicts this block if it is a leaf of its cache. Removing a block that the worker does not hold is counted and
+    /// changes nothing.
+    Evict(u32, Index),
+    Clear(u32),
+    Forget(u32),
+    /// A snapshot arrives, with the prompts that end with these blocks.
+    Replace(u32, Vec<Index>),
+    /// The worker stores a chain under a block that it does not hold.
+    Orphan(u32, Index),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    // Workers fill more than one word of a set, and most operations are on a few workers, so that sets are shared, shrink and grow.
+    let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
+    let block = || any::<Index>();
+    prop_oneof![
+        12 => (worker.clone(), block()).prop_map(|(worker, block)| Op::Store(worker, block)),
+        8 => (worker.clone(), block()).prop_map(|(worker, block)| Op::Evict(worker, block)),
+        1 => worker.clone().prop_map(Op::Clear),
+        1 => worker.clone().prop_map(Op::Forget),
+        1 => (worker.clone(), vec(block(), 0..4)).prop_map(|(worker, blocks)| Op::Replace(worker, blocks)),
+        1 => (worker, block()).prop_map(|(worker, block)| Op::Orphan(worker, block)),
+    ]
+}
+
+type Model = BTreeMap<u32, BTreeSet<SequenceHash>>;
+
+fn act(index: &mut PrefixIndex, model: &mut Model, prompts: &Prompts, op: &Op) {
+    let pick = |block: &Index| block.index(prompts.parents.len());
+    match op {
+        Op::Store(worker, block) => {
+            let held = model.entry(*worker).or_default();
+            let prompt = prompts.prompt(pick(block));
+            let known = prompt.iter().take_while(|hash| held.contains(hash)).count();
+            let chain =
+                StoredChain { parent: known.checked_sub(1).map(|at| prompt[at]), sequence_hashes: prompt[known..].to_vec() };
+            held.extend(&chain.sequence_hashes);
+            assert_eq!(index.apply(WorkerSlot(*worker), &Change::Stored(chain)), Skipped::default());
+        }
+        Op::Evict(worker, block) => {
+            let held = model.entry(*worker).or_default();
+            let block = pick(block);
+            if prompts.children(block).any(|child| held.contains(&Prompts::hash(child))) {
+                return;
+            }
+            let absent_blocks = u64::from(!held.remove(&Prompts::hash(block)));
+            let skipped = index.apply(WorkerSlot(*worker), &Change::Removed(vec![Prompts::hash(block)]));
+            assert_eq!(skipped, Skipped { absent_blocks, orphaned_blocks: 0 });
+        }
+        Op::Clear(worker) => {
+            model.remove(worker);
+            index.apply(WorkerSlot(*worker), &Change::Cleared);
+        }
+        Op::Forget(worker) => {
+            model.remove(worker);
+            index.forget(WorkerSlot(*worker));
+        }
+        Op::Replace(worker, blocks) => {
+            let held: BTreeSet<SequenceHash> = blocks.iter().flat_map(|block| prompts.prompt(pick(block))).collect();
+            assert_eq!(index.replace(WorkerSlot(*worker), &prompts.snapshot(&held)), Skipped::default());
+            model.insert(*worker, held);
+        }
+        Op::Orphan(worker, block) => {
+            let held = model.entry(*worker).or_default();
+            let prompt = prompts.prompt(pick(block));
+            if let [.., parent, last] = prompt[..]
+                && !held.contains(&parent)
+            {
+                let chain = StoredChain { parent: Some(parent), sequence_hashes: vec![last] };
+                let skipped = index.apply(WorkerSlot(*worker), &Change::Stored(chain));
+                assert_eq!(skipped, Skipped { absent_blocks: 0, orphaned_blocks: 1 });
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn index_equals_naive_model_after_any_history(
+        parents in vec(prop_oneof![1 => Just(None), 9 => any::<Index>().prop_map(Some)], 1..60),
+        deep in any::<bool>(),
+        ops in vec(op(), 1..80),
+        unknown in 0..3_usize,
+    ) {
+        // Deep: one long chain with few branches, so that galloping skips blocks.
+        let mut prompts = Prompts::new(&parents);
+        if deep {
+            for (block, parent) in prompts.parents.iter_mut().enumerate() {
+                if block % 13 != 0 { *parent = block.checked_sub(1) }
+            }
+        }
+        let (mut index, mut model) = (PrefixIndex::new(7), Model::new());
+        for op in &ops {
+            act(&mut index, &mut model, &prompts, op);
+            for (worker, held) in &model {
+                prop_assert_eq!(index.blocks(WorkerSlot(*worker)), held.len() as u64);
+            }
+        }
+        for block in 0..prompts.parents.len() {
+            let mut prompt = prompts.prompt(block);
+            prompt.extend((0..unknown as u64).map(|unknown| SequenceHash(u64::MAX - unknown)));
+            let leading = index.overlap(&prompt);
+            for worker in 0..200_u32 {
+                let expected = model.get(&worker).map_or(0, |held| prompt.iter().take_while(|hash| held.contains(hash)).count());
+                prop_assert_eq!(leading.get(worker as usize).copied().unwrap_or(0) as usize, expected, "worker {}", worker);
+            }
+        }
+        for worker in model.keys() {
+            index.forget(WorkerSlot(*worker));
+        }
+        prop_assert!(index.holders.is_empty());
+        prop_assert!(index.sets.iter().all(|word| *word == 0), "every set is free and empty");
+        prop_assert_eq!(index.free_sets.len(), index.sets.len() / index.words);
+    }
+}
+
+#[test]
+fn removal_skips_absent_block_and_continues() {
+    let hashes: Vec<SequenceHash> = (1..=3).map(SequenceHash).collect();
+    let mut index = PrefixIndex::new(0);
+    index.apply(WorkerSlot(0), &Change::Stored(StoredChain { parent: None, sequence_hashes: hashes.clone() }));
+    let skipped = index.apply(WorkerSlot(0), &Change::Removed(vec![hashes[2], SequenceHash(99), hashes[1]]));
+    assert_eq!(skipped, Skipped { absent_blocks: 1, orphaned_blocks: 0 });
+    assert_eq!(index.overlap(&hashes), [1]);
+}
+
+/// Compares two durations of one run, which makes the test independent of the machine's speed: if each `Cleared` scanned the
+/// table, 1,000 of them would take about thirty times as long as removing a million blocks; as it is, they take a hundredth.
+#[test]
+fn cleared_takes_time_by_the_workers_own_blocks_only() {
+    let mut index = PrefixIndex::new(0);
+    let chain = |len: u64| Change::Stored(StoredChain { parent: None, sequence_hashes: (0..len).map(SequenceHash).collect() });
+    index.apply(WorkerSlot(0), &chain(1_000_000));
+    let started = tokio::time::Instant::now();
+    for _ in 0..1_000 {
+        index.apply(WorkerSlot(1), &chain(3));
+        index.apply(WorkerSlot(1), &Change::Cleared);
+    }
+    let clears = started.elapsed();
+    assert_eq!((index.blocks(WorkerSlot(0)), index.blocks(WorkerSlot(1))), (1_000_000, 0));
+    let started = tokio::time::Instant::now();
+    index.forget(WorkerSlot(0));
+    let all = started.elapsed();
+    assert!(clears < all, "1,000 times three blocks: {clears:?}; once a million blocks: {all:?}");
+    assert!(index.holders.is_empty());
+}
+
+#[test]
+fn empty_index_reports_no_overlap() {
+    let index = PrefixIndex::new(0);
+    assert!(index.overlap(&[SequenceHash(1)]).is_empty());
+    assert!(index.overlap(&[]).is_empty());
+    assert_eq!(index.blocks(WorkerSlot(5)), 0);
+}
+
+#[test]
+fn zero_hash_is_indexed() {
+    let mut index = PrefixIndex::new(0);
+    let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(0)] };
+    index.apply(WorkerSlot(1), &Change::Stored(chain));
+    assert_eq!(index.overlap(&[SequenceHash(0)]), [0, 1]);
+}

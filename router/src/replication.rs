@@ -1,0 +1,359 @@
+//! Replication of bookings between routers: a full state first, then every change, in messages numbered without gaps.
+//!
+//! Pure, and independent of how the messages travel. A change carries the booking's current record, or its end, so receiving it
+//! twice, or only together with a later change, does no harm. Each message carries the range of the sender's journal that it
+//! covers, so a receiver that has lost one notices at the next one and requests the full state again.
+
+use crate::worker_bookings::{BookedLoad, BookingId};
+use std::{
+    collections::{HashSet, VecDeque},
+    sync::Arc,
+};
+use tandem_kv::SequenceHash;
+use tandem_proto::{
+    WireError,
+    v1::{self, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply},
+};
+use tokio::sync::watch;
+
+/// Changes that can be sent one by one; a receiver further behind gets the full state instead. Half a megabyte, and a minute of
+/// 300 requests per second.
+const RECENT_MAX: usize = 65_536;
+/// Bookings of one message.
+const MESSAGE_BOOKINGS_MAX: usize = 1_024;
+/// Hashes of one message, exceeded by those of its last booking only: about half a megabyte.
+const MESSAGE_HASHES_MAX: usize = 65_536;
+/// Hashes that are sent of one booking: 65,536 tokens in blocks of 16. Peers predict no further blocks of longer prompts.
+pub(crate) const HASHES_MAX: usize = 4_096;
+
+/// Numbers the changes of this router's bookings, and keeps the latest.
+pub(crate) struct Journal {
+    last: watch::Sender<u64>,
+    recent: VecDeque<BookingId>,
+}
+
+impl Default for Journal {
+    fn default() -> Self {
+        Self { last: watch::Sender::new(0), recent: VecDeque::new() }
+    }
+}
+
+impl Journal {
+    /// Records that a booking was made, has changed or has ended.
+    pub(crate) fn record(&mut self, booking: BookingId) {
+        if self.recent.len() == RECENT_MAX {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(booking);
+        self.last.send_modify(|last| *last += 1);
+    }
+
+    /// Returns the number of the last change.
+    pub(crate) fn last(&self) -> u64 {
+        *self.last.borrow()
+    }
+
+    /// Returns a receiver of the last change's number.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
+        self.last.subscribe()
+    }
+
+    /// Returns what has changed after this number; `None` if not all of it is kept any more.
+    pub(crate) fn since(&self, after: u64) -> Option<impl Iterator<Item = BookingId>> {
+        let missed = usize::try_from(self.last().checked_sub(after)?).ok()?;
+        let first = self.recent.len().checked_sub(missed)?;
+        Some(self.recent.range(first..).copied())
+    }
+}
+
+/// A booking as routers announce it to each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BookingRecord {
+    pub(crate) request_id: Arc<str>,
+    /// The decode instance, and the load that its reports do not include.
+    pub(crate) decode: (Arc<str>, BookedLoad),
+    /// The same of the prefill instance, which is never the decode instance.
+    pub(crate) prefill: Option<(Arc<str>, BookedLoad)>,
+    /// The prompt is still being prefilled.
+    pub(crate) prefilling: bool,
+    /// The prompt's blocks, at most [`HASHES_MAX`]; empty unless it is being prefilled.
+    pub(crate) hashes: Arc<[SequenceHash]>,
+}
+
+/// A booking by its number at the sender; `None`: it has ended.
+pub(crate) type Change = (u64, Option<BookingRecord>);
+
+/// The content of one message.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Message {
+    /// A chunk of the full state at change `at`.
+    State { at: u64, bookings: Vec<Change>, last: bool },
+    /// What has changed after `after`, up to `last`.
+    Changes { after: u64, last: u64, bookings: Vec<Change> },
+}
+
+/// Returns the full state in messages of bounded size.
+pub(crate) fn state(at: u64, bookings: impl Iterator<Item = (BookingId, BookingRecord)>) -> Vec<Message> {
+    let (mut messages, mut chunk) = (Vec::new(), Chunk::default());
+    for (id, record) in bookings {
+        if chunk.is_full() {
+            messages.push(Message::State { at, bookings: std::mem::take(&mut chunk).changes, last: false });
+        }
+        chunk.push(id, Some(record));
+    }
+    messages.push(Message::State { at, bookings: chunk.changes, last: true });
+    messages
+}
+
+/// Returns the changes after this number in messages of bounded size; an empty message if there is none.
+pub(crate) fn changes(
+    mut after: u64,
+    changed: impl Iterator<Item = BookingId>,
+    current: impl Fn(BookingId) -> Option<BookingRecord>,
+) -> Vec<Message> {
+    let (mut messages, mut chunk, mut last) = (Vec::new(), Chunk::default(), after);
+    for id in changed {
+        if chunk.is_full() {
+            messages.push(Message::Changes { after, last, bookings: std::mem::take(&mut chunk).changes });
+            after = last;
+        }
+        last += 1;
+        if chunk.seen.insert(id) {
+            chunk.push(id, current(id));
+        }
+    }
+    messages.push(Message::Changes { after, last, bookings: chunk.changes });
+    messages
+}
+
+#[derive(Default)]
+struct Chunk {
+    changes: Vec<Change>,
+    seen: HashSet<BookingId>,
+    hashes: usize,
+}
+
+impl Chunk {
+    fn is_full(&self) -> bool {
+        self.changes.len() >= MESSAGE_BOOKINGS_MAX || self.hashes >= MESSAGE_HASHES_MAX
+    }
+
+    fn push(&mut self, id: BookingId, record: Option<BookingRecord>) {
+        self.hashes += record.as_ref().map_or(0, |record| record.hashes.len());
+        self.changes.push((id.0, record));
+    }
+}
+
+/// Returns the reply with this message, from the router of this instance.
+pub(crate) fn encode(router_instance_id: &str, message: Message) -> BookingsReply {
+    let encoded = |bookings: Vec<Change>| {
+        let change = |(booking_id, record): Change| BookingChange { booking_id, request: record.map(Into::into) };
+        bookings.into_iter().map(change).collect()
+    };
+    let message = match message {
+        Message::State { at, bookings, last } => {
+            bookings_reply::Message::State(BookingState { at_change_id: at, bookings: encoded(bookings), last })
+        }
+        Message::Changes { after, last, bookings } => {
+            bookings_reply::Message::Changes(BookingChanges { after, last_change_id: last, bookings: encoded(bookings) })
+        }
+    };
+    BookingsReply { router_instance_id: router_instance_id.to_owned(), message: Some(message) }
+}
+
+impl From<BookingRecord> for BookedRequest {
+    fn from(record: BookingRecord) -> Self {
+        let load = |(instance_id, BookedLoad { tokens, sequences }): (Arc<str>, BookedLoad)| v1::BookedLoad {
+            instance_id: instance_id.to_string(),
+            tokens,
+            sequences,
+        };
+        Self {
+            request_id: record.request_id.to_string(),
+            decode: Some(load(record.decode)),
+            prefill: record.prefill.map(load),
+            prefilling: record.prefilling,
+            sequence_hashes: record.hashes.iter().map(|hash| hash.0).collect(),
+        }
+    }
+}
+
+impl TryFrom<BookedRequest> for BookingRecord {
+    type Error = WireError;
+
+    fn try_from(booked: BookedRequest) -> Result<Self, WireError> {
+        let load =
+            |v1::BookedLoad { instance_id, tokens, sequences }| (Arc::<str>::from(instance_id), BookedLoad { tokens, sequences });
+        let decode = load(booked.decode.ok_or(WireError::Missing { field: "decode" })?);
+        let hashes = if booked.prefilling { booked.sequence_hashes } else { Vec::new() };
+        Ok(Self {
+            request_id: booked.request_id.into(),
+            prefill: booked.prefill.map(load).filter(|(instance_id, _)| *instance_id != decode.0),
+            decode,
+            prefilling: booked.prefilling,
+            hashes: hashes.into_iter().take(HASHES_MAX).map(SequenceHash).collect(),
+        })
+    }
+}
+
+/// What to do about a peer's message.
+#[derive(Debug, PartialEq)]
+pub(crate) enum PeerUpdate {
+    /// Nothing.
+    None,
+    /// Replace all bookings of the peer by these.
+    All(Vec<Change>),
+    /// Apply these changes.
+    Changed(Vec<Change>),
+}
+
+/// Why replication from a peer ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ReplicationError {
+    #[error("changes after {applied} are missing")]
+    Gap { applied: u64 },
+    #[error("its message is from another instance than before")]
+    OtherInstance,
+    #[error("it has more than {max} bookings")]
+    TooManyBookings { max: usize },
+    #[error(transparent)]
+    Wire(#[from] WireError),
+}
+
+/// Puts the messages of one peer in order.
+pub(crate) struct PeerReceiver {
+    bookings_max: usize,
+    instance_id: Option<String>,
+    /// The chunks of a state that is not complete yet.
+    partial_state: Vec<Change>,
+    /// The last change that is known; `None` before the first state.
+    applied: Option<u64>,
+}
+
+impl PeerReceiver {
+    /// Returns a receiver that waits for a state of at most this many bookings.
+    pub(crate) fn new(bookings_max: usize) -> Self {
+        Self { bookings_max, instance_id: None, partial_state: Vec::new(), applied: None }
+    }
+
+    /// Returns the peer's instance id, once it has sent a message.
+    pub(crate) fn instance_id(&self) -> Option<&str> {
+        self.instance_id.as_deref()
+    }
+
+    /// Takes the next message.
+    ///
+    /// # Errors
+    /// If a change is missing, the peer has too many bookings, or the message is malformed or from another instance.
+    pub(crate) fn take(&mut self, reply: BookingsReply) -> Result<PeerUpdate, ReplicationError> {
+        let BookingsReply { router_instance_id, message } = reply;
+        if *self.instance_id.get_or_insert_with(|| router_instance_id.clone()) != router_instance_id {
+            return Err(ReplicationError::OtherInstance);
+        }
+        match message.ok_or(WireError::Missing { field: "message" })? {
+            bookings_reply::Message::State(BookingState { at_change_id, bookings, last }) => {
+                self.partial_state.append(&mut decoded(bookings)?);
+                if self.partial_state.len() > self.bookings_max {
+                    return Err(ReplicationError::TooManyBookings { max: self.bookings_max });
+                }
+                if !last {
+                    return Ok(PeerUpdate::None);
+                }
+                self.applied = Some(at_change_id);
+                Ok(PeerUpdate::All(std::mem::take(&mut self.partial_state)))
+            }
+            bookings_reply::Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
+                // The state includes earlier changes, or the gap after it shows that it does not.
+                let Some(applied) = self.applied else { return Ok(PeerUpdate::None) };
+                if after > applied {
+                    return Err(ReplicationError::Gap { applied });
+                }
+                if last_change_id <= applied {
+                    return Ok(PeerUpdate::None);
+                }
+                self.applied = Some(last_change_id);
+                Ok(PeerUpdate::Changed(decoded(bookings)?))
+            }
+        }
+    }
+}
+
+fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
+    let change = |BookingChange { booking_id, request }| Ok((booking_id, request.map(BookingRecord::try_from).transpose()?));
+    bookings.into_iter().map(change).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(hashes: usize) -> BookingRecord {
+        let load = |name: &str| (name.into(), BookedLoad { tokens: 3, sequences: 2 });
+        let hashes = (0..hashes as u64).map(SequenceHash).collect();
+        BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
+    }
+
+    /// What a receiver makes of these messages after an empty state.
+    fn received(messages: Vec<Message>) -> Vec<PeerUpdate> {
+        let mut receiver = PeerReceiver::new(10_000);
+        let first = encode("i", Message::State { at: 0, bookings: vec![], last: true });
+        assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![])));
+        messages.into_iter().map(|message| receiver.take(encode("i", message)).expect("no message is missing")).collect()
+    }
+
+    #[test]
+    fn journal_is_bounded_and_reports_forgotten_changes() {
+        let mut journal = Journal::default();
+        let since = |journal: &Journal, after| journal.since(after).map(|ids| ids.map(|id| id.0).collect::<Vec<_>>());
+        assert_eq!(since(&journal, 0), Some(vec![]));
+        (1..=RECENT_MAX as u64).for_each(|id| journal.record(BookingId(id)));
+        assert_eq!(since(&journal, 0).map(|ids| ids.len()), Some(RECENT_MAX));
+        journal.record(BookingId(7));
+        assert_eq!(since(&journal, 0), None);
+        assert_eq!(since(&journal, journal.last() - 2), Some(vec![RECENT_MAX as u64, 7]));
+        assert_eq!(since(&journal, journal.last() + 1), None, "the number is another journal's");
+    }
+
+    #[test]
+    fn long_updates_are_split_without_a_gap_and_merge_changes_of_one_booking() {
+        let ids: Vec<BookingId> = (0..3_000).map(|at| BookingId(at / 2)).collect();
+        let messages = changes(0, ids.iter().copied(), |id| id.0.is_multiple_of(2).then(|| record(1)));
+        assert_eq!(messages.len(), 2);
+        let updates = received(messages);
+        let changed = updates.iter().map(|update| match update {
+            PeerUpdate::Changed(changes) => changes.len(),
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each once, except the one on both sides of the split");
+        // Prompts of the maximum length: 16 fill a message.
+        let messages = changes(0, ids[..100].iter().copied(), |_| Some(record(HASHES_MAX)));
+        assert_eq!(messages.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
+        let whole = state(9, ids.iter().map(|id| (*id, record(0))));
+        assert_eq!(whole.len(), 3);
+        let updates = received(whole);
+        assert_eq!(updates[..2], [PeerUpdate::None, PeerUpdate::None]);
+        assert!(matches!(&updates[2], PeerUpdate::All(all) if all.len() == 3_000));
+    }
+
+    #[test]
+    fn records_survive_the_wire_and_gaps_and_other_instances_are_detected() {
+        let mut receiver = PeerReceiver::new(10);
+        let change = |after, last| Message::Changes { after, last, bookings: vec![(5, Some(record(4))), (6, None)] };
+        assert_eq!(receiver.take(encode("i", change(0, 2))), Ok(PeerUpdate::None), "changes before the first state are ignored");
+        let all = vec![(5, Some(record(2)))];
+        let first = Message::State { at: 2, bookings: all.clone(), last: true };
+        assert_eq!(receiver.take(encode("i", first)), Ok(PeerUpdate::All(all)));
+        assert_eq!(receiver.take(encode("i", change(0, 2))), Ok(PeerUpdate::None), "the state includes it");
+        assert_eq!(receiver.take(encode("i", change(1, 4))), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
+        assert_eq!(receiver.take(encode("i", change(5, 6))), Err(ReplicationError::Gap { applied: 4 }));
+        assert_eq!(receiver.take(encode("j", change(4, 5))), Err(ReplicationError::OtherInstance));
+        let empty = BookingsReply { router_instance_id: "i".to_owned(), message: None };
+        assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
+        let mut booked = BookedRequest::from(record(HASHES_MAX + 1));
+        booked.prefill = booked.decode.clone();
+        let decoded = BookingRecord::try_from(booked.clone()).expect("it is complete");
+        assert_eq!((decoded.prefill, decoded.hashes.len()), (None, HASHES_MAX));
+        let lacking = BookedRequest { decode: None, ..booked };
+        assert_eq!(BookingRecord::try_from(lacking), Err(WireError::Missing { field: "decode" }));
+    }
+}

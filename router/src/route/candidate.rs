@@ -1,0 +1,84 @@
+//! The input of a placement: what is asked, and what is known of each worker.
+
+use crate::{rates::Measurement, settings::PrefillPlace};
+
+/// The role of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Computes the KV of prompts.
+    Prefill,
+    /// Generates tokens; may prefill, too.
+    Decode,
+}
+
+/// The request to place.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacementQuery {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of a block.
+    pub block_size: u32,
+    /// Where the settings allow it to be prefilled.
+    pub prefill: PrefillPlace,
+    /// Logits of prompt tokens are requested.
+    pub prompt_logits: bool,
+}
+
+impl PlacementQuery {
+    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and makes no logits, so
+    /// prompts that need them, and prompts of one token, are prefilled on the decode worker whatever the settings say.
+    pub(super) fn allowed_prefill(&self) -> PrefillPlace {
+        if self.prompt_logits || self.prompt_tokens <= 1 { PrefillPlace::Local } else { self.prefill }
+    }
+}
+
+/// What is known of a worker when a request is placed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// Its role.
+    pub role: Role,
+    /// The request must not be placed on it.
+    pub excluded: bool,
+    /// The longest prompt it can take, in tokens: its cache's capacity, or its context if that is shorter.
+    pub tokens_max: u64,
+    /// Leading blocks of the prompt that it has cached.
+    pub overlap_blocks: u32,
+    /// Further leading blocks that placed requests are about to compute on it.
+    pub predicted_blocks: u32,
+    /// The fraction of its cache that is filled, including what placed requests are about to store; from 0 to 1.
+    pub cache_filled: f64,
+    /// Prompt tokens it has still to compute, including those of placed requests that its report does not include yet.
+    pub queued_tokens: u64,
+    /// Sequences that are running or waiting on it, including those of placed requests that its report does not include yet.
+    pub sequences: u32,
+    /// Those of its sequences that have blocks now.
+    pub running: u32,
+    /// Blocks that the next prompt could take: free ones, and cached ones that no sequence uses.
+    pub available_blocks: u32,
+    /// Blocks of running sequences: not available before these end.
+    pub in_use_blocks: u32,
+    /// Bytes of KV of one block.
+    pub block_bytes: u64,
+    /// Its prefill rate, if measured.
+    pub prefill_tokens_per_second: Option<Measurement>,
+    /// The fixed time of a step that computes prompt tokens, if measured.
+    pub prefill_fixed_ms: Option<Measurement>,
+    /// The time of a decode step, if measured.
+    pub decode_step_ms: Option<Measurement>,
+    /// The bandwidth of its transfers, if measured. Only senders measure it, not decode workers.
+    pub transfer_bytes_per_second: Option<Measurement>,
+}
+
+impl Candidate {
+    /// Whether the prompt fits into its cache and context.
+    pub(super) fn fits(&self, query: &PlacementQuery) -> bool {
+        u64::from(query.prompt_tokens) <= self.tokens_max
+    }
+
+    /// Returns how many tokens of the prompt would be computed on it, if `known_blocks` leading blocks need not be.
+    pub(crate) fn new_tokens(&self, query: &PlacementQuery, known_blocks: u64) -> u64 {
+        let last_token_computed_on_decode = u64::from(self.role == Role::Prefill);
+        let needed = u64::from(query.prompt_tokens).saturating_sub(last_token_computed_on_decode);
+        needed.saturating_sub(known_blocks * u64::from(query.block_size))
+    }
+}

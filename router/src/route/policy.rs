@@ -1,0 +1,231 @@
+//! Policies: what using a worker costs.
+
+use super::candidate::{Candidate, PlacementQuery};
+use crate::{
+    rates::{MeanRate, Measurement},
+    settings::{Costs, PolicyKind},
+};
+
+/// Identifies one placement of one router. Breaks ties and drives the policies that estimate no time.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacementSeed {
+    /// The router's seed.
+    pub seed: u64,
+    /// Placements of this router before this one.
+    pub number: u64,
+}
+
+impl PlacementSeed {
+    /// Returns a pseudo-random number for this placement and index (SplitMix64's finaliser).
+    pub(super) fn random(self, index: u64) -> u64 {
+        let mut z = self.seed ^ self.number.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ index.wrapping_mul(0xD1B5_4A32_D192_ED03);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+}
+
+/// A worker's position among the eligible workers of its role.
+#[derive(Clone, Copy, Debug)]
+pub struct Position {
+    /// From 0.
+    pub index: u64,
+    /// The number of eligible workers of this role.
+    pub count: u64,
+    /// The placement that is being decided.
+    pub placement: PlacementSeed,
+}
+
+/// What using a worker costs, by part: estimated milliseconds to the first token, and what other requests lose.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Until queued prompts are computed, and until running sequences have released blocks that the prompt lacks.
+    pub queue_ms: f64,
+    /// To compute the new tokens.
+    pub compute_ms: f64,
+    /// What other requests wait because of that, and what they lose by eviction from a full cache.
+    pub interference_ms: f64,
+    /// To transfer the blocks that the worker lacks.
+    pub transfer_ms: f64,
+    /// Of the handoff itself.
+    pub handoff_ms: f64,
+    /// Of the sequences that run on the worker.
+    pub decode_load_ms: f64,
+    /// The only part that policies set which estimate no time; without a unit.
+    pub rank: f64,
+}
+
+impl Cost {
+    /// Returns the sum by which workers are compared. A sum that is not a number counts as infinite.
+    pub fn total(&self) -> f64 {
+        let Self { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank } = self;
+        let total = queue_ms + compute_ms + interference_ms + transfer_ms + handoff_ms + decode_load_ms + rank;
+        if total.is_nan() { f64::INFINITY } else { total }
+    }
+
+    fn rank(rank: f64) -> Self {
+        Self { rank, ..Self::default() }
+    }
+}
+
+/// The rates with which all costs of one placement are estimated.
+#[derive(Clone, Copy, Debug)]
+pub struct Rates {
+    costs: Costs,
+    prefill_tokens_per_second: MeanRate,
+    prefill_fixed_ms: MeanRate,
+    decode_step_ms: MeanRate,
+    /// The mean of what senders measured, for all pairs: the sender is not known when the receiver is chosen.
+    transfer_bytes_per_second: f64,
+}
+
+impl Rates {
+    pub(super) fn new(costs: &Costs, workers: &[Candidate]) -> Self {
+        let mean = |measurement: fn(&Candidate) -> Option<Measurement>, default| {
+            MeanRate::of(workers.iter().filter_map(measurement), default)
+        };
+        Self {
+            costs: *costs,
+            prefill_tokens_per_second: mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second),
+            prefill_fixed_ms: mean(|worker| worker.prefill_fixed_ms, costs.prefill_fixed_ms),
+            decode_step_ms: mean(|worker| worker.decode_step_ms, costs.decode_step_ms),
+            transfer_bytes_per_second: mean(|worker| worker.transfer_bytes_per_second, costs.transfer_bytes_per_second).value(),
+        }
+    }
+
+    /// Returns how long the worker's sequences delay the next one.
+    fn decode_load_ms(&self, worker: &Candidate) -> f64 {
+        f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
+    }
+
+    /// Returns how long it takes until running sequences have released the blocks that the worker lacks for these, after its
+    /// queue has taken its own. Sequences end one after the other: in the time of one answer all of their blocks are released.
+    fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
+        let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
+        let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
+        if worker.in_use_blocks == 0 { 0.0 } else { lacking as f64 / f64::from(worker.in_use_blocks) * self.costs.answer_ms }
+    }
+}
+
+/// Costs of using a worker; the lowest wins. They need to be comparable within one policy only.
+pub trait Policy: Send + Sync {
+    /// Returns the cost of using it as the prefill worker.
+    fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
+    /// Returns the cost of using it as the decode worker that receives KV.
+    fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
+    /// Returns the cost of using it as the decode worker that prefills, too.
+    fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
+}
+
+/// Returns the policy of this kind.
+pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
+    match kind {
+        PolicyKind::KvAware => Box::new(FirstToken { use_caches: true }),
+        PolicyKind::LeastLoaded => Box::new(FirstToken { use_caches: false }),
+        PolicyKind::RoundRobin => Box::new(RoundRobin),
+        PolicyKind::Random => Box::new(Random),
+    }
+}
+
+/// Estimates the milliseconds to the first token, and what the request costs others (docs/adr/005-routing-cost.md).
+struct FirstToken {
+    use_caches: bool,
+}
+
+impl FirstToken {
+    fn known_blocks(&self, worker: &Candidate) -> u64 {
+        if self.use_caches { u64::from(worker.overlap_blocks) + u64::from(worker.predicted_blocks) } else { 0 }
+    }
+
+    fn cache_filled(&self, worker: &Candidate) -> f64 {
+        if self.use_caches { worker.cache_filled } else { 0.0 }
+    }
+}
+
+impl Policy for FirstToken {
+    fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
+        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
+        let new = worker.new_tokens(query, self.known_blocks(worker)) as f64;
+        let fixed_ms = if new > 0.0 { rates.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms) } else { 0.0 };
+        let charged_again = new * (rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight);
+        let ms = |tokens: f64| tokens / rate * 1e3;
+        Cost {
+            queue_ms: ms(worker.queued_tokens as f64),
+            compute_ms: fixed_ms + ms(new),
+            interference_ms: ms(charged_again),
+            ..Cost::default()
+        }
+    }
+
+    fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
+        let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
+        let lacking = query.prompt_tokens.saturating_sub(1).div_ceil(query.block_size).saturating_sub(cached);
+        let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / rates.transfer_bytes_per_second * 1e3;
+        Cost {
+            queue_ms: rates.blocks_ms(query, worker, u64::from(lacking)),
+            transfer_ms,
+            handoff_ms: rates.costs.handoff_ms,
+            decode_load_ms: rates.decode_load_ms(worker),
+            ..Cost::default()
+        }
+    }
+
+    fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
+        let prefill = self.prefill(query, rates, worker, position);
+        let new_blocks = worker.new_tokens(query, self.known_blocks(worker)).div_ceil(u64::from(query.block_size));
+        let delayed_ms = prefill.compute_ms * f64::from(worker.running) * rates.costs.interference;
+        Cost {
+            queue_ms: prefill.queue_ms + rates.blocks_ms(query, worker, new_blocks),
+            interference_ms: prefill.interference_ms + delayed_ms,
+            decode_load_ms: rates.decode_load_ms(worker),
+            ..prefill
+        }
+    }
+}
+
+/// Added to the rank of prefilling on a decode worker by the baselines, which do so only if no prefill worker is eligible. More
+/// than the ranks of any pair of workers.
+const LOCAL_PENALTY: f64 = 1e9;
+
+/// A baseline to compare with: one worker of each role after the other.
+struct RoundRobin;
+
+impl RoundRobin {
+    fn distance(position: Position) -> f64 {
+        let Position { index, count, placement } = position;
+        ((index + count - placement.number % count) % count) as f64
+    }
+}
+
+impl Policy for RoundRobin {
+    fn prefill(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
+        Cost::rank(Self::distance(position))
+    }
+
+    fn decode(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
+        Cost::rank(Self::distance(position))
+    }
+
+    fn local(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
+        Cost::rank(LOCAL_PENALTY + Self::distance(position))
+    }
+}
+
+/// A baseline to compare with: a random worker of each role.
+struct Random;
+
+impl Policy for Random {
+    fn prefill(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
+        Cost::rank(position.placement.random(position.index) as f64 / u64::MAX as f64)
+    }
+
+    fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
+        // Another seed than for the prefill side, or both sides would always choose the same index.
+        let placement = PlacementSeed { seed: !position.placement.seed, ..position.placement };
+        self.prefill(query, rates, worker, Position { placement, ..position })
+    }
+
+    fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
+        Cost::rank(LOCAL_PENALTY + self.decode(query, rates, worker, position).rank)
+    }
+}

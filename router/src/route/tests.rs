@@ -1,0 +1,308 @@
+//! Tables of placements: a query, the candidates, and the workers that must be chosen.
+
+use super::*;
+use crate::{rates::Measurement, settings::PolicyKind};
+
+/// A fresh measurement.
+fn measured(value: f64) -> Option<Measurement> {
+    Some(Measurement { value, weight: 1.0 })
+}
+
+/// An idle worker with measured rates: 1 token/ms, a block of 16 tokens is 16 kB at 1 MB/s, thus 16 ms to compute or to send.
+fn worker(role: Role) -> Candidate {
+    Candidate {
+        role,
+        excluded: false,
+        tokens_max: 100_000,
+        overlap_blocks: 0,
+        predicted_blocks: 0,
+        cache_filled: 0.0,
+        queued_tokens: 0,
+        sequences: 0,
+        running: 0,
+        available_blocks: 6_250,
+        in_use_blocks: 0,
+        block_bytes: 16_000,
+        prefill_tokens_per_second: measured(1_000.0),
+        prefill_fixed_ms: None,
+        decode_step_ms: measured(10.0),
+        transfer_bytes_per_second: measured(1e6),
+    }
+}
+
+fn prefill() -> Candidate {
+    worker(Role::Prefill)
+}
+
+fn decode() -> Candidate {
+    Candidate { transfer_bytes_per_second: None, ..worker(Role::Decode) }
+}
+
+fn query(prompt_tokens: u32) -> PlacementQuery {
+    PlacementQuery { prompt_tokens, block_size: 16, prefill: PrefillPlace::Auto, prompt_logits: false }
+}
+
+fn remote(prompt_tokens: u32) -> PlacementQuery {
+    PlacementQuery { prefill: PrefillPlace::Remote, ..query(prompt_tokens) }
+}
+
+/// Places with the costs of this policy.
+fn place_by(
+    kind: PolicyKind,
+    query: &PlacementQuery,
+    workers: &[Candidate],
+    placement: PlacementSeed,
+) -> Result<(usize, Option<usize>), NoEligibleWorker> {
+    let costs = costs_by_use(&*policy(kind), &Costs::default(), query, workers, placement);
+    place(&costs, query, workers, placement).map(|Choice { decode, prefill }| (decode, prefill))
+}
+
+fn placed(query: &PlacementQuery, workers: &[Candidate]) -> Result<(usize, Option<usize>), NoEligibleWorker> {
+    place_by(PolicyKind::KvAware, query, workers, PlacementSeed { seed: 1, number: 0 })
+}
+
+#[test]
+fn prefill_worker_with_the_shortest_wait_wins() {
+    let base = [decode(), prefill(), prefill(), prefill()];
+    let chosen = |change: &dyn Fn(&mut [Candidate])| {
+        let mut workers = base.clone();
+        change(&mut workers);
+        placed(&remote(1_601), &workers).expect("a worker is eligible").1.expect("prefill is remote")
+    };
+    // All workers are equal except for one value.
+    assert_eq!(chosen(&|w| w[2].overlap_blocks = 1), 2);
+    assert_eq!(chosen(&|w| w[3].predicted_blocks = 1), 3);
+    assert_eq!(chosen(&|w| (w[1].queued_tokens, w[2].queued_tokens) = (1, 1)), 3);
+    assert_eq!(chosen(&|w| w[2].prefill_tokens_per_second = measured(2_000.0)), 2);
+    // 50 cached blocks are 800 tokens; they outweigh a queue of up to 1.25 times their compute.
+    assert_eq!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 999)), 1);
+    assert_ne!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 1_001)), 1);
+    // Eviction from a full cache costs a quarter of the new tokens: 400 of 1,600.
+    assert_ne!(chosen(&|w| w[1].cache_filled = 0.01), 1);
+    assert_eq!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens, w[3].queued_tokens) = (1.0, 401, 401)), 1);
+    assert_ne!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens) = (1.0, 399)), 1);
+    // A worker without a measurement counts as equal to the others.
+    assert_ne!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].queued_tokens) = (None, 1)), 1);
+    assert_eq!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].overlap_blocks) = (None, 1)), 1);
+}
+
+#[test]
+fn decode_worker_with_the_least_transfer_and_load_wins() {
+    let chosen = |one: Candidate, other: Candidate| placed(&remote(1_601), &[one, other, prefill()]).expect("placed").0;
+    assert_eq!(chosen(Candidate { overlap_blocks: 1, ..decode() }, decode()), 0);
+    assert_eq!(chosen(decode(), Candidate { sequences: 1, ..decode() }), 0);
+    // The transfer of a block takes 16 ms, a sequence costs 10 ms.
+    assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 3, ..decode() }, decode()), 0);
+    assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 4, ..decode() }, decode()), 1);
+    // The transfer time of a block follows from the bandwidth that senders have measured.
+    let faster = |rate| {
+        let prefill = Candidate { transfer_bytes_per_second: measured(rate), ..prefill() };
+        let with_overlap = Candidate { overlap_blocks: 2, sequences: 3, ..decode() };
+        placed(&remote(1_601), &[with_overlap, decode(), prefill]).expect("placed").0
+    };
+    assert_eq!((faster(1e6), faster(2e6)), (0, 1));
+}
+
+#[test]
+fn decode_worker_prefills_when_that_is_faster() {
+    let auto = |prompt_tokens, decode: Candidate, prefill: Candidate| {
+        placed(&query(prompt_tokens), &[decode, prefill]).expect("a worker is eligible").1.is_none()
+    };
+    let busy = || Candidate { sequences: 1, running: 1, ..decode() };
+    let fast_wire = || Candidate { transfer_bytes_per_second: measured(1e9), ..prefill() };
+    assert!(auto(1_000, decode(), prefill()), "no stream is delayed and nothing is transferred");
+    assert!(!auto(1_000, busy(), fast_wire()), "a running stream would be delayed");
+    assert!(auto(1_000, busy(), prefill()), "the transfer costs as much as the delay of a stream");
+    assert!(auto(2, busy(), fast_wire()), "a short prompt is not worth the handoff");
+    let next_turn = Candidate { overlap_blocks: 62, ..busy() };
+    assert!(auto(1_000, next_turn, fast_wire()), "the decode worker has cached the conversation");
+    let queue = Candidate { queued_tokens: 500, ..decode() };
+    assert!(!auto(1_000, queue.clone(), fast_wire()), "the decode worker has queued prompts");
+    assert!(auto(1_000, queue, Candidate { queued_tokens: 600, ..fast_wire() }), "the prefill worker has a longer queue");
+}
+
+#[test]
+fn settings_and_prompts_can_force_the_prefill_place() {
+    let workers = [decode(), prefill()];
+    let busy = [Candidate { queued_tokens: 50_000, sequences: 100, ..decode() }, prefill()];
+    let forced = |prefill, query: PlacementQuery| PlacementQuery { prefill, ..query };
+    let logits = PlacementQuery { prompt_logits: true, ..query(500) };
+    for (query, workers, expected) in [
+        (forced(PrefillPlace::Remote, query(500)), &workers, Some(1)),
+        (forced(PrefillPlace::Remote, query(2)), &workers, Some(1)),
+        (forced(PrefillPlace::Local, query(5_000)), &busy, None),
+        (query(5_000), &busy, Some(1)),
+        (forced(PrefillPlace::Remote, logits), &busy, None),
+        (forced(PrefillPlace::Auto, logits), &busy, None),
+        (forced(PrefillPlace::Remote, query(1)), &busy, None),
+    ] {
+        assert_eq!(placed(&query, workers), Ok((0, expected)), "{query:?}");
+    }
+}
+
+#[test]
+fn excluded_and_too_small_workers_are_not_chosen_and_the_error_says_why() {
+    let out = |worker: Candidate| Candidate { excluded: true, ..worker };
+    let small = |worker: Candidate| Candidate { tokens_max: 99, ..worker };
+    let local = |prompt_tokens| PlacementQuery { prefill: PrefillPlace::Local, ..query(prompt_tokens) };
+    let best = |worker: Candidate| Candidate { overlap_blocks: 6, ..worker };
+    for (query, workers, expected) in [
+        (remote(100), vec![out(best(decode())), decode(), out(best(prefill())), prefill()], Ok((1, Some(3)))),
+        (remote(100), vec![small(best(decode())), decode(), small(best(prefill())), prefill()], Ok((1, Some(3)))),
+        (remote(99), vec![small(decode()), small(prefill())], Ok((0, Some(1)))),
+        (query(100), vec![Candidate { sequences: 9, ..decode() }, out(prefill())], Ok((0, None))),
+        (remote(100), vec![], Err(NoEligibleWorker::NoDecodeWorker)),
+        (query(100), vec![prefill()], Err(NoEligibleWorker::NoDecodeWorker)),
+        (local(100), vec![prefill()], Err(NoEligibleWorker::NoDecodeWorker)),
+        (remote(100), vec![decode()], Err(NoEligibleWorker::NoPrefillWorker)),
+        (query(100), vec![out(decode()), prefill()], Err(NoEligibleWorker::AllFailed)),
+        (remote(100), vec![decode(), out(prefill())], Err(NoEligibleWorker::AllFailed)),
+        (remote(100), vec![decode(), small(prefill())], Err(NoEligibleWorker::PromptTooLong)),
+        (query(100), vec![out(small(decode())), small(decode())], Err(NoEligibleWorker::PromptTooLong)),
+        (query(100), vec![small(decode()), out(decode())], Err(NoEligibleWorker::AllFailed)),
+    ] {
+        assert_eq!(placed(&query, &workers), expected, "{query:?} {workers:?}");
+    }
+}
+
+/// The pairs that a policy chooses in its first placements.
+fn first_choices(
+    kind: PolicyKind,
+    seed: u64,
+    query: &PlacementQuery,
+    workers: &[Candidate],
+    count: u64,
+) -> Vec<(usize, Option<usize>)> {
+    let choice = |number| place_by(kind, query, workers, PlacementSeed { seed, number }).expect("a worker is eligible");
+    (0..count).map(choice).collect()
+}
+
+#[test]
+fn least_loaded_policy_ignores_caches() {
+    let workers = [
+        decode(),
+        Candidate { overlap_blocks: 99, queued_tokens: 1, ..prefill() },
+        prefill(),
+        Candidate { predicted_blocks: 99, queued_tokens: 2, ..prefill() },
+    ];
+    assert_eq!(first_choices(PolicyKind::LeastLoaded, 1, &remote(1_601), &workers, 1), [(0, Some(2))]);
+}
+
+#[test]
+fn round_robin_cycles_and_prefills_on_decode_only_without_prefill_workers() {
+    let all = [decode(), prefill(), decode(), prefill(), prefill()];
+    let expected = [(0, Some(1)), (2, Some(3)), (0, Some(4)), (2, Some(1)), (0, Some(3)), (2, Some(4))];
+    assert_eq!(first_choices(PolicyKind::RoundRobin, 1, &query(100), &all, 6), expected);
+    assert_eq!(
+        first_choices(PolicyKind::RoundRobin, 1, &query(100), &[decode(), decode()], 3),
+        [(0, None), (1, None), (0, None)]
+    );
+}
+
+#[test]
+fn random_policy_is_uniform_and_reproducible_by_seed() {
+    let all = [decode(), prefill(), decode(), prefill()];
+    let chosen = first_choices(PolicyKind::Random, 1, &query(100), &all, 4_000);
+    for pair in [(0, Some(1)), (0, Some(3)), (2, Some(1)), (2, Some(3))] {
+        let count = chosen.iter().filter(|chosen| **chosen == pair).count();
+        assert!((900..1_100).contains(&count), "{pair:?}: {count}");
+    }
+    assert_eq!(chosen, first_choices(PolicyKind::Random, 1, &query(100), &all, 4_000));
+    assert_ne!(chosen, first_choices(PolicyKind::Random, 2, &query(100), &all, 4_000));
+}
+
+#[test]
+fn ties_are_broken_uniformly_and_reproducibly_by_seed() {
+    let mut workers = vec![decode()];
+    workers.extend(std::iter::repeat_n(prefill(), 8));
+    let chosen = first_choices(PolicyKind::KvAware, 5, &remote(100), &workers, 8_000);
+    for prefill in 1..=8 {
+        let count = chosen.iter().filter(|(_, chosen)| *chosen == Some(prefill)).count();
+        assert!((850..1_150).contains(&count), "{prefill}: {count}");
+    }
+    assert_eq!(chosen, first_choices(PolicyKind::KvAware, 5, &remote(100), &workers, 8_000));
+}
+
+#[test]
+fn extreme_reports_do_not_break_placement() {
+    let odd = |worker: Candidate| Candidate {
+        queued_tokens: u64::MAX,
+        sequences: u32::MAX,
+        running: u32::MAX,
+        available_blocks: 0,
+        in_use_blocks: 1,
+        block_bytes: u64::MAX,
+        overlap_blocks: u32::MAX,
+        predicted_blocks: u32::MAX,
+        cache_filled: 1.0,
+        prefill_tokens_per_second: measured(f64::MIN_POSITIVE),
+        transfer_bytes_per_second: measured(f64::MIN_POSITIVE),
+        decode_step_ms: measured(f64::MAX),
+        ..worker
+    };
+    for place in [PrefillPlace::Auto, PrefillPlace::Remote, PrefillPlace::Local] {
+        let query = PlacementQuery { prefill: place, ..query(100) };
+        let expected = if place == PrefillPlace::Remote { (1, Some(3)) } else { (1, None) };
+        let idle = [odd(decode()), decode(), odd(prefill()), prefill()];
+        assert_eq!(placed(&query, &idle), Ok(expected), "{place:?}");
+        assert!(placed(&query, &[odd(decode()), odd(prefill())]).is_ok());
+    }
+}
+
+#[test]
+fn cost_that_is_not_a_number_is_never_the_lowest() {
+    // An infinite prefill time, times zero running sequences that it delays, is not a number.
+    let odd =
+        |worker: Candidate| Candidate { prefill_tokens_per_second: measured(1e-320), transfer_bytes_per_second: None, ..worker };
+    let busy = |worker: Candidate| Candidate { queued_tokens: 100_000, sequences: 50, running: 50, ..worker };
+    let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
+    assert_eq!(placed(&local, &[odd(decode()), busy(decode())]), Ok((1, None)));
+    assert_eq!(placed(&remote(1_000), &[decode(), odd(prefill()), busy(prefill())]), Ok((0, Some(2))));
+    assert!(placed(&local, &[odd(decode())]).is_ok());
+    for bad in [f64::NAN, -f64::NAN, f64::NEG_INFINITY + f64::INFINITY] {
+        assert_eq!(Cost { interference_ms: bad, ..Cost::default() }.total(), f64::INFINITY);
+    }
+}
+
+#[test]
+fn short_prompt_costs_the_fixed_time_of_a_step() {
+    let slow_start = |ms| Candidate { prefill_fixed_ms: measured(ms), ..prefill() };
+    let chosen = |prompt_tokens, queued_tokens| {
+        let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];
+        placed(&remote(prompt_tokens), &workers).expect("placed").1
+    };
+    // The mean is 10 ms, and the tolerance of 1.25 brings the others closer to it: 80 ms and 1.25 ms.
+    assert_eq!((chosen(10, 78), chosen(10, 80)), (Some(2), Some(1)));
+    // A prompt that is cached needs no step.
+    let cached = Candidate { overlap_blocks: 10, ..slow_start(100.0) };
+    assert_eq!(placed(&remote(161), &[decode(), cached, slow_start(1.0)]), Ok((0, Some(1))));
+}
+
+#[test]
+fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
+    let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
+    let chosen = |one: Candidate, other: Candidate| placed(&local, &[one, other]).expect("placed").0;
+    // 10 ms of a step per sequence, and 100 ms of the prompt's one second per running sequence.
+    assert_eq!(chosen(Candidate { sequences: 10, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 0);
+    assert_eq!(chosen(Candidate { sequences: 12, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 1);
+}
+
+#[test]
+fn prompt_that_lacks_blocks_is_charged_the_wait_for_running_answers() {
+    let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
+    // Running answers release 100 blocks within 5 s, the time of an answer, and 50 within half of it.
+    let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };
+    let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
+    let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("placed").0 == 0;
+    assert!(waits(0, 5_001) && !waits(0, 4_999));
+    assert!(waits(50, 2_501) && !waits(50, 2_499));
+    assert!(waits(100, 1));
+    // The queue takes its blocks first. If no block is in use, there is nothing to wait for.
+    let both = Candidate { queued_tokens: 800, ..full(100) };
+    assert_eq!(placed(&local, &[both, queue(3_299)]).expect("placed").0, 1);
+    let nothing_runs = Candidate { available_blocks: 0, in_use_blocks: 0, ..decode() };
+    assert_eq!(placed(&local, &[nothing_runs, queue(1)]).expect("placed").0, 0);
+    // Received KV needs blocks, too.
+    let receives = [full(0), decode(), prefill()];
+    assert_eq!(placed(&remote(1_601), &receives).expect("placed").0, 1);
+}

@@ -1,0 +1,326 @@
+//! The KV event subscription to one worker: puts the worker's messages in order, a snapshot first, then every later event once.
+//!
+//! Messages come from one or two sources: a `Watch` stream with everything, or a stream with loads and NATS with events. Events
+//! are ordered by their ids, whichever source they come from, so the source may change at any time. Pure. A gap is the
+//! consequence of lost messages and is repaired by a new snapshot; any other error is the worker's fault and ends its membership.
+
+use std::time::Duration;
+use tandem_kv::{KvBatch, Snapshot};
+use tandem_proto::{
+    SnapshotAssembly, WireError, transfer_bytes_per_second,
+    v1::{CacheTotals, KvEventBatch, Load, SnapshotChunk, StepTotals, WatchReply, WorkerInfo, watch_reply::Message},
+};
+use tokio::time::Instant;
+
+/// How long after its id on the stream an event may arrive over NATS. One heartbeat: a message is rarely late by a hundredth of
+/// that, and a lost one is noticed with the next heartbeat.
+pub(crate) const LATE_MAX: Duration = Duration::from_secs(1);
+
+/// What to do about a message.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Update {
+    /// Nothing yet.
+    None,
+    /// Replace all that was known of the worker's cache.
+    Snapshot(Snapshot),
+    /// Apply all events and take over the load.
+    Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
+}
+
+/// The parts of a reported load that the KV crate's `Load` does not have.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct ReportedStats {
+    /// Measured bandwidth; 0 before the first transfer.
+    pub(crate) transfer_bytes_per_second: f64,
+    /// The worker's cache counters; `None` if it reports none.
+    pub(crate) cache: Option<CacheTotals>,
+    /// The worker's step counters; `None` if it reports none.
+    pub(crate) steps: Option<StepTotals>,
+}
+
+impl ReportedStats {
+    fn of(load: &Load) -> Self {
+        Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
+    }
+
+    /// Returns the number of tokens generated since the worker's start, if it reports it.
+    pub(crate) fn generated(&self) -> Option<u64> {
+        self.steps.map(|steps| steps.generated_tokens)
+    }
+
+    /// Returns the load with these values in their fields.
+    pub(crate) fn fill(self, load: Load) -> Load {
+        let Self { transfer_bytes_per_second, cache, steps } = self;
+        Load { transfer_bytes_per_second, cache, steps, ..load }
+    }
+}
+
+/// Why a subscription ends or starts again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum SubscriptionError {
+    #[error("KV events after {applied} are missing")]
+    Gap { applied: u64 },
+    #[error("its message is from another instance than the one subscribed to")]
+    OtherInstance,
+    #[error(
+        "its KV events name more blocks than its reported capacity of {capacity_blocks}; restart it with the router's version"
+    )]
+    BeyondCapacity { capacity_blocks: u32 },
+    #[error(transparent)]
+    Wire(#[from] WireError),
+}
+
+impl SubscriptionError {
+    /// Whether a new snapshot repairs the damage of events from this source. Other programs may publish in a worker's name where
+    /// they can reach NATS, so invalid events from NATS say nothing about the worker; events on its own stream do.
+    pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
+        match self {
+            Self::Gap { .. } => true,
+            Self::BeyondCapacity { .. } => source == EventSource::Nats,
+            Self::OtherInstance | Self::Wire(_) => false,
+        }
+    }
+}
+
+/// Where the KV events of a worker come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventSource {
+    /// All from the `Watch` stream, which is in order.
+    Direct,
+    /// From NATS. The stream announces their ids, perhaps earlier than they arrive.
+    Nats,
+}
+
+/// The state of one subscription.
+pub(crate) struct KvSubscription {
+    instance_id: String,
+    source: EventSource,
+    assembly: SnapshotAssembly,
+    /// Id of the last event that is known; `None` before the snapshot.
+    applied: Option<u64>,
+    /// The id of an event that the stream has announced and that has not arrived, and when it was announced.
+    awaited: Option<(u64, Instant)>,
+    /// The last load on the stream.
+    load: Load,
+}
+
+impl KvSubscription {
+    /// Returns a subscription to this instance that waits for its snapshot.
+    pub(crate) fn new(info: &WorkerInfo, source: EventSource) -> Self {
+        let assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
+        let instance_id = info.instance_id.clone();
+        Self { instance_id, source, assembly, applied: None, awaited: None, load: Load::default() }
+    }
+
+    /// Takes the stream's next message.
+    ///
+    /// # Errors
+    /// If an event is missing, or the message is malformed or from another instance.
+    pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<Update, SubscriptionError> {
+        match reply.message.ok_or(WireError::Missing { field: "message" })? {
+            Message::Snapshot(chunk) => self.take_chunk(chunk),
+            Message::Batch(batch) => {
+                if let Some(load) = &batch.load {
+                    self.load = Load { included_request_ids: Vec::new(), ..load.clone() };
+                }
+                self.take_batch(batch, now)
+            }
+        }
+    }
+
+    /// Takes a chunk of a snapshot, from the stream or of a snapshot that was requested.
+    ///
+    /// # Errors
+    /// If the chunk is malformed or from another instance.
+    pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<Update, SubscriptionError> {
+        if chunk.instance_id != self.instance_id {
+            return Err(SubscriptionError::OtherInstance);
+        }
+        let Some(snapshot) = self.assembly.push(chunk)? else { return Ok(Update::None) };
+        self.applied = Some(snapshot.at_event_id);
+        self.awaited = None;
+        Ok(Update::Snapshot(snapshot))
+    }
+
+    /// Takes a batch from NATS, which has no load. Other programs may publish there, too: an invalid batch is skipped; if it was the
+    /// worker's, the gap in the ids shows it.
+    ///
+    /// # Errors
+    /// If an event is missing.
+    pub(crate) fn take_published(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
+        match self.take_batch(KvEventBatch { load: Some(self.load.clone()), ..batch }, now) {
+            Err(SubscriptionError::OtherInstance | SubscriptionError::Wire(_)) => Ok(Update::None),
+            update => update,
+        }
+    }
+
+    /// Ignores all messages until the next snapshot.
+    pub(crate) fn restart(&mut self) {
+        self.applied = None;
+        self.assembly.clear();
+    }
+
+    fn take_batch(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
+        if batch.instance_id != self.instance_id {
+            return Err(SubscriptionError::OtherInstance);
+        }
+        let stats = batch.load.as_ref().map(ReportedStats::of).unwrap_or_default();
+        let sent_unix_us = batch.sent_unix_us;
+        let mut batch = match KvBatch::try_from(batch) {
+            Ok(batch) => batch,
+            // Events lost within the batch.
+            Err(WireError::EventIds { after, .. }) => return Err(SubscriptionError::Gap { applied: after }),
+            Err(error) => return Err(error.into()),
+        };
+        // The snapshot includes earlier events, or the gap after it shows that it does not.
+        let Some(applied) = self.applied else { return Ok(Update::None) };
+        batch.events.retain(|event| event.event_id > applied);
+        let announced = batch.last_event_id.max(applied);
+        match batch.events.first() {
+            Some(first) if first.event_id - 1 != applied => return Err(SubscriptionError::Gap { applied }),
+            Some(_) => self.applied = Some(announced),
+            None if announced == applied => {}
+            None => self.wait_for(announced, applied, now)?,
+        }
+        self.awaited = self.awaited.filter(|(awaited, _)| self.applied < Some(*awaited));
+        Ok(Update::Batch { batch, stats, sent_unix_us })
+    }
+
+    /// Waits for an announced event that has not arrived, as long as its source may be late.
+    fn wait_for(&mut self, announced: u64, applied: u64, now: Instant) -> Result<(), SubscriptionError> {
+        let (_, since) = *self.awaited.get_or_insert((announced, now));
+        let is_late = self.source == EventSource::Direct || now.duration_since(since) >= LATE_MAX;
+        if is_late { Err(SubscriptionError::Gap { applied }) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_kv::{Change, KvEvent};
+    use tandem_proto::{event_batch, snapshot_chunks};
+
+    fn subscription_from(source: EventSource) -> KvSubscription {
+        KvSubscription::new(&WorkerInfo { instance_id: "i".to_owned(), capacity_blocks: 10, ..Default::default() }, source)
+    }
+
+    fn subscription() -> KvSubscription {
+        subscription_from(EventSource::Direct)
+    }
+
+    fn published(batch: KvEventBatch) -> KvEventBatch {
+        KvEventBatch { load: None, ..batch }
+    }
+
+    fn batch(last_event_id: u64, ids: &[u64]) -> KvEventBatch {
+        let events: Vec<KvEvent> = ids.iter().map(|id| KvEvent { event_id: *id, change: Change::Cleared }).collect();
+        event_batch("i", &KvBatch { last_event_id, events, ..Default::default() }, 0)
+    }
+
+    fn on_stream(batch: KvEventBatch) -> WatchReply {
+        WatchReply { message: Some(Message::Batch(batch)) }
+    }
+
+    fn snapshot_at(subscription: &mut KvSubscription, at_event_id: u64) {
+        for chunk in snapshot_chunks("i", &Snapshot { at_event_id, stored: Vec::new() }) {
+            let update = subscription.take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now());
+            assert_eq!(update, Ok(Update::Snapshot(Snapshot { at_event_id, stored: Vec::new() })));
+        }
+    }
+
+    fn ids(update: Result<Update, SubscriptionError>) -> Vec<u64> {
+        let Ok(Update::Batch { batch, .. }) = update else { panic!("expected a batch, got {update:?}") };
+        batch.events.iter().map(|event| event.event_id).collect()
+    }
+
+    #[test]
+    fn events_after_the_snapshot_are_applied_once() {
+        let mut subscription = subscription();
+        assert_eq!(subscription.take(on_stream(batch(3, &[3])), Instant::now()), Ok(Update::None));
+        snapshot_at(&mut subscription, 4);
+        assert_eq!(ids(subscription.take(on_stream(batch(5, &[3, 4, 5])), Instant::now())), [5]);
+        assert_eq!(ids(subscription.take(on_stream(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
+        assert_eq!(ids(subscription.take(on_stream(batch(5, &[])), Instant::now())), [0_u64; 0]);
+        // A heartbeat that was sent before the last events.
+        assert_eq!(ids(subscription.take(on_stream(batch(2, &[])), Instant::now())), [0_u64; 0]);
+        assert_eq!(ids(subscription.take(on_stream(batch(7, &[6, 7])), Instant::now())), [6, 7]);
+        snapshot_at(&mut subscription, 9);
+        assert_eq!(ids(subscription.take(on_stream(batch(10, &[10])), Instant::now())), [10]);
+    }
+
+    #[test]
+    fn gap_is_detected_between_batches_within_a_batch_and_at_the_end() {
+        for missing in [batch(6, &[6]), batch(5, &[]), KvEventBatch { events: batch(7, &[5, 7]).events, ..batch(7, &[]) }] {
+            let mut subscription = subscription();
+            snapshot_at(&mut subscription, 4);
+            let error = subscription.take(on_stream(missing), Instant::now()).expect_err("an event is missing");
+            assert!(matches!(error, SubscriptionError::Gap { .. }), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn foreign_and_malformed_messages_are_rejected() {
+        let other = || KvEventBatch { instance_id: "j".to_owned(), ..batch(0, &[]) };
+        let cases = [
+            (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
+            (on_stream(other()), SubscriptionError::OtherInstance),
+            (
+                on_stream(KvEventBatch { load: None, ..batch(4, &[]) }),
+                SubscriptionError::Wire(WireError::Missing { field: "load" }),
+            ),
+        ];
+        for (reply, expected) in cases {
+            assert_eq!(subscription().take(reply, Instant::now()), Err(expected));
+        }
+        let chunk = snapshot_chunks("j", &Snapshot { at_event_id: 0, stored: Vec::new() }).remove(0);
+        assert_eq!(
+            subscription().take(WatchReply { message: Some(Message::Snapshot(chunk)) }, Instant::now()),
+            Err(SubscriptionError::OtherInstance)
+        );
+    }
+
+    #[test]
+    fn published_events_may_arrive_after_their_announcement() {
+        let (mut subscription, start) = (subscription_from(EventSource::Nats), Instant::now());
+        let after = |ms| start + Duration::from_millis(ms);
+        assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(Update::None));
+        snapshot_at(&mut subscription, 4);
+        // The stream is ahead: its load counts, and the events may still arrive.
+        let ahead = KvEventBatch { load: Some(Load { running_sequences: 7, ..Default::default() }), ..batch(6, &[]) };
+        assert_eq!(ids(subscription.take(on_stream(ahead), start)), [0_u64; 0]);
+        let Ok(Update::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900))
+        else {
+            panic!("the events have arrived")
+        };
+        assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the load is the last one on the stream");
+        // After their arrival the wait for later ones starts again.
+        assert_eq!(ids(subscription.take(on_stream(batch(7, &[])), after(950))), [0_u64; 0]);
+        assert_eq!(ids(subscription.take(on_stream(batch(8, &[])), after(1_900))), [0_u64; 0]);
+        assert_eq!(subscription.take(on_stream(batch(8, &[])), after(1_950)), Err(SubscriptionError::Gap { applied: 6 }));
+        // Until a snapshot arrives all events are ignored; then the later ones are applied.
+        subscription.restart();
+        assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
+        snapshot_at(&mut subscription, 8);
+        assert_eq!(ids(subscription.take_published(published(batch(9, &[8, 9])), after(2_000))), [9]);
+        assert_eq!(
+            subscription.take_published(published(batch(11, &[11])), after(2_000)),
+            Err(SubscriptionError::Gap { applied: 9 })
+        );
+    }
+
+    #[test]
+    fn event_source_may_change_at_any_time() {
+        let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
+        snapshot_at(&mut subscription, 0);
+        assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);
+        // The worker cannot publish and sends events on the stream; NATS delivers older ones late.
+        assert_eq!(ids(subscription.take(on_stream(batch(3, &[2, 3])), now)), [2, 3]);
+        assert_eq!(ids(subscription.take_published(published(batch(2, &[2])), now)), [0_u64; 0]);
+        assert_eq!(ids(subscription.take_published(published(batch(4, &[4])), now)), [4]);
+        assert_eq!(subscription.take(on_stream(batch(6, &[6])), now), Err(SubscriptionError::Gap { applied: 4 }));
+        let foreign = KvEventBatch { instance_id: "j".to_owned(), ..published(batch(5, &[5])) };
+        assert_eq!(subscription.take_published(foreign, now), Ok(Update::None));
+        let malformed = KvEventBatch { events: vec![Default::default()], last_event_id: 0, ..published(batch(5, &[])) };
+        assert_eq!(subscription.take_published(malformed, now), Ok(Update::None));
+    }
+}

@@ -1,0 +1,76 @@
+//! Simulations of the router on modelled clusters: the real index, bookings and costs, and workers with real prefix caches and
+//! modelled time. One token stands for a block, so that a trace of thousands of long prompts takes a second.
+
+mod engine;
+mod engines;
+mod queues;
+mod rules;
+mod worlds;
+
+use std::sync::Arc;
+use tandem_kv::{Namespace, TokenId};
+
+/// Times are in microseconds.
+type Micros = u64;
+
+/// One request: a token for each block of its prompt; the last one stands for the incomplete block at the end, which is never
+/// shared.
+#[derive(Clone)]
+struct Prompt {
+    at: Micros,
+    blocks: Arc<[TokenId]>,
+    answer_tokens: u64,
+}
+
+fn namespace() -> Namespace {
+    Namespace::new("m", "", "", "")
+}
+
+/// Prints that a test is skipped.
+fn skipped() {
+    std::io::Write::write_all(&mut std::io::stderr(), b"SKIPPED: no recorded trace\n").expect("stderr");
+}
+
+/// A pseudo-random number generator (a linear congruential one).
+struct Lcg(u64);
+
+impl Lcg {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) as usize) % bound
+    }
+
+    fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            items.swap(last, self.below(last + 1));
+        }
+    }
+}
+
+/// Prompts with `questions` questions to each of `count` documents of `blocks` blocks, in random order.
+fn documents(count: u32, blocks: u32, questions: u32, seed: u64) -> Vec<Prompt> {
+    let mut prompts = Vec::new();
+    for (document, query) in (0..count).flat_map(|document| (0..questions).map(move |query| (document, query))) {
+        let text = (0..blocks).map(|block| document << 16 | block);
+        prompts.push(Prompt { at: 0, answer_tokens: 1, blocks: text.chain([u32::MAX - document * questions - query]).collect() });
+    }
+    Lcg(seed).shuffle(&mut prompts);
+    prompts
+}
+
+/// The first recorded requests, `faster` times as fast; `None` without the recording, which is not part of the repository.
+fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/mooncake_conversation_trace.jsonl");
+    let text = std::fs::read_to_string(path).ok()?;
+    let number = |line: &str, key: &str| -> f64 {
+        let (_, rest) = line.split_once(key).expect("the key is there");
+        rest.split([',', '}']).next().and_then(|digits| digits.trim().parse().ok()).expect("a number")
+    };
+    let prompts = text.lines().take(count).map(|line| {
+        let (_, ids) = line.split_once("\"hash_ids\": [").expect("the key is there");
+        let ids = ids.split(']').next().expect("a list").split(", ").map(|id| id.parse().expect("an id"));
+        let at = (number(line, "\"timestamp\":") * 1e3 / faster) as Micros;
+        Prompt { at, answer_tokens: number(line, "\"output_length\":") as u64, blocks: ids.collect() }
+    });
+    Some(prompts.collect())
+}

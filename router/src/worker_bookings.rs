@@ -1,0 +1,201 @@
+//! What placed requests add to one worker's load before the worker's own reports include them.
+//!
+//! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until
+//! the booking is released: never in addition to the worker's own report, never after the booking. Predicted blocks are those of
+//! prompts that are being prefilled on the worker.
+
+use crate::index::KeyedState;
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::Arc,
+};
+use tandem_kv::SequenceHash;
+
+/// Identifies a booking within this router. Request ids may collide, booking ids do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct BookingId(pub(crate) u64);
+
+/// A booking with its request id first, so that bookings are found by the ids that workers report.
+pub(crate) type BookingKey = (Arc<str>, BookingId);
+
+/// What one request adds to one worker's load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BookedLoad {
+    /// Prompt tokens to compute.
+    pub(crate) tokens: u64,
+    /// Sequences to run.
+    pub(crate) sequences: u32,
+}
+
+/// Request ids of a worker's latest reports that are kept, for bookings that another router announces later than the worker
+/// reports them. A busy worker's reports of a second; the announcement takes milliseconds.
+const INCLUDED_MAX: usize = 1_024;
+
+/// All bookings on one worker.
+pub(crate) struct WorkerBookings {
+    count: u32,
+    unreported: BTreeMap<BookingKey, BookedLoad>,
+    /// Requests that the worker's reports have come to include, the latest [`INCLUDED_MAX`] of them.
+    included: VecDeque<Arc<str>>,
+    tokens: u64,
+    sequences: u64,
+    /// Block → number of prompts being prefilled that contain it. As prompts are whole, the set of keys is prefix-closed.
+    predicted: HashMap<SequenceHash, u32, KeyedState>,
+}
+
+impl WorkerBookings {
+    /// Returns no bookings. The key seeds the hash table only.
+    pub(crate) fn new(key: u64) -> Self {
+        Self {
+            count: 0,
+            unreported: BTreeMap::new(),
+            included: VecDeque::new(),
+            tokens: 0,
+            sequences: 0,
+            predicted: HashMap::with_hasher(KeyedState::with_seed(key)),
+        }
+    }
+
+    /// Requests placed on the worker, reported or not.
+    pub(crate) fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// Prompt tokens not yet in the worker's report.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Sequences not yet in the worker's report.
+    pub(crate) fn sequences(&self) -> u64 {
+        self.sequences
+    }
+
+    /// Leading blocks of the prompt that are being computed on the worker, beyond the first `overlap_blocks`.
+    pub(crate) fn predicted_blocks(&self, hashes: &[SequenceHash], overlap_blocks: u32) -> u32 {
+        if self.predicted.is_empty() {
+            return 0;
+        }
+        (hashes.partition_point(|hash| self.predicted.contains_key(hash)) as u32).saturating_sub(overlap_blocks)
+    }
+
+    /// Adds a booking. `prefilling` are the blocks that the worker will compute for it, and those before them.
+    pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, prefilling: &[SequenceHash]) {
+        self.count += 1;
+        self.tokens += load.tokens;
+        self.sequences += u64::from(load.sequences);
+        for hash in prefilling {
+            *self.predicted.entry(*hash).or_insert(0) += 1;
+        }
+        let before = self.unreported.insert(key, load);
+        assert!(before.is_none(), "a booking is made once on a worker");
+    }
+
+    /// The worker's report has come to include the request: its load does not count here any more.
+    pub(crate) fn on_included(&mut self, request_id: &str) {
+        let request_id: Arc<str> = request_id.into();
+        if self.included.len() == INCLUDED_MAX {
+            self.included.pop_front();
+        }
+        self.included.push_back(request_id.clone());
+        let all = (request_id.clone(), BookingId(0))..=(request_id, BookingId(u64::MAX));
+        let keys: Vec<BookingKey> = self.unreported.range(all).map(|(key, _)| key.clone()).collect();
+        for key in keys {
+            self.stop_counting(&key);
+        }
+    }
+
+    /// Whether one of the worker's latest reports has come to include the request.
+    pub(crate) fn has_included(&self, request_id: &str) -> bool {
+        self.included.iter().any(|included| **included == *request_id)
+    }
+
+    /// The booking's load that is not in the worker's report.
+    pub(crate) fn unreported(&self, key: &BookingKey) -> BookedLoad {
+        self.unreported.get(key).copied().unwrap_or_default()
+    }
+
+    /// Counts all bookings as included in the worker's report, because the report that listed them may have been lost.
+    pub(crate) fn on_all_included(&mut self) {
+        self.unreported.clear();
+        (self.tokens, self.sequences) = (0, 0);
+    }
+
+    /// The booking's prompt is prefilled: its tokens and predicted blocks do not count any more, its sequences do.
+    /// To be called once for a booking, with the blocks that it was added with.
+    pub(crate) fn on_prefilled(&mut self, key: &BookingKey, prefilling: &[SequenceHash]) {
+        if let Some(load) = self.unreported.get_mut(key) {
+            self.tokens -= std::mem::take(&mut load.tokens);
+        }
+        for hash in prefilling {
+            let count = self.predicted.get_mut(hash).expect("a prediction is dropped once");
+            *count -= 1;
+            if *count == 0 {
+                self.predicted.remove(hash);
+            }
+        }
+    }
+
+    /// Removes the booking, whose prompt has been prefilled or given up before ([`Self::on_prefilled`]).
+    pub(crate) fn remove(&mut self, key: &BookingKey) {
+        self.stop_counting(key);
+        self.count -= 1;
+    }
+
+    fn stop_counting(&mut self, key: &BookingKey) {
+        if let Some(load) = self.unreported.remove(key) {
+            self.tokens -= load.tokens;
+            self.sequences -= u64::from(load.sequences);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(request_id: &str, id: u64) -> BookingKey {
+        (request_id.into(), BookingId(id))
+    }
+
+    fn hashes(numbers: &[u64]) -> Vec<SequenceHash> {
+        numbers.iter().copied().map(SequenceHash).collect()
+    }
+
+    fn totals(bookings: &WorkerBookings) -> (u64, u64, u32) {
+        (bookings.tokens(), bookings.sequences(), bookings.count())
+    }
+
+    #[test]
+    fn booked_load_counts_until_reported_and_never_twice() {
+        let mut bookings = WorkerBookings::new(0);
+        bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, &[]);
+        bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, &[]);
+        assert_eq!(totals(&bookings), (110, 3, 2));
+        for _ in 0..2 {
+            bookings.on_included("a");
+            assert_eq!(totals(&bookings), (10, 1, 2));
+        }
+        bookings.on_included("another router's request");
+        bookings.on_prefilled(&key("ab", 2), &[]);
+        assert_eq!(totals(&bookings), (0, 1, 2));
+        bookings.remove(&key("a", 1));
+        bookings.remove(&key("ab", 2));
+        assert_eq!(totals(&bookings), (0, 0, 0));
+    }
+
+    #[test]
+    fn prediction_lasts_until_its_last_prompt_is_prefilled() {
+        let mut bookings = WorkerBookings::new(0);
+        bookings.add(key("a", 1), BookedLoad::default(), &hashes(&[1, 2, 3]));
+        bookings.add(key("b", 2), BookedLoad::default(), &hashes(&[1, 2, 9]));
+        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 0), 3);
+        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 2), 1);
+        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 4), 0);
+        bookings.on_prefilled(&key("a", 1), &hashes(&[1, 2, 3]));
+        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 0), 2);
+        bookings.on_prefilled(&key("b", 2), &hashes(&[1, 2, 9]));
+        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 0), 0);
+        assert!(bookings.predicted.is_empty());
+    }
+}
