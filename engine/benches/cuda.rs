@@ -135,7 +135,7 @@ fn settings() -> EngineSettings {
         queue_max: 256,
         prefix_caching: false,
         hash_key: HashKey::NONE,
-        unheard_max: 1_024,
+        max_buffered_events: 1_024,
         step_max: Duration::from_secs(60),
     }
 }

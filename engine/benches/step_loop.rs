@@ -55,7 +55,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         queue_max: BATCH,
         prefix_caching: true,
         hash_key: HashKey::NONE,
-        unheard_max: 1_024,
+        max_buffered_events: 1_024,
         step_max: Duration::from_secs(60),
     };
     let engine = EngineHandle::start(Box::new(engine), settings);

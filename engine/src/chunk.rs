@@ -1,36 +1,40 @@
-//! Which chunks a device can compute.
+//! Validation of chunks.
 
 use crate::{Chunk, EngineInfo};
 
-/// A chunk that no step should have: the caller is wrong, and nothing is computed.
+/// An invalid chunk: a bug of the caller. The step computes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChunkError {
-    /// A token's id lies beyond the vocabulary.
+    /// A token id is not in the vocabulary.
     #[error("a token lies beyond the vocabulary of {vocab_size}")]
     BeyondVocabulary {
-        /// How many tokens there are.
+        /// The number of token ids in the vocabulary.
         vocab_size: usize,
     },
     /// A chunk is empty or ends beyond the context.
     #[error("a chunk of {tokens} tokens from position {start} is empty or ends beyond the context of {context_length}")]
     BeyondContext {
-        /// Its first position.
+        /// The position of its first token.
         start: u32,
-        /// Its length.
+        /// The number of its tokens.
         tokens: usize,
         /// The model's limit.
         context_length: u32,
     },
     /// A chunk has no block for one of its tokens, or one that is not in the KV memory.
-    #[error("a chunk lacks blocks, or has one beyond the {capacity_blocks} there are")]
+    #[error("a chunk lacks a block, or has one beyond the capacity of {capacity_blocks}")]
     NoBlock {
-        /// As set.
+        /// The number of blocks in the KV memory.
         capacity_blocks: u32,
     },
 }
 
 impl EngineInfo {
-    /// Whether a chunk's tokens and blocks are such as the device has.
+    /// Checks that a chunk's tokens, positions and blocks exist on the device.
+    ///
+    /// # Errors
+    ///
+    /// [`ChunkError`] names what is out of range.
     pub(crate) fn check_chunk(&self, chunk: &Chunk<'_>) -> Result<(), ChunkError> {
         let &Self { vocab_size, context_length, block_size, capacity_blocks, .. } = self;
         let tokens = chunk.tokens.len();

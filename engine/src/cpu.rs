@@ -1,8 +1,8 @@
-//! A model on the CPU: Llamas and Qwens.
+//! The CPU back end for models of the Llama and Qwen families.
 //!
-//! What a token's result is depends on the tokens, their positions and the KV before them, bit for bit: not on the chunks of a
-//! step, not on where chunks begin, not on the processor, not on the number of threads. Every sum has one order (see the kernels'
-//! files), whole numbers are summed exactly, and nothing comes from a mathematics library that differs between machines.
+//! The result of a token depends, bit for bit, only on the tokens, their positions and the KV before them: not on the chunks of a step, not on
+//! where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order (see the kernels' files),
+//! integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
 
 mod attention;
 mod isa;
@@ -27,18 +27,18 @@ use tandem_kv::BlockId;
 use tandem_model::{ModelError, TensorType};
 use threads::Threads;
 
-/// Why a model cannot be run, or a step not be computed.
+/// Why a model cannot be loaded, or an engine not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuError {
-    /// The file is not one of a model that can be run.
+    /// The file is not a supported model.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// A weight's number format has no kernel.
+    /// There is no kernel for a weight's number format.
     #[error("tensor {name} is stored as {kind:?}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
     WeightType {
         /// The tensor.
         name: String,
-        /// How it is stored.
+        /// Its number format.
         kind: TensorType,
     },
     /// A weight is infinite or not a number.
@@ -47,56 +47,60 @@ pub enum CpuError {
         /// The tensor.
         name: String,
     },
-    /// A layer has a weight that no model of its family has, and which this engine would leave out.
+    /// A layer has a weight that models of its family do not have, and that the kernels would ignore.
     #[error("the model has the tensor {name}, which is not supported in its family: choose another model")]
     Unexpected {
         /// The tensor.
         name: String,
     },
-    /// Blocks have at least one token, a KV memory at least one block, and it must fit the address space.
-    #[error("{capacity_blocks} blocks of {block_size} tokens are no possible KV memory: choose other sizes")]
+    /// The KV memory would be empty, or larger than the address space.
+    #[error("a KV memory of {capacity_blocks} blocks of {block_size} tokens is impossible: choose other sizes")]
     Settings {
-        /// As set.
+        /// Tokens in a block.
         block_size: u32,
-        /// As set.
+        /// Blocks in the KV memory.
         capacity_blocks: u32,
     },
     /// The threads could not be started.
     #[error("{count} threads cannot be started: choose fewer")]
     Threads {
-        /// As set.
+        /// The configured number.
         count: usize,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
 }
 
-/// The KV memory of one engine, and what computes on it.
+/// The KV memory of one engine, and the threads and instruction set of its steps.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuSettings {
     /// Tokens in a block.
     pub block_size: u32,
     /// Blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// Threads that compute a step; of 0 and 1, the one that calls.
+    /// Threads that compute a step, the calling thread included; 0 counts as 1.
     pub threads: usize,
-    /// What the kernels are compiled for.
+    /// The instruction set of the kernels.
     pub isa: Isa,
 }
 
-/// Computes one worker's steps.
+/// An engine that computes on the CPU.
 pub struct CpuEngine {
     model: Arc<CpuModel>,
     settings: CpuSettings,
     threads: Threads,
     layout: KvLayout,
-    /// Half-precision bits. Pages that were never written take no memory.
+    /// All blocks, in half-precision bits ([`KvLayout`]). Pages that were never written take no memory.
     kv: Vec<u16>,
     buffers: Buffers,
 }
 
 impl CpuEngine {
-    /// An engine with an empty KV memory.
+    /// Creates an engine with an empty KV memory.
+    ///
+    /// # Errors
+    ///
+    /// [`CpuError::Settings`] for an impossible KV memory, [`CpuError::Threads`] if the threads cannot be started.
     pub fn new(model: Arc<CpuModel>, settings: CpuSettings) -> Result<Self, CpuError> {
         let CpuSettings { block_size, capacity_blocks, threads: count, .. } = settings;
         let config = &model.config;
@@ -148,7 +152,7 @@ impl Engine for CpuEngine {
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
         let halves = &self.kv[self.block_range(block)];
-        assert_eq!(into.len(), size_of_val(halves), "a block is read into as many bytes as it has");
+        assert_eq!(into.len(), size_of_val(halves), "the buffer has the size of a block");
         for (into, half) in into.as_chunks_mut::<2>().0.iter_mut().zip(halves) {
             *into = half.to_le_bytes();
         }
@@ -158,7 +162,7 @@ impl Engine for CpuEngine {
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
         let range = self.block_range(block);
         let halves = &mut self.kv[range];
-        assert_eq!(bytes.len(), size_of_val(halves), "a block is written from as many bytes as it has");
+        assert_eq!(bytes.len(), size_of_val(halves), "the payload has the size of a block");
         for (half, bytes) in halves.iter_mut().zip(bytes.as_chunks::<2>().0) {
             *half = u16::from_le_bytes(*bytes);
         }

@@ -1,7 +1,7 @@
-//! Runs batches of token chunks on a device, and decides which chunks run when.
+//! Schedules token chunks into steps and runs them on a device.
 //!
-//! [`Engine`] is the device: [`cpu`], [`cuda`] and [`sim`] implement it. Everything above it is shared: the step machine (which chunks
-//! make a step), sampling, and the thread that owns both ([`EngineHandle`]).
+//! [`Engine`] is the device: [`cpu`], [`cuda`] and [`sim`] implement it. Everything above it is shared by all devices: the scheduler (which
+//! chunks make a step), sampling, and the thread that owns them ([`EngineHandle`]).
 
 mod chunk;
 pub mod cpu;
@@ -26,7 +26,7 @@ use tandem_kv::{BlockId, KvMemory, TokenId};
 
 /// A device that holds a model and the KV memory of one worker.
 pub trait Engine: Send + 'static {
-    /// What it is; never changes.
+    /// Returns the engine's constants.
     fn describe(&self) -> EngineInfo;
 
     /// Computes the KV of every chunk's tokens, writes it into the chunk's blocks, and returns what the chunks' [`Logits`] ask for.
@@ -39,19 +39,31 @@ pub trait Engine: Send + 'static {
     /// [`EngineError::Step`] if this step failed: the KV of its chunks is undefined. [`EngineError::Lost`] if the device cannot be used again.
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
 
-    /// Copies one block's KV out. `into` has `block_bytes`.
+    /// Copies one block's KV into a buffer of `block_bytes`.
+    ///
+    /// # Errors
+    ///
+    /// The device failed.
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError>;
 
-    /// Copies one block's KV in. `bytes` has `block_bytes`.
+    /// Overwrites one block's KV with `block_bytes` bytes.
+    ///
+    /// # Errors
+    ///
+    /// The device failed; the block's content is undefined.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
-    /// Returns the KV memory for transfers that run beside the steps, if the device has such: blocks that no step computes on may be read and
-    /// written by way of it. `None`: blocks pass through the host.
+    /// Returns the KV memory for access from other threads, if the device allows it: blocks that no step uses may be copied from and to it
+    /// while steps run.
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         None
     }
 
-    /// Copies one block's KV to another.
+    /// Copies one block's KV to another block.
+    ///
+    /// # Errors
+    ///
+    /// The device failed; the content of `to` is undefined.
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
         let mut bytes = vec![0; self.describe().block_bytes];
         self.read_block(from, &mut bytes)?;
@@ -62,15 +74,15 @@ pub trait Engine: Send + 'static {
 /// The constants of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineInfo {
-    /// Logits of one position.
+    /// The number of logits of one position.
     pub vocab_size: usize,
-    /// The longest sequence the model takes, in tokens.
+    /// The longest sequence that the model supports, in tokens.
     pub context_length: u32,
     /// Tokens in a block.
     pub block_size: u32,
     /// Blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// Bytes of one block.
+    /// The size of one block's KV in bytes.
     pub block_bytes: usize,
 }
 
@@ -79,9 +91,9 @@ pub struct EngineInfo {
 pub struct Chunk<'a> {
     /// At least one.
     pub tokens: &'a [TokenId],
-    /// Position of the first of them.
+    /// The position of the first token in the sequence.
     pub start: u32,
-    /// The sequence's blocks from its position 0; they hold the KV before `start` and have room for these tokens.
+    /// The sequence's blocks from position 0. They hold the KV before `start`, and the KV of these tokens is written to them.
     pub blocks: &'a [BlockId],
     /// Which of its tokens' logits the step returns.
     pub logits: Logits<'a>,
@@ -123,21 +135,13 @@ impl StepOutput {
     }
 }
 
-/// The device failed; what runs on it is lost.
+/// A failure of the device. All running requests are lost.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// At this; the next step may go well.
+    /// This operation failed; later ones may succeed.
     #[error("the engine failed: {0}")]
     Step(#[from] Box<dyn std::error::Error + Send + Sync>),
-    /// For good: its thread ends, so that whoever runs the process starts it anew.
+    /// The device cannot be used again: the engine's thread ends, so that the supervisor restarts the process.
     #[error("the device is lost: {0}")]
     Lost(#[source] Box<dyn std::error::Error + Send + Sync>),
-}
-
-/// SplitMix64's finaliser: every input bit moves every output bit.
-fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    value ^ (value >> 31)
 }

@@ -1,16 +1,16 @@
-//! Which chunks make a step: admission, chunked prefill, continuous batching, preemption. A plain state machine.
+//! The scheduler: decides which chunks make a step, by admission, chunked prefill, continuous batching and preemption. A state machine
+//! without I/O or clocks.
 //!
-//! [`Machine::plan`] says what to compute, [`Machine::complete`] takes the result. Between the two nothing else is called.
-//! Blocks belong to sequences; every way out of a sequence gives them back ([`Machine::check_invariants`]).
-//! All prompts are cut the same way: `Prefill` and `Prompt` sequences compute all tokens but the last, samples compute the rest.
+//! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between them.
+//! Blocks belong to sequences; whichever way a sequence ends, it releases them ([`Machine::check_invariants`]).
+//! All prompts are cut alike: sequences of the roles `Prefill` and `Prompt` compute all tokens but the last, those of the role `Sample` the rest.
 
 mod admission;
 mod fair;
 mod forking;
-
+mod preemption;
 mod rates;
 mod receiving;
-mod room;
 mod sending;
 mod sequence;
 #[cfg(test)]
@@ -19,32 +19,31 @@ mod waiting;
 
 use crate::sampling::{SampledToken, Sampler, logprobs};
 use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, StepOutput, ticket};
-use fair::{Claim, Turns, fair_order};
-
+use fair::{Demand, RoundRobin, fair_order};
 use rates::Rates;
 use receiving::{EndedReservations, release};
 use sending::report_ready_blocks;
 pub(crate) use sequence::JobId;
 use sequence::{Role, Sample, Sequence};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
-use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, ReadyBlock, StepStats};
+use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, ReadyBlock, StepStats, Violation, ensure};
 use waiting::Waiting;
 
-/// What the owner of the engine does for the machine, in this order, before the next step or write.
+/// What the owner of the engine must do for the machine, in this order, before the next step or write.
 #[derive(Debug)]
 pub(crate) enum Action {
-    /// Tells a job.
-    Tell(JobId, Event),
-    /// Copies a block's KV inside the engine.
+    /// Send an event to a job.
+    Emit(JobId, Event),
+    /// Copy a block's KV inside the engine.
     Copy { from: BlockId, to: BlockId },
-    /// Reads the content of blocks and reports them to a job as [`Event::BlocksReady`].
+    /// Read the content of blocks and send them to a job as [`Event::BlocksReady`].
     ReadBlocks(JobId, Vec<ReadyBlock>),
-    /// The job has heard its last event.
+    /// Close a job: its last event has been sent.
     End(JobId),
 }
 
-/// The sequences that run in a step, by their place in `running`.
+/// The chunks of a step.
 #[derive(Debug)]
 pub(crate) struct Plan {
     chunks: Vec<PlannedChunk>,
@@ -52,7 +51,9 @@ pub(crate) struct Plan {
 
 #[derive(Clone, Copy, Debug)]
 struct PlannedChunk {
+    /// An index in `running`.
     sequence: usize,
+    /// Tokens, from the first one that is not computed.
     len: usize,
 }
 
@@ -60,35 +61,37 @@ pub(crate) struct Machine {
     info: EngineInfo,
     settings: EngineSettings,
     cache: PrefixCache,
-    /// Without blocks.
+    /// Sequences without blocks.
     waiting: Waiting,
-    /// With blocks; their KV comes from elsewhere.
+    /// Sequences with blocks whose KV another worker writes, the oldest first.
     reserved: Vec<Sequence>,
-    /// What is left of reservations that are gone.
+    /// What remains of reservations that have ended.
     ended_reservations: EndedReservations,
-    /// Prompts whose KV is here and of which samples have not started yet, the oldest first.
+    /// Prompts whose KV is complete and whose samples have not all started, the oldest first.
     forking: Vec<Sequence>,
-    /// In steps, the oldest first. Of more than a step takes, the first in the fair order go on.
+    /// Sequences with blocks that steps compute, the oldest first. If there are more than a step takes, the first in the fair order run.
     running: Vec<Sequence>,
-    /// The accounts' turns to have prompt tokens computed.
-    turns: Turns,
-    /// Prompt tokens that were computed here or have come from elsewhere.
+    /// Splits each step's prompt tokens between accounts.
+    round_robin: RoundRobin,
+    /// Prompt tokens that were computed here or received.
     prefilled: u64,
-    /// Prefills that are computed, until their jobs are dropped.
+    /// Prefills that are computed. Their blocks are held until their jobs are dropped.
     held: Vec<Sequence>,
-    /// Samples that have not finished, by job.
+    /// The number of samples that have not finished, by job.
     live: BTreeMap<JobId, u32>,
     actions: Vec<Action>,
     included_request_ids: Vec<String>,
     rates: Rates,
     preemptions: u64,
+    invariant_violations: u32,
     draw_ticket: ticket::Draw,
 }
 
-/// Prefill goes on beside a full decode batch, however small the budget.
+/// Prompt tokens that a step computes even if the decoding sequences use up its budget.
 const PREFILL_TOKENS_MIN: usize = 16;
-/// Rows of logits are large: a prompt that wants them all is cut into chunks of this many tokens.
+/// Tokens in a chunk whose tokens all need logits: a row of logits is large.
 const LOGIT_ROWS_MAX: usize = 64;
+
 impl Machine {
     pub fn new(info: EngineInfo, settings: EngineSettings, draw_ticket: ticket::Draw) -> Self {
         let cache = PrefixCache::new(CacheSettings {
@@ -106,7 +109,7 @@ impl Machine {
             ended_reservations: EndedReservations::default(),
             forking: Vec::new(),
             running: Vec::new(),
-            turns: Turns::default(),
+            round_robin: RoundRobin::default(),
             prefilled: 0,
             held: Vec::new(),
             live: BTreeMap::new(),
@@ -114,11 +117,12 @@ impl Machine {
             included_request_ids: Vec::new(),
             rates: Rates::default(),
             preemptions: 0,
+            invariant_violations: 0,
             draw_ticket,
         }
     }
 
-    /// Ends a job wherever it is; it hears nothing more.
+    /// Cancels a job, in any state. It gets no more events.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
             self.ended_reservations.take(&mut self.cache, &mut sequence);
@@ -132,70 +136,69 @@ impl Machine {
         self.live.remove(&job);
     }
 
-    /// A job whose listener is `behind` computes nothing until it is not.
-    pub fn pause(&mut self, job: JobId, behind: bool) {
+    /// Pauses or resumes a job (backpressure). Nothing is computed for a paused job.
+    pub fn set_paused(&mut self, job: JobId, paused: bool) {
         let with_blocks = self.reserved.iter_mut().chain(&mut self.forking).chain(&mut self.running);
         let all = with_blocks.filter(|sequence| sequence.job == job).chain(self.waiting.of_job_mut(job));
-        all.for_each(|sequence| sequence.paused = behind);
+        all.for_each(|sequence| sequence.paused = paused);
     }
 
-    /// Takes in what fits and says what to compute next; `None` when there is nothing to do.
+    /// Admits what fits and returns the chunks of the next step; `None` if there is nothing to compute.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
-        // Who runs goes first; who has just come may need a block for its first token.
+        // Running sequences get blocks before new ones do. A sequence just admitted may need a block for its first token.
         self.grow();
         self.admit(now);
         self.grow();
         let batch = self.batch();
-        let decodes = batch.iter().filter(|place| self.running[**place].is_decoding()).count();
+        let decodes = batch.iter().filter(|index| self.running[**index].is_decoding()).count();
         let budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
-        let mut dealt = self.deal(&batch, budget);
+        let mut allotted = self.allot(&batch, budget);
         let mut chunks = Vec::with_capacity(batch.len());
-        for place in batch {
-            let sequence = &self.running[place];
-            let len = if sequence.is_decoding() { 1 } else { dealt.remove(&place).unwrap_or_default() };
+        for index in batch {
+            let len = if self.running[index].is_decoding() { 1 } else { allotted.remove(&index).unwrap_or_default() };
             if len > 0 {
-                chunks.push(PlannedChunk { sequence: place, len });
+                chunks.push(PlannedChunk { sequence: index, len });
             }
         }
         (!chunks.is_empty()).then_some(Plan { chunks })
     }
 
-    /// Which of the running sequences a step takes, by their places: all that are not paused, or the first of them in the fair order.
+    /// Returns the indices of the running sequences that the next step takes: all that are not paused, or the first of them in the fair order.
     fn batch(&self) -> Vec<usize> {
-        let mut batch: Vec<usize> = (0..self.running.len()).filter(|place| !self.running[*place].paused).collect();
+        let mut batch: Vec<usize> = (0..self.running.len()).filter(|index| !self.running[*index].paused).collect();
         let batch_max = self.settings.batch_max as usize;
         if batch.len() > batch_max {
-            let owners = batch.iter().map(|place| (&*self.running[*place].account, self.running[*place].job));
+            let owners = batch.iter().map(|index| (&*self.running[*index].account, self.running[*index].job));
             let order = fair_order(&owners.collect::<Vec<_>>());
-            batch = order[..batch_max].iter().map(|place| batch[*place]).collect();
+            batch = order[..batch_max].iter().map(|index| batch[*index]).collect();
             batch.sort_unstable();
         }
         batch
     }
 
-    /// No other sequence of its job runs before it.
-    fn is_first(&self, place: usize) -> bool {
-        place == 0 || self.running[place - 1].job != self.running[place].job
+    /// Returns whether no other sequence of its job runs before this one.
+    fn is_first_of_job(&self, index: usize) -> bool {
+        index == 0 || self.running[index - 1].job != self.running[index].job
     }
 
-    /// How many tokens of its prompt each sequence of the batch has computed in this step, by its place. What samples that were pushed
-    /// back compute again comes after the prompts of other requests, as it does in the fair order.
-    fn deal(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
-        let mut places: Vec<usize> = batch.iter().copied().filter(|place| !self.running[*place].is_decoding()).collect();
-        if places.is_empty() && self.turns.is_empty() {
+    /// Splits the step's budget of prompt tokens between the sequences of the batch; returns the tokens of each, by its index. What preempted
+    /// samples compute again comes after the prompts of other requests, as in the fair order.
+    fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
+        let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
+        if prefills.is_empty() && self.round_robin.is_empty() {
             return BTreeMap::new();
         }
-        places.sort_by_key(|place| (!self.is_first(*place), self.running[*place].due, self.running[*place].order));
-        let claim = |place: &usize| {
-            let sequence = &self.running[*place];
+        prefills.sort_by_key(|index| (!self.is_first_of_job(*index), self.running[*index].due, self.running[*index].order));
+        let demand = |index: &usize| {
+            let sequence = &self.running[*index];
             let most = if sequence.wants_prompt_logprobs() { LOGIT_ROWS_MAX } else { usize::MAX };
-            Claim { account: sequence.account.clone(), tokens: sequence.remaining().min(most) }
+            Demand { account: sequence.account.clone(), tokens: sequence.remaining().min(most) }
         };
-        let claims: Vec<Claim> = places.iter().map(claim).collect();
-        places.into_iter().zip(self.turns.deal(&claims, budget)).collect()
+        let demands: Vec<Demand> = prefills.iter().map(demand).collect();
+        prefills.into_iter().zip(self.round_robin.allot(&demands, budget)).collect()
     }
 
-    /// What the engine is to compute.
+    /// Returns the chunks of a plan, with their tokens and blocks.
     pub fn chunks<'a>(&'a self, plan: &'a Plan) -> Vec<Chunk<'a>> {
         plan.chunks
             .iter()
@@ -230,7 +233,7 @@ impl Machine {
             }
             let first = sequence.computed;
             sequence.computed += chunk.len;
-            sequence.note_chunk(chunk.len, duration, now);
+            sequence.record_chunk(chunk.len, duration, now);
             self.commit(sequence);
             match &mut sequence.role {
                 Role::Prefill(_) => report_ready_blocks(&mut self.actions, sequence, self.info.block_size as usize),
@@ -254,13 +257,13 @@ impl Machine {
                         }
                     };
                     sequence.tokens.push(token);
-                    self.actions.push(Action::Tell(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
+                    self.actions.push(Action::Emit(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
                 }
                 Role::Sample(_) => {}
             }
         }
-        self.rates.measure(&stats, self.settings.chunk_budget);
-        // Most go on: they stay where they are.
+        self.rates.record(&stats, self.settings.chunk_budget);
+        // Most sequences continue: they are not moved.
         let settled: Vec<Sequence> = running.extract_if(.., |sequence| is_settled(sequence)).collect();
         self.running = running;
         for sequence in settled {
@@ -270,7 +273,7 @@ impl Machine {
         stats
     }
 
-    /// Where a sequence goes after a step.
+    /// Moves a sequence to where it belongs after a step or its admission.
     fn settle(&mut self, mut sequence: Sequence, now: Duration) {
         let done = sequence.remaining() == 0;
         match &sequence.role {
@@ -288,13 +291,13 @@ impl Machine {
         }
     }
 
-    /// Puts a sequence with blocks in its place among those that run.
+    /// Adds a sequence with blocks to those that run.
     fn run(&mut self, sequence: Sequence) {
-        let place = self.running.partition_point(|other| other.order < sequence.order);
-        self.running.insert(place, sequence);
+        let index = self.running.partition_point(|other| other.order < sequence.order);
+        self.running.insert(index, sequence);
     }
 
-    /// Offers the blocks that have become full to the cache.
+    /// Commits the blocks that have become full to the cache.
     fn commit(&mut self, sequence: &mut Sequence) {
         let size = self.info.block_size as usize;
         while (sequence.committed + 1) * size <= sequence.computed {
@@ -307,7 +310,7 @@ impl Machine {
     }
 
     fn finish(&mut self, job: JobId, sample: u32, reason: FinishReason) {
-        self.actions.push(Action::Tell(job, Event::Finished { sample, reason }));
+        self.actions.push(Action::Emit(job, Event::Finished { sample, reason }));
         let live = self.live.get_mut(&job).expect("a job lives until its last sample has finished");
         *live -= 1;
         if *live == 0 {
@@ -316,15 +319,15 @@ impl Machine {
         }
     }
 
-    /// The engine failed: every job ends, and nothing that is cached can be trusted.
+    /// Ends every job and clears the cache: after a failed step no KV can be trusted.
     pub fn fail(&mut self) {
         let jobs: Vec<JobId> = self.live.keys().copied().collect();
         for job in jobs {
             self.cancel(job);
-            self.actions.push(Action::Tell(job, Event::Failed));
+            self.actions.push(Action::Emit(job, Event::Failed));
             self.actions.push(Action::End(job));
         }
-        self.turns = Turns::default();
+        self.round_robin = RoundRobin::default();
         self.cache.clear();
     }
 
@@ -340,7 +343,7 @@ impl Machine {
         self.cache.snapshot()
     }
 
-    /// What has happened since the last call.
+    /// Returns the changes since the last call, with the load.
     pub fn take_batch(&mut self, step: Option<StepStats>) -> KvBatch {
         KvBatch {
             events: self.cache.take_events(),
@@ -354,13 +357,13 @@ impl Machine {
     pub fn load(&self) -> Load {
         let counts = self.cache.counts();
         let forking = self.forking.iter().map(Sequence::samples_left).sum::<usize>();
-        let prefilled = |sequence: &&Sequence| !sequence.is_remote() && !sequence.is_decoding();
-        let pending = self.waiting.iter().chain(&self.running).filter(prefilled);
-        let pending = pending.map(|sequence| self.own_tokens(sequence) as u64);
+        let waiting = self.waiting.iter().filter(|queued| queued.sequence.computes_prompt());
+        let running = self.running.iter().filter(|sequence| sequence.computes_prompt()).map(Sequence::remaining);
+        let pending_tokens = waiting.map(|queued| self.tokens_to_compute(queued)).chain(running).sum::<usize>();
         Load {
             running_sequences: (self.running.len() + self.reserved.len() + forking) as u32,
             waiting_requests: self.waiting.len() as u32,
-            pending_prefill_tokens: pending.sum(),
+            pending_prefill_tokens: pending_tokens as u64,
             free_blocks: counts.free,
             cached_blocks: counts.cached,
             in_use_blocks: counts.in_use,
@@ -369,29 +372,41 @@ impl Machine {
             prefill_fixed_ms: self.rates.prefill_fixed_ms(),
             decode_step_ms: self.rates.decode_step_ms(),
             preemptions: self.preemptions,
+            invariant_violations: self.invariant_violations,
         }
     }
 
-    /// Panics with a sentence if blocks or jobs do not add up.
-    #[cfg(test)]
-    pub fn check_invariants(&self) {
-        self.cache.check_invariants();
+    /// Checks the invariants, counts a violation in the load, and logs it.
+    pub fn audit(&mut self) {
+        if let Err(violation) = self.check_invariants() {
+            tracing::error!(%violation, "an invariant of the engine's state is violated: please report this with the log");
+            self.invariant_violations += 1;
+        }
+    }
+
+    /// Returns the first violation: blocks in use must be those of sequences, and sequences must belong to live jobs.
+    ///
+    /// # Errors
+    ///
+    /// [`Violation`] names the invariant.
+    pub fn check_invariants(&self) -> Result<(), Violation> {
+        self.cache.check_invariants()?;
         let with_blocks = || self.reserved.iter().chain(&self.forking).chain(&self.running).chain(&self.held);
-        let mut held: std::collections::HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
+        let mut held: HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
         for block in self.ended_reservations.blocks() {
-            assert!(held.insert(*block), "what is still written into is nobody else's");
+            ensure(held.insert(*block), "a block that is still being written belongs to a sequence")?;
         }
-        assert_eq!(held.len() as u32, self.cache.counts().in_use, "blocks in use are those of sequences");
-        self.waiting.check_invariants();
-        for sequence in with_blocks().chain(self.waiting.iter()) {
-            assert!(self.live.contains_key(&sequence.job), "every sequence belongs to a live job");
+        ensure(held.len() as u32 == self.cache.counts().in_use, "the blocks in use are not those of sequences")?;
+        self.waiting.check_invariants()?;
+        for sequence in with_blocks().chain(self.waiting.iter().map(|queued| &queued.sequence)) {
+            ensure(self.live.contains_key(&sequence.job), "a sequence belongs to no live job")?;
         }
-        assert!(self.running.is_sorted_by_key(|sequence| sequence.order), "the oldest runs first");
-        assert!(self.forking.iter().all(|leader| leader.samples_left() > 0), "a prompt without samples to start is gone");
+        ensure(self.running.is_sorted_by_key(|sequence| sequence.order), "running sequences are not sorted by age")?;
+        ensure(self.forking.iter().all(|parent| parent.samples_left() > 0), "a forking prompt has no samples to start")
     }
 }
 
-/// Has come to what it was to come to.
+/// Returns whether the sequence has reached its target, or its end.
 fn is_settled(sequence: &Sequence) -> bool {
     match &sequence.role {
         Role::Prefill(_) | Role::Prompt(_) => sequence.remaining() == 0,

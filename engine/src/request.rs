@@ -1,54 +1,54 @@
-//! What a job asks of an engine, and why it may be refused.
+//! Requests to an engine, and why they may be refused.
 
 use crate::{EngineInfo, Sampling};
 use tandem_kv::{Namespace, TokenId};
 
-/// Compute the KV of all tokens of a prompt but the last, and hold it until the job is dropped.
+/// A request to compute the KV of all tokens of a prompt but the last, and to hold it until the job is dropped.
 #[derive(Clone, Debug)]
 pub struct Prefill {
-    /// Told to the router when the work shows in the load.
+    /// Reported with the first load that includes the request's work.
     pub request_id: String,
-    /// The account that the request belongs to. Accounts with work get equal shares of the engine; the empty name is one account.
+    /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
-    /// Whose KV may be reused.
+    /// Only KV of the same namespace is reused.
     pub namespace: Namespace,
     /// At least one token.
     pub prompt: Vec<TokenId>,
 }
 
-/// Continue a prompt.
+/// A request to generate continuations of a prompt.
 #[derive(Clone, Debug)]
 pub struct Generate {
-    /// Told to the router when the work shows in the load.
+    /// Reported with the first load that includes the request's work.
     pub request_id: String,
-    /// The account that the request belongs to. Accounts with work get equal shares of the engine; the empty name is one account.
+    /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
-    /// Whose KV may be reused.
+    /// Only KV of the same namespace is reused.
     pub namespace: Namespace,
     /// At least one token.
     pub prompt: Vec<TokenId>,
-    /// How tokens are chosen. Sample `i` draws as a request of its own with `seed + i` would.
+    /// How tokens are sampled. Sample `i` equals a separate request with `seed + i`.
     pub sampling: Sampling,
-    /// How many continuations.
+    /// The number of continuations.
     pub samples: u32,
     /// Where the prompt's KV comes from.
     pub kv: KvSource,
-    /// Logprobs of the prompt's own tokens, with this many alternatives; the prompt is then computed without cache reads.
+    /// If set, logprobs of the prompt's own tokens are returned, with this many alternatives, and the prompt is computed without cache reads.
     pub prompt_logprobs: Option<u32>,
-    /// Samples that go on where another worker left them: only these run. Empty: all begin.
+    /// Samples that resume where another worker stopped; only these run. If empty, all samples start.
     pub generated: Vec<Generated>,
 }
 
-/// What a sample has generated before it came here.
+/// The tokens that a resumed sample has already generated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Generated {
-    /// Its number.
+    /// The number of the sample.
     pub sample: u32,
-    /// In order; the first follows the prompt.
+    /// The generated tokens in order; the first one follows the prompt.
     pub tokens: Vec<TokenId>,
 }
 
-/// Names of accounts are kept while work of theirs waits, and come from the wire: longer ones are refused. Frontends send 64 at most.
+/// The longest account name in bytes. Names come from the wire and are kept in memory while requests wait; frontends send 64 bytes at most.
 const ACCOUNT_BYTES_MAX: usize = 256;
 
 fn check_account(account: &str) -> Result<(), Refusal> {
@@ -56,10 +56,11 @@ fn check_account(account: &str) -> Result<(), Refusal> {
 }
 
 impl Prefill {
-    /// Refuses what can never run on this engine, however idle it is.
+    /// Checks whether the request can run on this engine at all.
     ///
     /// # Errors
-    /// The cause.
+    ///
+    /// [`Refusal`] names the limit that the request exceeds.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
         check_account(&self.account)?;
         info.check(self.prompt.len(), self.prompt.len(), 1)
@@ -67,10 +68,11 @@ impl Prefill {
 }
 
 impl Generate {
-    /// Refuses what can never run on this engine, however idle it is.
+    /// Checks whether the request can run on this engine at all.
     ///
     /// # Errors
-    /// The cause.
+    ///
+    /// [`Refusal`] names the limit that the request exceeds.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
         check_account(&self.account)?;
         let len_max = self.len_max(info);
@@ -84,20 +86,20 @@ impl Generate {
         }
     }
 
-    /// What all samples that run begin with: the prompt, and what resumed ones have generated alike. Its KV is computed once,
-    /// here or elsewhere, but for its last token.
+    /// Returns the tokens that all samples share: the prompt, and the common beginning of what resumed samples have generated. The KV of all
+    /// but the last of them is computed once, on this worker or another.
     pub fn shared(&self) -> Vec<TokenId> {
         let mut shared = self.prompt.clone();
         if let Some((first, others)) = self.generated.split_first() {
-            let alike = |len: usize, other: &Generated| {
+            let common_len = |len: usize, other: &Generated| {
                 first.tokens[..len].iter().zip(&other.tokens).take_while(|(token, other)| token == other).count()
             };
-            shared.extend_from_slice(&first.tokens[..others.iter().fold(first.tokens.len(), alike)]);
+            shared.extend_from_slice(&first.tokens[..others.iter().fold(first.tokens.len(), common_len)]);
         }
         shared
     }
 
-    /// Tokens a sample may reach, the prompt's included. Without a limit: until the context or the cache is full.
+    /// Returns the longest length of a sample in tokens, the prompt included. Without `max_tokens` it is limited by the context and the cache.
     pub(crate) fn len_max(&self, info: &EngineInfo) -> usize {
         let prompt_len = self.prompt.len();
         if let Some(max_tokens) = self.sampling.max_tokens {
@@ -119,7 +121,7 @@ impl EngineInfo {
         if len_max > context_length as usize {
             return Err(Refusal::BeyondContext { needed: len_max.try_into().unwrap_or(u32::MAX), context_length });
         }
-        // What all samples need at their ends, the prompt's full blocks shared. The last token's KV is never stored.
+        // The blocks of all samples at their full lengths; the prompt's full blocks are shared. The last token's KV is never stored.
         let size = self.block_size as usize;
         let shared = (prompt_len - 1) / size;
         let each = (len_max - 1).max(prompt_len).div_ceil(size) - shared;
@@ -132,47 +134,47 @@ impl EngineInfo {
     }
 }
 
-/// Where the KV of a prompt (all tokens but the last) comes from.
+/// The source of a prompt's KV (that of all tokens but the last).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvSource {
-    /// Computed here.
+    /// It is computed on this worker.
     Local,
-    /// Written block by block under a ticket ([`crate::Event::Reserved`]).
+    /// Another worker writes it block by block under a ticket ([`crate::Event::Reserved`]).
     Remote,
 }
 
-/// Why a job is not taken.
+/// Why a job is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The queue is full; try again later or elsewhere.
+    /// The queue is full; the request may be retried later or on another worker.
     #[error("the worker's queue is full")]
     Full,
-    /// Longer than the model's context.
+    /// The request is longer than the model's context.
     #[error("prompt and new tokens need {needed} positions, the context has {context_length}")]
     BeyondContext {
-        /// Prompt and `max_tokens`.
+        /// Prompt and `max_tokens`, in tokens.
         needed: u32,
-        /// The model's limit.
+        /// The model's limit in tokens.
         context_length: u32,
     },
-    /// Longer than the whole cache.
+    /// The request needs more blocks than the whole KV cache has.
     #[error("the request needs {needed_blocks} KV blocks, the worker has {capacity_blocks}")]
     BeyondCapacity {
-        /// Prompt and `max_tokens` of all samples.
+        /// Blocks for the prompt and `max_tokens` of all samples.
         needed_blocks: u32,
         /// All blocks of the worker.
         capacity_blocks: u32,
     },
-    /// Prompts have at least one token, requests at least one sample.
+    /// The prompt has no tokens, or the request no samples.
     #[error("the prompt is empty")]
     Empty,
-    /// The name of the account is longer than any frontend sends.
-    #[error("the account's name has {len} bytes, at most {ACCOUNT_BYTES_MAX} are allowed")]
+    /// The account name is too long.
+    #[error("account name too long: {len} bytes, limit {ACCOUNT_BYTES_MAX}")]
     LongAccount {
-        /// Of the name, in bytes.
+        /// The length of the name in bytes.
         len: usize,
     },
-    /// The engine has failed or is shut down.
-    #[error("the engine is gone")]
+    /// The engine's thread has ended: the device is lost, or the process shuts down.
+    #[error("the engine is shut down")]
     Gone,
 }

@@ -1,8 +1,8 @@
-//! From logits to a token: a function of the logits, the sample's history, its seed and the position, and of nothing else.
+//! Samples a token from logits. The token depends only on the logits, the sample's history, its seed and its position.
 //!
-//! The draw of a position depends on the seed and the position alone, so a sequence that was preempted, moved or batched
-//! otherwise draws the same. Exponentials are made of products and sums in one order, here or in `libm`, so they are the same bits
-//! on every machine.
+//! The random number of a position depends only on the seed and the position, so a sequence that was preempted, migrated or batched
+//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the same
+//! bits on every machine.
 
 mod changes;
 mod request;
@@ -13,36 +13,36 @@ use changes::Changes;
 use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::HashMap;
-use tandem_kv::TokenId;
+use tandem_kv::{TokenId, mix};
 
-/// How a sample's tokens are chosen. The defaults are OpenAI's.
+/// Sampling parameters. The defaults are OpenAI's.
 #[derive(Clone, Debug)]
 pub struct Sampling {
-    /// Upper bound of new tokens; 0 generates nothing, `None` goes on until the context or the cache is full.
+    /// The maximum of new tokens. 0 generates nothing; `None` generates until the context or the cache is full.
     pub max_tokens: Option<u32>,
-    /// Stop tokens are not drawn before this many.
+    /// Stop tokens are not sampled before this many new tokens.
     pub min_tokens: u32,
-    /// 0 is greedy.
+    /// Divides the logits; 0 selects the likeliest token.
     pub temperature: f32,
-    /// Keep the likeliest tokens that together have this probability.
+    /// Keeps the likeliest tokens whose probabilities add up to this.
     pub top_p: f32,
-    /// Keep this many of the likeliest tokens; 0 keeps all.
+    /// Keeps this many of the likeliest tokens; 0 keeps all.
     pub top_k: u32,
-    /// Keep tokens at least this likely, relative to the likeliest.
+    /// Keeps tokens that are at least this likely, relative to the likeliest.
     pub min_p: f32,
     /// Subtracted once for every time the token was generated.
     pub frequency_penalty: f32,
     /// Subtracted if the token was generated.
     pub presence_penalty: f32,
-    /// Divides (or multiplies, when negative) logits of tokens seen in prompt or output; 1 is off.
+    /// Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.
     pub repetition_penalty: f32,
     /// Added to the logits of these tokens.
     pub logit_bias: HashMap<TokenId, f32>,
-    /// With the position it decides every draw.
+    /// Determines, with the position, the random number for each token.
     pub seed: u64,
-    /// The sample ends with the first of these.
+    /// Tokens that end the sample.
     pub stop_token_ids: Vec<TokenId>,
-    /// Logprobs of the chosen token and of this many alternatives.
+    /// If set, the logprobs of the sampled token and of this many alternatives are returned.
     pub logprobs: Option<u32>,
 }
 
@@ -55,12 +55,12 @@ pub struct TokenLogprob {
     pub logprob: f32,
 }
 
-/// The chosen token's logprob, and the likeliest alternatives in order.
+/// The sampled token's logprob, and the likeliest tokens in order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Of the token that was chosen.
+    /// The natural logarithm of the sampled token's probability.
     pub logprob: f32,
-    /// As many as were asked for.
+    /// As many of the likeliest tokens as were requested.
     pub top: Vec<TokenLogprob>,
 }
 
@@ -84,20 +84,20 @@ impl Default for Sampling {
     }
 }
 
-/// One sample's way of choosing, with what it must remember.
+/// The sampling state of one sample.
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     sampling: Sampling,
-    /// Penalties and biases; of what was generated, and of the prompt, only while a penalty asks for it.
+    /// Penalties and biases. Tokens of the prompt and the output are recorded only if a penalty depends on them.
     changes: Changes,
     generated_len: u32,
 }
 
-/// A candidate for the draw and its weight: its likelihood relative to the likeliest token's.
+/// A token that may be sampled, and its weight: its probability relative to the likeliest token's.
 type Candidate = (TokenId, f32);
 
-/// Tokens of this weight (its logarithm) or less are no candidates: half a million of them together weigh less than the last of the
-/// 53 bits of a draw.
+/// Tokens with this logarithm of the weight or less are not candidates: half a million of them together weigh less than the last of the 53 bits of
+/// the random number.
 const LOG_WEIGHT_MIN: f32 = -50.0;
 
 impl Sampler {
@@ -108,20 +108,20 @@ impl Sampler {
         }
         sampling.logit_bias.iter().for_each(|(token, bias)| changes.of(*token).bias = *bias);
         if sampling.min_tokens > 0 {
-            // A place for each: until so many are generated, they are not drawn.
+            // An entry for each, which bars it until then.
             sampling.stop_token_ids.iter().for_each(|token| _ = changes.of(*token));
         }
         Self { sampling, changes, generated_len: 0 }
     }
 
-    /// The same prompt and settings for the continuation with this number.
+    /// Returns the initial state of the sample with this number, for the same prompt and parameters.
     pub(crate) fn for_sample(&self, sample: u32) -> Self {
         let mut sampler = self.clone();
         sampler.sampling.seed = self.sampling.seed.wrapping_add(u64::from(sample));
         sampler
     }
 
-    /// The same after tokens that were drawn elsewhere.
+    /// Returns the state after these tokens, which another worker generated.
     pub(crate) fn resumed(mut self, generated: &[TokenId]) -> Self {
         generated.iter().for_each(|token| self.accept(*token));
         self
@@ -150,7 +150,7 @@ impl Sampler {
 
     /// Counts a token as generated.
     pub(crate) fn accept(&mut self, token: TokenId) {
-        if self.penalises() {
+        if self.has_penalties() {
             let change = self.changes.of(token);
             change.count += 1;
             change.seen |= self.sampling.repetition_penalty != 1.0;
@@ -158,15 +158,15 @@ impl Sampler {
         self.generated_len += 1;
     }
 
-    fn penalises(&self) -> bool {
+    fn has_penalties(&self) -> bool {
         let s = &self.sampling;
         s.repetition_penalty != 1.0 || s.frequency_penalty != 0.0 || s.presence_penalty != 0.0
     }
 
-    /// Logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).
+    /// Returns the logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).
     fn adjusted<'a>(&self, logits: &'a [f32]) -> Cow<'a, [f32]> {
         let s = &self.sampling;
-        if !self.penalises() && s.logit_bias.is_empty() && self.generated_len >= s.min_tokens {
+        if !self.has_penalties() && s.logit_bias.is_empty() && self.generated_len >= s.min_tokens {
             return Cow::Borrowed(logits);
         }
         let mut adjusted = logits.to_vec();
@@ -190,18 +190,18 @@ impl Sampler {
         Cow::Owned(adjusted)
     }
 
-    /// Temperature, then top-k, top-p (over what top-k kept) and min-p.
+    /// Returns the candidates after temperature, min-p, top-k and then top-p, sorted by token id.
     fn candidates(&self, logits: &[f32]) -> Vec<Candidate> {
         let s = &self.sampling;
         let likeliest = argmax(logits);
         let max = logits[likeliest as usize];
         if !max.is_finite() {
-            // A penalty beyond what a float holds, or all tokens are stop tokens that may not come yet: nothing to weigh.
+            // A penalty overflowed, or all tokens are stop tokens that are barred: there are no weights.
             return vec![(likeliest, 1.0)];
         }
         let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
         let mut candidates = Vec::with_capacity(logits.len());
-        // Where the temperature is so low that the limit is the maximum, the likeliest stay.
+        // If the temperature is so low that the limit equals the maximum, the likeliest tokens stay.
         candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min || *logit == max));
         for (_, weight) in &mut candidates {
             *weight = exp((*weight - max) / s.temperature);
@@ -216,13 +216,13 @@ impl Sampler {
         if s.top_p < 1.0 {
             keep_top_p(&mut candidates, f64::from(s.top_p));
         }
-        // One order whatever was kept: the sum and the draw below depend on it.
+        // The sum and the selection depend on the order, so it must not depend on the filters.
         candidates.sort_unstable_by_key(|(token, _)| *token);
         candidates
     }
 }
 
-/// Keeps the likeliest candidates that together hold `top_p` of the weight; sorts no more of them than it must.
+/// Keeps the likeliest candidates that together have `top_p` of the weight; sorts only as many as necessary.
 fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
     candidates.sort_unstable_by_key(|(token, _)| *token);
     let wanted = top_p * total(candidates);
@@ -255,15 +255,15 @@ fn total(candidates: &[Candidate]) -> f64 {
     candidates.iter().map(|(_, weight)| f64::from(*weight)).sum()
 }
 
-/// e^x for x from [`LOG_WEIGHT_MIN`] to 0, within 2e-7 of its value. Nothing but sums and products, of which the compiler makes
-/// several at a time: every token that is drawn takes a vocabulary of them.
+/// Returns e^x for x from [`LOG_WEIGHT_MIN`] to 0, with a relative error below 2e-7. It consists of sums and products that the compiler can
+/// vectorise: every sampled token needs one for each token of the vocabulary.
 #[inline]
 fn exp(x: f32) -> f32 {
-    /// Added to a number below 2^22 it leaves the nearest whole one in the last bits.
+    /// 1.5 × 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits of the sum.
     const ROUNDING: f32 = 12_582_912.0;
-    /// ln 2 in two parts, the first of few enough bits for exact products.
+    /// ln 2 in two parts; the first has few enough bits for exact products.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    // x = n ln 2 + r: 2^n is an exponent, e^r the first terms of its series.
+    // x = n ln 2 + r: 2^n is set as the exponent, e^r are the first terms of its Taylor series.
     let rounded = x * std::f32::consts::LOG2_E + ROUNDING;
     let n = rounded - ROUNDING;
     let r = x - n * LN_2[0] - n * LN_2[1];
@@ -284,9 +284,9 @@ fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
     candidates.last().expect("the likeliest token is always a candidate").0
 }
 
-/// The likeliest token; of several the one with the lowest id.
+/// Returns the likeliest token; of several, the one with the lowest id.
 fn argmax(logits: &[f32]) -> TokenId {
-    // Eight maxima side by side, so that the compiler compares as many numbers at a time. What is not a number is never larger.
+    // Eight maxima, so that the compiler vectorises the comparison. NaN is never larger.
     let larger = |max: f32, logit: f32| if logit > max { logit } else { max };
     let mut maxima = [f32::NEG_INFINITY; 8];
     let (rows, rest) = logits.as_chunks::<8>();
@@ -297,7 +297,7 @@ fn argmax(logits: &[f32]) -> TokenId {
     logits.iter().position(|logit| *logit == max).unwrap_or(0) as TokenId
 }
 
-/// The logprob of `token` among all tokens, and the `top` likeliest.
+/// Returns the logprob of `token`, and those of the `top` likeliest tokens.
 pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprobs {
     let max = f64::from(logits[argmax(logits) as usize]);
     let sum: f64 = logits.iter().map(|logit| libm::exp(f64::from(*logit) - max)).sum();
@@ -317,9 +317,9 @@ pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprob
     }
 }
 
-/// A number in [0, 1) for a seed and a position (SplitMix64, Steele, Lea and Flood 2014, used as a hash of a counter).
+/// Returns a random number in [0, 1) that depends only on the seed and the position.
 fn uniform(seed: u64, position: u32) -> f64 {
-    let bits = crate::mix(crate::mix(seed) ^ u64::from(position));
+    let bits = mix(mix(seed) ^ u64::from(position));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
@@ -327,18 +327,18 @@ fn uniform(seed: u64, position: u32) -> f64 {
 mod tests {
     use super::*;
 
-    fn drawn(sampling: Sampling, logits: &[f32], draws: u32) -> Vec<TokenId> {
+    fn sampled(sampling: Sampling, logits: &[f32], count: u32) -> Vec<TokenId> {
         let sampler = Sampler::new(sampling, &[]);
-        (0..draws).map(|position| sampler.clone().sample(logits, position).token).collect()
+        (0..count).map(|position| sampler.clone().sample(logits, position).token).collect()
     }
 
     #[test]
-    fn greedy_takes_the_lowest_of_equals() {
-        assert_eq!(drawn(Sampling { temperature: 0.0, ..Sampling::default() }, &[0.0, 3.0, 3.0, 1.0], 1), [1]);
+    fn greedy_selects_the_lowest_id_of_equal_logits() {
+        assert_eq!(sampled(Sampling { temperature: 0.0, ..Sampling::default() }, &[0.0, 3.0, 3.0, 1.0], 1), [1]);
     }
 
     #[test]
-    fn the_likeliest_is_found_wherever_it_is() {
+    fn argmax_finds_the_maximum_at_any_index() {
         for len in [1, 7, 8, 9, 40] {
             for place in 0..len {
                 let mut logits = vec![-1.0f32; len];
@@ -353,32 +353,32 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_exponentials() {
+    fn exp_is_within_its_error_bound() {
         for x in (0..=500_000).map(|step| step as f32 * -1e-4) {
             let exact = libm::exp(f64::from(x));
             assert!((f64::from(exp(x)) - exact).abs() <= 2e-7 * exact, "e^{x}: {}", exp(x));
         }
-        assert_eq!(exp(0.0), 1.0, "the likeliest token's");
+        assert_eq!(exp(0.0), 1.0, "the weight of the likeliest token");
     }
 
     #[test]
     fn frequencies_follow_the_softmax() {
         let logits = [0.0f32, 1.0, 2.0, -1.0];
-        let tokens = drawn(Sampling { seed: 7, ..Sampling::default() }, &logits, 40_000);
+        let tokens = sampled(Sampling { seed: 7, ..Sampling::default() }, &logits, 40_000);
         let total: f32 = logits.iter().map(|logit| logit.exp()).sum();
         for (token, logit) in logits.iter().enumerate() {
-            let seen = tokens.iter().filter(|drawn| **drawn == token as TokenId).count() as f32 / 40_000.0;
+            let seen = tokens.iter().filter(|token_id| **token_id == token as TokenId).count() as f32 / 40_000.0;
             let expected = logit.exp() / total;
             assert!((seen - expected).abs() < 0.01, "token {token}: seen {seen}, expected {expected}");
         }
     }
 
     #[test]
-    fn filters_keep_what_they_say() {
+    fn filters_keep_the_documented_tokens() {
         // Probabilities 0.4, 0.3, 0.2, 0.1.
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let kept = |sampling: Sampling| {
-            let mut tokens = drawn(sampling, &logits, 2_000);
+            let mut tokens = sampled(sampling, &logits, 2_000);
             tokens.sort_unstable();
             tokens.dedup();
             tokens
@@ -387,18 +387,22 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.5, ..Sampling::default() }), [0, 1]);
         assert_eq!(kept(Sampling { top_p: 0.95, ..Sampling::default() }), [0, 1, 2, 3]);
         assert_eq!(kept(Sampling { min_p: 0.45, ..Sampling::default() }), [0, 1, 2]);
-        assert_eq!(kept(Sampling { top_k: 2, top_p: 0.5, ..Sampling::default() }), [0], "top-p counts what top-k kept");
+        assert_eq!(
+            kept(Sampling { top_k: 2, top_p: 0.5, ..Sampling::default() }),
+            [0],
+            "top-p applies to the tokens that top-k kept"
+        );
     }
 
     #[test]
-    fn top_p_beyond_the_first_sorted_part() {
+    fn top_p_may_keep_more_than_the_first_sorted_candidates() {
         let logits = vec![0.0f32; 5_000];
         let sampler = Sampler::new(Sampling { top_p: 0.5, ..Sampling::default() }, &[]);
         assert_eq!(sampler.candidates(&logits).len(), 2_500);
     }
 
     #[test]
-    fn penalties_and_bias_move_the_choice() {
+    fn penalties_and_bias_change_the_sampled_token() {
         let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
         let logits = [1.0f32, 0.9, 0.0];
         let mut sampler = Sampler::new(Sampling { presence_penalty: 0.2, ..greedy.clone() }, &[]);
@@ -411,32 +415,36 @@ mod tests {
         let mut sampler = Sampler::new(Sampling { repetition_penalty: 2.0, ..greedy.clone() }, &[0]);
         assert_eq!(sampler.sample(&logits, 0).token, 1, "the prompt's tokens count as seen");
         let bias = HashMap::from([(2, 100.0), (9_999, 1.0)]);
-        assert_eq!(drawn(Sampling { logit_bias: bias, ..greedy.clone() }, &logits, 1), [2]);
+        assert_eq!(sampled(Sampling { logit_bias: bias, ..greedy.clone() }, &logits, 1), [2]);
         let min_tokens = Sampling { min_tokens: 1, stop_token_ids: vec![0], ..greedy };
         let mut sampler = Sampler::new(min_tokens, &[]);
         assert_eq!([sampler.sample(&logits, 0).token, sampler.sample(&logits, 1).token], [1, 0]);
     }
 
     #[test]
-    fn what_leaves_nothing_to_weigh_still_draws_a_token() {
+    fn non_finite_logits_still_give_a_token() {
         let logits = [5.0f32, 1.0, -1.0];
         let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
         assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by it is infinite");
         let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
-        assert_eq!(drawn(no_token, &logits, 1), [0]);
-        assert_eq!(drawn(Sampling::default(), &[f32::NAN; 3], 1), [0]);
-        assert_eq!(drawn(Sampling::default(), &[f32::NAN, f32::NEG_INFINITY, 1.0], 1), [2]);
+        assert_eq!(sampled(no_token, &logits, 1), [0]);
+        assert_eq!(sampled(Sampling::default(), &[f32::NAN; 3], 1), [0]);
+        assert_eq!(sampled(Sampling::default(), &[f32::NAN, f32::NEG_INFINITY, 1.0], 1), [2]);
     }
 
     #[test]
-    fn the_lowest_temperatures_leave_the_likeliest() {
+    fn lowest_temperatures_select_the_likeliest() {
         for temperature in [1e-3, 1e-8, f32::MIN_POSITIVE, 1e-45] {
-            assert_eq!(drawn(Sampling { temperature, ..Sampling::default() }, &[-20.0, 20.0, 19.0], 3), [1; 3], "{temperature}");
+            assert_eq!(
+                sampled(Sampling { temperature, ..Sampling::default() }, &[-20.0, 20.0, 19.0], 3),
+                [1; 3],
+                "{temperature}"
+            );
         }
     }
 
     #[test]
-    fn logprobs_are_of_the_model_not_of_the_temperature() {
+    fn logprobs_ignore_the_temperature() {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
         let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
@@ -446,12 +454,12 @@ mod tests {
     }
 
     #[test]
-    fn a_draw_depends_on_seed_and_position_alone() {
+    fn sampling_depends_only_on_seed_and_position() {
         let logits = vec![0.0f32; 1_000];
-        let of = |seed| drawn(Sampling { seed, ..Sampling::default() }, &logits, 50);
+        let of = |seed| sampled(Sampling { seed, ..Sampling::default() }, &logits, 50);
         assert_eq!(of(1), of(1));
         assert_ne!(of(1), of(2));
         let sampler = Sampler::new(Sampling { seed: 1, ..Sampling::default() }, &[]);
-        assert_eq!(sampler.for_sample(1).sample(&logits, 3).token, of(2)[3], "sample i draws as a request with seed + i");
+        assert_eq!(sampler.for_sample(1).sample(&logits, 3).token, of(2)[3], "sample i equals a request with seed + i");
     }
 }

@@ -1,15 +1,15 @@
-//! No model: deterministic tokens, time from a cost model.
+//! A simulated device without a model: deterministic tokens, and durations from a cost model.
 //!
-//! Each slot of a block holds a hash of the sequence up to its token, and the next token comes from *all* bytes of KV
-//! before it. So a torn, stale or misplaced block changes the text, and a test that compares texts sees it.
+//! Each slot of a block holds a hash of the sequence up to its token, and the next token depends on *all* bytes of KV before it. So a torn,
+//! stale or misplaced block changes the text, and a test that compares texts detects it.
 
-use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput, mix};
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput};
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 use std::time::Duration;
-use tandem_kv::{BlockId, TokenId};
+use tandem_kv::{BlockId, TokenId, mix};
 use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
 
 /// The cost model and the memory of a simulated device.
@@ -19,19 +19,19 @@ pub struct SimSettings {
     pub block_size: u32,
     /// Blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// Prompt tokens computed in a second.
+    /// Prompt tokens computed per second.
     pub prefill_tokens_per_second: f64,
-    /// Of every step that computes prompt tokens.
+    /// The fixed duration of a step that computes prompt tokens.
     pub prefill_overhead: Duration,
-    /// Of every step that continues sequences.
+    /// The fixed duration of a step with decoding sequences.
     pub decode_step: Duration,
-    /// For each sequence continued.
+    /// The duration for each decoding sequence.
     pub decode_per_sequence: Duration,
-    /// What a token's KV is taken to weigh when it moves between workers.
+    /// The size of a token's KV in a simulated transfer.
     pub kv_bytes_per_token: f64,
     /// Bandwidth of simulated transfers between workers.
     pub transfer_bytes_per_second: f64,
-    /// All times are divided by this.
+    /// Divides all durations.
     pub speedup: f64,
 }
 
@@ -65,18 +65,18 @@ impl SimSettings {
 /// The tokens a simulated device answers with.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
-    /// How many tokens there are.
+    /// The number of token ids.
     pub size: usize,
-    /// Tokens a sequence may have.
+    /// The longest sequence in tokens.
     pub context_length: u32,
-    /// What answers are made of; at least one.
+    /// The tokens of answers; at least one.
     pub words: Vec<TokenId>,
-    /// Ends an answer.
+    /// The token that ends an answer.
     pub end: TokenId,
 }
 
 impl Default for Vocabulary {
-    /// Bytes, of which answers use those of frequent letters.
+    /// Bytes; answers consist of those of frequent letters.
     fn default() -> Self {
         let words = b"etaoin shrdlu etaoin cmfwyp ".map(TokenId::from).to_vec();
         Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END }
@@ -87,9 +87,9 @@ impl Default for Vocabulary {
 pub struct SimEngine {
     settings: SimSettings,
     vocabulary: Vocabulary,
-    /// `block_size` for each block.
+    /// The content of all blocks, `block_size` slots for each.
     slots: Vec<u64>,
-    /// A hash over all slots of a block, while they have not changed.
+    /// A hash over each block's slots; `None` since they have changed.
     folds: Vec<Option<u64>>,
     clock: SimClock,
     real_time: bool,
@@ -111,19 +111,19 @@ impl SimClock {
     }
 }
 
-/// One answer in about this many tokens ends at each token.
+/// An answer ends at each token with a probability of about one in this many.
 const END_ODDS: u64 = 64;
-/// What a token that is no candidate gets: never drawn, but finite.
+/// The logit of all other tokens: finite, but never sampled.
 const NO_CANDIDATE: f32 = -100.0;
 const SLOT_BYTES: usize = 8;
 
 impl SimEngine {
-    /// An empty device that answers with bytes.
+    /// Creates a device that generates bytes.
     pub fn new(settings: SimSettings) -> Self {
         Self::with_vocabulary(settings, Vocabulary::default())
     }
 
-    /// An empty device that answers with these tokens.
+    /// Creates a device that generates the tokens of this vocabulary.
     pub fn with_vocabulary(settings: SimSettings, vocabulary: Vocabulary) -> Self {
         let blocks = settings.capacity_blocks as usize;
         Self {
@@ -152,7 +152,7 @@ impl SimEngine {
         blocks[position / size].0 as usize * size + position % size
     }
 
-    /// Over all slots of the first `len` positions.
+    /// Returns a hash over all slots of the first `len` positions.
     fn state(&mut self, blocks: &[BlockId], len: usize) -> u64 {
         let size = self.settings.block_size as usize;
         let mut state = 0;
@@ -249,7 +249,7 @@ fn fold(slots: &[u64]) -> u64 {
 }
 
 impl Vocabulary {
-    /// Four likely words, so that temperature and seed matter; sometimes the end of the turn.
+    /// Appends a row with four likely words, so that temperature and seed matter, and sometimes a likely end token.
     fn push_logits(&self, logits: &mut Vec<f32>, state: u64) {
         let row = logits.len();
         logits.resize(row + self.size, NO_CANDIDATE);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn chunking_and_block_places_do_not_matter_but_every_token_does() {
+    fn logits_depend_on_every_token_but_not_on_chunks_or_blocks() {
         let tokens: Vec<TokenId> = (0..40).collect();
         let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
         assert_eq!(whole, compute(&mut engine(), &tokens, &BLOCKS, 7));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn moved_blocks_continue_alike_and_a_torn_one_is_seen() {
+    fn copied_blocks_give_equal_logits_and_torn_ones_do_not() {
         let tokens: Vec<TokenId> = (0..40).collect();
         let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
         let mut source = engine();

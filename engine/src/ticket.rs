@@ -1,7 +1,6 @@
 //! Generates tickets, and names the reasons to refuse a write under one.
 
-use crate::mix;
-use tandem_kv::Ticket;
+use tandem_kv::{Ticket, mix};
 
 /// Generates the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
@@ -39,8 +38,8 @@ pub enum WriteRefused {
     /// Ends the reservation: the block was written before, or the ticket does not name it.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
-    /// Ends the reservation.
-    #[error("the block has another size than this worker's")]
+    /// The block does not have this worker's block size. Ends the reservation.
+    #[error("the block's size differs from this worker's")]
     WrongSize,
     /// Ends the reservation: the sender announced blocks in its memory, but the ticket does not name a path on which they can be copied.
     #[error("the blocks do not take the transfer path that the ticket names")]
@@ -84,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn tickets_of_a_seed_are_repeated() {
+    fn equal_seeds_give_equal_tickets() {
         let (mut one, mut same, mut other) = (from_seed(1), from_seed(1), from_seed(9));
         let (first, second) = (one(), one());
         assert!(first != second && [first, second] == [same(), same()] && first != other());

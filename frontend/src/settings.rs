@@ -2,7 +2,9 @@
 
 use crate::model::ServedModel;
 use axum::http::HeaderName;
+use clap::ValueEnum;
 use ipnet::IpNet;
+use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
 use tandem_node::{discovery::Workers, trace::Tracer};
 use tokio::net::TcpListener;
@@ -72,7 +74,8 @@ pub struct FrontendSettings {
 }
 
 /// Which requests share cached KV. Requests for another model, or with another `cache_salt`, never do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum CacheIsolation {
     /// Requests of all clients.
     #[default]
@@ -82,7 +85,8 @@ pub enum CacheIsolation {
 }
 
 /// Which clients may use `x-tandem-details` and `x-tandem-explain`. Both show which prompts are cached and where.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum ExposeDetails {
     /// No client.
     Never,

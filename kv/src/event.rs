@@ -1,4 +1,4 @@
-//! What a worker tells about its cache.
+//! Events that report the changes of a worker's cache.
 
 use crate::SequenceHash;
 use std::cell::Cell;
@@ -6,13 +6,13 @@ use std::cell::Cell;
 /// One change of a cache. Ids begin at 1 and have no gaps within one cache's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvEvent {
-    /// Place of this change among all of the cache's changes.
+    /// The number of this change among all changes of the cache.
     pub event_id: u64,
     /// What changed.
     pub change: Change,
 }
 
-/// Told once per hash: a block that is already cached is not stored again.
+/// A change of the set of cached hashes. A block whose hash is cached already is not stored again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Blocks became reusable.
@@ -41,18 +41,18 @@ pub struct Snapshot {
     pub stored: Vec<StoredChain>,
 }
 
-/// Changes that nobody has taken yet. Neighbours of one kind become one event.
+/// Changes that have not been taken yet. Successive changes of one kind are merged into one event.
 #[derive(Default)]
 pub(crate) struct EventLog {
     last_id: u64,
     pending: Vec<KvEvent>,
-    /// Somebody knows `last_id` as the id of all changes so far, so that event must not grow any more.
-    last_id_told: Cell<bool>,
+    /// `last_id` has been returned as the id of all changes so far, so no change may be merged into that event.
+    last_id_returned: Cell<bool>,
 }
 
 impl EventLog {
     pub(crate) fn stored(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
-        if let Some(Change::Stored(chain)) = self.growing()
+        if let Some(Change::Stored(chain)) = self.last_mutable()
             && parent.as_ref() == chain.sequence_hashes.last()
         {
             return chain.sequence_hashes.push(hash);
@@ -61,7 +61,7 @@ impl EventLog {
     }
 
     pub(crate) fn removed(&mut self, hash: SequenceHash) {
-        if let Some(Change::Removed(hashes)) = self.growing() {
+        if let Some(Change::Removed(hashes)) = self.last_mutable() {
             return hashes.push(hash);
         }
         self.push(Change::Removed(vec![hash]));
@@ -76,18 +76,18 @@ impl EventLog {
     }
 
     pub(crate) fn last_id(&self) -> u64 {
-        self.last_id_told.set(true);
+        self.last_id_returned.set(true);
         self.last_id
     }
 
-    fn growing(&mut self) -> Option<&mut Change> {
-        let last = self.pending.last_mut().filter(|_| !self.last_id_told.get());
+    fn last_mutable(&mut self) -> Option<&mut Change> {
+        let last = self.pending.last_mut().filter(|_| !self.last_id_returned.get());
         last.map(|event| &mut event.change)
     }
 
     fn push(&mut self, change: Change) {
         self.last_id += 1;
-        self.last_id_told.set(false);
+        self.last_id_returned.set(false);
         self.pending.push(KvEvent { event_id: self.last_id, change });
     }
 }

@@ -1,22 +1,21 @@
 //! The identity of a block: a hash over its tokens and everything before it, under a key that only the cluster's processes know.
 //!
-//! The key keeps strangers from finding two prompts with one hash, and from comparing hashes they have seen with those of guessed
-//! prompts. The hash is SipHash-2-4: a keyed function made for short inputs that an attacker chooses.
+//! Without the key an attacker can neither construct two prompts with one hash, nor compare observed hashes with those of guessed
+//! prompts. The hash is SipHash-2-4 (Aumasson and Bernstein 2012): a keyed function for short inputs that an attacker chooses.
 
 use crate::TokenId;
 use siphasher::sip::SipHasher24;
 use std::{fmt, hash::Hasher, sync::Arc};
 
-/// The key of a cluster's sequence hashes. Processes with different keys never mean the same block by a hash. Never
-/// sent and never printed.
+/// The key of a cluster's sequence hashes. Hashes under different keys are unrelated. Never sent and never printed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct HashKey([u8; 16]);
 
 impl HashKey {
-    /// Of a cluster without a key: all zero, so that anyone can compute its hashes.
+    /// The key of a cluster without a secret: all zero, so anyone can compute its hashes.
     pub const NONE: Self = Self([0; 16]);
 
-    /// From 128 secret bits.
+    /// Creates a key from 128 secret bits.
     pub fn new(secret: [u8; 16]) -> Self {
         Self(secret)
     }
@@ -32,16 +31,16 @@ impl fmt::Debug for HashKey {
     }
 }
 
-/// Identifies a full block *and all before it*. A hint: owners of KV compare tokens on every hit.
+/// Identifies a full block *and all blocks before it*. A hint: owners of KV compare tokens on every hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceHash(pub u64);
 
-/// Everything but the tokens that decides whose KV may be shared. Prompts of different namespaces never share a block.
+/// Everything besides the tokens that decides whether KV may be shared. Prompts of different namespaces never share a block.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Namespace(Arc<[u8]>);
 
 impl Namespace {
-    /// The parts are written with their lengths, so no two different lists of parts give equal bytes.
+    /// Encodes each part with its length, so that different lists of parts never give equal bytes.
     pub fn new(model: &str, revision: &str, lora: &str, cache_salt: &str) -> Self {
         let mut bytes = Vec::new();
         for part in [model, revision, lora, cache_salt] {
@@ -51,23 +50,23 @@ impl Namespace {
         Self(bytes.into())
     }
 
-    /// The same for one account alone. The account is a part after all others, which every namespace without one lacks: so that of an
-    /// account without a name differs from it, too.
+    /// Returns this namespace restricted to one account. The account is an additional part, so the namespace of an account with an empty name
+    /// also differs from this one.
     pub fn of_account(&self, account: &str) -> Self {
         Self([&*self.0, &(account.len() as u64).to_le_bytes(), account.as_bytes()].concat().into())
     }
 
-    /// As it came over the wire.
+    /// Decodes the bytes of [`Namespace::as_bytes`].
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Self(bytes.into())
     }
 
-    /// As it goes over the wire.
+    /// Returns the encoding that is sent on the wire.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The hash that stands for the parent of a prompt's first block.
+    /// Returns the hash that stands for the parent of a prompt's first block.
     pub(crate) fn root(&self, key: &HashKey) -> SequenceHash {
         let mut hasher = key.hasher();
         hasher.write(&self.0);
@@ -76,14 +75,14 @@ impl Namespace {
 }
 
 impl SequenceHash {
-    /// The hash of a block of `tokens` that follows the block with this hash.
+    /// Returns the hash of a block of `tokens` that follows the block with this hash.
     pub(crate) fn child(self, key: &HashKey, tokens: &[TokenId]) -> Self {
         let mut hasher = key.hasher();
         hasher.write(&self.0.to_le_bytes());
-        for tokens in tokens.chunks(TOKENS_AT_ONCE) {
-            let mut bytes = [0; TOKENS_AT_ONCE * 4];
-            for (place, token) in bytes.chunks_exact_mut(4).zip(tokens) {
-                place.copy_from_slice(&token.to_le_bytes());
+        for tokens in tokens.chunks(HASHED_TOKENS) {
+            let mut bytes = [0; HASHED_TOKENS * 4];
+            for (bytes, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+                bytes.copy_from_slice(&token.to_le_bytes());
             }
             hasher.write(&bytes[..tokens.len() * 4]);
         }
@@ -91,10 +90,10 @@ impl SequenceHash {
     }
 }
 
-/// Tokens that are laid out as bytes on the stack before they are hashed: a default block.
-const TOKENS_AT_ONCE: usize = 16;
+/// Tokens that are copied to the stack as bytes and hashed together: a block of the default size.
+const HASHED_TOKENS: usize = 16;
 
-/// The hashes of all full blocks of `tokens`.
+/// Returns the hashes of all full blocks of `tokens`, in order.
 pub fn sequence_hashes(key: &HashKey, namespace: &Namespace, block_size: usize, tokens: &[TokenId]) -> Vec<SequenceHash> {
     let mut last = namespace.root(key);
     tokens
@@ -117,9 +116,9 @@ mod tests {
 
     /// Computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the paper's
     /// test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). Input: parts and tokens little-endian, lengths as 64 bits. If
-    /// this fails, routers and workers of two versions no longer mean the same block.
+    /// this fails, routers and workers of two versions disagree on the identity of blocks.
     #[test]
-    fn the_identity_of_a_block_does_not_drift() {
+    fn hash_of_a_block_equals_reference_values() {
         let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");
         let keyed = [0x16ae_ff87_33af_f2a0, 0xade2_3ee0_d229_5ed6, 0xb0ea_bf93_99cc_ae7d];
         let without_key = [0x77ec_c063_cc1c_5e70, 0xf040_1803_f65d_e9b0, 0x28f8_7d62_ed63_dec1];
@@ -128,9 +127,9 @@ mod tests {
         }
     }
 
-    /// Blocks longer than what is laid out at once are hashed as one input.
+    /// A block of more than `HASHED_TOKENS` is hashed as one input.
     #[test]
-    fn long_blocks_are_hashed_whole() {
+    fn long_block_is_hashed_as_one_input() {
         let tokens: Vec<TokenId> = (0..100).collect();
         let bytes: Vec<u8> = 7_u64.to_le_bytes().into_iter().chain(tokens.iter().flat_map(|token| token.to_le_bytes())).collect();
         assert_eq!(SequenceHash(7).child(&KEY, &tokens).0, SipHasher24::new_with_key(&KEY.0).hash(&bytes));
@@ -145,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_never_printed() {
+    fn debug_hides_the_key() {
         assert_eq!(format!("{KEY:?}"), "HashKey(…)");
     }
 
@@ -158,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_of_a_namespace_separates() {
+    fn namespaces_that_differ_in_one_part_have_different_hashes() {
         let all = [
             Namespace::new("model", "", "", ""),
             Namespace::new("other", "", "", ""),
@@ -174,10 +173,10 @@ mod tests {
     }
 
     #[test]
-    fn a_part_cannot_be_moved_into_the_next() {
+    fn namespace_encoding_is_unambiguous() {
         let glued = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")];
         let mut bytes: Vec<_> = glued.iter().map(|(model, revision)| Namespace::new(model, revision, "", "")).collect();
-        // A part that imitates a length.
+        // A part that contains an encoded length.
         bytes.push(Namespace::new("a\u{1}\0\0\0\0\0\0\0b", "", "", ""));
         bytes.push(Namespace::new("a", "b", "", ""));
         bytes.sort();
@@ -186,10 +185,10 @@ mod tests {
     }
 
     #[test]
-    fn accounts_share_with_no_other_account_and_not_with_prompts_of_none() {
+    fn account_namespaces_differ_from_each_other_and_from_those_without_account() {
         let salted = |salt| Namespace::new("model", "main", "", salt);
         let plain = salted("");
-        let imitated = salted("salt\u{1}\0\0\0\0\0\0\0a");
+        let with_encoded_length = salted("salt\u{1}\0\0\0\0\0\0\0a");
         let all = [
             plain.clone(),
             plain.of_account(""),
@@ -199,7 +198,7 @@ mod tests {
             salted("a").of_account("b"),
             salted("b").of_account("a"),
             salted("salt").of_account("a"),
-            imitated,
+            with_encoded_length,
             plain.of_account("a").of_account("b"),
         ];
         let distinct: std::collections::BTreeSet<_> = all.iter().collect();
@@ -208,13 +207,13 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_survives_the_wire() {
+    fn namespace_bytes_round_trip() {
         let namespace = Namespace::new("model", "main", "", "salt");
         assert_eq!(Namespace::from_bytes(namespace.as_bytes()), namespace);
     }
 
     #[test]
-    fn a_hash_stands_for_everything_before_it() {
+    fn hash_depends_on_all_tokens_before_the_block() {
         let namespace = Namespace::new("model", "", "", "");
         let tail = [5, 6, 7, 8];
         let after = |head: [TokenId; 4]| sequence_hashes(&KEY, &namespace, 4, &[head, tail].concat())[1];

@@ -1,5 +1,5 @@
-//! Who owns which KV block, and what is in it: sequence hashes, the block pool, the prefix cache and its events, tickets for writing, and how
-//! engines give access to their KV memory.
+//! Ownership and content of KV blocks: sequence hashes, the block pool, the prefix cache and its events, tickets for writing, and access to
+//! engines' KV memory.
 //!
 //! Pure: no async, no I/O, no clock. One [`PrefixCache`] belongs to one engine thread.
 
@@ -8,22 +8,24 @@ mod event;
 mod hash;
 mod id;
 mod memory;
+mod mix;
 mod report;
 mod ticket;
 
-pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Wanted};
+pub use cache::{Acquired, CacheSettings, Counts, Full, PrefixCache, Violation, Wanted, ensure};
 pub use event::{Change, KvEvent, Snapshot, StoredChain};
 pub use hash::{HashKey, Namespace, SequenceHash, sequence_hashes};
 pub use id::{InstanceId, RequestId, WorkerId};
 pub use memory::{
     BlockAccess, BlockWrite, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, ReadyBlock,
 };
+pub use mix::mix;
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};
 
 /// A token's number in the model's vocabulary.
 pub type TokenId = u32;
 
-/// The place of one block in a worker's KV memory, from 0.
+/// The index of a block in a worker's KV memory, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);

@@ -6,49 +6,51 @@ use std::time::Duration;
 /// What the router scores by.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// With blocks: in the running batch, or waiting for KV from elsewhere.
+    /// Sequences with blocks: they are in the running batch, or another worker sends their KV.
     pub running_sequences: u32,
-    /// Jobs without blocks.
+    /// Sequences without blocks.
     pub waiting_requests: u32,
-    /// Tokens of waiting prompts, and what is left of running ones.
+    /// Prompt tokens still to be computed, of waiting and running sequences.
     pub pending_prefill_tokens: u64,
-    /// Hold nothing.
+    /// Blocks without content.
     pub free_blocks: u32,
-    /// Reusable, unused.
+    /// Blocks with reusable KV that no sequence uses.
     pub cached_blocks: u32,
-    /// Pinned.
+    /// Blocks pinned by sequences.
     pub in_use_blocks: u32,
-    /// Prompt tokens that the device computes in a second, without the fixed time of each step; 0 while there is no evidence.
+    /// Prompt tokens that the device computes per second, without the fixed time of each step; 0 while there is no evidence.
     pub prefill_tokens_per_second: f64,
-    /// Long prefill steps that the rate was fitted to since the start. Short ones are fitted, too, but do not replace what long ones said.
+    /// Long prefill steps since the start that the rate was fitted to. Short ones count too, but do not displace the evidence of long ones.
     pub prefill_measurements: u64,
-    /// Fixed time of a step that computes prompt tokens; 0 while it is not known.
+    /// Fixed time of a step that computes prompt tokens, in milliseconds; 0 while it is unknown.
     pub prefill_fixed_ms: f64,
-    /// What a step takes to continue its sequences; 0 while there is no evidence.
+    /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while there is no evidence.
     pub decode_step_ms: f64,
-    /// Sequences pushed back since the start.
+    /// Preempted sequences since the start.
     pub preemptions: u64,
+    /// Failed checks of the engine's invariants since the start: each is a bug.
+    pub invariant_violations: u32,
 }
 
-/// One engine step.
+/// What one engine step computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepStats {
-    /// Tokens of prompts.
+    /// Prompt tokens.
     pub prefill_tokens: u32,
-    /// Tokens that continue a sequence, one each.
+    /// Decoding sequences: one token each.
     pub decode_tokens: u32,
     /// Device time, simulated time included.
     pub duration: Duration,
 }
 
-/// What happened in a worker since its last batch.
+/// The changes in a worker since its last batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KvBatch {
     /// Id of the last change made, those of `events` included.
     pub last_event_id: u64,
     /// In order of their ids.
     pub events: Vec<KvEvent>,
-    /// After them.
+    /// The load after these changes.
     pub load: Load,
     /// Requests whose work `load` has come to include.
     pub included_request_ids: Vec<String>,

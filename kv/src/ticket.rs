@@ -16,12 +16,12 @@ impl Ticket {
     /// The length on the wire: 128 bits cannot be guessed.
     pub const BYTES: usize = 16;
 
-    /// These bytes must be random, except in tests.
+    /// Creates a ticket from these bytes, which must be random except in tests.
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(bytes)
     }
 
-    /// The bytes that are sent.
+    /// Returns the bytes that are sent on the wire.
     pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticket_of_another_length_is_refused() {
+    fn ticket_of_wrong_length_is_refused() {
         for bytes in [&[][..], &[7; 8], &[7; 15], &[7; 17]] {
             assert_eq!(Ticket::try_from(bytes), Err(InvalidTicket));
         }
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn ticket_is_not_printed() {
+    fn debug_hides_the_ticket() {
         assert_eq!(format!("{:?}", Ticket::from_bytes([0x5a; 16])), "Ticket(hidden)");
     }
 }

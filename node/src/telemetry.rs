@@ -1,18 +1,21 @@
 //! Logs: to stderr, filtered by `TANDEM_LOG`, as text or as a line of JSON each.
 
+use clap::ValueEnum;
+use serde::Serialize;
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
 
 /// NATS' client, as it calls itself in logs.
 const NATS: &str = "async_nats";
 
-/// How lines look.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// The format of a log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// For people.
+    /// Lines for people
     #[default]
     Text,
-    /// For programs: an object a line, with the ids of the trace where a request is sampled.
+    /// A JSON object a line, with trace ids where a request is sampled
     Json,
 }
 

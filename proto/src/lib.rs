@@ -37,3 +37,14 @@ pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 pub mod v1 {
     tonic::include_proto!("tandem.v1");
 }
+
+impl v1::worker_info::Role {
+    /// The role as text, such as in metrics, JSON and worker ids.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Unspecified => "unknown",
+        }
+    }
+}

@@ -35,7 +35,7 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// An implausible rate becomes 0, which means that it was not measured. `preemptions` is not on the wire and becomes 0.
+/// An implausible rate becomes 0, which means that it was not measured. `preemptions` and `invariant_violations` are not on the wire and become 0.
 impl From<&v1::Load> for Load {
     fn from(load: &v1::Load) -> Self {
         Self {
@@ -50,6 +50,7 @@ impl From<&v1::Load> for Load {
             prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
             decode_step_ms: measured(load.decode_step_ms, STEP_MS),
             preemptions: 0,
+            invariant_violations: 0,
         }
     }
 }
@@ -90,6 +91,7 @@ mod tests {
                 prefill_fixed_ms,
                 decode_step_ms,
                 preemptions: 0,
+                invariant_violations: 0,
             };
             prop_assert_eq!(Load::from(&v1::Load::from(&load)), load);
         }

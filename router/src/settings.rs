@@ -1,5 +1,7 @@
 //! The router's settings, each with the reason for its default.
 
+use clap::ValueEnum;
+use serde::Serialize;
 use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
@@ -66,29 +68,32 @@ impl Default for RouterSettings {
 }
 
 /// The policy that chooses workers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[value(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum PolicyKind {
-    /// Shortest estimated time to the first token, given what each worker's cache holds.
+    /// The shortest estimated time to the first token, given each worker's cached blocks
     #[default]
     KvAware,
-    /// Shortest estimated time to the first token, as if all caches were empty.
+    /// The shortest estimated time to the first token if nothing were cached
     LeastLoaded,
-    /// One worker after the other: a baseline to compare with, not meant for production.
+    /// One worker after the other: a baseline to compare with, not meant for production
     RoundRobin,
-    /// A random worker: a baseline to compare with, not meant for production.
+    /// A random worker: a baseline to compare with, not meant for production
     Random,
 }
 
 /// Where a prompt is prefilled. Prompts whose logits are requested, and prompts of one token, are always prefilled on the decode
 /// worker.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum PrefillPlace {
-    /// Wherever it is estimated to be faster.
+    /// On the worker with the shortest estimated time to the first token
     #[default]
     Auto,
-    /// On a prefill worker; without one the request fails.
+    /// On a prefill worker; without one the request fails
     Remote,
-    /// On the decode worker.
+    /// On the decode worker
     Local,
 }
 

@@ -46,16 +46,9 @@ impl Reader<'_> {
     }
 }
 
-fn splitmix(value: u64) -> u64 {
-    let z = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
-/// Block ids identify whole prefixes in these streams. SplitMix64 is a bijection, so its output serves as sequence hash.
+/// Block ids identify whole prefixes in these streams. `mix` is a bijection, so its output serves as sequence hash.
 fn hash(block: u32) -> SequenceHash {
-    SequenceHash(splitmix(u64::from(block) + 1))
+    SequenceHash(tandem_kv::mix(u64::from(block) + 1))
 }
 
 /// Replays the stream; returns how many queries were answered.
@@ -115,7 +108,8 @@ fn query(reader: &mut Reader<'_>, index: &PrefixIndex, asked: &mut Blocks, sub: 
     let leading = index.overlap(&hashes);
     assert_eq!(leading.iter().max().copied().unwrap_or(0), max);
     let holders = leading.iter().enumerate().filter(|(_, blocks)| **blocks > 0);
-    let sum = |sum: u64, (worker, blocks): (usize, &u32)| sum.wrapping_add(splitmix((worker as u64) << 32 | u64::from(*blocks)));
+    let sum =
+        |sum: u64, (worker, blocks): (usize, &u32)| sum.wrapping_add(tandem_kv::mix((worker as u64) << 32 | u64::from(*blocks)));
     assert_eq!(holders.clone().count(), workers);
     assert_eq!(holders.fold(0, sum), check);
 }

@@ -1,22 +1,32 @@
-//! A question to a process of a cluster over HTTP, from the command line: one request on a connection of its own.
+//! HTTP requests from the command line to processes of a cluster.
 
-use std::{
-    io::{self, Read, Write},
-    net::TcpStream,
-    time::Duration,
-};
+use std::time::Duration;
 
-/// Who answers at all answers within this time: nothing is computed.
-const ANSWER_WAIT: Duration = Duration::from_secs(10);
+/// The time for a whole reply. Processes answer these requests without generating anything.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The status and the body of what is at `host:port`; no status if it does not speak HTTP.
-pub(crate) fn ask(address: &str, method: &str, path: &str, headers: &str, body: &str) -> io::Result<(Option<u16>, String)> {
-    let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(ANSWER_WAIT))?;
-    let head = format!("{method} {path} HTTP/1.0\r\nhost: {address}\r\n{headers}content-length: {}\r\n\r\n", body.len());
-    stream.write_all((head + body).as_bytes())?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_default();
-    Ok((head.split(' ').nth(1).and_then(|status| status.parse().ok()), body.to_owned()))
+/// A reply with any status.
+pub(crate) struct Reply {
+    pub(crate) status: u16,
+    pub(crate) body: String,
+}
+
+/// Sends a GET to `host:port`.
+pub(crate) fn get(address: &str, path: &str) -> Result<Reply, ureq::Error> {
+    read(agent().get(format!("http://{address}{path}")).call()?)
+}
+
+/// Sends a body of JSON to `host:port`, with one more header.
+pub(crate) fn post(address: &str, path: &str, header: (&str, &str), body: &str) -> Result<Reply, ureq::Error> {
+    let request = agent().post(format!("http://{address}{path}"));
+    read(request.content_type("application/json").header(header.0, header.1).send(body)?)
+}
+
+fn agent() -> ureq::Agent {
+    let config = ureq::Agent::config_builder().timeout_global(Some(REPLY_TIMEOUT)).http_status_as_error(false).proxy(None);
+    config.build().into()
+}
+
+fn read(mut reply: ureq::http::Response<ureq::Body>) -> Result<Reply, ureq::Error> {
+    Ok(Reply { status: reply.status().as_u16(), body: reply.body_mut().read_to_string()? })
 }

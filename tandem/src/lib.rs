@@ -1,4 +1,4 @@
-//! The binary's parts: its command line, where models come from, the whole cluster in one process, and its roles as processes.
+//! The parts of the binary: its command line, the store of models, the whole cluster in one process, and the roles as processes of their own.
 
 pub mod audit;
 mod cluster;
@@ -8,6 +8,8 @@ pub mod model;
 pub mod ready;
 pub mod serve;
 pub mod settings;
+mod text_table;
+#[cfg(feature = "top")]
 pub mod top;
 
-pub use cluster::{Cluster, Process, Role, StartError, Worker};
+pub use cluster::{Cluster, Process, StartError, Worker};

@@ -1,27 +1,28 @@
-//! The binary: reads the command line, runs what it asks for, and turns the end into an exit code.
+//! The binary: reads the command line, runs its subcommand, and turns the result into an exit code.
 //!
-//! 0: done. 1: failed, with one line on stderr that says what to do. 2: the command line or a setting is wrong.
+//! 0: success. 1: failure, with one line on stderr that says what to do. 2: the command line or a setting is wrong.
 
 use anyhow::Context;
-use std::{ffi::OsStr, process::ExitCode};
+use std::process::ExitCode;
+#[cfg(feature = "top")]
+use tandem::top;
 use tandem::{
-    Cluster, Process, StartError, audit, explain,
-    model::Store,
-    ready,
+    Cluster, Process, StartError, audit, explain, ready,
     serve::{self, Served},
-    settings::{AuditCommand, Cli, Command, ModelCommand, Own, RouteCommand, Serve},
-    top,
+    settings::{AuditCommand, Cli, Command, Role, RouteCommand, Serve},
 };
+#[cfg(feature = "model")]
+use tandem::{model::Store, settings::ModelCommand};
 
 fn main() -> ExitCode {
-    let cli = match Cli::read(std::env::args_os().collect(), |name: &OsStr| std::env::var_os(name)) {
+    let cli = match Cli::read(std::env::args_os().collect(), std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT")) {
         Ok(cli) => cli,
         Err(error) => error.exit(),
     };
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tell(&format!("{error:#}"));
+            print_error(&format!("{error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -29,22 +30,25 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
-        Command::Up(up) => return run_or_print(*up, |up| Cluster::start(up.settings)),
+        Command::Up(up) => return run_or_print(*up, Cluster::start),
         Command::Router(router) => return run_or_print(*router, Process::router),
         Command::PrefillWorker(worker) => return run_or_print(*worker, Process::prefill_worker),
         Command::DecodeWorker(worker) => return run_or_print(*worker, Process::decode_worker),
         Command::Frontend(frontend) => return run_or_print(*frontend, Process::frontend),
+        #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let store = Store::new(store)?;
             let model = store.get(&source)?;
             // Computing the revision here stores it, so that serving processes need not compute it.
             print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()));
         }
+        #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::List { store } } => {
             for model in Store::new(store)?.list()? {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
         }
+        #[cfg(feature = "top")]
         Command::Top(args) => {
             if let Some(table) = top::run(args)? {
                 print(&table);
@@ -63,7 +67,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             };
             print(&report.print(format));
             if let Some(note) = report.note() {
-                tell(&note);
+                print_error(&note);
             }
         }
         Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend, result } } => {
@@ -74,38 +78,42 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             findings.iter().for_each(|finding| print(&format!("{finding}\n")));
             let audit::Checked { answers, estimates, attempts, workers, unverified } = checked;
             print(&format!(
-                "{answers} answers ({estimates} of them estimates, {unverified} known to killed workers only), {attempts} attempts, {workers} workers\n"
+                "{answers} answers ({estimates} of them estimates, {unverified} counted by killed workers only), {attempts} attempts, {workers} workers\n"
             ));
             if let Some(path) = result {
                 let written = checked.result(findings.len()).now().write(&path);
                 written.with_context(|| format!("--result {} cannot be written", path.display()))?;
             }
-            anyhow::ensure!(findings.is_empty(), "{} things do not reconcile; they are listed above", findings.len());
+            anyhow::ensure!(
+                findings.is_empty(),
+                "{} findings: usage, ledgers and metrics do not reconcile; the findings are listed above",
+                findings.len()
+            );
         }
     }
     Ok(())
 }
 
-/// Serves what `start` starts, unless only the settings are asked for.
-fn run_or_print<F: Own, S: Served, R>(command: Serve<F>, start: impl FnOnce(Serve<F>) -> R) -> anyhow::Result<()>
+/// Serves until a signal, or prints the settings if only these are asked for.
+fn run_or_print<R: Role, S: Served, F>(command: Serve<R>, start: impl FnOnce(R) -> F) -> anyhow::Result<()>
 where
-    R: Future<Output = Result<S, StartError>>,
+    F: Future<Output = Result<S, StartError>>,
 {
     let settings = command.to_toml();
     if command.print_config {
         print(&settings);
         return Ok(());
     }
-    let (telemetry, grace) = (command.settings.telemetry.clone(), command.settings.grace());
-    serve::run(&telemetry, grace, &settings, start(command))
+    let (telemetry, grace) = (command.role.common().telemetry.clone(), command.role.common().grace());
+    serve::run(&telemetry, grace, &settings, start(command.role))
 }
 
-#[expect(clippy::print_stdout, reason = "what the user asked for")]
+#[expect(clippy::print_stdout, reason = "the output that the user asked for")]
 fn print(text: &str) {
     print!("{text}");
 }
 
-#[expect(clippy::print_stderr, reason = "one line, beside what was asked for")]
-fn tell(failure: &str) {
+#[expect(clippy::print_stderr, reason = "one line about a failure or an incomplete result")]
+fn print_error(failure: &str) {
     eprintln!("tandem: {}", failure.replace('\n', " "));
 }

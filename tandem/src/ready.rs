@@ -1,15 +1,16 @@
-//! `tandem ready`: the health check of containers that hold nothing but this binary.
+//! `tandem ready`: the health check of containers, which need no other program for it.
 
 use crate::http;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 
-/// Fails, and says why, unless the process whose HTTP is at this address is ready.
+/// Checks that the process with HTTP at this `host:port` is ready.
+///
+/// # Errors
+/// The process is not ready (the error says why), or no process answers HTTP at this address.
 pub fn check(address: &str) -> Result<()> {
-    let (status, body) = http::ask(address, "GET", "/ready", "", "")
-        .with_context(|| format!("nothing answers at {address}; write host:port of a frontend or of an --admin-listen"))?;
-    match status {
-        Some(200) => Ok(()),
-        Some(_) => bail!("not ready: {}", body.trim()),
-        None => bail!("what answers at {address} does not speak HTTP; write host:port of a frontend or of an --admin-listen"),
-    }
+    let reply = http::get(address, "/ready").with_context(|| {
+        format!("no process answers HTTP at {address}; write host:port of a frontend or of an --admin-listen")
+    })?;
+    ensure!(reply.status == 200, "not ready: {}", reply.body.trim());
+    Ok(())
 }

@@ -1,33 +1,36 @@
-//! A process that serves: what a person needs to know about it, and an orderly end.
+//! The life of a serving process: its introduction on stdout, signals, and draining.
 
-use crate::{cluster::StartError, settings::TelemetryFlags};
+use crate::{cluster::StartError, settings::TelemetryArgs};
 use anyhow::Context;
 use std::{future::Future, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// What serves: the whole cluster, or one role of it.
+/// A serving process: the whole cluster, or one role of it.
 pub trait Served {
-    /// What runs where, for people.
+    /// Returns text for the operator: which parts run at which addresses.
     fn introduction(&self) -> String;
-    /// Resolves when it cannot go on. Cancel-safe.
+    /// Resolves when a part has failed, so that the process cannot serve any more. Cancel-safe.
     fn failed(&mut self) -> impl Future<Output = StartError>;
     /// Refuses new work, lets running work finish for `grace`, then stops everything.
     fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
 }
 
-/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` are told in the log.
+/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` go into the log.
+///
+/// # Errors
+/// The log filter is invalid, the start or a part fails, or a second signal ended the draining.
 pub fn run<S: Served>(
-    telemetry: &TelemetryFlags,
+    telemetry: &TelemetryArgs,
     grace: Duration,
     settings: &str,
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
-    tandem_node::telemetry::init(&telemetry.log, telemetry.log_format.into())?;
+    tandem_node::telemetry::init(&telemetry.log, telemetry.log_format)?;
     raise_file_limit();
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads to run on")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads can be started")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));
-    // A download or a load that nobody waits for any more must not hold up the end.
+    // A download or a load whose result is not needed any more must not delay the end.
     runtime.shutdown_background();
     done
 }
@@ -48,25 +51,26 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
         served = start => served?,
         () = signals.next() => return Ok(()),
     };
-    let end = format!("\nCtrl-C lets running requests finish (for {} s at most); a second one stops at once.\n", grace.as_secs());
+    let end =
+        format!("\nCtrl-C lets running requests finish (for {} s at most); a second one stops immediately.\n", grace.as_secs());
     print(&(served.introduction() + &end));
     tokio::select! {
         error = served.failed() => return Err(error.into()),
         () = signals.next() => {}
     }
-    tracing::info!(grace_s = grace.as_secs(), "draining; a second signal stops at once");
+    tracing::info!(grace_s = grace.as_secs(), "draining; a second signal stops immediately");
     tokio::select! {
         () = served.drain(grace) => Ok(()),
-        () = signals.next() => anyhow::bail!("stopped at once, as a second signal asked; running requests were cut off"),
+        () = signals.next() => anyhow::bail!("stopped by a second signal; running requests were aborted"),
     }
 }
 
-#[expect(clippy::print_stdout, reason = "what the user waits for")]
+#[expect(clippy::print_stdout, reason = "the introduction, which the user waits for")]
 fn print(text: &str) {
     print!("{text}");
 }
 
-/// Both ways of asking a process to end.
+/// The two signals that end a process.
 struct Signals {
     interrupt: Signal,
     terminate: Signal,

@@ -10,8 +10,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tandem::Cluster;
-use tandem::audit::{self, ClientLine, Source, Told};
-use tandem::settings::{EngineKind, UpSettings};
+use tandem::audit::{self, ClientLine, ReportedUsage, Source};
+use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
 use tandem_engine::EngineHandle;
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
 use tempfile::TempDir;
@@ -33,15 +33,35 @@ const GLANCE: Duration = Duration::from_millis(5);
 /// The settings of a whole cluster as `tandem up` starts it.
 pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     let folder = tempfile::tempdir()?;
-    settings.ledger = Some(folder.path().join(LEDGER));
-    settings.audit_result = Some(folder.path().join(AUDIT_RESULT));
+    settings.worker.ledger = Some(folder.path().join(LEDGER));
+    settings.frontend.audit_result = Some(folder.path().join(AUDIT_RESULT));
     Ok(TestCluster(Cluster::start(settings).await?, folder))
+}
+
+/// A cluster whose workers do not report cached tokens, so that answers carry the router's estimates.
+pub async fn start_without_cached_tokens(mut settings: UpSettings) -> Result<TestCluster> {
+    let folder = tempfile::tempdir()?;
+    settings.worker.ledger = Some(folder.path().join(LEDGER));
+    Ok(TestCluster(Cluster::start_without_cached_tokens(settings).await?, folder))
 }
 
 /// The settings of a cluster of simulated devices that run 100 times as fast as the cost model.
 pub fn sim_settings() -> UpSettings {
-    let mut settings = UpSettings { engine: EngineKind::Sim, listen: ([127, 0, 0, 1], 0).into(), ..UpSettings::defaults() };
-    settings.sim.sim_speedup = 100.0;
+    let mut settings = UpSettings::defaults();
+    settings.model.engine = EngineKind::Sim;
+    settings.common.listen = ([127, 0, 0, 1], 0).into();
+    settings.worker.sim.sim_speedup = 100.0;
+    settings
+}
+
+/// [`sim_settings`] with prompts computed at this place.
+pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
+    with_prefill(prefill, sim_settings())
+}
+
+/// The settings with prompts computed at this place.
+pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
+    settings.router.prefill = prefill;
     settings
 }
 
@@ -54,8 +74,10 @@ pub fn cpu_settings() -> Option<UpSettings> {
         }
         return None;
     };
-    let model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
-    Some(UpSettings { model, engine: EngineKind::Cpu, ..sim_settings() })
+    let mut settings = sim_settings();
+    settings.model.model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
+    settings.model.engine = EngineKind::Cpu;
+    Some(settings)
 }
 
 impl TestCluster {
@@ -238,7 +260,7 @@ impl Client {
                 Value::Array(prompts) if !prompts.iter().all(Value::is_u64) => prompts.len(),
                 _ => 1,
             };
-            log.push((ClientLine { request_id: None, told: None }, prompts));
+            log.push((ClientLine { request_id: None, usage: None }, prompts));
             log.len() - 1
         };
         let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-details", "true");
@@ -264,7 +286,7 @@ impl Client {
         stream.read_exact(&mut answer).await?;
         anyhow::ensure!(answer == CONTINUE, "not let in: {}", String::from_utf8_lossy(&answer));
         stream.write_all(&body).await?;
-        self.log().push((ClientLine { request_id: None, told: None }, 1));
+        self.log().push((ClientLine { request_id: None, usage: None }, 1));
         Ok(())
     }
 
@@ -293,7 +315,7 @@ impl Client {
         }
         let answer = Answer { arrivals, ..Answer::read(status, streamed, &String::from_utf8(bytes)?)? };
         let line = &mut self.log()[entry];
-        line.0.told = answer.told(line.1);
+        line.0.usage = answer.reported_usage(line.1);
         Ok(answer)
     }
 
@@ -345,15 +367,15 @@ impl Answer {
         Ok(answer)
     }
 
-    /// Returns its prompts' usage, if the answer is complete and has it.
-    fn told(&self, prompts: usize) -> Option<Told> {
+    /// The usage of a complete answer to `prompts` prompts.
+    fn reported_usage(&self, prompts: usize) -> Option<ReportedUsage> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;
         let details = self.details();
         let of_prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
         let estimate = of_prompts.iter().any(|prompt| prompt["cached_tokens_source"] != "worker");
         let source = if estimate { Source::RouterEstimate } else { Source::Worker };
-        Some(Told { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
+        Some(ReportedUsage { prompts, prompt_tokens, cached_tokens: self.cached_tokens(), source })
     }
 
     /// Returns the object that has the usage: the body, or the last frame of a stream.

@@ -3,15 +3,15 @@
 use anyhow::Result;
 use serde_json::json;
 use tandem::settings::{PrefillPlace, UpSettings};
-use tandem_tests::{Client, Endpoint, prose, sim_settings, start};
+use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 /// 32 equal prompts of 4,000 tokens, with 4 prefill workers to scatter over.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_burst_of_equal_prompts_is_computed_and_moved_at_most_twice() -> Result<()> {
     const PROMPT_TOKENS: u64 = 4_000;
-    let mut settings = UpSettings { prefill: PrefillPlace::Remote, prefill_workers: 4, ..sim_settings() };
-    settings.sim.sim_speedup = 4.0;
-    let block_size = u64::from(settings.block_size);
+    let mut settings = UpSettings { prefill_workers: 4, ..sim_settings_with(PrefillPlace::Remote) };
+    settings.worker.sim.sim_speedup = 4.0;
+    let block_size = u64::from(settings.common.block_size);
     let cluster = start(settings).await?;
     let mut text = prose("burst", 2_000);
     text.truncate(PROMPT_TOKENS as usize);

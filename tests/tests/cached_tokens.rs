@@ -3,7 +3,9 @@
 use anyhow::Result;
 use serde_json::json;
 use tandem::settings::{EngineKind, PrefillPlace, UpSettings};
-use tandem_tests::{Answer, Client, Endpoint, prose, sim_settings, start};
+use tandem_tests::{
+    Answer, Client, Endpoint, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens, with_prefill,
+};
 
 const BLOCK_SIZE: u64 = 16;
 
@@ -14,7 +16,7 @@ fn reusable(prompt_tokens: u64) -> u64 {
 /// A fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block
 /// but the last token's is found, the first time no more than what all chats begin with.
 async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
-    let place = settings.prefill;
+    let place = settings.router.prefill;
     let cluster = start(settings).await?;
     let client = Client::new(cluster.frontend());
     for endpoint in [Endpoint::Chat, Endpoint::Completions] {
@@ -62,36 +64,38 @@ fn assert_stream_shape(answer: &Answer) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_remote() -> Result<()> {
-    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, ..sim_settings() }, 64).await
+    a_prompt_sent_twice(sim_settings_with(PrefillPlace::Remote), 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_local() -> Result<()> {
-    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..sim_settings() }, 64).await
+    a_prompt_sent_twice(sim_settings_with(PrefillPlace::Local), 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_with_a_models_tokeniser() -> Result<()> {
-    let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
-    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, engine: EngineKind::Sim, ..settings }, 32).await
+    let Some(mut settings) = tandem_tests::cpu_settings() else { return Ok(()) };
+    settings.model.engine = EngineKind::Sim;
+    a_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cpu_remote() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
-    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Remote, ..settings }, 32).await
+    a_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cpu_local() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
-    a_prompt_sent_twice(UpSettings { prefill: PrefillPlace::Local, ..settings }, 32).await
+    a_prompt_sent_twice(with_prefill(PrefillPlace::Local, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
-        let cluster = start(UpSettings { prefill, report_cached_tokens: false, prefill_workers: 1, ..sim_settings() }).await?;
+        let settings = UpSettings { prefill_workers: 1, ..sim_settings_with(prefill) };
+        let cluster = start_without_cached_tokens(settings).await?;
         let client = Client::new(cluster.frontend());
         let request = Endpoint::Completions.request(&cluster.model_id(), &prose("estimate", 300), json!({ "max_tokens": 2 }));
         for warm in [false, true] {
@@ -113,7 +117,9 @@ async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Res
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_without_prefix_caching_reports_zero_and_is_believed() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
-        let cluster = start(UpSettings { prefill, no_prefix_caching: true, ..sim_settings() }).await?;
+        let mut settings = sim_settings_with(prefill);
+        settings.worker.no_prefix_caching = true;
+        let cluster = start(settings).await?;
         let client = Client::new(cluster.frontend());
         let request = Endpoint::Chat.request(&cluster.model_id(), &prose("off", 300), json!({ "max_tokens": 2 }));
         for _ in 0..2 {

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::json;
 use std::{collections::BTreeSet, fs};
-use tandem::settings::{KeyFlags, PrefillPlace, UpSettings};
+use tandem::settings::{KeyArgs, PrefillPlace, UpSettings};
 use tandem_kv::{HashKey, Namespace, SequenceHash, sequence_hashes};
 use tandem_proto::{
     ClusterKey,
@@ -16,7 +16,7 @@ use tandem_proto::{
         transfer_client::TransferClient,
     },
 };
-use tandem_tests::{Client, Endpoint, TestCluster, sim_settings, start};
+use tandem_tests::{Client, Endpoint, TestCluster, sim_settings, sim_settings_with, start};
 use tokio::sync::mpsc;
 use tokio_stream::{empty, wrappers::ReceiverStream};
 use tonic::{Code, Status};
@@ -27,8 +27,9 @@ const SECRET: &[u8] = b"the secret of one cluster in a test";
 async fn keyed() -> Result<TestCluster> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(&file, SECRET)?;
-    let key = KeyFlags { cluster_key_file: Some(file.path().to_owned()) };
-    start(UpSettings { key, prefill: PrefillPlace::Remote, prefill_workers: 1, ..sim_settings() }).await
+    let mut settings = UpSettings { prefill_workers: 1, ..sim_settings_with(PrefillPlace::Remote) };
+    settings.common.key = KeyArgs { cluster_key_file: Some(file.path().to_owned()) };
+    start(settings).await
 }
 
 /// What became of every call there is, made by a process with this key.

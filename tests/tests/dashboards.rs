@@ -148,9 +148,9 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
 /// A cluster in which every worker has work of every kind, and the Prometheus that has seen it.
 async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     let mut settings = UpSettings { prefill_workers: 2, decode_workers: 2, ..sim_settings() };
-    settings.limits.max_concurrent_requests = PROMPTS_MAX;
+    settings.model.max_concurrent_requests = PROMPTS_MAX;
     // All requests come from one address, and one of them asks for everything.
-    settings.limits.max_sequences_per_account = Some(0);
+    settings.frontend.limits.max_sequences_per_account = Some(0);
     let cluster = start(settings).await?;
     cluster.leave_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;

@@ -81,7 +81,7 @@ impl Parts {
             queue_max: 64,
             prefix_caching: true,
             hash_key: tandem_kv::HashKey::NONE,
-            unheard_max: 1_024,
+            max_buffered_events: 1_024,
             step_max: Duration::from_secs(60),
         };
         let engine = SimEngine::new(sim);

@@ -3,11 +3,11 @@
 use anyhow::Result;
 use serde_json::json;
 use tandem::settings::{PrefillPlace, UpSettings};
-use tandem_tests::{Client, Endpoint, prose, sim_settings, start};
+use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_explained_is_what_happens_and_nothing_runs() -> Result<()> {
-    let cluster = start(UpSettings { prefill: PrefillPlace::Remote, prefill_workers: 3, ..sim_settings() }).await?;
+    let cluster = start(UpSettings { prefill_workers: 3, ..sim_settings_with(PrefillPlace::Remote) }).await?;
     let client = Client::new(cluster.frontend());
     let path = Endpoint::Completions.path();
     let request = Endpoint::Completions.request(&cluster.model_id(), &prose("why", 300), json!({ "max_tokens": 2 }));
@@ -38,7 +38,7 @@ async fn what_is_explained_is_what_happens_and_nothing_runs() -> Result<()> {
     let run = |json: bool| {
         let mut args = vec!["tandem", "route", "explain", "--frontend", &frontend, "--prompt", &text];
         args.extend(json.then_some("--json"));
-        let cli = tandem::settings::Cli::read(args.into_iter().map(Into::into).collect(), |_| None)?;
+        let cli = tandem::settings::Cli::read(args.into_iter().map(Into::into).collect(), None)?;
         let tandem::settings::Command::Route { command: tandem::settings::RouteCommand::Explain(args) } = cli.command else {
             anyhow::bail!("the command is route explain")
         };

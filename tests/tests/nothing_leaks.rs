@@ -3,17 +3,17 @@
 use anyhow::Result;
 use serde_json::json;
 use std::time::Duration;
-use tandem::settings::{PrefillPlace, UpSettings};
-use tandem_tests::{Client, Endpoint, prose, sim_settings, start};
+use tandem::settings::PrefillPlace;
+use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 /// 200 requests, half of whose clients vanish: before the first token (queued, prefilling, transferring) or while it streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn half_the_clients_vanish_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
-        let mut settings = UpSettings { prefill, ..sim_settings() };
+        let mut settings = sim_settings_with(prefill);
         // Slow enough for all phases to be met, small enough for preemption and revoked reservations.
-        settings.sim.sim_speedup = 10.0;
-        settings.kv_capacity_tokens = Some(16_384);
+        settings.worker.sim.sim_speedup = 10.0;
+        settings.worker.kv_capacity_tokens = Some(16_384);
         let cluster = start(settings).await?;
         let client = Client::new(cluster.frontend());
         let mut clients = tokio::task::JoinSet::new();

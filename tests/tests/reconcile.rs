@@ -4,8 +4,10 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use std::ops::AddAssign;
 use std::time::Duration;
-use tandem::settings::{PrefillPlace, UpSettings};
-use tandem_tests::{Answer, Client, Endpoint, TestCluster, prose, sim_settings, start};
+use tandem::settings::PrefillPlace;
+use tandem_tests::{
+    Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens,
+};
 
 /// What finished requests used.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -131,9 +133,7 @@ async fn counted_by_the_frontend(client: &Client, source: &str) -> Result<Accoun
     Ok(account)
 }
 
-async fn accounts_agree(settings: UpSettings, source: &str) -> Result<()> {
-    let place = settings.prefill;
-    let cluster = start(settings).await?;
+async fn accounts_agree(cluster: TestCluster, place: PrefillPlace, source: &str) -> Result<()> {
     let client = Client::new(cluster.frontend());
     let workers = async |name: &str| counted(&client, &format!("tandem_worker_{name}"), "").await;
 
@@ -176,12 +176,13 @@ async fn accounts_agree(settings: UpSettings, source: &str) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn wherever_prompts_are_prefilled() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
-        accounts_agree(UpSettings { prefill, ..sim_settings() }, "worker").await?;
+        accounts_agree(start(sim_settings_with(prefill)).await?, prefill, "worker").await?;
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn when_the_numbers_are_estimates() -> Result<()> {
-    accounts_agree(UpSettings { report_cached_tokens: false, ..sim_settings() }, "router_estimate").await
+    let cluster = start_without_cached_tokens(sim_settings()).await?;
+    accounts_agree(cluster, PrefillPlace::Auto, "router_estimate").await
 }

@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use tandem::settings::{PrefillPlace, UpSettings};
-use tandem_tests::{Client, Endpoint, cpu_settings, prose, start};
+use tandem::settings::PrefillPlace;
+use tandem_tests::{Client, Endpoint, cpu_settings, prose, start, with_prefill};
 
 const PATH: &str = "/v1/completions";
 const TOKENS: u64 = 20;
@@ -37,7 +37,9 @@ async fn cold_cached_local_remote_batched_chunked_and_sampled() -> Result<()> {
         [(PrefillPlace::Local, 100_000), (PrefillPlace::Local, 64), (PrefillPlace::Remote, 512), (PrefillPlace::Remote, 64)]
     {
         let name = format!("prefill {prefill:?}, budget {prefill_chunk_budget}");
-        let cluster = start(UpSettings { prefill, prefill_chunk_budget: Some(prefill_chunk_budget), ..settings.clone() }).await?;
+        let mut settings = with_prefill(prefill, settings.clone());
+        settings.worker.prefill_chunk_budget = Some(prefill_chunk_budget);
+        let cluster = start(settings).await?;
         let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
         // Three samples and seven others beside them, all cold.
         let asked = request(&model, "asked", 41, 3);

@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use serde_json::json;
 use std::{net::SocketAddr, time::Duration};
-use tandem::settings::{PrefillPlace, UpSettings};
-use tandem_tests::{Client, Endpoint, sim_settings, start};
+use tandem::settings::PrefillPlace;
+use tandem_tests::{Client, Endpoint, sim_settings_with, start};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},
@@ -28,9 +28,9 @@ async fn a_client_that_stops_reading_stops_its_own_generation_and_nobody_elses()
     const TOKENS: u64 = 15_000;
     // The frontend's socket holds some megabytes; a token is more than one KiB here.
     const AHEAD_MAX: f64 = 10_000.0;
-    let mut settings = UpSettings { prefill: PrefillPlace::Local, ..sim_settings() };
+    let mut settings = sim_settings_with(PrefillPlace::Local);
     // Steps that sleep take a millisecond each.
-    settings.sim.sim_speedup = f64::INFINITY;
+    settings.worker.sim.sim_speedup = f64::INFINITY;
     let cluster = start(settings).await?;
     let client = Client::new(cluster.frontend());
     let options = json!({

@@ -32,6 +32,7 @@ pub struct WorkerMetrics {
     decode_step: Histogram,
     mixed_step: Histogram,
     preemptions: Counter,
+    invariant_violations: Counter,
     unauthenticated: Counter,
     unvouched: Counter,
     capacity_blocks: Gauge,
@@ -154,6 +155,11 @@ impl WorkerMetrics {
             preemptions: registry.counter(
                 "tandem_worker_preemptions_total",
                 "Sequences preempted: their KV blocks were needed for others.",
+                &[worker],
+            ),
+            invariant_violations: registry.counter(
+                "tandem_worker_invariant_violations_total",
+                "Failed checks of an idle worker's own state. Each is a bug.",
                 &[worker],
             ),
             capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "All KV blocks of the worker.", &[worker]),
@@ -290,6 +296,7 @@ impl WorkerMetrics {
         self.in_use_blocks.set(load.in_use_blocks);
         self.queue_depth.set(load.waiting_requests);
         self.preemptions.absolute(load.preemptions);
+        self.invariant_violations.absolute(load.invariant_violations.into());
     }
 }
 
@@ -375,6 +382,7 @@ mod tests {
                 in_use_blocks: 2,
                 waiting_requests: 7,
                 preemptions: 4,
+                invariant_violations: 1,
                 ..Default::default()
             };
             let step = StepStats { prefill_tokens, decode_tokens, duration: Duration::from_millis(3) };
@@ -398,6 +406,7 @@ mod tests {
             r#"tandem_worker_kv_blocks{worker="decode-0",state="in_use"} 2"#,
             r#"tandem_worker_queue_depth{worker="decode-0"} 7"#,
             r#"tandem_worker_preemptions_total{worker="decode-0"} 4"#,
+            r#"tandem_worker_invariant_violations_total{worker="decode-0"} 1"#,
             r#"tandem_worker_batch_tokens_count{worker="decode-0"} 4"#,
             r#"tandem_worker_batch_tokens_sum{worker="decode-0"} 37"#,
             r#"tandem_worker_step_duration_seconds_count{worker="decode-0",phase="prefill"} 1"#,

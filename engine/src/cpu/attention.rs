@@ -1,8 +1,8 @@
-//! Causal attention over a sequence's KV, read where it lies: in its blocks.
+//! Causal attention that reads a sequence's KV directly from its blocks (paged attention).
 //!
-//! A query's result is computed in an order that its position alone decides: scores run over a head's numbers, the sum of the
-//! exponentials over 16 interleaved lanes of positions, the values over the positions, each from the first to the last. Queries that
-//! are computed together share only what they read.
+//! The order of the sums of a query depends only on its position: scores are summed over the dimensions of a head, exponentials over 16
+//! interleaved lanes of positions, values over the positions, each from the first to the last. Queries that are computed together share only
+//! loads.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{isa::kernel, math::exp, simd::Simd};
@@ -10,11 +10,11 @@ use half::f16;
 use std::ops::Range;
 use tandem_kv::BlockId;
 
-/// Positions whose scores are computed side by side.
+/// Positions whose exponentials are summed in separate lanes.
 const STRIP: usize = 16;
 
-/// Where the numbers of a layer's KV lie: keys in `[block][layer][0][kv_head][number][slot]`, so that the scores of neighbouring slots
-/// are computed side by side, values in `[block][layer][1][kv_head][slot][number]`.
+/// The layout of the KV memory: keys are `[block][layer][0][kv_head][dimension][slot]`, so that one vector holds the keys of neighbouring slots;
+/// values are `[block][layer][1][kv_head][slot][dimension]`.
 #[derive(Clone, Copy)]
 pub(super) struct KvLayout {
     pub layers: usize,
@@ -25,20 +25,20 @@ pub(super) struct KvLayout {
 }
 
 impl KvLayout {
-    /// After the last block, so that whole vectors can be loaded where a head or a block ends; what is loaded there is not used.
+    /// Numbers after the last block, so that whole vectors can be loaded at the end of a head or block. They are not used.
     pub const PADDING: usize = STRIP;
 
-    /// Numbers in the keys (or values) of one token in one layer.
+    /// Returns the numbers in the keys (or values) of one token in one layer.
     pub fn row_len(&self) -> usize {
         self.kv_heads * self.head_dim
     }
 
-    /// Numbers in a block.
+    /// Returns the numbers in a block.
     pub fn block_len(&self) -> usize {
         self.layers * 2 * self.block_size * self.row_len()
     }
 
-    /// Heads that share keys and values.
+    /// Returns the number of query heads that share a key head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -54,18 +54,18 @@ impl KvLayout {
     }
 }
 
-/// A piece of a sequence in one layer.
+/// Consecutive tokens of a sequence in one layer.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
     /// Position of the first row.
     pub start: usize,
-    /// The sequence's.
+    /// The sequence's blocks, from position 0.
     pub blocks: &'a [BlockId],
     pub layer: usize,
 }
 
 kernel! {
-    /// Writes rows of keys and values into their blocks, rounded to half precision.
+    /// Writes keys and values, `[rows][row_len]` each, to their blocks, rounded to half precision.
     pub(super) fn store_kv(_simd, layout: &KvLayout, kv: &mut [u16], place: Place<'_>, keys: &[f32], values: &[f32]) {
         let (row_len, dim, size) = (layout.row_len(), layout.head_dim, layout.block_size);
         for (row, (keys, values)) in keys.chunks_exact(row_len).zip(values.chunks_exact(row_len)).enumerate() {
@@ -85,24 +85,24 @@ kernel! {
     }
 }
 
-/// To half precision; what lies beyond it would become infinite, and attention over it not a number.
+/// Rounds to half precision. Larger numbers are clamped: infinities would make attention NaN.
 #[inline(always)]
 fn narrow(number: f32) -> u16 {
     f16::from_f32_const(number.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const())).to_bits()
 }
 
-/// Memory that is used again.
+/// Reusable buffers of a task.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// Rows side by side, for one number of the head after the other.
+    /// `[dimension][row]`
     queries: Vec<f32>,
-    /// Of one row after the other.
+    /// `[row][position]`
     scores: Vec<f32>,
 }
 
 kernel! {
-    /// Puts each query's result in its place. `rows` has, token after token, the queries of some key heads, turned by their positions and
-    /// scaled; the tokens' own keys and values are already in `kv`.
+    /// Replaces each query with its attention output. `rows` has the queries of some key heads, `[token][query head][dimension]`, rotated and
+    /// scaled. The tokens' own keys and values must be in `kv`.
     pub(super) fn attend(
         simd,
         layout: &KvLayout,
@@ -119,7 +119,7 @@ kernel! {
             let column = (kv_head - first_head) * layout.group() * layout.head_dim;
             let mut queries = Queries { layout, kv, place, kv_head, token_len, column, first: 0 };
             while queries.first < end {
-                // As many as the registers hold: keys and values are widened once for them.
+                // As many queries as the registers hold: keys and values are converted once for them.
                 queries.first += match end - queries.first {
                     8.. => queries.attend::<S, 8, 1>(simd, rows, scratch),
                     4.. => queries.attend::<S, 4, 2>(simd, rows, scratch),
@@ -132,17 +132,17 @@ kernel! {
     }
 }
 
-/// Queries that share keys: those of a group's heads, token after token.
+/// Queries that share a key head, token by token.
 struct Queries<'a> {
     layout: &'a KvLayout,
     kv: &'a [u16],
     place: Place<'a>,
     kv_head: usize,
-    /// Numbers of one token in the rows.
+    /// The numbers of one token in the rows.
     token_len: usize,
-    /// Where in a token's the group's queries begin.
+    /// The offset of the group's queries in a token's numbers.
     column: usize,
-    /// The next to be computed.
+    /// The next query to compute.
     first: usize,
 }
 
@@ -151,7 +151,7 @@ impl Queries<'_> {
     #[inline(always)]
     fn attend<S: Simd, const R: usize, const V: usize>(&self, simd: S, rows: &mut [f32], scratch: &mut Scratch) -> usize {
         let (dim, group) = (self.layout.head_dim, self.layout.group());
-        // Where each query is, and how many positions it sees, its own included. Queries are in the order of their positions.
+        // The offset of each query, and the number of positions that it attends to, its own included. Queries are sorted by position.
         let (mut at, mut seen) = ([0; R], [0; R]);
         scratch.queries.resize(dim * R, 0.0);
         for r in 0..R {
@@ -163,7 +163,7 @@ impl Queries<'_> {
             }
         }
         let (fewest, most) = (seen[0], seen[R - 1]);
-        // A whole strip beyond the last block's end may be written.
+        // Up to one strip may be written after the last block's end.
         let stride = most.next_multiple_of(self.layout.block_size).next_multiple_of(STRIP) + STRIP;
         if scratch.scores.len() < stride * R {
             scratch.scores.resize(stride * R, 0.0);
@@ -172,7 +172,7 @@ impl Queries<'_> {
         self.scores::<S, R>(simd, &scratch.queries, most, scores, stride);
         let mut totals = [0f32; R];
         for (r, scores) in scores.chunks_exact_mut(stride).enumerate() {
-            totals[r] = soften(scores, seen[r]);
+            totals[r] = exponentiate(scores, seen[r]);
         }
         let mut column = 0;
         while column < dim {
@@ -198,7 +198,7 @@ impl Queries<'_> {
         R
     }
 
-    /// Every query's products with the keys of the positions below `most`; beyond them, anything.
+    /// Computes every query's dot products with the keys of the positions below `most`. Scores after them are undefined.
     #[inline(always)]
     fn scores<S: Simd, const R: usize>(&self, simd: S, queries: &[f32], most: usize, scores: &mut [f32], stride: usize) {
         let size = self.layout.block_size;
@@ -219,7 +219,7 @@ impl Queries<'_> {
         }
     }
 
-    /// Adds the values of these positions, times the scores; numbers of the head from `column`.
+    /// Adds the values of these positions, weighted with the scores, for the head's dimensions from `column`.
     #[inline(always)]
     fn add_values<S: Simd, const R: usize, const V: usize>(
         &self,
@@ -243,7 +243,7 @@ impl Queries<'_> {
             let values = &self.kv[self.layout.values(block, self.place.layer, self.kv_head) + slot * dim + column..];
             for i in 0..len {
                 for v in 0..V {
-                    // Beyond the head there may be less than a vector before the memory ends; nothing of it is used.
+                    // After the head, less than a vector may remain before the memory ends; its content is not used.
                     if v > 0 && column + v * S::LANES >= dim {
                         continue;
                     }
@@ -259,9 +259,9 @@ impl Queries<'_> {
     }
 }
 
-/// Makes e^(score − largest) of the first `seen` scores and 0 of the others; returns their sum.
+/// Replaces the first `seen` scores with e^(score − largest) and the others with 0; returns the sum (softmax without the division).
 #[inline(always)]
-fn soften(scores: &mut [f32], seen: usize) -> f32 {
+fn exponentiate(scores: &mut [f32], seen: usize) -> f32 {
     let (scores, _) = scores.as_chunks_mut::<STRIP>();
     let scores = &mut scores[..seen.div_ceil(STRIP)];
     scores.as_flattened_mut()[seen..].fill(f32::NEG_INFINITY);

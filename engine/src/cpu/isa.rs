@@ -1,11 +1,11 @@
-//! The processor's instruction sets: each kernel is compiled for all of them and chosen when it runs.
+//! Instruction sets: each kernel is compiled for all of them, and the compilation to run is selected at run time.
 
 use super::simd::Plain;
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
 use std::{fmt, str::FromStr};
 
-/// Which compilation of the kernels runs. All of them give the same bits.
+/// An instruction set that the processor has. The kernels give the same bits for all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Isa(pub(super) Level);
 
@@ -19,12 +19,12 @@ pub(super) enum Level {
 }
 
 impl Isa {
-    /// The best this processor has.
+    /// Returns the best instruction set of this processor.
     pub fn detect() -> Self {
         Self::available()[0]
     }
 
-    /// All that this processor has, the best first; the last is what the build's target has, which runs everywhere.
+    /// Returns all instruction sets of this processor, the best first. The last one is the build target's baseline.
     pub fn available() -> Vec<Self> {
         let levels = [
             #[cfg(target_arch = "x86_64")]
@@ -51,7 +51,7 @@ impl fmt::Display for Isa {
 
 /// The processor has no instruction set of this name.
 #[derive(Debug, thiserror::Error)]
-#[error("no instruction set {name} here: this processor has {}", .available.join(", "))]
+#[error("unknown or unavailable instruction set {name}: this processor has {}", .available.join(", "))]
 pub struct NoSuchIsa {
     name: String,
     available: Vec<String>,
@@ -70,9 +70,9 @@ impl FromStr for Isa {
     }
 }
 
-/// Compiles one function for the build's target, for AVX2 and for AVX-512, and chooses by the [`Isa`] it is given; the function's first
-/// argument is the instruction set's [`Simd`](super::simd::Simd). Kernels have no closures: a closure is compiled for the build's target alone when it
-/// is not inlined. Rust neither fuses nor reorders floating-point operations by itself, so all give the same bits.
+/// Compiles a function for the build target, AVX2 and AVX-512, and selects one by its [`Isa`] argument; the function's first argument is the
+/// instruction set's [`Simd`](super::simd::Simd). Kernels must not have closures: a closure that is not inlined is compiled for the build target only.
+/// Rust neither fuses nor reorders floating-point operations, so all compilations give the same bits.
 macro_rules! kernel {
     (
         $(#[$meta:meta])*

@@ -1,9 +1,9 @@
-//! Rows times a weight matrix.
+//! Matrix multiplication of activations with a weight matrix.
 //!
-//! Every output of every row is a chain of its own: group after group, `sum = fma(scale × step, dot, sum)`, then the group's minimum
-//! in the same way. `dot` is an exact integer: the row is quantised to 8 bits a number with one step a group (Q6_K's two factors a
-//! group are whole numbers and part of it). For float weights it is `sum = fma(x, weight, sum)`, input after input. How many rows and
-//! outputs are computed together, and by which thread, changes only how often a tile is unpacked.
+//! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, then the group's minimum in the same
+//! way. `dot` is an exact integer, because the row is quantised to 8 bits with one step per group (it includes Q6_K's two integer factors per
+//! group). For float weights the sum is `sum = fma(x, weight, sum)`, input by input. How many rows and outputs are computed together, and on which
+//! thread, affects only how often a tile is unpacked.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{
@@ -15,24 +15,24 @@ use super::{
 };
 use std::ops::Range;
 
-/// Up to so many rows, threads share a matrix by its outputs and each reads its own part; more rows are shared by rows.
+/// With up to this many rows, the outputs of a matrix are split between threads, so each reads its own part; with more, the rows are.
 pub(super) const SHARED_ROWS: usize = 16;
-/// A thread's part of a matrix is at least so many weights, a few microseconds of work, if a thread is to have several parts.
-const PART_WEIGHTS: usize = 1 << 17;
+/// The least number of weights in a task if a thread gets several tasks of one matrix: a few microseconds of work.
+const TASK_WEIGHTS: usize = 1 << 17;
 
-/// Rows in 8 bits, in each its groups.
+/// A matrix of rows quantised to int8, in groups of 32 with one step each.
 #[derive(Default)]
 pub(super) struct Quantised {
     row_groups: usize,
     groups: Vec<Group>,
 }
 
-/// 32 numbers: `x ≈ step × quant`.
+/// 32 quantised numbers: `x ≈ step × quant`.
 #[derive(Clone, Copy)]
 struct Group {
-    /// From −127 to 127.
+    /// From −127 to 127, in words of four.
     quants: [[i8; 4]; GROUP / 4],
-    /// Of the quants of each half.
+    /// The sums of the quants of each half.
     totals: [i32; 2],
     step: f32,
     /// `step` × the sum of the quants, for formats with a minimum.
@@ -51,7 +51,7 @@ impl Quantised {
 }
 
 kernel! {
-    /// Quantises rows of `inputs` numbers.
+    /// Quantises `x`, `[rows][inputs]`.
     pub(super) fn quantise(_simd, x: &[f32], inputs: usize, into: &mut Quantised) {
         into.row_groups = inputs.div_ceil(GROUP);
         into.groups.resize(x.len() / inputs * into.row_groups, Group::ZERO);
@@ -74,7 +74,7 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
             largest[l] = if half[l].abs() > largest[l] { half[l].abs() } else { largest[l] };
         }
     }
-    // Halved again and again: the largest of all is the same in any order.
+    // Pairwise maxima: the result does not depend on the order.
     let mut lanes = GROUP / 4;
     while lanes > 0 {
         for l in 0..lanes {
@@ -103,7 +103,8 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
     group.sum = step * (totals[0] + totals[1]) as f32;
 }
 
-/// `out = x × matrixᵀ` for all rows and each of the matrices. `quantised` is of the same `x`, whose rows have `inputs` numbers.
+/// Computes `out = x × matrixᵀ` for each of the matrices: `x` is `[rows][inputs]`, `out` is `[rows][outputs]`. `quantised` is the same `x`,
+/// quantised.
 pub(super) fn linear<const N: usize>(
     threads: &Threads,
     isa: Isa,
@@ -111,10 +112,10 @@ pub(super) fn linear<const N: usize>(
     products: [(&Matrix, &mut [f32]); N],
 ) {
     let rows = x.len() / inputs;
-    let mut parts = Vec::new();
+    let mut tasks = Vec::new();
     for (matrix, out) in products {
         let panels = matrix.outputs.div_ceil(PANEL);
-        let few = PART_WEIGHTS / (PANEL * inputs) + 1;
+        let few = TASK_WEIGHTS / (PANEL * inputs) + 1;
         let each = if rows <= SHARED_ROWS { panels.div_ceil(threads.count()).min(few.max(panels / 64)) } else { panels };
         let mut rest: Vec<&mut [f32]> = out.chunks_exact_mut(matrix.outputs).collect();
         for first in (0..panels).step_by(each) {
@@ -122,14 +123,14 @@ pub(super) fn linear<const N: usize>(
             let outputs = matrix.outputs.min(panels.end * PANEL) - first * PANEL;
             let out =
                 rest.iter_mut().map(|rest| rest.split_off_mut(..outputs).expect("a row has all outputs")).collect::<Vec<_>>();
-            parts.push((matrix, panels, out));
+            tasks.push((matrix, panels, out));
         }
     }
-    threads.for_each(parts, |(matrix, panels, mut out)| multiply(isa, matrix, panels, x, quantised, &mut out));
+    threads.for_each(tasks, |(matrix, panels, mut out)| multiply(isa, matrix, panels, x, quantised, &mut out));
 }
 
 kernel! {
-    /// The outputs of some panels. `out` has them for each row.
+    /// Computes the outputs of some panels; `out` has a slice of them for each row.
     fn multiply(simd, matrix: &Matrix, panels: Range<usize>, x: &[f32], quantised: &Quantised, out: &mut [&mut [f32]]) {
         match &matrix.tiles {
             Tiles::Q4_1(tiles) => integer(simd, tiles, panels, quantised, out),
@@ -143,10 +144,10 @@ kernel! {
     }
 }
 
-/// A tile whose dot products with quantised rows are whole numbers. `column` is the first of as many outputs as a vector has lanes.
+/// A tile whose dot products with quantised rows are integers. `column` is the first output of a vector of outputs.
 trait IntegerTile {
     const HAS_MINS: bool;
-    /// Unpacked for any number of rows.
+    /// Unpacked weights, reused for several rows.
     type Weights<S: Simd>: Copy;
 
     fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S>;
@@ -167,7 +168,7 @@ impl Nibbles {
         words
     }
 
-    /// 8 × 2 × 15 × 127 = 30,480
+    /// The sums of pairs stay below 8 × 2 × 15 × 127 = 30,480 < 2^15.
     #[inline(always)]
     fn dot<S: Simd>(simd: S, words: &[S::Bytes; GROUP / 4], x: &Group) -> S::Ints {
         let mut sums = simd.no_sums();
@@ -231,7 +232,7 @@ impl IntegerTile for Q4_KTile {
         simd.mul(simd.load_halves(&self.scales[column..]), simd.load_u8(&self.factors[column..]))
     }
 
-    /// Taken away, so negative: the sign changes no other bit of a product.
+    /// Returns negative mins, because they are subtracted: the sign changes no other bit of a product.
     #[inline(always)]
     fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
         let mins = simd.mul(simd.load_halves(&self.mins[column..]), simd.load_u8(&self.min_factors[column..]));
@@ -241,7 +242,7 @@ impl IntegerTile for Q4_KTile {
 
 impl IntegerTile for Q6_KTile {
     const HAS_MINS: bool = false;
-    /// The words, and each half's factor.
+    /// The words, and the factor of each half.
     type Weights<S: Simd> = ([S::Bytes; GROUP / 4], [S::Ints; 2]);
 
     #[inline(always)]
@@ -250,12 +251,12 @@ impl IntegerTile for Q6_KTile {
         (loaded(simd, &self.quants, column), factors)
     }
 
-    /// Stays below 2 × 16 × 32 × 127 × 128 < 2^24 and is a single-precision number exactly, as all others.
+    /// The result stays below 2 × 16 × 32 × 127 × 128 < 2^24, so single precision holds it exactly.
     #[inline(always)]
     fn dot<S: Simd>(simd: S, (words, factors): &Self::Weights<S>, x: &Group) -> S::Ints {
         let mut dot = simd.splat_int(0);
         for half in 0..2 {
-            // Quants are stored 32 too large.
+            // Stored quants are greater by 32.
             let mut sum = simd.splat_int(-32 * x.totals[half]);
             for pair in (half * 4..half * 4 + 4).step_by(2) {
                 // 2 × 2 × 63 × 127 = 32,004
@@ -312,7 +313,7 @@ impl IntegerTile for Q8_0Tile {
     }
 }
 
-/// A panel's results of some rows.
+/// The results of `R` rows in one panel.
 type Sums<const R: usize> = [[f32; PANEL]; R];
 
 #[inline(always)]
@@ -324,7 +325,7 @@ fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, 
         let at = (panel - first_panel) * PANEL;
         let mut row = 0;
         while row < out.len() {
-            // As many rows as the registers hold: a vector of weights is unpacked once for them.
+            // As many rows as the registers hold: weights are unpacked once for them.
             let left = out.len() - row;
             row += match left {
                 8.. if S::LANES == 16 => store(&integer_rows::<S, T, 8, 1>(simd, tiles, x, row), at, &mut out[row..]),
@@ -337,7 +338,7 @@ fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, 
     }
 }
 
-/// `R` rows, `V` vectors of outputs at a time.
+/// Computes one panel of `R` rows, `V` vectors of outputs at a time.
 #[inline(always)]
 fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
     simd: S,
@@ -376,9 +377,9 @@ fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
     out
 }
 
-/// A tile of floats.
+/// A tile of float weights.
 trait FloatTile {
-    /// The weights of one input for the outputs from `column`.
+    /// Loads the weights of one input for a vector of outputs from `column`.
     fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats;
 }
 
@@ -452,7 +453,7 @@ fn float_rows<S: Simd, T: FloatTile, const R: usize, const V: usize>(simd: S, ti
     out
 }
 
-/// Of the last panel only the columns that are outputs. Returns how many rows they were.
+/// Copies a panel's results to `out`, without the padding of the last panel. Returns the number of rows.
 #[inline(always)]
 fn store<const R: usize>(sums: &Sums<R>, at: usize, out: &mut [&mut [f32]]) -> usize {
     for (sums, out) in sums.iter().zip(out) {

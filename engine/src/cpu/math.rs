@@ -1,15 +1,15 @@
-//! Functions of single numbers and rows. Every operation is one that IEEE 754 defines exactly, in one order, so that no bit
-//! depends on the processor or its mathematics library.
+//! Elementwise functions and norms. Every operation is one that IEEE 754 defines exactly, in a fixed order, so that no bit depends on the
+//! processor or its mathematics library.
 
 use super::isa::kernel;
 use tandem_model::{Pairs, Rope};
 
-/// Partial sums of a reduction: lane `l` takes the numbers at `l`, `l + 16`, …, and the lanes are added from the first to the last.
+/// Partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added from the first to the last.
 const LANES: usize = 16;
-/// Added to and taken from a small number, it leaves the nearest whole one (ties to even), which is also in the low bits of the sum.
+/// 1.5 × 2^23: adding it to a number below 2^22 rounds that to the nearest integer (ties to even), which is in the low bits of the sum.
 const ROUNDING: f32 = 12_582_912.0;
 
-/// The number of a half-precision bit pattern, exactly; infinities and NaN, which are kept out, would become finite.
+/// Converts half-precision bits exactly. They must be finite: infinities and NaN would become finite numbers.
 #[inline(always)]
 pub(super) fn widen(half: u16) -> f32 {
     /// 2^112: the difference of the two formats' exponent biases.
@@ -18,13 +18,14 @@ pub(super) fn widen(half: u16) -> f32 {
     f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
 }
 
-/// The number of a bfloat16 bit pattern, exactly.
+/// Converts bfloat16 bits exactly.
 #[inline(always)]
 pub(super) fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial of r, the exponent n. Clamped to finite, normal results.
+/// Returns e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial in r, the exponent n. Results are clamped to finite,
+/// normal numbers.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
     const LN_2_HIGH: f32 = 0.693_359_4;
@@ -44,14 +45,14 @@ pub(super) fn exp(x: f32) -> f32 {
     (p.mul_add(r * r, r) + 1.0) * power
 }
 
-/// The nearest whole number (ties to even) of one below 2^22.
+/// Rounds a number below 2^22 to the nearest integer (ties to even).
 #[inline(always)]
 pub(super) fn round(x: f32) -> i32 {
     (x + ROUNDING).to_bits().wrapping_sub(ROUNDING.to_bits()) as i32
 }
 
 kernel! {
-    /// `out = x ÷ √(mean(x²) + eps) × weight`, for every row.
+    /// Computes `out = x ÷ √(mean(x²) + eps) × weight` for every row; `x` and `out` are `[rows][weight.len()]`.
     pub(super) fn rms_norm(_simd, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -64,7 +65,7 @@ kernel! {
 }
 
 kernel! {
-    /// The same where `x` is, for rows as short as `weight`, such as heads.
+    /// Computes [`rms_norm`] in place; `x` is `[rows][weight.len()]`, such as the heads of all rows.
     pub(super) fn rms_norm_in_place(_simd, x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let factor = inverse_root(x, eps);
@@ -75,7 +76,7 @@ kernel! {
     }
 }
 
-/// `1 ÷ √(mean(x²) + eps)`.
+/// Returns `1 ÷ √(mean(x²) + eps)`.
 #[inline(always)]
 fn inverse_root(x: &[f32], eps: f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -96,7 +97,7 @@ fn inverse_root(x: &[f32], eps: f32) -> f32 {
 }
 
 kernel! {
-    /// `gate = gate ÷ (1 + e^−gate) × up`.
+    /// Computes `gate = gate ÷ (1 + e^−gate) × up` elementwise.
     pub(super) fn swiglu(_simd, gate: &mut [f32], up: &[f32]) {
         for (gate, up) in gate.iter_mut().zip(up) {
             *gate = *gate / (1.0 + exp(-*gate)) * up;
@@ -105,7 +106,7 @@ kernel! {
 }
 
 kernel! {
-    /// `x += y`.
+    /// Computes `x += y` elementwise.
     pub(super) fn add(_simd, x: &mut [f32], y: &[f32]) {
         for (x, y) in x.iter_mut().zip(y) {
             *x += y;
@@ -114,7 +115,7 @@ kernel! {
 }
 
 kernel! {
-    /// Adds the same to every row.
+    /// Adds `bias` to every row of `x`, `[rows][bias.len()]`.
     pub(super) fn add_to_rows(_simd, x: &mut [f32], bias: &[f32]) {
         for row in x.chunks_exact_mut(bias.len()) {
             for (x, bias) in row.iter_mut().zip(bias) {
@@ -125,22 +126,22 @@ kernel! {
 }
 
 kernel! {
-    /// Turns every head's pairs by their angle and multiplies all by `factor`. `turns` has the angles' cosines and sines, half a
-    /// head of pairs for every row of `x`.
-    pub(super) fn rotate(_simd, x: &mut [f32], row_len: usize, turns: &[[f32; 2]], rope: &Rope, factor: f32) {
+    /// Applies the rotary position embedding to every head in `x`, `[rows][row_len]`, and multiplies all numbers by `factor`. `rotations` has
+    /// the cosines and sines of the angles, `[rows][head_dim / 2]`.
+    pub(super) fn rotate(_simd, x: &mut [f32], row_len: usize, rotations: &[[f32; 2]], rope: &Rope, factor: f32) {
         let pairs = rope.frequencies.len();
-        for (row, turns) in x.chunks_exact_mut(row_len).zip(turns.chunks_exact(pairs)) {
+        for (row, rotations) in x.chunks_exact_mut(row_len).zip(rotations.chunks_exact(pairs)) {
             for head in row.chunks_exact_mut(2 * pairs) {
                 match rope.pairs {
                     Pairs::Adjacent => {
-                        for ([a, b], turn) in head.as_chunks_mut::<2>().0.iter_mut().zip(turns) {
-                            (*a, *b) = turned(*a, *b, *turn, factor);
+                        for ([a, b], rotation) in head.as_chunks_mut::<2>().0.iter_mut().zip(rotations) {
+                            (*a, *b) = rotated(*a, *b, *rotation, factor);
                         }
                     }
                     Pairs::Halves => {
                         let (first, second) = head.split_at_mut(pairs);
-                        for ((a, b), turn) in first.iter_mut().zip(second).zip(turns) {
-                            (*a, *b) = turned(*a, *b, *turn, factor);
+                        for ((a, b), rotation) in first.iter_mut().zip(second).zip(rotations) {
+                            (*a, *b) = rotated(*a, *b, *rotation, factor);
                         }
                     }
                 }
@@ -150,12 +151,13 @@ kernel! {
 }
 
 #[inline(always)]
-fn turned(x: f32, y: f32, [cos, sin]: [f32; 2], factor: f32) -> (f32, f32) {
+fn rotated(x: f32, y: f32, [cos, sin]: [f32; 2], factor: f32) -> (f32, f32) {
     ((x * cos - y * sin) * factor, (x * sin + y * cos) * factor)
 }
 
-/// Cosines and sines of the angles by which the pairs at one position are turned. `libm` is plain Rust: the same everywhere.
-pub(super) fn turns(position: u32, rope: &Rope, into: &mut Vec<[f32; 2]>) {
+/// Appends the cosines and sines of the angles by which the pairs at one position are rotated. `libm` is Rust code: its results are the same
+/// everywhere.
+pub(super) fn rotations_at(position: u32, rope: &Rope, into: &mut Vec<[f32; 2]>) {
     for frequency in &rope.frequencies {
         let angle = f64::from(position) * frequency;
         into.push([libm::cos(angle), libm::sin(angle)].map(|side| (side * rope.magnitude) as f32));
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_is_to_the_nearest_and_to_even() {
+    fn round_is_to_nearest_even() {
         for (x, whole) in [(0.0, 0), (0.5, 0), (1.5, 2), (-0.5, 0), (-1.5, -2), (-2.4, -2), (126.6, 127), (-127.0, -127)] {
             assert_eq!(round(x), whole, "{x}");
         }

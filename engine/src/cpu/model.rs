@@ -1,4 +1,4 @@
-//! A model's weights as the kernels read them.
+//! A model's weights, packed for the kernels.
 
 use super::{
     CpuError,
@@ -13,7 +13,7 @@ pub struct CpuModel {
     pub(super) embedding: Matrix,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
-    /// `None` when the embedding is the head as well.
+    /// `None` if the embedding is also the output head.
     head: Option<Matrix>,
 }
 
@@ -31,14 +31,14 @@ pub(super) struct Layer {
     pub down: Matrix,
 }
 
-/// Added to every row's queries, keys and values.
+/// Biases that are added to every row's queries, keys and values.
 pub(super) struct QkvBiases {
     pub query: Vec<f32>,
     pub key: Vec<f32>,
     pub value: Vec<f32>,
 }
 
-/// Each head is normalised by itself, all with the same weights.
+/// Weights of the RMS norm of each query and key head; all heads share them.
 pub(super) struct QkNorms {
     pub query: Vec<f32>,
     pub key: Vec<f32>,
@@ -46,6 +46,10 @@ pub(super) struct QkNorms {
 
 impl CpuModel {
     /// Reads, checks and packs all weights. The files are not needed afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`CpuError`] if the model is not supported, or a weight is missing, damaged or in an unsupported format.
     pub fn load(file: &dyn ModelFile) -> Result<Arc<Self>, CpuError> {
         let config = file.config()?;
         let ModelConfig { width, ffn, vocab_size, head_dim, qkv_biases, qk_norms, .. } = config;
@@ -54,7 +58,7 @@ impl CpuModel {
             let matrix = |name, outputs, inputs| Matrix::load(file, &format!("blk.{i}.{name}.weight"), outputs, inputs);
             let norm = |name, len| vector(file, &format!("blk.{i}.{name}.weight"), len);
             let bias = |name, len| vector(file, &format!("blk.{i}.{name}.bias"), len);
-            // What is not read would be missing from every result.
+            // A weight that is not read would be missing in every result.
             let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !qkv_biases);
             let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !qk_norms);
             let others = ["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"];
@@ -93,12 +97,12 @@ impl CpuModel {
         }))
     }
 
-    /// The model's numbers.
+    /// Returns the model's dimensions.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Memory of the packed weights: about that of the file's tensors, but for shapes that are no multiples of 32.
+    /// Returns the bytes of the packed weights: about those of the file's tensors, except for shapes that are not multiples of 32.
     pub fn weight_bytes(&self) -> usize {
         let layers = self.layers.iter().map(|layer| {
             let Layer { query, key, value, attention_out, gate, up, down, attention_norm, ffn_norm, qkv_biases, qk_norms } =

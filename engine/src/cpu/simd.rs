@@ -1,7 +1,7 @@
-//! The operations from which the kernels' inner loops are made, for each instruction set.
+//! Vector operations for the kernels' inner loops, for each instruction set.
 //!
-//! A vector has [`Simd::LANES`] numbers. Every operation does the same to each lane as [`Plain`] does, bit for bit. All of it must be
-//! inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel) makes one).
+//! A vector has [`Simd::LANES`] lanes. Every operation gives, bit for bit, the same result in each lane as that of [`Plain`]. All operations must be
+//! inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -10,31 +10,31 @@ use super::math::{widen, widen_bf16};
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
-/// An instruction set. Its value is the proof that the processor has it.
+/// An instruction set. A value of the type proves that the processor has it.
 pub(super) trait Simd: Copy {
-    /// Numbers in a vector: 8 or 16.
+    /// Lanes of a vector: 8 or 16.
     const LANES: usize;
     /// Single-precision numbers.
     type Floats: Copy;
-    /// Whole numbers of 32 bits.
+    /// 32-bit integers.
     type Ints: Copy;
-    /// Four whole numbers of 8 bits for each lane.
+    /// Four 8-bit integers in each lane.
     type Bytes: Copy;
-    /// Sums of a few products, perhaps narrower than [`Self::Ints`].
+    /// Sums of a few products; may be narrower than [`Self::Ints`].
     type Sums: Copy;
 
     fn splat(self, number: f32) -> Self::Floats;
-    /// The first numbers of a slice that has at least so many, as with all that is loaded.
+    /// Loads the first `LANES` numbers of a slice (`4 × LANES` for bytes). Panics if it is shorter; so do the other loads.
     fn load(self, from: &[f32]) -> Self::Floats;
     fn load_halves(self, from: &[u16]) -> Self::Floats;
     fn load_bf16(self, from: &[u16]) -> Self::Floats;
-    /// Whole numbers from 0 to 255.
+    /// Loads integers from 0 to 255.
     fn load_u8(self, from: &[u8]) -> Self::Floats;
     fn store(self, numbers: Self::Floats, into: &mut [f32]);
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// `a × b + c`, rounded once.
+    /// Returns `a × b + c`, rounded once.
     fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Of whole numbers up to 2^24, which are exact.
+    /// Converts integers up to 2^24, exactly.
     fn floats(self, ints: Self::Ints) -> Self::Floats;
 
     fn splat_int(self, number: i32) -> Self::Ints;
@@ -43,34 +43,34 @@ pub(super) trait Simd: Copy {
     fn mul_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
 
     fn load_bytes(self, from: &[u8]) -> Self::Bytes;
-    /// The same four in every lane.
+    /// Returns the same four bytes in every lane.
     fn splat_bytes(self, four: &[i8; 4]) -> Self::Bytes;
-    /// Each byte's lower four bits.
+    /// Returns each byte's lower four bits.
     fn low_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
-    /// Each byte's upper four bits.
+    /// Returns each byte's upper four bits.
     fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
 
     fn no_sums(self) -> Self::Sums;
-    /// Adds the dot products of each lane's four. The weights are not negative; weights × 127, added up since
-    /// [`Self::no_sums`] over pairs of a lane's four, stay below 2^15.
+    /// Adds each lane's dot product of four weights and four `x`. The weights must not be negative, and the sums of `weight × 127` over the pairs
+    /// of a lane since [`Self::no_sums`] must stay below 2^15.
     fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums;
     fn ints(self, sums: Self::Sums) -> Self::Ints;
 
-    /// Signed weights as [`Self::add_signed_products`] takes them.
+    /// Converts signed weights for [`Self::add_signed_products`].
     fn signed(self, bytes: Self::Bytes) -> Self::Bytes;
-    /// Where sums of signed products begin, given the sum of all the `x` that will come.
+    /// Returns the initial sums of signed products, given the sum of all `x` that will be added.
     fn no_signed_sums(self, x_total: i32) -> Self::Ints;
-    /// Adds the dot products of each lane's four, weights from −128 to 127 and `x` from −127 to 127.
+    /// Adds each lane's dot product of four weights from −128 to 127 and four `x` from −127 to 127.
     fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints;
 }
 
-/// Arrays, for any processor.
+/// Arrays instead of vector registers, for any processor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plain;
 
 const LANES: usize = 8;
 
-/// An array made lane by lane; a closure would not be compiled for the instruction set.
+/// Builds an array lane by lane. A closure would not be compiled for the instruction set.
 macro_rules! lanes {
     ($lane:ident => $value:expr) => {{
         let mut lanes = [Default::default(); LANES];
@@ -81,7 +81,7 @@ macro_rules! lanes {
     }};
 }
 
-/// The dot product of a lane's four, added to what there is.
+/// Returns `sum` plus the dot product of a lane's four weights and `x`.
 #[inline(always)]
 fn add_dot(sum: i32, weights: [i32; 4], x: [u8; 4]) -> i32 {
     let mut sum = sum;

@@ -1,50 +1,51 @@
-//! One step: chunks through all layers.
+//! Computes a step: all chunks through all layers.
 //!
-//! Rows are those of all chunks, one after the other. Between two attentions every row is by itself: *slabs* of rows pass from one to
-//! the next by themselves, each on one thread, or all threads together on one slab when the rows are few.
+//! The rows of all chunks form one matrix. Between two attentions rows are independent, so they are split into *slabs*: each slab is computed on
+//! one thread, or a single slab on all threads if there are few rows.
 
 use super::{
     attention::{KvLayout, Place, Scratch, attend, store_kv},
     isa::Isa,
     linear::{Quantised, SHARED_ROWS, linear, quantise},
-    math::{add, add_to_rows, rms_norm, rms_norm_in_place, rotate, swiglu, turns},
+    math::{add, add_to_rows, rms_norm, rms_norm_in_place, rotate, rotations_at, swiglu},
     model::{CpuModel, Layer},
-    threads::{Shelf, Threads},
+    threads::{BufferPool, Threads},
 };
 use crate::{Chunk, Logits};
 use tandem_kv::BlockId;
 
-/// Rows that pass through a layer together: their numbers stay in the second-level cache.
+/// Rows of a slab: their activations fit into the second-level cache.
 const SLAB_ROWS: usize = 32;
-/// Tokens whose queries are one task.
+/// Tokens of one attention task.
 const ATTENTION_TOKENS: usize = 16;
 
-/// Used again in every step.
+/// Activations, allocated once and reused in every step.
 #[derive(Default)]
 pub(super) struct Buffers {
-    /// The residual stream.
+    /// The residual stream, `[rows][width]`.
     stream: Vec<f32>,
-    /// And, in the same places, what attention makes of them.
+    /// `[rows][heads × head_dim]`: the queries, which attention replaces with its outputs.
     queries: Vec<f32>,
     keys: Vec<f32>,
     values: Vec<f32>,
-    turns: Vec<[f32; 2]>,
-    slabs: Shelf<SlabBuffers>,
-    scratches: Shelf<Scratch>,
+    /// Cosines and sines for the rotary embedding, `[rows][head_dim / 2]`.
+    rotations: Vec<[f32; 2]>,
+    slabs: BufferPool<SlabBuffers>,
+    scratches: BufferPool<Scratch>,
 }
 
-/// Of one slab.
+/// Activations of one slab.
 #[derive(Default)]
 struct SlabBuffers {
     normed: Vec<f32>,
     quantised: Quantised,
     gate: Vec<f32>,
     up: Vec<f32>,
-    /// What a sub-layer adds to the stream.
+    /// The output of a sub-layer, which is added to the stream.
     change: Vec<f32>,
 }
 
-/// One step under way.
+/// A step in progress.
 pub(super) struct Step<'a> {
     pub model: &'a CpuModel,
     pub isa: Isa,
@@ -54,7 +55,7 @@ pub(super) struct Step<'a> {
     pub buffers: &'a mut Buffers,
 }
 
-/// Rows that are consecutive tokens of one sequence.
+/// Consecutive rows that are consecutive tokens of one sequence.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     start: usize,
@@ -63,7 +64,7 @@ struct Run<'a> {
 }
 
 impl Step<'_> {
-    /// Writes the chunks' KV; returns the logits that they ask for.
+    /// Writes the chunks' KV and returns the requested rows of logits, `[rows][vocab_size]`.
     pub fn run(mut self, chunks: &[Chunk<'_>]) -> Vec<f32> {
         let mut runs: Vec<Run<'_>> = chunks
             .iter()
@@ -75,8 +76,8 @@ impl Step<'_> {
             self.store_kv(&runs, index);
             let next = self.model.layers.get(index + 1);
             if next.is_none() {
-                // From here on only logits are computed.
-                self.keep_wanted(chunks, &mut runs);
+                // After the last layer's KV only logits are computed.
+                self.keep_logit_rows(chunks, &mut runs);
             }
             self.attend(&runs, index);
             self.slabs(Some(layer), next);
@@ -84,10 +85,10 @@ impl Step<'_> {
         self.logits()
     }
 
-    /// Token ids to the first state of the stream, and positions to their turns.
+    /// Writes the tokens' embeddings to the stream, and computes the rotations of their positions.
     fn embed(&mut self, chunks: &[Chunk<'_>]) {
         let config = &self.model.config;
-        let Buffers { stream, queries, keys, values, turns: angles, .. } = &mut *self.buffers;
+        let Buffers { stream, queries, keys, values, rotations, .. } = &mut *self.buffers;
         let rows: usize = chunks.iter().map(|chunk| chunk.tokens.len()).sum();
         stream.resize(rows * config.width, 0.0);
         queries.resize(rows * config.heads * config.head_dim, 0.0);
@@ -97,27 +98,28 @@ impl Step<'_> {
         for (token, into) in tokens.zip(stream.chunks_exact_mut(config.width)) {
             self.model.embedding.row(*token as usize, into);
         }
-        angles.clear();
+        rotations.clear();
         for chunk in chunks {
             for position in (chunk.start..).take(chunk.tokens.len()) {
-                turns(position, &config.rope, angles);
+                rotations_at(position, &config.rope, rotations);
             }
         }
     }
 
-    /// All rows from the attention of one layer to that of the next; `None` before the first layer and after the last.
+    /// Computes all rows from the attention of layer `finished` to that of layer `next`: the attention's output projection, the feed-forward
+    /// network, and the next queries, keys and values.
     fn slabs(&mut self, finished: Option<&Layer>, next: Option<&Layer>) {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, query_len, kv_len) = (model.config.width, self.layout.heads * self.layout.head_dim, self.layout.row_len());
-        let Buffers { stream, queries, keys, values, turns, slabs, .. } = &mut *self.buffers;
+        let Buffers { stream, queries, keys, values, rotations, slabs, .. } = &mut *self.buffers;
         let each = slab_rows(stream.len() / width, threads);
-        let turns = turns.chunks(each * model.config.rope.frequencies.len());
+        let rotations = rotations.chunks(each * model.config.rope.frequencies.len());
         let states = stream.chunks_mut(each * width).zip(queries.chunks_mut(each * query_len));
         let kv = keys.chunks_mut(each * kv_len).zip(values.chunks_mut(each * kv_len));
         let tasks: Vec<_> = states
             .zip(kv)
-            .zip(turns)
-            .map(|(((stream, queries), (keys, values)), turns)| Slab {
+            .zip(rotations)
+            .map(|(((stream, queries), (keys, values)), rotations)| Slab {
                 model,
                 isa,
                 threads,
@@ -125,7 +127,7 @@ impl Step<'_> {
                 queries,
                 keys,
                 values,
-                turns,
+                rotations,
             })
             .collect();
         threads.for_each(tasks, |mut slab| {
@@ -176,10 +178,10 @@ impl Step<'_> {
         });
     }
 
-    /// Leaves only the rows whose logits are wanted.
-    fn keep_wanted(&mut self, chunks: &[Chunk<'_>], runs: &mut Vec<Run<'_>>) {
-        let Buffers { stream, queries, keys, values, turns, .. } = &mut *self.buffers;
-        let mut wanted = Vec::new();
+    /// Drops the rows whose logits are not requested.
+    fn keep_logit_rows(&mut self, chunks: &[Chunk<'_>], runs: &mut Vec<Run<'_>>) {
+        let Buffers { stream, queries, keys, values, rotations, .. } = &mut *self.buffers;
+        let mut kept = Vec::new();
         let mut first = 0;
         for (chunk, run) in chunks.iter().zip(&mut *runs) {
             let end = first + run.len;
@@ -188,25 +190,25 @@ impl Step<'_> {
                 Logits::Last | Logits::Sample(_) => end - 1,
                 Logits::All => first,
             };
-            wanted.extend(from..end);
+            kept.extend(from..end);
             (run.start, run.len) = (run.start + from - first, end - from);
             first = end;
         }
         runs.retain(|run| run.len > 0);
         for (buffer, width) in [(stream, self.model.config.width), (queries, self.layout.heads * self.layout.head_dim)] {
-            for (to, from) in wanted.iter().enumerate() {
+            for (to, from) in kept.iter().enumerate() {
                 buffer.copy_within(from * width..(from + 1) * width, to * width);
             }
-            buffer.truncate(wanted.len() * width);
+            buffer.truncate(kept.len() * width);
         }
-        // No layer comes that needs them.
+        // No later layer reads them.
         let row_len = self.layout.row_len();
-        keys.truncate(wanted.len() * row_len);
-        values.truncate(wanted.len() * row_len);
-        turns.truncate(wanted.len() * self.model.config.rope.frequencies.len());
+        keys.truncate(kept.len() * row_len);
+        values.truncate(kept.len() * row_len);
+        rotations.truncate(kept.len() * self.model.config.rope.frequencies.len());
     }
 
-    /// The head, for the rows that are left.
+    /// Computes the logits of the remaining rows: final norm and output head.
     fn logits(&mut self) -> Vec<f32> {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, vocab_size) = (model.config.width, model.config.vocab_size);
@@ -231,7 +233,7 @@ fn slab_rows(rows: usize, threads: &Threads) -> usize {
     if rows <= SHARED_ROWS { rows.max(1) } else { rows.div_ceil(threads.count()).next_multiple_of(8).min(SLAB_ROWS) }
 }
 
-/// Some rows between two attentions.
+/// A slab: rows between two attentions.
 struct Slab<'a> {
     model: &'a CpuModel,
     isa: Isa,
@@ -240,11 +242,11 @@ struct Slab<'a> {
     queries: &'a mut [f32],
     keys: &'a mut [f32],
     values: &'a mut [f32],
-    turns: &'a [[f32; 2]],
+    rotations: &'a [[f32; 2]],
 }
 
 impl Slab<'_> {
-    /// What attention made of the queries, into the stream.
+    /// Adds the projection of the attention's outputs to the stream.
     fn attention_out(&mut self, layer: &Layer, buffers: &mut SlabBuffers) {
         let (isa, query_len) = (self.isa, layer.attention_out.inputs);
         let SlabBuffers { quantised, change, .. } = buffers;
@@ -271,7 +273,7 @@ impl Slab<'_> {
         add(isa, self.stream, change);
     }
 
-    /// The stream to queries, keys and values, turned by their positions.
+    /// Computes queries, keys and values from the stream, with rotary position embedding.
     fn project(&mut self, layer: &Layer, buffers: &mut SlabBuffers) {
         let (isa, config) = (self.isa, &self.model.config);
         let SlabBuffers { normed, quantised, .. } = buffers;
@@ -279,8 +281,8 @@ impl Slab<'_> {
         normed.resize(self.stream.len(), 0.0);
         rms_norm(isa, self.stream, &layer.attention_norm, config.eps, normed);
         quantise(isa, normed, config.width, quantised);
-        let products = [(&layer.query, &mut *queries), (&layer.key, &mut *keys), (&layer.value, &mut *values)];
-        linear(self.threads, isa, (normed, config.width, quantised), products);
+        let outputs = [(&layer.query, &mut *queries), (&layer.key, &mut *keys), (&layer.value, &mut *values)];
+        linear(self.threads, isa, (normed, config.width, quantised), outputs);
         if let Some(biases) = &layer.qkv_biases {
             add_to_rows(isa, queries, &biases.query);
             add_to_rows(isa, keys, &biases.key);
@@ -291,7 +293,7 @@ impl Slab<'_> {
             rms_norm_in_place(isa, keys, &norms.key, config.eps);
         }
         let (query_len, key_len) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
-        rotate(isa, queries, query_len, self.turns, &config.rope, 1.0 / (config.head_dim as f32).sqrt());
-        rotate(isa, keys, key_len, self.turns, &config.rope, 1.0);
+        rotate(isa, queries, query_len, self.rotations, &config.rope, 1.0 / (config.head_dim as f32).sqrt());
+        rotate(isa, keys, key_len, self.rotations, &config.rope, 1.0);
     }
 }

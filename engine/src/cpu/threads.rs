@@ -1,4 +1,4 @@
-//! The threads that compute one engine's steps, and memory that they use again.
+//! The thread pool of one engine, and pooled buffers.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
@@ -12,11 +12,11 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// How often a thread looks whether there is something to do before it sleeps: a few microseconds.
-const LOOKS: usize = 300;
+/// Iterations of busy-waiting before a thread sleeps: a few microseconds.
+const SPINS: usize = 300;
 
-/// The calling thread and its helpers. Who has nothing to do sleeps, and nobody waits for a helper that has not begun: on a busy machine
-/// the caller does the work of those who are put off their processors.
+/// A thread pool in which the calling thread takes part. Idle threads sleep. The caller never waits for a helper that has not started on a job:
+/// on a busy machine it does the work of helpers that are not scheduled. ADR 003 compares it with rayon.
 pub(super) struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
@@ -25,11 +25,11 @@ pub(super) struct Threads {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// A job has come, or the end.
-    come: Condvar,
-    /// The last helper has left the job.
-    left: Condvar,
-    /// Of `state`, to be looked at without its lock.
+    /// Signals a new job, or `stop`.
+    job_added: Condvar,
+    /// Signals that the last helper has left the job.
+    helpers_left: Condvar,
+    /// Copies of the fields of `state`, to be read without its lock.
     jobs: AtomicUsize,
     inside: AtomicUsize,
 }
@@ -37,9 +37,9 @@ struct Shared {
 #[derive(Default)]
 struct State {
     job: Option<&'static (dyn Fn() + Sync)>,
-    /// Jobs that ever came.
+    /// The number of jobs so far.
     jobs: usize,
-    /// Helpers at work on the job.
+    /// The number of helpers that work on the job.
     inside: usize,
     asleep: usize,
     panicked: bool,
@@ -47,12 +47,16 @@ struct State {
 }
 
 impl Threads {
-    /// Starts all but one of so many.
+    /// Starts `count - 1` helpers.
+    ///
+    /// # Errors
+    ///
+    /// The system cannot start a thread.
     pub fn new(count: usize) -> io::Result<Self> {
         let mut threads = Self { shared: Arc::default(), helpers: Vec::new() };
         for i in 1..count {
             let shared = threads.shared.clone();
-            threads.helpers.push(Builder::new().name(format!("engine-{i}")).spawn(move || shared.help())?);
+            threads.helpers.push(Builder::new().name(format!("engine-{i}")).spawn(move || shared.run_helper())?);
         }
         Ok(threads)
     }
@@ -61,7 +65,11 @@ impl Threads {
         1 + self.helpers.len()
     }
 
-    /// Does every task once, in any order, and returns when all are done. Within a task: on the thread that calls.
+    /// Runs every task once, in any order, and returns when all are done. A call from within a task runs on the calling thread alone.
+    ///
+    /// # Panics
+    ///
+    /// If a task panics.
     pub fn for_each<T: Send>(&self, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         if tasks.len() <= 1 || self.helpers.is_empty() {
             return tasks.into_iter().for_each(work);
@@ -74,20 +82,20 @@ impl Threads {
             }
         };
         let job: &(dyn Fn() + Sync) = &job;
-        // SAFETY: only the lifetime changes. `Given` takes the job back and waits until no helper is inside before `job` and what it borrows
-        // end, whether this function returns or unwinds.
+        // SAFETY: only the lifetime changes. `PostedJob` removes the job and waits until no helper works on it before `job` and its borrows end,
+        // whether this function returns or unwinds.
         #[expect(unsafe_code, reason = "a borrowed job is lent to threads that outlive the borrow")]
         let job = unsafe { std::mem::transmute::<&(dyn Fn() + Sync), &'static (dyn Fn() + Sync)>(job) };
-        let given = self.shared.give(job);
+        let posted = self.shared.post(job);
         job();
-        drop(given);
+        drop(posted);
     }
 }
 
 impl Drop for Threads {
     fn drop(&mut self) {
         self.shared.lock().stop = true;
-        self.shared.come.notify_all();
+        self.shared.job_added.notify_all();
         for helper in self.helpers.drain(..) {
             let _ = helper.join();
         }
@@ -95,15 +103,15 @@ impl Drop for Threads {
 }
 
 /// A job that helpers may join until this is dropped.
-struct Given<'a>(&'a Shared);
+struct PostedJob<'a>(&'a Shared);
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// `None` when there is a job already, or somebody still at work on it: whoever is within it goes on alone.
-    fn give(&self, job: &'static (dyn Fn() + Sync)) -> Option<Given<'_>> {
+    /// Offers a job to the helpers. `None` if there is a job already, or a helper still works on it: then the caller works alone.
+    fn post(&self, job: &'static (dyn Fn() + Sync)) -> Option<PostedJob<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.inside > 0 {
             return None;
@@ -114,20 +122,20 @@ impl Shared {
         let asleep = state.asleep;
         drop(state);
         if asleep > 0 {
-            self.come.notify_all();
+            self.job_added.notify_all();
         }
-        Some(Given(self))
+        Some(PostedJob(self))
     }
 
-    /// A helper's life.
-    fn help(&self) {
+    /// Runs a helper until the pool is dropped.
+    fn run_helper(&self) {
         let mut seen = 0;
         loop {
-            look(|| self.jobs.load(Ordering::Acquire) != seen);
+            spin(|| self.jobs.load(Ordering::Acquire) != seen);
             let mut state = self.lock();
             while state.jobs == seen && !state.stop {
                 state.asleep += 1;
-                self.come.wait(&mut state);
+                self.job_added.wait(&mut state);
                 state.asleep -= 1;
             }
             if state.stop {
@@ -144,19 +152,19 @@ impl Shared {
             state.inside -= 1;
             self.inside.store(state.inside, Ordering::Release);
             if state.inside == 0 {
-                self.left.notify_one();
+                self.helpers_left.notify_one();
             }
         }
     }
 }
 
-impl Drop for Given<'_> {
+impl Drop for PostedJob<'_> {
     fn drop(&mut self) {
         self.0.lock().job = None;
-        look(|| self.0.inside.load(Ordering::Acquire) == 0);
+        spin(|| self.0.inside.load(Ordering::Acquire) == 0);
         let mut state = self.0.lock();
         while state.inside > 0 {
-            self.0.left.wait(&mut state);
+            self.0.helpers_left.wait(&mut state);
         }
         let panicked = std::mem::take(&mut state.panicked);
         drop(state);
@@ -164,9 +172,9 @@ impl Drop for Given<'_> {
     }
 }
 
-/// Waits a few microseconds at most.
-fn look(until: impl Fn() -> bool) {
-    for _ in 0..LOOKS {
+/// Busy-waits for a few microseconds at most.
+fn spin(until: impl Fn() -> bool) {
+    for _ in 0..SPINS {
         if until() {
             return;
         }
@@ -174,11 +182,11 @@ fn look(until: impl Fn() -> bool) {
     }
 }
 
-/// Values that tasks borrow one after the other; there are as many as tasks ever ran at the same time.
+/// Reusable values that tasks borrow. There are as many as tasks ever ran at the same time.
 #[derive(Default)]
-pub(super) struct Shelf<T>(Mutex<Vec<T>>);
+pub(super) struct BufferPool<T>(Mutex<Vec<T>>);
 
-impl<T: Default> Shelf<T> {
+impl<T: Default> BufferPool<T> {
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         let mut value = self.0.lock().pop().unwrap_or_default();
         let result = work(&mut value);
@@ -192,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_task_is_done_once_before_the_call_returns() {
+    fn every_task_runs_once_before_the_call_returns() {
         let threads = Threads::new(4).unwrap();
         for round in 0..2_000 {
             let done: Vec<_> = (0..round % 40).map(|_| AtomicUsize::new(0)).collect();
@@ -204,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_within_tasks_are_done_too() {
+    fn nested_tasks_run() {
         let threads = Threads::new(3).unwrap();
         let done = AtomicUsize::new(0);
         for _ in 0..200 {
@@ -218,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_task_reaches_the_caller_and_the_threads_go_on() {
+    fn panic_of_a_task_reaches_the_caller_and_the_pool_stays_usable() {
         let threads = Threads::new(3).unwrap();
         for unlucky in 0..20 {
             let run = || threads.for_each((0..20).collect(), |task| assert_ne!(task, unlucky));

@@ -1,8 +1,8 @@
-//! Weight matrices, packed once for the kernels, most of them in nearly the bytes that the file has.
+//! Weight matrices, packed for the kernels at load time, most of them in nearly the bytes of the file.
 //!
-//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file's formats), a *tile* one group
-//! of one panel. Tiles of a panel follow each other, and within a tile the 32 outputs lie side by side, so that the kernels'
-//! innermost loops run over outputs, every output by itself. Quants come in *words*: four inputs of one output, a byte each.
+//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file formats), a *tile* one group of one panel.
+//! A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the kernels' innermost loops run over independent outputs.
+//! Quants come in *words*: four inputs of one output, a byte each.
 
 use super::{
     CpuError,
@@ -12,22 +12,22 @@ use half::f16;
 use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
-/// Outputs side by side in a tile.
+/// Outputs in a tile.
 pub(super) const PANEL: usize = 32;
 /// Inputs in a tile.
 pub(super) const GROUP: usize = 32;
 
-/// `outputs` rows of `inputs` numbers.
+/// A weight matrix, `[outputs][inputs]`.
 pub(crate) struct Matrix {
     pub outputs: usize,
     pub inputs: usize,
     pub(super) tiles: Tiles,
 }
 
-/// Panel by panel, group by group; outputs and inputs that fill up the last ones are 0.
+/// The tiles of a matrix, panel by panel, group by group. The padding of the last panel and group is 0.
 #[expect(non_camel_case_types, reason = "the formats' own names")]
 pub(super) enum Tiles {
-    /// Q4_0 as well: its minimum is −8 scales, which half precision holds exactly.
+    /// Q4_0 too: its minimum is −8 scales, which half precision holds exactly.
     Q4_1(Vec<Q4_1Tile>),
     Q8_0(Vec<Q8_0Tile>),
     Q4_K(Vec<Q4_KTile>),
@@ -37,7 +37,7 @@ pub(super) enum Tiles {
     F32(Vec<F32Tile>),
 }
 
-/// What is asked of the tiles of any type.
+/// Evaluates an expression for tiles of any type.
 macro_rules! each_type {
     ($tiles:expr, $name:ident => $ask:expr) => {
         match $tiles {
@@ -52,10 +52,10 @@ macro_rules! each_type {
     };
 }
 
-/// Each output's words of one set of four inputs.
+/// The words of all outputs for the same four inputs.
 pub(super) type Words = [u8; PANEL * 4];
 
-/// Quants from 0 to 15: row `i` has the inputs from `4i` in the lower halves of its bytes, those from `4i + 16` in the upper ones.
+/// Quants from 0 to 15: row `i` has the inputs from `4i` in the lower halves of its bytes, and those from `4i + 16` in the upper halves.
 #[derive(Clone)]
 pub(super) struct Nibbles(pub [Words; GROUP / 8]);
 
@@ -74,7 +74,7 @@ pub(super) struct Q4_1Tile {
 #[repr(align(64))]
 pub(super) struct Q4_KTile {
     pub quants: Nibbles,
-    /// Of 256 inputs, and so the same in eight tiles.
+    /// Scales of 256 inputs: the same in eight tiles.
     pub scales: [u16; PANEL],
     pub mins: [u16; PANEL],
     pub factors: [u8; PANEL],
@@ -87,7 +87,7 @@ pub(super) struct Q4_KTile {
 #[repr(align(64))]
 pub(super) struct Q6_KTile {
     pub quants: [Words; GROUP / 4],
-    /// Of 256 inputs, and so the same in eight tiles.
+    /// Scales of 256 inputs: the same in eight tiles.
     pub scales: [u16; PANEL],
     pub factors: [[i8; PANEL]; 2],
 }
@@ -114,18 +114,18 @@ pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
 #[repr(align(64))]
 pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
-/// How one group of one output gets into a tile and out of it.
+/// Packing and unpacking of one group of one output.
 trait Tile: Clone {
-    /// Of a block in the file.
+    /// The size of a block in the file.
     const BLOCK_BYTES: usize;
-    /// Groups in a block.
+    /// The number of groups in a block.
     const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
 
-    /// Puts a group of a block (or of the shorter end of a row) into a column. False when a number in it is not finite.
+    /// Packs a group of a block (or of the shorter end of a row) into a column. Returns false if a number in it is not finite.
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool;
 
-    /// One weight.
+    /// Returns one weight.
     fn get(&self, column: usize, input: usize) -> f32;
 }
 
@@ -139,7 +139,7 @@ fn is_finite(half: u16) -> bool {
 
 const NO_WORDS: [Words; GROUP / 4] = [[0; PANEL * 4]; GROUP / 4];
 
-/// Where in its words an input of an output lies.
+/// Returns the row and the byte of an input of an output in its words.
 fn place(column: usize, input: usize) -> (usize, usize) {
     (input / 4, column * 4 + input % 4)
 }
@@ -147,7 +147,7 @@ fn place(column: usize, input: usize) -> (usize, usize) {
 impl Nibbles {
     const ZERO: Self = Self([[0; PANEL * 4]; GROUP / 8]);
 
-    /// Puts 16 bytes of which byte `i` holds input `i` in its lower half and input `i + 16` in its upper half.
+    /// Packs 16 bytes; byte `i` holds input `i` in its lower half and input `i + 16` in its upper half.
     fn put(&mut self, column: usize, bytes: &[u8]) {
         for (words, four) in self.0.iter_mut().zip(bytes.as_chunks::<4>().0) {
             words[column * 4..][..4].copy_from_slice(four);
@@ -187,7 +187,7 @@ impl Tile for FromQ4_0 {
 
     fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         let scale = f16::from_bits(half_at(block, 0));
-        // Infinite only where weights would be beyond half precision themselves.
+        // It is infinite only if weights exceed half precision themselves.
         let min = f16::from_f32(scale.to_f32() * -8.0);
         self.0.scales[column] = scale.to_bits();
         self.0.mins[column] = min.to_bits();
@@ -209,8 +209,8 @@ impl Tile for Q4_KTile {
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
         self.scales[column] = half_at(block, 0);
         self.mins[column] = half_at(block, 2);
-        // Twelve bytes hold eight factors and eight min factors of six bits: four of each whole, in the low bits of the first
-        // eight bytes; of the others the low four bits in the last four bytes, the high two above the first eight's six.
+        // Twelve bytes hold eight factors and eight min factors of six bits. The first four of each are in the low six bits of the first eight
+        // bytes. Of the others, the low four bits are in the last four bytes, and the high two in the high bits of the first eight.
         let packed = &block[4..16];
         (self.factors[column], self.min_factors[column]) = if group < 4 {
             (packed[group] & 63, packed[group + 4] & 63)
@@ -333,12 +333,20 @@ impl Tile for F32Tile {
 }
 
 impl Matrix {
-    /// Packs a tensor that must have this shape.
+    /// Packs a tensor of this shape.
+    ///
+    /// # Errors
+    ///
+    /// The tensor is missing, has another shape or an unsupported format, or a number in it is not finite.
     pub fn load(file: &dyn ModelFile, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
         Self::load_rows(file, name, outputs, inputs, 0..outputs)
     }
 
-    /// Packs some of the rows of a tensor that must have this shape.
+    /// Packs some rows of a tensor of this shape.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Matrix::load`].
     pub fn load_rows(
         file: &dyn ModelFile,
         name: &str,
@@ -364,18 +372,18 @@ impl Matrix {
         Ok(Self { outputs, inputs, tiles: tiles.ok_or_else(not_finite)? })
     }
 
-    /// The numbers of one output, as the embedding of a token.
+    /// Unpacks the weights of one output, such as a token's embedding.
     pub fn row(&self, output: usize, into: &mut [f32]) {
         each_type!(&self.tiles, tiles => row(tiles, output, into))
     }
 
-    /// Of memory.
+    /// Returns the size in memory.
     pub fn bytes(&self) -> usize {
         each_type!(&self.tiles, tiles => size_of_val(tiles.as_slice()))
     }
 }
 
-/// `None` when a number is not finite.
+/// Packs all rows; `None` if a number is not finite.
 fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     let row_bytes = data.len() / outputs;
     let groups = row_bytes.div_ceil(T::BLOCK_BYTES) * T::BLOCK_GROUPS;
@@ -392,7 +400,7 @@ fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     finite.then_some(tiles)
 }
 
-/// The same memory where the allocator allows it.
+/// Converts the tiles in place, if the allocator allows it.
 fn from_q4_0(tiles: Vec<FromQ4_0>) -> Vec<Q4_1Tile> {
     tiles.into_iter().map(|tile| tile.0).collect()
 }
@@ -407,7 +415,11 @@ fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
     }
 }
 
-/// A vector of float weights (norms).
+/// Reads a vector of float weights, such as a norm's.
+///
+/// # Errors
+///
+/// The tensor is missing, has another length or format, or a number in it is not finite.
 pub(crate) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
     let tensor = file.tensor_of(name, &[len as u64])?;
     let numbers: Vec<f32> = match tensor.kind {

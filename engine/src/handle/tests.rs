@@ -3,7 +3,7 @@ mod fairness;
 
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
-use crate::{Sampling, StepOutput};
+use crate::{EngineError, Sampling, StepOutput};
 use tandem_kv::{BlockId, Change, HashKey, Namespace};
 
 const SETTINGS: EngineSettings = EngineSettings {
@@ -12,7 +12,7 @@ const SETTINGS: EngineSettings = EngineSettings {
     queue_max: 64,
     prefix_caching: true,
     hash_key: HashKey::NONE,
-    unheard_max: 1_024,
+    max_buffered_events: 1_024,
     step_max: Duration::from_secs(60),
 };
 
@@ -51,7 +51,7 @@ fn generate(max_tokens: u32) -> Generate {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dropped_job_gives_its_blocks_back() {
+async fn dropped_job_releases_its_blocks() {
     let engine = start();
     let mut job = engine.generate(generate(10_000)).await.expect("it fits");
     while !matches!(job.next().await, Some(Event::Token { .. })) {}
@@ -61,15 +61,15 @@ async fn a_dropped_job_gives_its_blocks_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_that_is_never_held_gives_its_blocks_back() {
+async fn job_dropped_before_it_was_returned_releases_its_blocks() {
     let engine = start();
     let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
-    // Asks, and leaves when the engine has answered.
+    // Submits the job, and drops the future when the engine has answered.
     std::future::poll_fn(|context| std::task::Poll::Ready(submitting.as_mut().poll(context).is_pending())).await;
     engine.wait_for_load(|load| load.in_use_blocks > 0).await;
     drop(submitting);
     let idle = engine.wait_for_load(|load| load.in_use_blocks == 0 && load.waiting_requests == 0);
-    tokio::time::timeout(Duration::from_secs(60), idle).await.expect("the blocks are given back");
+    tokio::time::timeout(Duration::from_secs(60), idle).await.expect("the blocks are released");
 }
 
 #[tokio::test(start_paused = true)]
@@ -83,11 +83,11 @@ async fn events_end_after_the_last_sample() {
     assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
 }
 
-/// Two samples of a job that is not read, another job that is.
+/// Two samples of a job whose events are not read, and another job whose events are.
 #[tokio::test(start_paused = true)]
-async fn a_job_that_is_not_read_pauses_and_goes_on_when_it_is_read_again() {
-    const UNHEARD_MAX: usize = 10;
-    let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { unheard_max: 10, ..SETTINGS });
+async fn backpressure_pauses_an_unread_job_until_it_is_read() {
+    const BUFFERED_MAX: usize = 10;
+    let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { max_buffered_events: 10, ..SETTINGS });
     let two = || Generate { samples: 2, ..generate(200) };
     let mut expected = Vec::new();
     let mut job = start().generate(two()).await.expect("it fits");
@@ -99,12 +99,12 @@ async fn a_job_that_is_not_read_pauses_and_goes_on_when_it_is_read_again() {
     while read.next().await.is_some() {}
     // Half an hour of steps.
     tokio::time::sleep(Duration::from_secs(1_800)).await;
-    assert!((UNHEARD_MAX..UNHEARD_MAX + 3).contains(&unread.events.len()), "{} events are kept", unread.events.len());
-    let mut heard = Vec::new();
-    while let Some(event) = tokio::time::timeout(Duration::from_secs(60), unread.next()).await.expect("it goes on") {
-        heard.push(format!("{event:?}"));
+    assert!((BUFFERED_MAX..BUFFERED_MAX + 3).contains(&unread.events.len()), "{} events are buffered", unread.events.len());
+    let mut received = Vec::new();
+    while let Some(event) = tokio::time::timeout(Duration::from_secs(60), unread.next()).await.expect("it resumes") {
+        received.push(format!("{event:?}"));
     }
-    assert_eq!((heard.len(), &heard[1..]), (expected.len(), &expected[1..]), "all but the count of cached tokens");
+    assert_eq!((received.len(), &received[1..]), (expected.len(), &expected[1..]), "all events but the count of cached tokens");
 
     let unread = engine.generate(two()).await.expect("it fits");
     tokio::time::sleep(Duration::from_secs(60)).await;
@@ -114,10 +114,10 @@ async fn a_job_that_is_not_read_pauses_and_goes_on_when_it_is_read_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_paused_job_hears_of_a_failure() {
+async fn paused_job_gets_the_failure() {
     let sim = SimEngine::new(SimSettings::default());
     let clock = sim.clock();
-    let settings = EngineSettings { unheard_max: 1, ..SETTINGS };
+    let settings = EngineSettings { max_buffered_events: 1, ..SETTINGS };
     let engine = spawn(EngineHandle::simulated(Box::new(Failing(sim)), clock, settings, 7));
     let fine = Generate { prompt: vec![1, 2], samples: 3, ..generate(50) };
     let mut unread = engine.generate(fine).await.expect("it fits");
@@ -132,8 +132,8 @@ async fn a_paused_job_hears_of_a_failure() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_prefill_whose_blocks_are_not_taken_is_computed_all_the_same() {
-    let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { unheard_max: 1, ..SETTINGS });
+async fn unread_prefill_is_computed_completely() {
+    let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { max_buffered_events: 1, ..SETTINGS });
     let Generate { request_id, account, namespace, .. } = generate(1);
     let prompt = (0..1_000).map(|position| position % 250).collect();
     let mut job = engine.prefill(Prefill { request_id, account, namespace, prompt }).await.expect("it fits");
@@ -176,14 +176,14 @@ async fn a_watcher_sees_every_change_once() {
 
 /// A step of prompts takes five minutes, then a device that hangs is itself again.
 #[tokio::test(start_paused = true)]
-async fn an_engine_that_is_at_one_step_for_too_long_hangs_until_it_moves() {
+async fn hung_resolves_while_one_step_takes_too_long() {
     let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };
     let engine = start_with(SimEngine::new(sim), EngineSettings { step_max: Duration::from_secs(20), ..SETTINGS });
     let hangs = async |seconds| tokio::time::timeout(Duration::from_secs(seconds), engine.hung()).await.is_ok();
     assert!(!hangs(3_600).await, "nothing to do");
     let mut short = engine.generate(Generate { prompt: vec![1], ..generate(60_000) }).await.expect("it fits");
     assert!(matches!(short.next().await, Some(Event::Scheduled { .. })));
-    assert!(!hangs(3_600).await, "its listener does not listen, and before that it makes steps");
+    assert!(!hangs(3_600).await, "it makes steps, then backpressure pauses its only job");
     let reading = async {
         while short.next().await.is_some() {}
         std::future::pending::<()>().await
@@ -195,9 +195,9 @@ async fn an_engine_that_is_at_one_step_for_too_long_hangs_until_it_moves() {
         engine.hung().await;
         let noticed = began.elapsed();
         assert!((19..=21).contains(&noticed.as_secs()), "{noticed:?}");
-        assert!(hangs(0).await, "it still does");
+        assert!(hangs(0).await, "the step still runs");
         tokio::time::sleep(Duration::from_secs(600)).await;
-        assert!(!hangs(60).await, "it moves again");
+        assert!(!hangs(60).await, "it makes steps again");
     };
     tokio::select! {
         () = reading => unreachable!("it never ends"),
@@ -213,7 +213,7 @@ impl Engine for Failing {
     }
     fn step(&mut self, chunks: &[crate::Chunk<'_>]) -> Result<StepOutput, crate::EngineError> {
         match chunks.iter().any(|chunk| chunk.tokens.contains(&99)) {
-            true => Err(crate::EngineError::Step("the device is on fire".into())),
+            true => Err(crate::EngineError::Step("the test's device fails".into())),
             false => self.0.step(chunks),
         }
     }
@@ -226,7 +226,7 @@ impl Engine for Failing {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
+async fn failed_step_fails_all_jobs_and_later_jobs_run() {
     let engine = start_device(Failing(SimEngine::new(SimSettings::default())));
     let mut job = engine.generate(generate(3)).await.expect("it fits");
     let mut last = None;
@@ -242,7 +242,7 @@ async fn a_failed_step_ends_its_jobs_and_the_next_ones_run() {
 }
 
 #[test]
-fn on_its_own_thread_it_works_outside_any_runtime() {
+fn engine_thread_needs_no_runtime_of_the_caller() {
     let engine =
         EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 1_000.0, ..SimSettings::default() })), SETTINGS);
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a plain runtime");

@@ -1,8 +1,8 @@
-//! Which sequences get blocks, and when: submission and admission.
+//! Submission of jobs, and admission: which waiting sequences get blocks, and when.
 
 use super::fair::{Shares, due};
-use super::sequence::{JobId, Order, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence, Twin};
-use super::waiting::Due;
+use super::sequence::{JobId, Order, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
+use super::waiting::{Due, PrefixOwner, Queued};
 use super::{Action, Machine, Sampler};
 use crate::{Event, Generate, Generated, KvSource, Prefill, Refusal};
 use std::{
@@ -13,54 +13,42 @@ use std::{
 };
 use tandem_kv::Wanted;
 
-/// Whoever computes runs, and each step brings it on; one that is held up for so long by others is not waited for any more.
-/// Half of what a first token may take.
-const TWIN_WAIT_MAX: Duration = Duration::from_secs(30);
+/// How long a sequence waits for a prefix owner that computes. Each step advances a running sequence, so only one that is held up by others
+/// takes longer. Half the limit for a first token.
+const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// KV that comes from elsewhere may be late, and a prompt that waits for it here keeps its own prefill worker waiting for a ticket:
-/// half as long as that one does.
-const LANDING_WAIT_MAX: Duration = Duration::from_secs(5);
+/// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself. A remote prompt that waits also keeps its
+/// prefill worker waiting for a ticket: this is half of that worker's limit.
+const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// Waiting prompts that a new one is compared with, the latest first: a burst is found, and a long queue costs no time.
-const AHEAD_MAX: usize = 64;
+/// How many earlier prompts a new one is compared with, the latest first: enough to find a burst, and bounded for a long queue.
+const COMPARED_PROMPTS_MAX: usize = 64;
 
-/// Prompts take blocks when no more than this many full steps of their account come before them: enough for the ticket of a transfer to
-/// come meanwhile. Those that would be computed later leave the blocks to prompts that go before them.
-const STEPS_AHEAD: usize = 4;
+/// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps: enough for the
+/// ticket of a transfer to arrive in the meantime. Later prompts leave the blocks to those before them.
+const LOOKAHEAD_STEPS: usize = 4;
 
 impl Machine {
-    /// Queues a prefill. Jobs' numbers grow with their arrival.
+    /// Queues a prefill. `job` must be greater than all earlier ones.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal`] if the request can never run on this engine, or the queue is full.
     pub fn prefill(&mut self, job: JobId, prefill: Prefill, now: Duration) -> Result<(), Refusal> {
         prefill.check(&self.info)?;
         self.check_queue()?;
-        let prompt_len = prefill.prompt.len();
-        self.queue(Sequence {
-            job,
-            order: (job, 0),
-            account: prefill.account.into(),
-            due: 0,
-            namespace: prefill.namespace,
-            tokens: prefill.prompt,
-            prompt_len,
-            blocks: Vec::new(),
-            computed: 0,
-            committed: 0,
-            paused: false,
-            cache_reads: true,
-            submitted: now,
-            found: 0,
-            ahead: None,
-            twin: None,
-            queued: None,
-            chunks: Vec::new(),
-            role: Role::Prefill(Sending::default()),
-        });
+        let role = Role::Prefill(Sending::default());
+        self.queue(Sequence::new(job, prefill.account.into(), prefill.namespace, prefill.prompt, role, now));
         self.live.insert(job, 1);
         self.included_request_ids.push(prefill.request_id);
         Ok(())
     }
 
-    /// Queues a generation. Jobs' numbers grow with their arrival.
+    /// Queues a generation. `job` must be greater than all earlier ones.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal`] if the request can never run on this engine, or the queue is full.
     pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
         generate.check(&self.info)?;
         self.check_queue()?;
@@ -83,239 +71,222 @@ impl Machine {
             logprobs: generate.prompt_logprobs.map(|top| PromptLogprobs { top, rows: vec![None] }),
             remote,
         };
+        let cache_reads = prompt.logprobs.is_none() && len_max > boundary;
         self.live.insert(job, prompt.samples.len() as u32);
-        self.queue(Sequence {
-            job,
-            order: (job, 0),
-            account: generate.account.into(),
-            due: 0,
-            namespace: generate.namespace,
-            prompt_len: tokens.len(),
-            blocks: Vec::new(),
-            computed: 0,
-            committed: 0,
-            paused: false,
-            cache_reads: prompt.logprobs.is_none() && len_max > boundary,
-            tokens,
-            submitted: now,
-            found: 0,
-            ahead: None,
-            twin: None,
-            queued: None,
-            chunks: Vec::new(),
-            role: Role::Prompt(Box::new(prompt)),
-        });
+        let role = Role::Prompt(Box::new(prompt));
+        let sequence = Sequence::new(job, generate.account.into(), generate.namespace, tokens, role, now);
+        self.queue(Sequence { cache_reads, ..sequence });
         self.included_request_ids.push(generate.request_id);
         Ok(())
     }
 
     fn check_queue(&self) -> Result<(), Refusal> {
-        // Those that have run already were let in once, and clients that do not read may keep many of them here.
+        // Preempted sequences were accepted once, and clients that do not read may keep many of them in the queue.
         if self.waiting.len_new() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
     }
 
     fn queue(&mut self, mut sequence: Sequence) {
-        sequence.found = self.found(&sequence);
+        let cached_blocks = self.cached_prefix(&sequence);
+        let mut expected_prefix = None;
         if self.settings.prefix_caching && !sequence.is_remote() {
             let size = self.info.block_size as usize;
-            let before = self.waiting.iter().rev().chain(self.running.iter().rev());
-            let before =
-                before.filter(|other| !other.is_remote() && !other.is_decoding() && other.namespace == sequence.namespace);
-            let before = before.take(AHEAD_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // Of equal ones the latest: when one of a burst leaves, only the next counts anew.
-            sequence.ahead = before.min_by_key(|(_, blocks)| Reverse(*blocks));
+            let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
+            let computed_here =
+                earlier.filter(|other| !other.is_remote() && !other.is_decoding() && other.namespace == sequence.namespace);
+            let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
+            // Of equal prefixes the latest: when one job of a burst is cancelled, only the next one's expectation becomes void.
+            expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
-        let others = self.waiting.iter().chain(&self.reserved).chain(&self.running);
-        let others = others.filter(|other| other.account == sequence.account && !other.is_decoding());
-        let cost = sequence.remaining().saturating_sub(sequence.found * self.info.block_size as usize);
-        sequence.due = due(self.prefilled, cost, others.map(|other| self.own_tokens(other)));
-        self.waiting.push(sequence);
+        let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
+        let of_account = |other: &&Sequence| other.account == sequence.account && !other.is_decoding();
+        let waiting =
+            self.waiting.iter().filter(|queued| of_account(&&queued.sequence)).map(|queued| self.tokens_to_compute(queued));
+        let in_flight = self.reserved.iter().chain(&self.running).filter(of_account).map(Sequence::remaining);
+        sequence.due = due(self.prefilled, cost, waiting.chain(in_flight));
+        self.waiting.push(Queued { sequence, cached_blocks, expected_prefix, prefix_owner: None });
     }
 
-    /// Leading blocks of a sequence that are cached now.
-    pub(super) fn found(&self, sequence: &Sequence) -> usize {
+    /// Returns how many leading blocks of a sequence are cached now.
+    pub(super) fn cached_prefix(&self, sequence: &Sequence) -> usize {
         let reuse_max = sequence.reuse_max_blocks(self.info.block_size as usize);
         self.cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max as u32) as usize
     }
 
-    /// Tokens that will have to be computed for the sequence: not those that are cached, nor those that others compute, as far as
-    /// is known.
-    pub(super) fn own_tokens(&self, sequence: &Sequence) -> usize {
-        if !sequence.blocks.is_empty() {
-            return sequence.remaining();
-        }
-        let twin = sequence.twin.map_or(0, |twin| twin.blocks);
-        // One that has gone may not have computed them.
-        let ahead = sequence.ahead.filter(|(job, _)| self.live.contains_key(job)).map_or(0, |(_, blocks)| blocks);
-        sequence.remaining().saturating_sub(sequence.found.max(twin).max(ahead) * self.info.block_size as usize)
+    /// Estimates how many tokens will have to be computed for a waiting sequence: those that are neither cached nor expected to be computed
+    /// for another sequence.
+    pub(super) fn tokens_to_compute(&self, queued: &Queued) -> usize {
+        let owned = queued.prefix_owner.map_or(0, |owner| owner.blocks);
+        // A job that has ended may not have computed them.
+        let expected = queued.expected_prefix.filter(|(job, _)| self.live.contains_key(job)).map_or(0, |(_, blocks)| blocks);
+        let reused = queued.cached_blocks.max(owned).max(expected);
+        queued.sequence.remaining().saturating_sub(reused * self.info.block_size as usize)
     }
 
-    /// When somebody will have waited long enough for what is to land here for another, should nothing happen until then.
+    /// Returns when a sequence stops waiting for KV that another worker sends, if nothing happens until then.
     pub fn next_deadline(&self, now: Duration) -> Option<Duration> {
-        let deadlines = self.waiting.iter().filter_map(|sequence| Some(sequence.twin?.since + LANDING_WAIT_MAX));
-        deadlines.filter(|deadline| *deadline > now).min()
+        let owners = self.waiting.iter().filter_map(|queued| queued.prefix_owner);
+        owners.map(|owner| owner.waiting_since + REMOTE_PREFIX_WAIT_MAX).filter(|deadline| *deadline > now).min()
     }
 
-    /// Takes in what waits, in the fair order, while there are places in the steps and blocks. The first that lacks blocks may take them
-    /// from one that has more than its share; if it cannot, all others wait for it: none is passed for ever. Sequences whose next block
-    /// is being computed for another, or lands for it, let others go first, and match it then: a burst of one prompt is computed once,
-    /// and sent once.
+    /// Admits waiting sequences in the fair order while there are places in the steps and blocks.
+    ///
+    /// The first one that lacks blocks may preempt a sequence of an owner with more than its share. If it cannot, all others wait for it, so
+    /// none starves. A sequence whose next block is being computed or received for another is deferred, and matches the block later: the
+    /// prompt of a burst is computed once and sent once.
     pub(super) fn admit(&mut self, now: Duration) {
-        while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_turn(now) {}
+        while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_order(now) {}
     }
 
-    /// True: it made room at the cost of a sequence that is to wait in turn, so that the order is a new one.
-    fn admit_in_turn(&mut self, now: Duration) -> bool {
+    /// Returns true if it preempted a sequence: that one waits again, so the order has changed.
+    fn admit_in_order(&mut self, now: Duration) -> bool {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| !sequence.paused).chain(&self.reserved) {
             shares.add(&sequence.account, sequence.job);
         }
         let accounts: BTreeSet<&Arc<str>> =
-            self.waiting.accounts().chain(self.forking.iter().map(|leader| &leader.account)).collect();
-        let mut lines: Vec<Line> = accounts.into_iter().map(|account| Line::of(Arc::clone(account))).collect();
+            self.waiting.accounts().chain(self.forking.iter().map(|parent| &parent.account)).collect();
+        let mut accounts: Vec<AccountCandidates> =
+            accounts.into_iter().map(|account| AccountCandidates::new(Arc::clone(account))).collect();
         let mut heads: BinaryHeap<Reverse<(usize, JobId, usize)>> = BinaryHeap::new();
-        for (number, line) in lines.iter_mut().enumerate() {
-            line.advance(self, &shares);
-            heads.extend(line.head(&shares).map(|(before, job)| Reverse((before, job, number))));
+        for (index, account) in accounts.iter_mut().enumerate() {
+            account.advance(self, &shares);
+            heads.extend(account.head(&shares).map(|(before, job)| Reverse((before, job, index))));
         }
-        while let Some(Reverse((_, _, number))) = heads.pop() {
-            let line = &mut lines[number];
-            let Some(next) = line.next.take() else { continue };
-            let job = next.job();
-            if shares.before(&line.account, job) >= self.settings.batch_max as usize {
-                // Nor is there a place for the others of this account.
+        while let Some(Reverse((_, _, index))) = heads.pop() {
+            let account = &mut accounts[index];
+            let Some(candidate) = account.next.take() else { continue };
+            let job = candidate.job();
+            if shares.before(&account.account, job) >= self.settings.batch_max as usize {
+                // The account's other candidates come later in the fair order.
                 continue;
             }
-            match self.admit_one(next, &shares, now) {
-                Admitted::Runs => shares.add(&line.account, job),
-                Admitted::HasBlocks => {}
-                Admitted::NotYet => line.pass(next),
-                Admitted::NoneOfItsAccount => line.new_is_over = true,
-                Admitted::NoRoom { made } => return made,
+            match self.admit_one(candidate, &shares, now) {
+                Admission::Runs => shares.add(&account.account, job),
+                Admission::Complete => {}
+                Admission::Deferred => account.skip(candidate),
+                Admission::LookaheadReached => account.no_more_new = true,
+                Admission::OutOfBlocks { preempted } => return preempted,
             }
-            line.advance(self, &shares);
-            heads.extend(line.head(&shares).map(|(before, job)| Reverse((before, job, number))));
+            account.advance(self, &shares);
+            heads.extend(account.head(&shares).map(|(before, job)| Reverse((before, job, index))));
         }
         false
     }
 
-    fn admit_one(&mut self, next: Next, shares: &Shares, now: Duration) -> Admitted {
-        let order = match next {
-            Next::Sample(job) => return self.admit_sample(job, shares),
-            Next::Again(order) | Next::New((_, order)) => order,
+    fn admit_one(&mut self, candidate: Candidate, shares: &Shares, now: Duration) -> Admission {
+        let order = match candidate {
+            Candidate::Sample(job) => return self.admit_sample(job, shares),
+            Candidate::Preempted(order) | Candidate::New((_, order)) => order,
         };
-        if self.waiting.get(order).is_none_or(|sequence| sequence.paused) || self.waits_for_twin(order, now) {
-            return Admitted::NotYet;
+        if self.waiting.get(order).is_none_or(|queued| queued.sequence.paused) || self.waits_for_prefix(order, now) {
+            return Admission::Deferred;
         }
-        let sequence = &self.waiting.get(order).expect("it was there a moment ago");
-        if sequence.queued.is_none() && !sequence.is_remote() && self.tokens_before(sequence) >= self.lookahead() {
-            return Admitted::NoneOfItsAccount;
+        let sequence = &self.waiting.get(order).expect("a candidate waits").sequence;
+        let lookahead = LOOKAHEAD_STEPS * self.settings.chunk_budget as usize;
+        if sequence.queue_time.is_none() && !sequence.is_remote() && self.tokens_before(sequence) >= lookahead {
+            return Admission::LookaheadReached;
         }
         let (account, job) = (Arc::clone(&sequence.account), sequence.job);
         let size = self.info.block_size as usize;
-        let reuse_max = sequence.reuse_max_blocks(size);
         let len_blocks = sequence.target().div_ceil(size);
-        // A block for each sequence before it that grows, and for a last prompt token that begins one: it neither pushes out one of
-        // those, nor is pushed out, at once.
-        let grows_at_once = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
+        // One spare block for each sequence before it that grows, and one if its last prompt token begins a block. Otherwise it would
+        // preempt one of those sequences in the next step, or be preempted itself.
+        let grows_next = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
         let wanted = Wanted {
-            reuse_max_blocks: reuse_max as u32,
+            reuse_max_blocks: sequence.reuse_max_blocks(size) as u32,
             len_blocks: len_blocks as u32,
-            spare_blocks: (self.growing(shares.before(&account, job)) + usize::from(grows_at_once)) as u32,
+            spare_blocks: (self.growing(shares.before(&account, job)) + usize::from(grows_next)) as u32,
         };
         let Ok(acquired) = self.cache.acquire(&sequence.namespace, &sequence.tokens, wanted) else {
-            let found = self.found(sequence);
-            self.waiting.get_mut(order).expect("it still waits").found = found;
-            return Admitted::NoRoom { made: self.make_room(&account, job, len_blocks) };
+            let cached_blocks = self.cached_prefix(sequence);
+            self.waiting.get_mut(order).expect("a candidate waits").cached_blocks = cached_blocks;
+            return Admission::OutOfBlocks { preempted: self.preempt_for(&account, job, len_blocks) };
         };
-        let mut sequence = self.waiting.remove(order).expect("it waits until here");
-        sequence.twin = None;
+        let mut sequence = self.waiting.remove(order).expect("a candidate waits");
         sequence.blocks = acquired.blocks;
         sequence.committed = acquired.cached_blocks as usize;
         sequence.computed = sequence.committed * size;
-        let first_time = sequence.queued.is_none();
-        sequence.queued.get_or_insert(now.saturating_sub(sequence.submitted));
+        let first_time = sequence.queue_time.is_none();
+        sequence.queue_time.get_or_insert(now.saturating_sub(sequence.submitted));
         self.start(sequence, first_time, now)
     }
 
-    /// One more sample of a prompt whose KV is here.
-    fn admit_sample(&mut self, job: JobId, shares: &Shares) -> Admitted {
-        let Some(leader) = self.forking.iter().find(|leader| leader.job == job && !leader.paused) else {
-            return Admitted::NotYet;
+    /// Starts one more sample of a prompt whose KV is complete.
+    fn admit_sample(&mut self, job: JobId, shares: &Shares) -> Admission {
+        let Some(parent) = self.forking.iter().find(|parent| parent.job == job && !parent.paused) else {
+            return Admission::Deferred;
         };
-        let account = Arc::clone(&leader.account);
+        let account = Arc::clone(&parent.account);
         let runs = shares.of_job(&account, job) > 0;
         let spare = if runs { self.growing(shares.before(&account, job)) } else { 0 };
         if self.start_sample(job, spare) {
-            return Admitted::Runs;
+            return Admission::Runs;
         }
         if runs {
-            return Admitted::NoRoom { made: self.push_back_paused() };
+            return Admission::OutOfBlocks { preempted: self.preempt_paused() };
         }
-        if !self.make_room(&account, job, 1) {
+        if !self.preempt_for(&account, job, 1) {
             self.keep_first_sample(job);
         }
-        Admitted::NoRoom { made: true }
+        Admission::OutOfBlocks { preempted: true }
     }
 
-    /// How many sequences will want a block before one that `before` others precede in the fair order.
+    /// Returns how many sequences will need another block before one that `before` others precede in the fair order.
     fn growing(&self, before: usize) -> usize {
         self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count().min(before)
     }
 
-    /// Prompt tokens that will be computed before those of a new prompt of the same account.
+    /// Returns how many prompt tokens will be computed before those of a new prompt of the same account.
     fn tokens_before(&self, sequence: &Sequence) -> usize {
-        let before = self.running.iter().enumerate().filter(|(place, other)| {
+        let before = self.running.iter().enumerate().filter(|(index, other)| {
             other.account == sequence.account
                 && !other.is_decoding()
                 && !other.paused
-                && self.is_first(*place)
+                && self.is_first_of_job(*index)
                 && (other.due, other.order) < (sequence.due, sequence.order)
         });
         before.map(|(_, other)| other.remaining()).sum()
     }
 
-    fn lookahead(&self) -> usize {
-        STEPS_AHEAD * self.settings.chunk_budget as usize
-    }
-
-    /// Whether a sequence with blocks is about to compute, or to receive, the next block that a waiting one needs. It is looked for
-    /// again when that one has come as far as the two are alike, or has gone.
-    fn waits_for_twin(&mut self, order: Order, now: Duration) -> bool {
+    /// Returns whether an in-flight sequence is about to compute or receive the next block that a waiting one needs, and records it as the
+    /// prefix owner. Another owner is searched for when that one has produced the common blocks, or has ended.
+    fn waits_for_prefix(&mut self, order: Order, now: Duration) -> bool {
         let Self { cache, waiting, running, reserved, settings, info, .. } = self;
-        let (Some(sequence), size) = (waiting.get_mut(order), info.block_size as usize) else { return false };
+        let (Some(queued), size) = (waiting.get_mut(order), info.block_size as usize) else { return false };
         if !settings.prefix_caching {
             return false;
         }
-        if let Some(Twin { order, blocks, since }) = sequence.twin {
-            let twin = running.binary_search_by_key(&order, |other| other.order).map(|place| &running[place]);
-            let twin = twin.ok().or_else(|| reserved.iter().find(|other| other.order == order));
-            let lands = sequence.is_remote() || twin.is_some_and(Sequence::is_remote);
-            if now.saturating_sub(since) >= if lands { LANDING_WAIT_MAX } else { TWIN_WAIT_MAX } {
+        let sequence = &queued.sequence;
+        if let Some(PrefixOwner { order, blocks, waiting_since }) = queued.prefix_owner {
+            let owner = running.binary_search_by_key(&order, |other| other.order).map(|index| &running[index]);
+            let owner = owner.ok().or_else(|| reserved.iter().find(|other| other.order == order));
+            let remote = sequence.is_remote() || owner.is_some_and(Sequence::is_remote);
+            if now.saturating_sub(waiting_since) >= if remote { REMOTE_PREFIX_WAIT_MAX } else { PREFIX_WAIT_MAX } {
                 return false;
             }
-            if twin.is_some_and(|twin| twin.committed < blocks && !twin.paused) {
+            if owner.is_some_and(|owner| owner.committed < blocks && !owner.paused) {
                 return true;
             }
         }
-        let since = sequence.twin.map_or(now, |twin| twin.since);
-        let works = |other: &&Sequence| !other.is_decoding() && !other.paused && other.namespace == sequence.namespace;
-        let twins = running.iter().chain(reserved.iter()).filter(works).filter_map(|other| {
+        let waiting_since = queued.prefix_owner.map_or(now, |owner| owner.waiting_since);
+        let in_progress = |other: &&Sequence| !other.is_decoding() && !other.paused && other.namespace == sequence.namespace;
+        let owners = running.iter().chain(reserved.iter()).filter(in_progress).filter_map(|other| {
             let blocks = sequence.in_common(other, size);
             let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
-            // What lands is matched when all of it has landed, however little of it is shared: less than half is not waited for.
+            // Received blocks can be matched only when all of them have been received: that is worth it if at least half are shared.
             let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
-            pays.then_some(Twin { order: other.order, blocks, since })
+            pays.then_some(PrefixOwner { order: other.order, blocks, waiting_since })
         });
-        sequence.twin = twins.max_by_key(|twin| twin.blocks).filter(|twin| {
+        let owner = owners.max_by_key(|owner| owner.blocks).filter(|owner| {
             let reuse_max = sequence.reuse_max_blocks(size) as u32;
-            (cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max) as usize) < twin.blocks
+            (cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max) as usize) < owner.blocks
         });
-        sequence.twin.is_some()
+        queued.prefix_owner = owner;
+        owner.is_some()
     }
 
-    /// The sequence has its blocks.
-    fn start(&mut self, sequence: Sequence, first_time: bool, now: Duration) -> Admitted {
+    /// Starts a sequence that has just got its blocks.
+    fn start(&mut self, sequence: Sequence, first_time: bool, now: Duration) -> Admission {
         let job = sequence.job;
         if sequence.is_remote() {
             self.prefilled += sequence.remaining() as u64;
@@ -323,91 +294,92 @@ impl Machine {
         } else {
             if first_time {
                 let scheduled = Event::Scheduled { cached_tokens: sequence.computed as u32 };
-                self.actions.push(Action::Tell(job, scheduled));
+                self.actions.push(Action::Emit(job, scheduled));
             }
             self.settle(sequence, now);
         }
-        let works = |other: &Sequence| other.job == job;
+        let of_job = |other: &Sequence| other.job == job;
         let runs =
-            self.running.binary_search_by_key(&job, |other| other.order.0).is_ok() || self.reserved.iter().rev().any(works);
-        if runs { Admitted::Runs } else { Admitted::HasBlocks }
+            self.running.binary_search_by_key(&job, |other| other.order.0).is_ok() || self.reserved.iter().rev().any(of_job);
+        if runs { Admission::Runs } else { Admission::Complete }
     }
 }
 
-/// What became of the next of a line.
-enum Admitted {
+/// The result of an attempt to admit a candidate.
+enum Admission {
     /// It has a place in the steps.
     Runs,
-    /// Its KV is complete: it needs no place, or its samples do.
-    HasBlocks,
-    /// Its listener is behind, or it waits for what another one computes.
-    NotYet,
-    /// Enough prompts of its account come before it.
-    NoneOfItsAccount,
-    /// There are no blocks for it. `made`: another sequence has just given its own back.
-    NoRoom { made: bool },
+    /// Its KV is complete: the place goes to its samples, or none is needed.
+    Complete,
+    /// Backpressure pauses it, or it waits for blocks that another sequence produces.
+    Deferred,
+    /// The prompts of its account that precede it need [`LOOKAHEAD_STEPS`].
+    LookaheadReached,
+    /// There are too few free blocks for it. `preempted`: another sequence has just released its blocks.
+    OutOfBlocks { preempted: bool },
 }
 
 /// What may be admitted next of an account.
 #[derive(Clone, Copy)]
-enum Next {
-    Again(Order),
-    /// Of a forking job.
+enum Candidate {
+    Preempted(Order),
+    /// A sample of a forking job.
     Sample(JobId),
     New(Due),
 }
 
-impl Next {
+impl Candidate {
     fn job(self) -> JobId {
         match self {
-            Self::Sample(job) | Self::Again((job, _)) | Self::New((_, (job, _))) => job,
+            Self::Sample(job) | Self::Preempted((job, _)) | Self::New((_, (job, _))) => job,
         }
     }
 }
 
-/// An account's way through one admission.
-struct Line {
+/// An account's candidates during one round of admission.
+struct AccountCandidates {
     account: Arc<str>,
-    next: Option<Next>,
-    /// Samples and preempted sequences that wait for something else.
-    passed: BTreeSet<Order>,
-    /// The last of the new prompts that was looked at.
+    next: Option<Candidate>,
+    /// Samples and preempted sequences that were deferred.
+    skipped: BTreeSet<Order>,
+    /// The last of the new prompts that was tried.
     new_after: Option<Due>,
-    new_is_over: bool,
+    no_more_new: bool,
 }
 
-impl Line {
-    fn of(account: Arc<str>) -> Self {
-        Self { account, next: None, passed: BTreeSet::new(), new_after: None, new_is_over: false }
+impl AccountCandidates {
+    fn new(account: Arc<str>) -> Self {
+        Self { account, next: None, skipped: BTreeSet::new(), new_after: None, no_more_new: false }
     }
 
-    fn pass(&mut self, next: Next) {
-        match next {
-            Next::Again(order) => _ = self.passed.insert(order),
-            Next::Sample(job) => _ = self.passed.insert((job, u32::MAX)),
-            Next::New(due) => self.new_after = Some(due),
+    fn skip(&mut self, candidate: Candidate) {
+        match candidate {
+            Candidate::Preempted(order) => _ = self.skipped.insert(order),
+            Candidate::Sample(job) => _ = self.skipped.insert((job, u32::MAX)),
+            Candidate::New(due) => self.new_after = Some(due),
         }
     }
 
-    /// Finds the next one: that of the request with the fewest places; of such, what has had blocks before goes before new prompts.
+    /// Selects the next candidate: of the request with the fewest places. Of requests without a place, those that had blocks before precede
+    /// new prompts.
     fn advance(&mut self, machine: &Machine, shares: &Shares) {
         let places = |job| shares.of_job(&self.account, job);
-        let again = machine.waiting.again(&self.account).filter(|order| !self.passed.contains(order));
-        let again = again.map(|order| ((places(order.0), order), Next::Again(order)));
-        let forking = machine.forking.iter().filter(|leader| leader.account == self.account && !leader.paused);
-        let forking = forking.map(|leader| (leader.job, u32::MAX)).filter(|order| !self.passed.contains(order));
-        let forking = forking.map(|order| ((places(order.0), order), Next::Sample(order.0)));
-        let begun = again.chain(forking).min_by_key(|(key, _)| *key);
-        self.next = match begun {
+        let preempted = machine.waiting.preempted(&self.account).filter(|order| !self.skipped.contains(order));
+        let preempted = preempted.map(|order| ((places(order.0), order), Candidate::Preempted(order)));
+        let forking = machine.forking.iter().filter(|parent| parent.account == self.account && !parent.paused);
+        let forking = forking.map(|parent| (parent.job, u32::MAX)).filter(|order| !self.skipped.contains(order));
+        let forking = forking.map(|order| ((places(order.0), order), Candidate::Sample(order.0)));
+        let started = preempted.chain(forking).min_by_key(|(key, _)| *key);
+        self.next = match started {
             Some(((0, _), next)) => Some(next),
-            begun => {
-                let new = if self.new_is_over { None } else { machine.waiting.next_new(&self.account, self.new_after) };
-                new.map(Next::New).or(begun.map(|(_, next)| next))
+            started => {
+                let new = if self.no_more_new { None } else { machine.waiting.next_new(&self.account, self.new_after) };
+                new.map(Candidate::New).or(started.map(|(_, next)| next))
             }
         };
     }
 
-    /// How many of its account's sequences come before the next one, and its job.
+    /// Returns how many sequences of the account precede the next candidate, and the candidate's job.
     fn head(&self, shares: &Shares) -> Option<(usize, JobId)> {
         let job = self.next?.job();
         Some((shares.before_in_account(&self.account, job), job))

@@ -56,7 +56,6 @@ impl EndedReservations {
         self.spent.push_back(ticket);
     }
 
-    #[cfg(test)]
     pub fn blocks(&self) -> impl Iterator<Item = &BlockId> {
         self.writing.values()
     }
@@ -142,7 +141,7 @@ impl Machine {
     fn take_back(&mut self, mut sequence: Sequence, last: Event) {
         self.ended_reservations.take(&mut self.cache, &mut sequence);
         self.live.remove(&sequence.job);
-        self.actions.push(Action::Tell(sequence.job, last));
+        self.actions.push(Action::Emit(sequence.job, last));
         self.actions.push(Action::End(sequence.job));
     }
 
@@ -167,7 +166,7 @@ impl Machine {
         let missing: Vec<u32> = (sequence.committed as u32..sequence.blocks.len() as u32).collect();
         *remote(&mut sequence) = Remote { ticket: Some(ticket), missing: missing.clone(), ..Remote::default() };
         let none_missing = missing.is_empty();
-        self.actions.push(Action::Tell(sequence.job, Event::Reserved { ticket, missing_blocks: missing }));
+        self.actions.push(Action::Emit(sequence.job, Event::Reserved { ticket, missing_blocks: missing }));
         self.reserved.push(sequence);
         if none_missing {
             self.confirm(ticket, now);

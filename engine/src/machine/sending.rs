@@ -32,7 +32,7 @@ impl Machine {
                 && sending.wanted.as_ref().is_some_and(|(indices, _)| indices.is_empty())
             {
                 sending.all_reported = true;
-                self.actions.push(Action::Tell(sequence.job, Event::Computed(std::mem::take(&mut sequence.chunks))));
+                self.actions.push(Action::Emit(sequence.job, Event::Computed(std::mem::take(&mut sequence.chunks))));
             }
         }
     }
@@ -53,7 +53,7 @@ pub(super) fn report_ready_blocks(actions: &mut Vec<Action>, sequence: &mut Sequ
         let (job, access) = (sequence.job, *access);
         actions.push(match access {
             BlockAccess::Copied => Action::ReadBlocks(job, ready),
-            BlockAccess::InPlace => Action::Tell(job, Event::BlocksReady(ready)),
+            BlockAccess::InPlace => Action::Emit(job, Event::BlocksReady(ready)),
         });
     }
 }

@@ -4,58 +4,53 @@ use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, BlockId, Namespace, Ticket, TokenId};
 
-/// A job's number on its engine.
+/// A job's number on its engine. Numbers grow in the order of submission.
 pub(crate) type JobId = u64;
-/// A job and the number of a sample of it.
+/// A job and the number of one of its samples (0 for a prompt). Lower orders go first.
 pub(super) type Order = (JobId, u32);
 
 /// Tokens, how far their KV is computed, and the blocks that hold it.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub job: JobId,
-    /// Lower goes first: order of submission, samples of a job by their number.
     pub order: Order,
-    /// The job's account; empty if the request has none.
+    /// The request's account; empty if it has none.
     pub account: Arc<str>,
-    /// When the job's prompt is due among those of its account.
+    /// When the job's prompt is due among those of its account ([`super::fair::due`]).
     pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
-    /// Of the tokens at the start: a prompt, with what all its resumed samples have generated alike.
+    /// Tokens that all samples of the job share: the prompt, and the common beginning of what resumed samples had generated.
     pub prompt_len: usize,
-    /// Pinned once each for this sequence.
+    /// Each is pinned once for this sequence. Empty while it waits.
     pub blocks: Vec<BlockId>,
     /// Leading tokens whose KV is in the blocks.
     pub computed: usize,
     /// Leading blocks that were offered to the cache.
     pub committed: usize,
-    /// Its job's listener is behind: nothing is computed, and its blocks are the first to be taken for others.
+    /// Backpressure: its job's event buffer is full, so nothing is computed, and its blocks are the first to be taken for others.
     pub paused: bool,
-    /// Blocks may be matched in the cache.
+    /// Its blocks may be matched in the cache.
     pub cache_reads: bool,
     pub submitted: Duration,
-    /// While it waits: leading blocks that were in the cache when it was last looked.
-    pub found: usize,
-    /// While it waits: who was before it and will compute the most of what it needs, and how many leading blocks that is.
-    pub ahead: Option<(JobId, usize)>,
-    /// Who computes the blocks that this one needs next, while it waits for them.
-    pub twin: Option<Twin>,
-    /// From submission to the first taking of blocks; set then.
-    pub queued: Option<Duration>,
-    /// What steps have computed of a prompt.
+    /// From submission until blocks were first allocated; `None` before that.
+    pub queue_time: Option<Duration>,
+    /// The steps that computed parts of a prompt.
     pub chunks: Vec<PrefillChunk>,
     pub role: Role,
 }
 
-/// Chunks that are remembered of a prompt, the last with all that come after it.
+/// Prefill chunks that are recorded for a prompt. The last one absorbs all that come after it.
 const CHUNKS_MAX: usize = 64;
 
-/// What a sequence is for.
+/// What a sequence computes.
 #[derive(Debug)]
 pub(super) enum Role {
+    /// A prompt whose KV is sent to another worker.
     Prefill(Sending),
-    /// Computes or receives the prompt less its last token, then becomes a sequence of role `Sample` for each of `samples`.
+    /// A prompt without its last token. When its KV is complete it forks a sequence of role `Sample` for each of its samples.
     Prompt(Box<Prompt>),
+    /// One continuation of a prompt.
     Sample(Box<Sample>),
 }
 
@@ -71,11 +66,11 @@ pub(super) struct Sending {
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub sampler: Sampler,
-    /// At least one.
+    /// The samples to start; at least one.
     pub samples: Vec<Generated>,
-    /// Tokens before those that samples generate.
+    /// The number of tokens before those that samples generate.
     pub boundary: usize,
-    /// Tokens a sample may reach, the prompt's included.
+    /// The longest length of a sample in tokens, the prompt included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
     /// Set while another worker's KV is being received.
@@ -105,21 +100,41 @@ pub(super) struct Remote {
 pub(super) struct Sample {
     pub number: u32,
     pub sampler: Sampler,
+    /// The longest length in tokens, the prompt included.
     pub len_max: usize,
 }
 
-/// A sequence with blocks that is about to compute, or to receive, what another one needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Twin {
-    /// Its place in the order.
-    pub order: Order,
-    /// Leading blocks the two have in common, and both want.
-    pub blocks: usize,
-    pub since: Duration,
-}
-
 impl Sequence {
-    /// Tokens that are to be computed before the sequence goes on to something else.
+    /// Returns a sequence without blocks whose tokens are all its prompt's.
+    pub fn new(
+        job: JobId,
+        account: Arc<str>,
+        namespace: Namespace,
+        tokens: Vec<TokenId>,
+        role: Role,
+        submitted: Duration,
+    ) -> Self {
+        Self {
+            job,
+            order: (job, 0),
+            account,
+            due: 0,
+            namespace,
+            prompt_len: tokens.len(),
+            tokens,
+            blocks: Vec::new(),
+            computed: 0,
+            committed: 0,
+            paused: false,
+            cache_reads: true,
+            submitted,
+            queue_time: None,
+            chunks: Vec::new(),
+            role,
+        }
+    }
+
+    /// Returns how many leading tokens must be computed before the sequence generates, forks or is complete.
     pub fn target(&self) -> usize {
         match self.role {
             Role::Prefill(_) | Role::Prompt(_) => self.prompt_len - 1,
@@ -127,37 +142,43 @@ impl Sequence {
         }
     }
 
-    /// Leading blocks that may come from the cache.
+    /// Returns how many leading blocks may come from the cache.
     pub fn reuse_max_blocks(&self, block_size: usize) -> usize {
         if self.cache_reads { (self.tokens.len() - 1) / block_size } else { 0 }
     }
 
-    /// Leading blocks that this one may reuse when `other` has come to its target.
+    /// Returns how many leading blocks this sequence may reuse once `other` has computed up to its target.
     pub fn in_common(&self, other: &Self, block_size: usize) -> usize {
-        let alike = other.tokens[..other.target()].iter().zip(&self.tokens).take_while(|(a, b)| a == b).count();
-        (alike / block_size).min(self.reuse_max_blocks(block_size))
+        let equal = other.tokens[..other.target()].iter().zip(&self.tokens).take_while(|(a, b)| a == b).count();
+        (equal / block_size).min(self.reuse_max_blocks(block_size))
     }
 
+    /// Returns how many tokens are left to compute up to the target.
     pub fn remaining(&self) -> usize {
         self.target() - self.computed
     }
 
-    /// Continues by one token, rather than computing what is known.
+    /// Returns whether the next step generates a token, rather than computing tokens that are known.
     pub fn is_decoding(&self) -> bool {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
     }
 
-    /// Needs more blocks than it took when it was admitted.
+    /// Returns whether steps compute known tokens of it.
+    pub fn computes_prompt(&self) -> bool {
+        !self.is_remote() && !self.is_decoding()
+    }
+
+    /// Returns whether it will need more blocks than it was admitted with.
     pub fn grows(&self) -> bool {
         !matches!(self.role, Role::Prefill(_))
     }
 
-    /// Waits for KV, here or not yet.
+    /// Returns whether its KV comes from another worker and is not complete.
     pub fn is_remote(&self) -> bool {
         matches!(&self.role, Role::Prompt(prompt) if prompt.remote.is_some())
     }
 
-    /// Samples of a prompt that have not started.
+    /// Returns how many samples of a prompt have not started.
     pub fn samples_left(&self) -> usize {
         match &self.role {
             Role::Prompt(prompt) => prompt.samples.len(),
@@ -169,12 +190,12 @@ impl Sequence {
         matches!(&self.role, Role::Prompt(prompt) if prompt.logprobs.is_some())
     }
 
-    /// A step that took `duration` and has just ended computed so many tokens.
-    pub fn note_chunk(&mut self, tokens: usize, duration: Duration, now: Duration) {
+    /// Records that the step that has just ended, after `duration`, computed this many tokens of a prompt.
+    pub fn record_chunk(&mut self, tokens: usize, duration: Duration, now: Duration) {
         if matches!(self.role, Role::Sample(_)) {
             return;
         }
-        let ended = now.saturating_sub(self.submitted + self.queued.unwrap_or_default());
+        let ended = now.saturating_sub(self.submitted + self.queue_time.unwrap_or_default());
         let chunk = PrefillChunk { begun: ended.saturating_sub(duration), took: duration, tokens: tokens as u32 };
         match self.chunks.get_mut(CHUNKS_MAX - 1) {
             Some(last) => (last.took, last.tokens) = (ended.saturating_sub(last.begun), last.tokens + chunk.tokens),
@@ -182,7 +203,7 @@ impl Sequence {
         }
     }
 
-    /// The logits to request for a chunk that ends before position `end`.
+    /// Returns which logits to request for a chunk that ends before position `end`.
     pub fn logits(&self, end: usize) -> Logits<'_> {
         match &self.role {
             Role::Prompt(prompt) if prompt.logprobs.is_some() => Logits::All,

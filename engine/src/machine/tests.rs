@@ -1,4 +1,4 @@
-//! The machine on the simulated engine, whose text shows every wrong block, against each job run alone.
+//! The scheduler on the simulated engine, whose text depends on every byte of KV, compared with each job running alone.
 
 mod burst;
 mod chunks;
@@ -18,11 +18,11 @@ use bytes::Bytes;
 use std::collections::BTreeMap;
 use tandem_kv::{BlockAccess, HashKey, Namespace, Ticket, TokenId};
 
-/// The machine, its engine, and what jobs have heard.
+/// The scheduler, its engine, and the events of all jobs.
 struct World {
     machine: Machine,
     engine: SimEngine,
-    heard: BTreeMap<JobId, Vec<Event>>,
+    events: BTreeMap<JobId, Vec<Event>>,
     ended: Vec<JobId>,
     now: Duration,
     steps: usize,
@@ -34,7 +34,7 @@ const SETTINGS: EngineSettings = EngineSettings {
     queue_max: 64,
     prefix_caching: true,
     hash_key: HashKey::NONE,
-    unheard_max: 1_024,
+    max_buffered_events: 1_024,
     step_max: Duration::from_secs(60),
 };
 
@@ -42,25 +42,25 @@ impl World {
     fn new(capacity_blocks: u32, settings: EngineSettings) -> Self {
         let engine = SimEngine::new(SimSettings { capacity_blocks, ..SimSettings::default() });
         let machine = Machine::new(engine.describe(), settings, ticket::from_seed(1));
-        Self { machine, engine, heard: BTreeMap::new(), ended: Vec::new(), now: Duration::ZERO, steps: 0 }
+        Self { machine, engine, events: BTreeMap::new(), ended: Vec::new(), now: Duration::ZERO, steps: 0 }
     }
 
     fn act(&mut self) {
         for action in self.machine.take_actions() {
             match action {
-                Action::Tell(job, event) => self.heard.entry(job).or_default().push(event),
+                Action::Emit(job, event) => self.events.entry(job).or_default().push(event),
                 Action::Copy { from, to } => {
                     let payload = self.read(from);
                     self.engine.write_block(to, &payload).unwrap();
                 }
                 Action::ReadBlocks(job, mut blocks) => {
                     blocks.iter_mut().for_each(|block| block.content = self.read(block.block));
-                    self.heard.entry(job).or_default().push(Event::BlocksReady(blocks));
+                    self.events.entry(job).or_default().push(Event::BlocksReady(blocks));
                 }
                 Action::End(job) => self.ended.push(job),
             }
         }
-        self.machine.check_invariants();
+        self.machine.check_invariants().unwrap();
     }
 
     fn read(&self, block: BlockId) -> Vec<u8> {
@@ -69,7 +69,7 @@ impl World {
         payload
     }
 
-    /// One step; false when there was nothing to do.
+    /// Runs a step; false if there was nothing to compute.
     fn step(&mut self) -> bool {
         self.now += Duration::from_millis(1);
         let plan = self.machine.plan(self.now);
@@ -105,18 +105,18 @@ impl World {
             Event::Token { sample: of, token, .. } if *of == sample => Some(*token),
             _ => None,
         };
-        self.heard[&job].iter().filter_map(of_sample).collect()
+        self.events[&job].iter().filter_map(of_sample).collect()
     }
 
     fn cached(&self, job: JobId) -> Option<u32> {
-        self.heard.get(&job)?.iter().find_map(|event| match event {
+        self.events.get(&job)?.iter().find_map(|event| match event {
             Event::Scheduled { cached_tokens } => Some(*cached_tokens),
             _ => None,
         })
     }
 
     fn reserved(&self, job: JobId) -> Option<(Ticket, Vec<u32>)> {
-        self.heard.get(&job)?.iter().find_map(|event| match event {
+        self.events.get(&job)?.iter().find_map(|event| match event {
             Event::Reserved { ticket, missing_blocks } => Some((*ticket, missing_blocks.clone())),
             _ => None,
         })
@@ -127,16 +127,16 @@ impl World {
             Event::BlocksReady(blocks) => blocks.clone(),
             _ => Vec::new(),
         };
-        let ready = self.heard.get(&job).into_iter().flatten().flat_map(ready);
+        let ready = self.events.get(&job).into_iter().flatten().flat_map(ready);
         ready.map(|block| (block.index, block.content.into())).collect()
     }
 
     fn assert_idle(&self) {
-        self.machine.check_invariants();
-        assert_eq!(self.machine.load().in_use_blocks, 0, "idle workers use no blocks");
+        self.machine.check_invariants().unwrap();
+        assert_eq!(self.machine.load().in_use_blocks, 0, "an idle scheduler uses no blocks");
         assert_eq!(self.machine.load().pending_prefill_tokens, 0);
         assert!(self.machine.live.is_empty() && self.machine.waiting.is_empty() && self.machine.forking.is_empty());
-        assert!(self.machine.turns.is_empty(), "idle workers remember no account");
+        assert!(self.machine.round_robin.is_empty(), "an idle scheduler keeps no account");
     }
 }
 
@@ -166,7 +166,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
     }
 }
 
-/// The blocks of a prompt's KV, computed elsewhere.
+/// The blocks of a prompt's KV, computed by another scheduler.
 fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     let mut source = World::new(4_096, SETTINGS);
     source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits");
@@ -175,7 +175,7 @@ fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     source.blocks(0)
 }
 
-/// The tokens of each sample when nothing else runs, nothing is cached and nothing is cut.
+/// The tokens of each sample when no other job runs, nothing is cached, and the prompt is computed in one chunk.
 fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
     job.kv = KvSource::Local;
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 100_000, ..SETTINGS });
@@ -186,7 +186,7 @@ fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
 }
 
 #[test]
-fn a_repeated_prompt_reports_all_its_full_blocks_but_never_its_last_token() {
+fn repeated_prompt_reports_all_full_blocks_but_never_the_last_token() {
     for (len, expected) in [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (100, 96)] {
         let mut world = World::new(64, SETTINGS);
         let job = generate(prompt("the cache never changes the answer", len), 5);
@@ -202,13 +202,13 @@ fn a_repeated_prompt_reports_all_its_full_blocks_but_never_its_last_token() {
 }
 
 #[test]
-fn events_come_in_their_order_and_end() {
+fn events_come_in_order_and_end() {
     let mut world = World::new(64, SETTINGS);
     let mut job = generate(prompt("order", 40), 3);
     job.sampling.stop_token_ids.clear();
     world.machine.generate(7, job, world.now).expect("the job fits");
     world.run();
-    let names: Vec<String> = world.heard[&7].iter().map(|event| format!("{event:?}")).collect();
+    let names: Vec<String> = world.events[&7].iter().map(|event| format!("{event:?}")).collect();
     let starts = ["Scheduled", "Started", "Token", "Token", "Token", "Finished { sample: 0, reason: Length }"];
     assert_eq!(names.len(), starts.len(), "{names:?}");
     assert!(names.iter().zip(starts).all(|(name, start)| name.starts_with(start)), "{names:?}");
@@ -223,7 +223,7 @@ fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
         let mut world = World::new(64, SETTINGS);
         world.machine.generate(0, job.clone(), world.now).expect("the job fits");
         world.run();
-        let scheduled = world.heard[&0].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
+        let scheduled = world.events[&0].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
         assert_eq!(scheduled, 1, "the prompt is counted once");
         for sample in 0..3 {
             let mut single = job.clone();
@@ -236,7 +236,7 @@ fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
 }
 
 #[test]
-fn more_samples_than_a_step_takes_wait_for_each_other() {
+fn samples_beyond_the_batch_wait_for_the_others() {
     let mut job = generate(prompt("seven samples", 40), 20);
     job.samples = 7;
     let mut world = World::new(64, EngineSettings { batch_max: 3, ..SETTINGS });
@@ -249,7 +249,7 @@ fn more_samples_than_a_step_takes_wait_for_each_other() {
 }
 
 #[test]
-fn a_remote_prompt_generates_what_a_local_one_does() {
+fn remote_prompt_generates_the_same_text_as_a_local_one() {
     for (len, samples, already) in [(100, 1, 0), (100, 3, 0), (33, 1, 0), (1, 1, 0), (100, 1, 64)] {
         let mut job = generate(prompt("from elsewhere", len), 12);
         job.samples = samples;
@@ -263,17 +263,17 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         let remote = Generate { kv: KvSource::Remote, ..job.clone() };
         destination.machine.generate(0, remote, destination.now).expect("the job fits");
         destination.run();
-        let (ticket, missing) = destination.reserved(0).expect("there is room");
+        let (ticket, missing) = destination.reserved(0).expect("blocks are available");
         let held = already / 16;
         let running = destination.machine.load().running_sequences;
-        assert_eq!(running, u32::from(!missing.is_empty()), "who has blocks shows in the load");
+        assert_eq!(running, u32::from(!missing.is_empty()), "a sequence with blocks counts in the load");
         assert_eq!(missing, (held as u32..(len as u32 - 1).div_ceil(16)).collect::<Vec<_>>());
         source.machine.send_blocks(0, missing.clone(), BlockAccess::Copied);
         source.act();
         source.run();
-        assert_eq!(source.blocks(0).len(), missing.len(), "only what is asked for is sent");
-        assert!(matches!(source.heard[&0].last(), Some(Event::Computed(_))));
-        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks have landed");
+        assert_eq!(source.blocks(0).len(), missing.len(), "only requested blocks are sent");
+        assert!(matches!(source.events[&0].last(), Some(Event::Computed(_))));
+        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks are received");
         source.machine.cancel(0);
         for (index, payload) in source.blocks(0).into_iter().rev() {
             destination.write(ticket, index, &payload).expect("the ticket allows it");
@@ -284,19 +284,19 @@ fn a_remote_prompt_generates_what_a_local_one_does() {
         for sample in 0..samples {
             assert_eq!(destination.tokens(0, sample), expected[sample as usize]);
         }
-        assert_eq!(destination.cached(0), None, "the side that prefilled reports, not this one");
+        assert_eq!(destination.cached(0), None, "the prefill worker reports the count, not this one");
         source.assert_idle();
         destination.assert_idle();
     }
 }
 
 #[test]
-fn a_late_write_is_refused_and_harms_nobody() {
+fn late_write_is_refused_and_changes_nothing() {
     let mut world = World::new(64, SETTINGS);
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("late", 50), 4) };
     world.machine.generate(0, remote, world.now).expect("the job fits");
     world.run();
-    let (ticket, _) = world.reserved(0).expect("there is room");
+    let (ticket, _) = world.reserved(0).expect("blocks are available");
     world.machine.cancel(0);
     let job = generate(prompt("somebody else", 60), 20);
     world.machine.generate(1, job.clone(), world.now).expect("the job fits");
@@ -317,14 +317,14 @@ fn reservations_are_revoked_before_a_running_sequence_is_preempted() {
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("reserved", 40), 4) };
     world.machine.generate(1, remote, world.now).expect("the job fits");
     world.run();
-    assert!(matches!(world.heard[&1].last(), Some(Event::Revoked)), "{:?}", world.heard[&1]);
+    assert!(matches!(world.events[&1].last(), Some(Event::Revoked)), "{:?}", world.events[&1]);
     assert_eq!(world.machine.preemptions, 0);
     assert_eq!(world.tokens(0, 0), alone(job)[0]);
     world.assert_idle();
 }
 
 #[test]
-fn who_would_be_pushed_out_at_once_waits() {
+fn sequence_that_would_be_preempted_immediately_is_not_admitted() {
     let mut world = World::new(4, SETTINGS);
     for id in 0..2 {
         // 17 tokens: the last one begins a block.
@@ -338,7 +338,7 @@ fn who_would_be_pushed_out_at_once_waits() {
 }
 
 #[test]
-fn a_preempted_sequence_goes_on_as_if_nothing_had_been() {
+fn preempted_sequence_generates_the_same_text() {
     let mut world = World::new(8, SETTINGS);
     let jobs: Vec<Generate> = (0..4).map(|i| generate(prompt(["a", "bc", "def", "ghij"][i], 20 + i), 50)).collect();
     for (id, job) in (0..).zip(&jobs) {
@@ -352,8 +352,8 @@ fn a_preempted_sequence_goes_on_as_if_nothing_had_been() {
         let mut job = job.clone();
         job.sampling.seed = id;
         assert_eq!(world.tokens(id, 0), alone(job)[0], "job {id}");
-        let scheduled = world.heard[&id].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
-        assert_eq!(scheduled, 1, "the count is told once and frozen");
+        let scheduled = world.events[&id].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
+        assert_eq!(scheduled, 1, "the count is sent once");
         assert_eq!(world.cached(id), Some(0));
     }
     world.assert_idle();
@@ -370,7 +370,7 @@ fn prompt_logprobs_read_no_cache_and_cover_every_token() {
     world.machine.generate(1, job, world.now).expect("the job fits");
     world.run();
     assert_eq!(world.cached(1), Some(0));
-    let rows = world.heard[&1].iter().find_map(|event| match event {
+    let rows = world.events[&1].iter().find_map(|event| match event {
         Event::PromptLogprobs(rows) => Some(rows),
         _ => None,
     });
@@ -378,7 +378,7 @@ fn prompt_logprobs_read_no_cache_and_cover_every_token() {
     assert_eq!(rows.len(), 100);
     assert!(rows[0].is_none() && rows[1..].iter().all(|row| row.as_ref().is_some_and(|row| row.top.len() == 2)));
     assert!(world.tokens(1, 0).is_empty());
-    assert!(matches!(world.heard[&1].last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
+    assert!(matches!(world.events[&1].last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
     world.assert_idle();
 }
 
@@ -395,7 +395,7 @@ fn without_prefix_caching_nothing_is_found_and_zero_is_reported() {
 }
 
 #[test]
-fn what_can_never_run_is_refused_at_once() {
+fn request_that_can_never_run_is_refused_immediately() {
     let mut world = World::new(8, EngineSettings { queue_max: 1, ..SETTINGS });
     let refusal = |world: &mut World, job: Generate| world.machine.generate(0, job, world.now).expect_err("it cannot run");
     assert_eq!(refusal(&mut world, generate(vec![], 1)), Refusal::Empty);
@@ -411,7 +411,7 @@ fn what_can_never_run_is_refused_at_once() {
 }
 
 #[test]
-fn without_a_limit_a_sample_ends_where_the_cache_does() {
+fn sample_without_limit_ends_at_the_capacity() {
     let mut world = World::new(8, SETTINGS);
     let mut job = generate(prompt("endless", 40), 0);
     job.sampling.max_tokens = None;
@@ -424,7 +424,7 @@ fn without_a_limit_a_sample_ends_where_the_cache_does() {
 }
 
 #[test]
-fn a_failed_engine_ends_every_job_and_forgets_the_cache() {
+fn failure_ends_every_job_and_clears_the_cache() {
     let mut world = World::new(16, SETTINGS);
     world.machine.generate(0, generate(prompt("first", 40), 2), world.now).expect("the job fits");
     world.run();
@@ -435,6 +435,18 @@ fn a_failed_engine_ends_every_job_and_forgets_the_cache() {
     world.machine.fail();
     world.act();
     world.assert_idle();
-    assert!((1..4).all(|id| matches!(world.heard[&id].last(), Some(Event::Failed))));
+    assert!((1..4).all(|id| matches!(world.events[&id].last(), Some(Event::Failed))));
     assert_eq!(world.machine.load().free_blocks, 16);
+}
+
+#[test]
+fn audit_counts_violations_of_the_invariants() {
+    let mut world = World::new(64, SETTINGS);
+    world.machine.generate(0, generate(prompt("runs", 40), 9), world.now).expect("the job fits");
+    world.step();
+    world.machine.audit();
+    assert_eq!(world.machine.load().invariant_violations, 0);
+    world.machine.live.clear();
+    world.machine.audit();
+    assert_eq!(world.machine.load().invariant_violations, 1);
 }

@@ -1,26 +1,49 @@
-//! The sequences that wait for blocks and a place in the steps. They hold nothing.
+//! The sequences that wait for blocks and a place in the steps. They hold no blocks.
 
 use super::sequence::{JobId, Order, Sequence};
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Bound::{Excluded, Unbounded},
     sync::Arc,
+    time::Duration,
 };
+use tandem_kv::{Violation, ensure};
 
-/// By arrival, and by account. An account has an entry only while something of it waits.
+/// The waiting sequences by arrival, and by account. An account has an entry only while one of its sequences waits.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
-    sequences: BTreeMap<Order, Sequence>,
-    accounts: BTreeMap<Arc<str>, Line>,
+    sequences: BTreeMap<Order, Queued>,
+    accounts: BTreeMap<Arc<str>, AccountQueue>,
     new: usize,
 }
 
-/// What waits of one account.
+/// A waiting sequence, and what is known of the blocks that it will need.
+#[derive(Debug)]
+pub(super) struct Queued {
+    pub sequence: Sequence,
+    /// Leading blocks that were cached when the cache was last searched for them.
+    pub cached_blocks: usize,
+    /// The earlier job that is expected to compute the longest prefix of this prompt, and the prefix's length in blocks.
+    pub expected_prefix: Option<(JobId, usize)>,
+    /// Set while the sequence is deferred until another one has produced its next blocks.
+    pub prefix_owner: Option<PrefixOwner>,
+}
+
+/// The in-flight sequence (it computes or receives KV) that will produce the blocks another one waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PrefixOwner {
+    pub order: Order,
+    /// Leading blocks that both sequences have in common and need.
+    pub blocks: usize,
+    pub waiting_since: Duration,
+}
+
+/// The waiting sequences of one account.
 #[derive(Debug, Default)]
-struct Line {
-    /// Have had blocks before, and go before those that have not.
-    again: BTreeSet<Order>,
-    /// Have not had blocks yet, in the order in which they are due.
+struct AccountQueue {
+    /// They had blocks before, and precede those in `new`.
+    preempted: BTreeSet<Order>,
+    /// They have not had blocks yet; in the order in which they are due.
     new: BTreeSet<Due>,
 }
 
@@ -28,29 +51,30 @@ struct Line {
 pub(super) type Due = (u64, Order);
 
 impl Waiting {
-    pub fn push(&mut self, sequence: Sequence) {
-        let line = self.accounts.entry(Arc::clone(&sequence.account)).or_default();
-        if sequence.queued.is_some() {
-            line.again.insert(sequence.order);
+    pub fn push(&mut self, queued: Queued) {
+        let sequence = &queued.sequence;
+        let account = self.accounts.entry(Arc::clone(&sequence.account)).or_default();
+        if sequence.queue_time.is_some() {
+            account.preempted.insert(sequence.order);
         } else {
-            line.new.insert((sequence.due, sequence.order));
+            account.new.insert((sequence.due, sequence.order));
             self.new += 1;
         }
-        let before = self.sequences.insert(sequence.order, sequence);
-        assert!(before.is_none(), "a sequence waits once");
+        let previous = self.sequences.insert(sequence.order, queued);
+        assert!(previous.is_none(), "a sequence is queued once");
     }
 
     pub fn remove(&mut self, order: Order) -> Option<Sequence> {
-        let sequence = self.sequences.remove(&order)?;
-        let line = self.accounts.get_mut(&sequence.account).expect("what waits is in the line of its account");
-        let listed = if sequence.queued.is_some() {
-            line.again.remove(&order)
+        let Queued { sequence, .. } = self.sequences.remove(&order)?;
+        let account = self.accounts.get_mut(&sequence.account).expect("a waiting sequence is in its account's queue");
+        let removed = if sequence.queue_time.is_some() {
+            account.preempted.remove(&order)
         } else {
             self.new -= 1;
-            line.new.remove(&(sequence.due, order))
+            account.new.remove(&(sequence.due, order))
         };
-        assert!(listed, "what waits is in the line of its account");
-        if line.again.is_empty() && line.new.is_empty() {
+        assert!(removed, "a waiting sequence is in its account's queue");
+        if account.preempted.is_empty() && account.new.is_empty() {
             self.accounts.remove(&sequence.account);
         }
         Some(sequence)
@@ -63,20 +87,20 @@ impl Waiting {
         }
     }
 
-    pub fn get(&self, order: Order) -> Option<&Sequence> {
+    pub fn get(&self, order: Order) -> Option<&Queued> {
         self.sequences.get(&order)
     }
 
-    pub fn get_mut(&mut self, order: Order) -> Option<&mut Sequence> {
+    pub fn get_mut(&mut self, order: Order) -> Option<&mut Queued> {
         self.sequences.get_mut(&order)
     }
 
     pub fn of_job_mut(&mut self, job: JobId) -> impl Iterator<Item = &mut Sequence> {
-        self.sequences.range_mut((job, 0)..=(job, u32::MAX)).map(|(_, sequence)| sequence)
+        self.sequences.range_mut((job, 0)..=(job, u32::MAX)).map(|(_, queued)| &mut queued.sequence)
     }
 
-    /// In the order of their arrival.
-    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Sequence> {
+    /// Iterates in the order of arrival.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Queued> {
         self.sequences.values()
     }
 
@@ -84,15 +108,15 @@ impl Waiting {
         self.accounts.keys()
     }
 
-    /// Those of an account that have had blocks before.
-    pub fn again(&self, account: &str) -> impl Iterator<Item = Order> {
-        self.accounts.get(account).into_iter().flat_map(|line| line.again.iter().copied())
+    /// Iterates over an account's sequences that had blocks before.
+    pub fn preempted(&self, account: &str) -> impl Iterator<Item = Order> {
+        self.accounts.get(account).into_iter().flat_map(|queue| queue.preempted.iter().copied())
     }
 
-    /// Of an account's prompts that have not had blocks yet, the next one that is due after `after`.
+    /// Returns the account's next prompt due after `after`, of those that have not had blocks yet.
     pub fn next_new(&self, account: &str, after: Option<Due>) -> Option<Due> {
-        let line = self.accounts.get(account)?;
-        line.new.range((after.map_or(Unbounded, Excluded), Unbounded)).next().copied()
+        let queue = self.accounts.get(account)?;
+        queue.new.range((after.map_or(Unbounded, Excluded), Unbounded)).next().copied()
     }
 
     pub fn len(&self) -> usize {
@@ -103,25 +127,29 @@ impl Waiting {
         self.sequences.is_empty()
     }
 
-    /// Those that have not had blocks yet.
+    /// Returns the number of sequences that have not had blocks yet.
     pub fn len_new(&self) -> usize {
         self.new
     }
 
-    /// Panics with a sentence if the lines are not those of the sequences.
-    #[cfg(test)]
-    pub fn check_invariants(&self) {
-        for (order, sequence) in &self.sequences {
-            assert_eq!(*order, sequence.order, "each is found by its order");
-            assert!(sequence.blocks.is_empty(), "what waits holds no blocks");
-            let line = &self.accounts[&sequence.account];
-            let listed =
-                if sequence.queued.is_some() { line.again.contains(order) } else { line.new.contains(&(sequence.due, *order)) };
-            assert!(listed, "each is in the line of its account");
+    /// Returns the first violation: the accounts' queues must have exactly the waiting sequences.
+    pub fn check_invariants(&self) -> Result<(), Violation> {
+        for (order, Queued { sequence, .. }) in &self.sequences {
+            ensure(*order == sequence.order, "a waiting sequence is not found by its order")?;
+            ensure(sequence.blocks.is_empty(), "a waiting sequence holds blocks")?;
+            let listed = self.accounts.get(&sequence.account).is_some_and(|queue| match sequence.queue_time {
+                Some(_) => queue.preempted.contains(order),
+                None => queue.new.contains(&(sequence.due, *order)),
+            });
+            ensure(listed, "a waiting sequence is missing in its account's queue")?;
         }
-        let new: usize = self.accounts.values().map(|line| line.new.len()).sum();
-        let again: usize = self.accounts.values().map(|line| line.again.len()).sum();
-        assert_eq!((new, new + again), (self.new, self.sequences.len()), "the lines have nothing else");
-        assert!(self.accounts.values().all(|line| !line.new.is_empty() || !line.again.is_empty()), "no line is empty");
+        let new: usize = self.accounts.values().map(|queue| queue.new.len()).sum();
+        let preempted: usize = self.accounts.values().map(|queue| queue.preempted.len()).sum();
+        ensure(
+            (new, new + preempted) == (self.new, self.sequences.len()),
+            "an account's queue has a sequence that does not wait",
+        )?;
+        let has_entries = |queue: &AccountQueue| !queue.new.is_empty() || !queue.preempted.is_empty();
+        ensure(self.accounts.values().all(has_entries), "an account's queue is empty")
     }
 }

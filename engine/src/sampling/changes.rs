@@ -1,35 +1,35 @@
-//! What changes single tokens' logits, kept from draw to draw: a step does not read the whole history of its sequences again.
+//! Penalties and biases by token, updated with every generated token, so that no step has to read a sequence's whole history.
 
 use std::collections::HashMap;
 use tandem_kv::TokenId;
 
-/// What changes one token's logit.
+/// The changes to one token's logit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Adjustment {
     pub token: TokenId,
-    /// Times it was generated, as far as a penalty asks for it.
+    /// How often it was generated; 0 if no penalty depends on it.
     pub count: u32,
-    /// In prompt or output, as far as the repetition penalty asks for it.
+    /// It is in the prompt or the output; false if there is no repetition penalty.
     pub seen: bool,
     pub bias: f32,
 }
 
-/// Every token whose logit is or may become other than what the model says, once, in the order in which they came.
+/// The tokens whose logits differ or may differ from the model's, each once, in the order in which they were added.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Changes {
     all: Vec<Adjustment>,
-    places: HashMap<TokenId, usize>,
+    indices: HashMap<TokenId, usize>,
 }
 
 impl Changes {
-    /// What changes this token's logit; nothing yet if it is new.
+    /// Returns the changes to this token's logit, initially none.
     pub fn of(&mut self, token: TokenId) -> &mut Adjustment {
         let new = || {
             self.all.push(Adjustment { token, ..Adjustment::default() });
             self.all.len() - 1
         };
-        let place = *self.places.entry(token).or_insert_with(new);
-        &mut self.all[place]
+        let index = *self.indices.entry(token).or_insert_with(new);
+        &mut self.all[index]
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &Adjustment> {

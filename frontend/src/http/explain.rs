@@ -7,7 +7,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
-use tandem_proto::v1::{Candidate, Cost, ExplainReply, ExplainedWorker, worker_info::Role};
+use tandem_proto::v1::{Candidate, Cost, ExplainReply, ExplainedWorker};
 
 /// Asks a router about each prompt; nothing is booked or run.
 ///
@@ -39,14 +39,9 @@ fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
 }
 
 fn worker(worker: &ExplainedWorker) -> Value {
-    let role = match worker.role() {
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
-        Role::Unspecified => "unknown",
-    };
     json!({
         "worker": worker.worker.as_ref().map(|worker| worker.worker_id.as_str()),
-        "role": role,
+        "role": worker.role().name(),
         "overlap_blocks": worker.overlap_blocks,
         "predicted_blocks": worker.predicted_blocks,
         "queued_tokens": worker.queued_tokens,

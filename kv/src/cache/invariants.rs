@@ -1,58 +1,79 @@
-//! The books of the cache, checked against each other.
+//! Consistency checks between the cache's data structures.
 
-use super::{Before, Content, PrefixCache};
+use super::{Content, Prefix, PrefixCache};
 use crate::BlockId;
+use std::fmt::Display;
+
+/// An invariant that does not hold: a bug. The text names the invariant.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Violation(String);
+
+/// Returns a [`Violation`] with this text unless `holds`. The text is formatted only then.
+///
+/// # Errors
+///
+/// `holds` is false.
+pub fn ensure(holds: bool, violation: impl Display) -> Result<(), Violation> {
+    if holds { Ok(()) } else { Err(Violation(violation.to_string())) }
+}
 
 impl PrefixCache {
-    /// Panics with a sentence if the books do not balance. For tests, and for an idle worker.
-    pub fn check_invariants(&self) {
+    /// Checks all invariants. Takes time proportional to the capacity: the hash of every cached block is computed again.
+    ///
+    /// # Errors
+    ///
+    /// The first violation.
+    pub fn check_invariants(&self) -> Result<(), Violation> {
         let mut is_free = vec![false; self.blocks.len()];
         for id in &self.free {
-            let listed_before = std::mem::replace(&mut is_free[id.0 as usize], true);
-            assert!(!listed_before, "{id:?} is free twice");
+            let was_listed = std::mem::replace(&mut is_free[id.0 as usize], true);
+            ensure(!was_listed, format_args!("{id:?} is free twice"))?;
         }
         let (mut cached, mut unused) = (0, 0);
         let mut pins_of_children = vec![0; self.blocks.len()];
         for (id, block) in (0..).map(BlockId).zip(&self.blocks) {
-            match &block.content {
-                None => assert_eq!(block.pins == 0, is_free[id.0 as usize], "{id:?} is either free or in use"),
-                Some(content) => {
-                    assert!(!is_free[id.0 as usize], "{id:?} is both cached and free");
-                    assert!(!block.outdated, "{id:?} is cached again after a clear that left it private");
-                    self.check_content(id, content);
-                    cached += 1;
-                    if block.pins == 0 {
-                        unused += 1;
-                        assert_eq!(self.unused.get(&content.unused_since), Some(&id), "{id:?} cannot be evicted");
-                    } else if let Some(parent) = content.parent() {
-                        pins_of_children[parent.0 as usize] += 1;
-                    }
-                }
+            let is_free = is_free[id.0 as usize];
+            let Some(content) = &block.content else {
+                ensure((block.pins == 0) == is_free, format_args!("{id:?} is neither free nor in use, or both"))?;
+                continue;
+            };
+            ensure(!is_free, format_args!("{id:?} is both cached and free"))?;
+            ensure(!block.outdated, format_args!("{id:?} is cached again after a clear that left it private"))?;
+            self.check_content(id, content)?;
+            cached += 1;
+            if block.pins == 0 {
+                unused += 1;
+                let evictable = self.unused.get(&content.unused_since) == Some(&id);
+                ensure(evictable, format_args!("{id:?} is unused and cannot be evicted"))?;
+            } else if let Some(parent) = content.parent() {
+                pins_of_children[parent.0 as usize] += 1;
             }
         }
-        assert_eq!(self.index.len(), cached, "every cached block has one hash");
-        assert_eq!(self.unused.len(), unused, "only cached blocks without pins can be evicted");
-        for (block, pins) in self.blocks.iter().zip(pins_of_children) {
-            assert!(block.pins >= pins, "every pinned cached block pins its parent");
-        }
+        ensure(self.index.len() == cached, "the index does not have one hash for every cached block")?;
+        ensure(self.unused.len() == unused, "a block that is not cached, or is pinned, can be evicted")?;
+        let pinned = self.blocks.iter().zip(pins_of_children).all(|(block, pins)| block.pins >= pins);
+        ensure(pinned, "a pinned cached block does not pin its parent")
     }
 
-    fn check_content(&self, id: BlockId, content: &Content) {
-        assert!(self.settings.prefix_caching, "{id:?} is cached with caching off");
-        assert_eq!(content.tokens.len(), self.settings.block_size as usize, "{id:?} is cached, so it is full");
-        assert_eq!(self.index.get(&content.hash), Some(&id), "{id:?} is not found by its hash");
-        let hash_before = match &content.before {
-            Before::Nothing(namespace) => namespace.root(&self.settings.hash_key),
-            Before::Block(parent) => {
+    fn check_content(&self, id: BlockId, content: &Content) -> Result<(), Violation> {
+        ensure(self.settings.prefix_caching, format_args!("{id:?} is cached with caching off"))?;
+        let is_full = content.tokens.len() == self.settings.block_size as usize;
+        ensure(is_full, format_args!("{id:?} is cached and not full"))?;
+        ensure(self.index.get(&content.hash) == Some(&id), format_args!("{id:?} is not found by its hash"))?;
+        let parent_hash = match &content.prefix {
+            Prefix::Empty(namespace) => namespace.root(&self.settings.hash_key),
+            Prefix::Block(parent) => {
                 let parent_block = self.block(*parent);
-                let parent_content = parent_block.content.as_ref();
-                let parent_content = parent_content.unwrap_or_else(|| panic!("{id:?} is cached, its parent {parent:?} is not"));
-                if parent_block.pins == 0 {
-                    assert!(content.unused_since < parent_content.unused_since, "{parent:?} would be evicted before {id:?}");
-                }
+                let Some(parent_content) = &parent_block.content else {
+                    return ensure(false, format_args!("{id:?} is cached, its parent {parent:?} is not"));
+                };
+                let is_older = parent_block.pins > 0 || content.unused_since < parent_content.unused_since;
+                ensure(is_older, format_args!("{parent:?} would be evicted before its child {id:?}"))?;
                 parent_content.hash
             }
         };
-        assert_eq!(content.hash, self.hash(hash_before, &content.tokens), "{id:?} has the hash of other tokens");
+        let is_hash = content.hash == self.hash(parent_hash, &content.tokens);
+        ensure(is_hash, format_args!("{id:?} has the hash of other tokens"))
     }
 }

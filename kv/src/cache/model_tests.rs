@@ -385,7 +385,7 @@ impl Run {
     }
 
     fn check(&self) {
-        self.cache.check_invariants();
+        self.cache.check_invariants().unwrap();
         assert_eq!(self.cache.counts(), self.model.counts());
         // Not from a snapshot: that would keep the pending event from growing.
         let found: BTreeSet<_> = self.cache.index.iter().map(|(hash, block)| (*hash, *block)).collect();

@@ -128,7 +128,7 @@ impl Pair {
             queue_max: 16,
             prefix_caching: true,
             hash_key: tandem_kv::HashKey::NONE,
-            unheard_max: 1_024,
+            max_buffered_events: 1_024,
             step_max: Duration::from_secs(60),
         };
         let mut drivers = JoinSet::new();

@@ -1,4 +1,4 @@
-//! What an audit looks at, and how it is read from files.
+//! The evidence of an audit, and how it is read from files.
 
 use super::Samples;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -8,43 +8,43 @@ use std::{
 };
 use tandem_worker::LedgerLine;
 
-/// All there is.
+/// All evidence of an audit.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
-    /// What clients asked and were told.
+    /// The requests of clients, and the usage that they received.
     pub client: Vec<ClientLine>,
-    /// What workers wrote, all of them.
+    /// The lines of all workers' ledgers.
     pub ledger: Vec<LedgerLine>,
-    /// What was counted.
+    /// The metrics of all processes.
     pub metrics: Samples,
     /// Workers that were killed: their last counters are unknown.
     pub lost_workers: BTreeSet<String>,
-    /// Frontends were killed: what they had counted is missing in the sums.
+    /// Frontends were killed: their counters are missing in the sums.
     pub lost_frontend: bool,
 }
 
-/// One request as its client saw it.
+/// One request and what its client received.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClientLine {
-    /// The response's `x-request-id`; absent when the client left, or the connection broke, before there was one.
+    /// The response's `x-request-id`; absent if the connection was closed before the response started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// The whole answer's usage; absent without a whole answer.
+    /// The usage of a complete answer; absent if the answer is incomplete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub told: Option<Told>,
+    pub usage: Option<ReportedUsage>,
 }
 
 impl ClientLine {
-    pub(super) fn answer(&self) -> Option<&Told> {
-        self.told.as_ref()
+    pub(super) fn answer(&self) -> Option<&ReportedUsage> {
+        self.usage.as_ref()
     }
 }
 
-/// What an answer's usage says.
+/// The usage of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Told {
+pub struct ReportedUsage {
     /// Prompts in the request.
     #[serde(default = "one")]
     pub prompts: usize,
@@ -52,7 +52,7 @@ pub struct Told {
     pub prompt_tokens: u64,
     /// `usage.prompt_tokens_details.cached_tokens`
     pub cached_tokens: u64,
-    /// `tandem.cached_tokens_source`; a fact unless it was marked otherwise, for one of its prompts or for all.
+    /// `tandem.cached_tokens_source`; an answer to several prompts has the least certain source of them.
     #[serde(default)]
     pub source: Source,
 }
@@ -61,51 +61,54 @@ fn one() -> usize {
     1
 }
 
-/// Where a number of cached tokens comes from, as answers name it.
+/// The source of a number of cached tokens, as answers name it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
-    /// A worker has counted it.
+    /// Counted by a worker.
     #[default]
     Worker,
-    /// The router has foreseen it.
+    /// Predicted by the router.
     RouterEstimate,
-    /// Nobody knows.
+    /// Unknown.
     Unknown,
 }
 
 /// Evidence that cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum EvidenceError {
-    /// Not there, or not ours to read.
+    /// The file cannot be read.
     #[error("{} cannot be read: {cause}", path.display())]
     Unreadable {
-        /// As it was given.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         cause: std::io::Error,
     },
-    /// Not what it should be.
-    #[error("{} line {line} is not understood: {cause}", path.display())]
+    /// A line is invalid.
+    #[error("{} line {line} is invalid: {cause}", path.display())]
     Line {
-        /// As it was given.
+        /// The file's path.
         path: PathBuf,
         /// From 1.
         line: usize,
-        /// Why.
+        /// The cause.
         #[source]
         cause: serde_json::Error,
     },
 }
 
-/// Reads all files: of clients and ledgers a JSON object a line, of metrics what `/metrics` shows.
+/// Reads all files: one JSON object a line for clients and ledgers, the text of `/metrics` for metrics.
+///
+/// # Errors
+/// A file cannot be read, or a line of it is invalid.
 pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Result<Evidence, EvidenceError> {
     let mut samples = Samples::default();
     for path in metrics {
         samples.add(&text(path)?);
     }
-    // Who is killed while it writes leaves half a line; what it said is lost like the lines behind it.
+    // A process that was killed while it was writing leaves half a line, which is lost like the lines after it.
     let half = serde_json::Error::is_eof;
     Ok(Evidence {
         client: lines(client, |_| false)?,

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-/// The samples of one or more processes, each at its end. Counters of a process that was started anew are in files of their own.
+/// The last samples of one or more processes. Counters of a process before and after a restart come from different files.
 #[derive(Clone, Debug, Default)]
 pub struct Samples(Vec<(String, String, f64)>);
 
 impl Samples {
-    /// Adds a process's text.
+    /// Adds the text of one process.
     pub fn add(&mut self, text: &str) {
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let Some((series, value)) = line.trim().rsplit_once(' ') else { continue };
@@ -17,7 +17,7 @@ impl Samples {
         }
     }
 
-    /// Over all series of this name whose labels contain `labels`.
+    /// Returns the sum over all series of this name whose labels contain `labels`.
     pub fn sum(&self, name: &str, labels: &str) -> f64 {
         self.sum_of(name, &[labels])
     }
@@ -27,7 +27,7 @@ impl Samples {
         self.0.iter().filter(wanted).fold(0.0, |sum, (_, _, value)| sum + value)
     }
 
-    /// The values of a family by one of its labels. Of a worker that was started anew they are added, as its blocks are.
+    /// Returns the values of a family by one of its labels. Those of a worker before and after a restart are added, as its blocks are.
     pub(super) fn values(&self, name: &str, label: &str) -> BTreeMap<String, f64> {
         let mut values = BTreeMap::new();
         for (_, labels, value) in self.0.iter().filter(|(of, _, _)| of == name) {

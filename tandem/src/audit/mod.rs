@@ -1,4 +1,4 @@
-//! `tandem audit check`: what clients were told, what workers have written down, and what was counted, held against each other.
+//! `tandem audit check`: reconciles the usage that clients received, the workers' ledgers and the metrics.
 //!
 //! Pure: three kinds of evidence in, findings out. `docs/adr/007-ledger.md` has the rules.
 
@@ -8,7 +8,7 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use evidence::{ClientLine, Evidence, EvidenceError, Source, Told, read};
+pub use evidence::{ClientLine, Evidence, EvidenceError, ReportedUsage, Source, read};
 pub use metrics::Samples;
 pub use report::{Format, Report, report};
 
@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
 use tandem_worker::{LedgerLine, Outcome};
 
-/// Something that does not reconcile, and where.
+/// A contradiction in the evidence, and where it is.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum Finding {
@@ -28,47 +28,51 @@ pub enum Finding {
     /// An attempt was counted more than once.
     #[error("prompt {prompt} attempt {attempt}: counted {times} times, an attempt is counted once")]
     Twice { prompt: String, attempt: u32, times: usize },
-    /// Its owner says that an attempt won, and nobody has counted it.
+    /// The decode worker recorded that an attempt won, but no worker has counted its tokens.
     #[error("prompt {prompt} attempt {attempt}: won, but no worker has counted it; is a worker's ledger missing?")]
     Uncounted { prompt: String, attempt: u32 },
-    /// A client has an answer, and prompts of it have no winner.
+    /// A client has an answer, but not all prompts of it have a winning attempt.
     #[error(
-        "request {request}: the client has its answer, but of its {prompts} prompts {won} won; is a worker's ledger missing?"
+        "request {request}: the client has an answer to {prompts} prompts, of which {won} have a winning attempt; is a worker's ledger missing?"
     )]
     NoWinner { request: String, prompts: usize, won: usize },
-    /// A client was told something else than was counted.
-    #[error("request {request}: the client was told {told} {what} tokens, the winning attempts ({attempts}) counted {counted}")]
-    Differs { request: String, what: &'static str, told: u64, counted: Range, attempts: String },
-    /// The ledgers know requests that no client asked.
-    #[error("{count} requests won that no client knows of (such as {example}), {explained} clients left without knowing theirs")]
+    /// The usage that a client received is not what workers counted.
+    #[error(
+        "request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}"
+    )]
+    Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
+    /// The ledgers hold requests that no client sent.
+    #[error(
+        "{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id"
+    )]
     Unasked { count: usize, example: String, explained: usize },
-    /// A sum of the frontend is not what the answers add up to.
-    #[error("{series} is {found}, the finished answers add up to {expected}")]
+    /// A sum of the frontend is not the sum of the answers.
+    #[error("{series} is {found}, but the sum of the finished answers is {expected}")]
     FrontendSum { series: &'static str, found: f64, expected: Range },
-    /// A worker's counter is not what its ledger adds up to.
-    #[error("{series}{{worker=\"{worker}\"}} is {found}, its ledger adds up to {expected}")]
+    /// A worker's counter is not the sum of its ledger.
+    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of its ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
-    /// A worker wrote into a ledger and its metrics are not there.
-    #[error("worker {worker} is in the ledger but not in the metrics; add them, or say --lost-worker {worker} if it was killed")]
+    /// A worker wrote into a ledger, but its metrics are missing.
+    #[error("worker {worker} is in the ledger but not in the metrics; add them, or set --lost-worker {worker} if it was killed")]
     NoMetrics { worker: String },
-    /// Evidence that is known to be missing.
-    #[error("worker {worker} has lost {lines} lines of its ledger; what they said cannot be checked")]
+    /// Lines of a ledger are known to be missing.
+    #[error("worker {worker} has lost {lines} lines of its ledger, which cannot be checked")]
     LinesLost { worker: String, lines: f64 },
-    /// Blocks are missing or too many.
-    #[error("worker {worker}: {free} free + {cached} cached + {in_use} in use are not its {capacity} blocks")]
+    /// The numbers of a worker's blocks do not add up.
+    #[error("worker {worker}: {free} free + {cached} cached + {in_use} in use blocks are not its capacity of {capacity}")]
     Blocks { worker: String, free: f64, cached: f64, in_use: f64, capacity: f64 },
-    /// Something is held although nothing runs.
-    #[error("{series} is {found} though nothing runs: it leaks, or the cluster was not idle yet")]
+    /// A resource is held although no request is running.
+    #[error("{series} is {found} although no request should be running: a leak, or the cluster was not idle yet")]
     Held { series: String, found: f64 },
 }
 
-/// What a sum may be. Where clients went away, whether the frontend finished their answers nobody else knows; where a worker was
-/// killed, which attempt won may be lost with it; a frontend that was killed has taken its part of the sum along.
+/// The bounds of a sum. It is uncertain whether the frontend finished the answers of clients that disconnected, which attempt won if a
+/// worker was killed, and what a killed frontend had counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
-    /// What is certain.
+    /// The certain part.
     pub min: f64,
-    /// And what may be.
+    /// The certain and the possible part.
     pub max: f64,
 }
 
@@ -106,19 +110,19 @@ impl Range {
 /// One attempt as the ledgers have it.
 #[derive(Default)]
 struct Attempt {
-    /// Who counted, prompt and cached tokens.
+    /// Worker, prompt tokens and cached tokens of each count; more than one is a finding.
     counted: Vec<(String, u32, u32)>,
     won: bool,
-    /// Its owner has told what became of it. When nothing runs, only who was killed has not.
+    /// Its outcome is recorded. If no request is running, only outcomes at killed workers are missing.
     ended: bool,
 }
 
-/// Whose count stands for a prompt.
+/// The attempt whose count is valid for a prompt.
 #[derive(Default)]
 struct Winner<'a> {
-    /// The attempt that won, and where a killed worker has left that open, those that may have won.
+    /// The attempt that won; if a killed worker leaves that open, all that may have won.
     counts: Vec<Count<'a>>,
-    /// One of them was counted by a killed worker whose line is lost, too.
+    /// One of them was counted by a killed worker, and its line is lost.
     unknown: bool,
 }
 
@@ -139,23 +143,23 @@ impl Winner<'_> {
     }
 }
 
-/// What was checked, for people.
+/// Numbers of what was checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
-    /// Answers that clients have.
+    /// Complete answers that clients received.
     pub answers: usize,
-    /// Of them, those whose cached tokens are marked as an estimate.
+    /// Answers whose cached tokens are marked as an estimate.
     pub estimates: usize,
     /// Attempts in the ledgers.
     pub attempts: usize,
     /// Workers with metrics.
     pub workers: usize,
-    /// Answers whose count only killed workers knew: nothing is left to hold against what was told.
+    /// Answers that only killed workers had counted: there is nothing to compare their usage with.
     pub unverified: usize,
 }
 
 impl Checked {
-    /// For who reads only whether it reconciles.
+    /// Returns the summary that a frontend shows.
     pub fn result(&self, findings: usize) -> AuditResult {
         let [findings, answers, estimates, unverified] =
             [findings, self.answers, self.estimates, self.unverified].map(|count| count as u64);
@@ -163,7 +167,7 @@ impl Checked {
     }
 }
 
-/// Everything that does not reconcile.
+/// Checks the evidence; returns how much was checked, and all contradictions.
 pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     let mut findings = Vec::new();
     let prompts = attempts(&evidence.ledger, &mut findings);
@@ -185,7 +189,7 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     check_workers(evidence, &mut findings);
     let checked = Checked {
         answers: evidence.client.iter().filter(|line| line.answer().is_some()).count(),
-        estimates: evidence.client.iter().filter_map(ClientLine::answer).filter(|told| told.source != Source::Worker).count(),
+        estimates: evidence.client.iter().filter_map(ClientLine::answer).filter(|usage| usage.source != Source::Worker).count(),
         attempts: prompts.values().map(BTreeMap::len).sum(),
         workers: evidence.metrics.values("tandem_worker_kv_capacity_blocks", "worker").len(),
         unverified,
@@ -193,12 +197,12 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     (checked, findings)
 }
 
-/// A prompt's id is its request's and, behind a dash, its place in it.
+/// The request of a prompt: a prompt's id is its request's id, a dash, and its index.
 fn request_of(prompt: &str) -> &str {
     prompt.rsplit_once('-').map_or(prompt, |(request, _)| request)
 }
 
-/// The ledgers by prompt and attempt.
+/// Groups the ledgers' lines by prompt and attempt.
 fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeMap<&'a str, BTreeMap<u32, Attempt>> {
     let mut prompts: BTreeMap<&str, BTreeMap<u32, Attempt>> = BTreeMap::new();
     for line in ledger {
@@ -231,8 +235,8 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// The last attempt that won: an earlier one had its first token on the way when the frontend gave it up, it is superseded. If
-/// workers were `lost`, one that has not ended may have won, too. `None`: nobody has won.
+/// The last attempt that won; an earlier one was superseded, because the frontend had given it up while its first token was in flight. If
+/// workers were `lost`, attempts without an outcome may have won, too. `None`: no attempt has won.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();
@@ -251,7 +255,7 @@ fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, fi
 /// The winners of a request's prompts.
 type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
-/// A series and what its labels contain.
+/// A series, and text that its labels contain.
 type Series = (&'static str, &'static str);
 
 const PROMPTS: Series = ("tandem_frontend_request_cached_tokens_count", "");
@@ -259,7 +263,7 @@ const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
 const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
 const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
 
-/// What the frontend's sums must be.
+/// The expected sums of the frontends.
 #[derive(Default)]
 struct Sums {
     prompts: Range,
@@ -269,7 +273,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Nobody has the answer; the frontend may have finished it, whatever its client heard.
+    /// Adds answers that no client received, but that the frontend may have finished.
     fn may(&mut self, winners: &[Winner<'_>]) {
         for winner in winners {
             self.prompts.max += 1.0;
@@ -280,62 +284,62 @@ impl Sums {
     }
 }
 
-/// Compares each client's answer with the winners; returns what the frontend's sums must be, and how many answers had nothing to
-/// be compared with.
+/// Compares each client's usage with the winning attempts; returns the expected sums of the frontends, and the number of answers that could
+/// not be compared.
 fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Vec<Finding>) -> ([(Series, Range); 4], usize) {
     let mut sums = Sums::default();
     let mut known = BTreeSet::new();
-    let (mut gone_unknown, mut unverified) = (0, 0);
+    let (mut disconnected, mut unverified) = (0, 0);
     for line in &evidence.client {
         let winners = line.request_id.as_deref().and_then(|request| requests.get(request)).map_or(&[][..], Vec::as_slice);
         match &line.request_id {
             Some(request) => drop(known.insert(request.as_str())),
-            None => gone_unknown += 1,
+            None => disconnected += 1,
         }
-        let Some(told) = line.answer() else {
+        let Some(usage) = line.answer() else {
             sums.may(winners);
             continue;
         };
         let request = line.request_id.clone().unwrap_or_default();
-        sums.prompts.add(true, told.prompts as u64);
-        sums.prompt_tokens.add(true, told.prompt_tokens);
-        sums.cached_tokens.add(true, told.cached_tokens);
-        if told.source == Source::Worker {
-            sums.by_workers.add(true, told.cached_tokens);
-        } else if told.prompts > 1 {
-            // Some of its prompts may have been counted.
-            sums.by_workers.add(false, told.cached_tokens);
+        sums.prompts.add(true, usage.prompts as u64);
+        sums.prompt_tokens.add(true, usage.prompt_tokens);
+        sums.cached_tokens.add(true, usage.cached_tokens);
+        if usage.source == Source::Worker {
+            sums.by_workers.add(true, usage.cached_tokens);
+        } else if usage.prompts > 1 {
+            // Workers may have counted some of its prompts.
+            sums.by_workers.add(false, usage.cached_tokens);
         }
         if !evidence.lost_workers.is_empty()
-            && winners.len() <= told.prompts
-            && (winners.len() < told.prompts || winners.iter().any(|winner| winner.unknown))
+            && winners.len() <= usage.prompts
+            && (winners.len() < usage.prompts || winners.iter().any(|winner| winner.unknown))
         {
             unverified += 1;
             continue;
         }
-        if winners.len() != told.prompts {
-            findings.push(Finding::NoWinner { request, prompts: told.prompts, won: winners.len() });
+        if winners.len() != usage.prompts {
+            findings.push(Finding::NoWinner { request, prompts: usage.prompts, won: winners.len() });
             continue;
         }
         let counts = winners.iter().flat_map(|winner| &winner.counts);
         let attempts: Vec<String> = counts.map(|count| format!("attempt {} on {}", count.attempt, count.worker)).collect();
-        let mut compare = |what, told, counted: Range| {
-            if !counted.holds(told as f64) {
+        let mut compare = |what, reported, counted: Range| {
+            if !counted.holds(reported as f64) {
                 let (request, attempts) = (request.clone(), attempts.join(", "));
-                findings.push(Finding::Differs { request, what, told, counted, attempts });
+                findings.push(Finding::Differs { request, what, reported, counted, attempts });
             }
         };
-        compare("prompt", told.prompt_tokens, winners.iter().map(Winner::prompt).sum());
+        compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
         // An estimate is marked as one: it may differ.
-        if told.source == Source::Worker {
-            compare("cached", told.cached_tokens, winners.iter().map(Winner::cached).sum());
+        if usage.source == Source::Worker {
+            compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
     }
     let unasked = requests.iter().filter(|(request, winners)| !known.contains(**request) && !winners.is_empty());
     let unasked: Vec<_> = unasked.collect();
     unasked.iter().for_each(|(_, winners)| sums.may(winners));
-    if let Some((example, _)) = unasked.first().filter(|_| unasked.len() > gone_unknown) {
-        findings.push(Finding::Unasked { count: unasked.len(), example: (**example).to_owned(), explained: gone_unknown });
+    if let Some((example, _)) = unasked.first().filter(|_| unasked.len() > disconnected) {
+        findings.push(Finding::Unasked { count: unasked.len(), example: (**example).to_owned(), explained: disconnected });
     }
     let Sums { prompts, prompt_tokens, cached_tokens, by_workers } = sums;
     let sums =
@@ -343,7 +347,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
     (sums, unverified)
 }
 
-/// What a worker has counted, by its ledger.
+/// The sums of one worker's ledger.
 #[derive(Clone, Copy, Default)]
 struct Tally {
     prompts: f64,

@@ -1,38 +1,36 @@
-//! `tandem audit report`: what the ledgers add up to, for invoices.
+//! `tandem audit report`: the sums of the ledgers, for invoices.
 //!
-//! Of each prompt the attempt that won counts, as in an audit: what was computed in vain is nobody's bill. A prompt of which a worker was killed
-//! before it had written its line, the count or the outcome, is in no sum; how many there are is told.
+//! For each prompt the winning attempt counts, as in an audit: other attempts are not billed. A prompt whose count or outcome is missing,
+//! because a worker was killed before it had written it, is in no sum; the report says how many such prompts there are.
 
 use super::{Finding, attempts, winner};
+use crate::text_table::text_table;
 use serde::Serialize;
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    fmt::Write as _,
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use tandem_worker::LedgerLine;
 
-/// How it is printed.
+/// The format of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// For people.
+    /// Aligned columns
     Table,
-    /// A list of objects.
+    /// An array of objects
     Json,
-    /// For spreadsheets.
+    /// As RFC 4180, with a header line
     Csv,
 }
 
-/// Whose, of what, and when.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+/// What sums are grouped by.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
-    /// Of the prompt's beginning, in UTC; `-` for lines that do not say when.
+    /// The day in UTC on which the prompt started; `-` if the line has no time.
     day: String,
-    /// `-`: nobody said.
+    /// `-` if the request had no account.
     account: String,
     model: String,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sum {
     requests: u64,
     prompts: u64,
@@ -45,23 +43,26 @@ struct Sum {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
-    /// Prompts that may have won, or have won with a count that nobody has.
+    /// Prompts that may have won, or have won with a count that is lost.
     unsettled: usize,
 }
 
-/// Books of which no sum can be taken.
+/// The ledgers contradict themselves, so that they have no sum.
 #[derive(Debug, thiserror::Error)]
-#[error("{count} lines contradict each other (such as: {first}); `tandem audit check` says more, and no sum is printed")]
+#[error("{count} lines contradict each other (such as: {first}); run `tandem audit check` for all of them; no sum is printed")]
 pub struct Contradiction {
     count: usize,
     first: Finding,
 }
 
-/// Adds up what has won.
+/// Sums up the winning attempts.
+///
+/// # Errors
+/// Lines of the ledger contradict each other.
 pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
     let mut findings = Vec::new();
     let prompts = attempts(ledger, &mut findings);
-    let said: HashMap<(&str, u32), &LedgerLine> = ledger
+    let scheduled: HashMap<(&str, u32), &LedgerLine> = ledger
         .iter()
         .filter_map(|line| match line {
             LedgerLine::Scheduled { request_id, attempt, .. } => Some(((request_id.as_str(), *attempt), line)),
@@ -77,7 +78,9 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             continue;
         };
         for count in &winner.counts {
-            let Some(LedgerLine::Scheduled { at, model, account, .. }) = said.get(&(prompt, count.attempt)) else { continue };
+            let Some(LedgerLine::Scheduled { at, model, account, .. }) = scheduled.get(&(prompt, count.attempt)) else {
+                continue;
+            };
             let named = |name: &str| if name.is_empty() { "-".to_owned() } else { name.to_owned() };
             let day = at.map_or("-".to_owned(), day);
             let key = Key { day, account: named(account), model: named(model) };
@@ -99,79 +102,57 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
     }
 }
 
-/// The date, of seconds since 1970 (days from civil, by Howard Hinnant).
+/// The date in UTC of seconds since 1970; `-` for a time that no calendar has.
 fn day(unix_seconds: u64) -> String {
-    let days = unix_seconds / 86_400 + 719_468;
-    let (era, of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let from_march = (5 * of_year + 2) / 153;
-    let day = of_year - (153 * from_march + 2) / 5 + 1;
-    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02}")
+    let time = i64::try_from(unix_seconds).ok().and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
+    time.map_or_else(|| "-".to_owned(), |time| time.strftime("%F").to_string())
 }
 
-const NAMES: [&str; 8] = ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
+/// One line of the output.
+#[derive(Serialize)]
+struct Line<'a> {
+    day: &'a str,
+    account: &'a str,
+    model: &'a str,
+    requests: u64,
+    prompts: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    computed_tokens: u64,
+}
 
 impl Report {
-    /// As text.
+    /// Formats the sums.
     pub fn print(&self, format: Format) -> String {
+        let lines = self.sums.iter().map(|(Key { day, account, model }, sum)| {
+            let Sum { requests, prompts, prompt_tokens, cached_tokens, computed_tokens } = *sum;
+            Line { day, account, model, requests, prompts, prompt_tokens, cached_tokens, computed_tokens }
+        });
         match format {
-            Format::Json => self.json(),
-            Format::Csv => self.lines().iter().map(|line| line.each_ref().map(|cell| quoted(cell)).join(",") + "\n").collect(),
-            Format::Table => self.table(),
+            Format::Json => serde_json::to_string_pretty(&lines.collect::<Vec<_>>()).expect("sums are plain values") + "\n",
+            Format::Csv => csv_text(lines),
+            Format::Table => {
+                let csv = csv_text(lines);
+                let records = csv::ReaderBuilder::new().has_headers(false).from_reader(csv.as_bytes()).into_records();
+                text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
+            }
         }
     }
 
-    /// The names first.
-    fn lines(&self) -> Vec<[String; 8]> {
-        let line = |(key, sum): (&Key, &Sum)| {
-            let Key { day, account, model } = key.clone();
-            let [requests, prompts, tokens, cached, computed] =
-                [sum.requests, sum.prompts, sum.prompt_tokens, sum.cached_tokens, sum.computed_tokens].map(|sum| sum.to_string());
-            [day, account, model, requests, prompts, tokens, cached, computed]
-        };
-        [NAMES.map(str::to_owned)].into_iter().chain(self.sums.iter().map(line)).collect()
-    }
-
-    fn json(&self) -> String {
-        #[derive(Serialize)]
-        struct Line<'a> {
-            #[serde(flatten)]
-            key: &'a Key,
-            #[serde(flatten)]
-            sum: &'a Sum,
-        }
-        let lines: Vec<Line<'_>> = self.sums.iter().map(|(key, sum)| Line { key, sum }).collect();
-        serde_json::to_string_pretty(&lines).expect("sums are plain values") + "\n"
-    }
-
-    fn table(&self) -> String {
-        let lines = self.lines();
-        let widths: Vec<usize> =
-            (0..NAMES.len()).map(|at| lines.iter().map(|line| line[at].chars().count()).max().unwrap_or(0)).collect();
-        let mut text = String::new();
-        for line in &lines {
-            let cells = line.iter().zip(&widths).enumerate().map(|(at, (cell, width))| match at {
-                0..3 => format!("{cell:<width$}"),
-                _ => format!("{cell:>width$}"),
-            });
-            writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end()).expect("a string takes all");
-        }
-        text
-    }
-
-    /// What no sum can hold.
+    /// Returns a remark on prompts that are in no sum.
     pub fn note(&self) -> Option<String> {
         let note = "prompts are in no sum: a worker was killed before it had written what it counted, or whether they won";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
 }
 
-/// As RFC 4180 has it.
-fn quoted(cell: &str) -> String {
-    if cell.contains([',', '"', '\n', '\r']) { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.to_owned() }
+fn csv_text<'a>(lines: impl Iterator<Item = Line<'a>>) -> String {
+    const NAMES: [&str; 8] =
+        ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
+    let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
+    let written = writer.write_record(NAMES).and_then(|()| lines.into_iter().try_for_each(|line| writer.serialize(line)));
+    written.expect("memory takes all");
+    String::from_utf8(writer.into_inner().expect("memory takes all")).expect("the fields are text")
 }
 
 #[cfg(test)]
@@ -201,7 +182,7 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// A batch, a retry, one who left, one on the next day, one whose worker was killed.
+    /// A batch, a retry, a cancelled request, one on the next day, and one whose worker was killed.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![
@@ -226,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_won_is_summed_by_day_account_and_model() {
+    fn winning_attempts_are_summed_by_day_account_and_model() {
         let report = report(&ledger()).expect("nothing contradicts");
         assert_eq!(
             report.print(Format::Csv),
@@ -265,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn books_that_contradict_themselves_give_no_sum() {
+    fn contradicting_ledgers_have_no_sum() {
         let mut twice = ledger();
         twice.push(scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)));
         let error = report(&twice).expect_err("counted twice").to_string();
@@ -273,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn days_are_those_of_the_calendar() {
+    fn days_follow_the_calendar() {
         for (seconds, expected) in [
             (0, "1970-01-01"),
             (86_399, "1970-01-01"),

@@ -1,4 +1,4 @@
-//! Books that agree, and each way in which they may not.
+//! Evidence that reconciles, and every contradiction that must be found.
 
 use super::*;
 
@@ -22,7 +22,10 @@ fn ended(prompt: &str, attempt: u32, outcome: Outcome) -> LedgerLine {
 }
 
 fn answered(request: &str, prompts: usize, prompt_tokens: u64, cached_tokens: u64, source: Source) -> ClientLine {
-    ClientLine { request_id: Some(request.to_owned()), told: Some(Told { prompts, prompt_tokens, cached_tokens, source }) }
+    ClientLine {
+        request_id: Some(request.to_owned()),
+        usage: Some(ReportedUsage { prompts, prompt_tokens, cached_tokens, source }),
+    }
 }
 
 fn metrics(change: &[(&str, &str)]) -> Samples {
@@ -54,7 +57,7 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
     samples
 }
 
-/// A plain answer, one after a failed attempt, one of an estimate, a batch of which both were found, and somebody who left.
+/// A plain answer, one after a failed attempt, one with an estimate, one with a cached prefix, and a client that disconnected.
 fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
     Evidence {
@@ -63,12 +66,12 @@ fn agreeing() -> Evidence {
             answered("b", 1, 100, 64, Source::Worker),
             answered("c", 1, 100, 32, Source::RouterEstimate),
             answered("e", 1, 100, 16, Source::Worker),
-            ClientLine { request_id: None, told: None },
+            ClientLine { request_id: None, usage: None },
         ],
         ledger: vec![
             scheduled("a-0", 1, "p0", 100, 48),
             ended("a-0", 1, Won),
-            // Not the first attempt's number, nor the resumed one's.
+            // The valid count is neither the first attempt's nor the resumed one's.
             scheduled("b-0", 1, "p0", 100, 0),
             ended("b-0", 1, Failed),
             ended("b-0", 2, Won),
@@ -94,28 +97,31 @@ fn findings(change: impl FnOnce(&mut Evidence)) -> Vec<Finding> {
 }
 
 #[test]
-fn books_that_agree_have_no_findings() {
+fn consistent_evidence_has_no_findings() {
     let (checked, findings) = check(&agreeing());
     assert_eq!(findings, []);
     assert_eq!(checked, Checked { answers: 4, estimates: 1, attempts: 7, workers: 1, unverified: 0 });
 }
 
 #[test]
-fn every_way_not_to_agree_is_told() {
+fn every_contradiction_is_found() {
     type Change = Box<dyn Fn(&mut Evidence)>;
-    let told = |at: usize, change: fn(&mut Told)| -> Change {
-        Box::new(move |evidence| change(evidence.client[at].told.as_mut().expect("an answer")))
+    let reported = |at: usize, change: fn(&mut ReportedUsage)| -> Change {
+        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("an answer")))
     };
     let counted =
         |from: &'static str, to: &'static str| -> Change { Box::new(move |evidence| evidence.metrics = metrics(&[(from, to)])) };
     let without = |at: usize| -> Change { Box::new(move |evidence| drop(evidence.ledger.remove(at))) };
-    let ways: Vec<(&str, Change)> = vec![
-        ("told 64 cached tokens, the winning attempts (attempt 1 on p0) counted 48", told(0, |told| told.cached_tokens = 64)),
-        ("told 101 prompt tokens", told(2, |told| told.prompt_tokens = 101)),
-        ("of its 2 prompts 1 won", told(0, |told| told.prompts = 2)),
-        ("of its 1 prompts 0 won", without(1)),
+    let cases: Vec<(&str, Change)> = vec![
+        (
+            "a usage of 64 cached tokens, but the winning attempts (attempt 1 on p0) counted 48",
+            reported(0, |usage| usage.cached_tokens = 64),
+        ),
+        ("a usage of 101 prompt tokens", reported(2, |usage| usage.prompt_tokens = 101)),
+        ("an answer to 2 prompts, of which 1 have a winning attempt", reported(0, |usage| usage.prompts = 2)),
+        ("an answer to 1 prompts, of which 0 have a winning attempt", without(1)),
         ("prompt b-0 attempt 2: won, but no worker has counted it", without(5)),
-        ("prompt_tokens_total{worker=\"p0\"} is 600, its ledger adds up to 500", without(2)),
+        ("prompt_tokens_total{worker=\"p0\"} is 600, but the sum of its ledger is 500", without(2)),
         ("prompt a-0 attempt 1: counted 2 times", Box::new(|evidence| evidence.ledger.push(scheduled("a-0", 1, "p0", 1, 0)))),
         (
             "does not add up",
@@ -135,24 +141,27 @@ fn every_way_not_to_agree_is_told() {
             }),
         ),
         (
-            "2 requests won that no client knows of (such as x-y), 1 clients left",
+            "2 requests in the ledgers are of no client (such as x-y); 1 clients disconnected",
             Box::new(|evidence| {
                 for prompt in ["x-y-0", "z-0"] {
                     evidence.ledger.extend([scheduled(prompt, 1, "p0", 9, 0), ended(prompt, 1, Outcome::Won)]);
                 }
             }),
         ),
-        ("request_cached_tokens_count is 5, the finished answers add up to 4", counted("tokens_count 4", "tokens_count 5")),
+        (
+            "request_cached_tokens_count is 5, but the sum of the finished answers is 4",
+            counted("tokens_count 4", "tokens_count 5"),
+        ),
         ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),
         ("request_cached_tokens_sum is 161", counted("cached_tokens_sum 160", "cached_tokens_sum 161")),
         ("frontend_cached_tokens_total is 127", counted("\"device\"} 128", "\"device\"} 127")),
-        ("prefix_cache_requests_total{worker=\"p0\"} is 7, its ledger adds up to 6", counted("\"hit\"} 4", "\"hit\"} 5")),
+        ("prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of its ledger is 6", counted("\"hit\"} 4", "\"hit\"} 5")),
         ("cached_tokens_total{worker=\"p0\"} is 209", counted("\"device\"} 208", "\"device\"} 209")),
         ("has lost 3 lines", counted("lost_total{worker=\"p0\"} 0", "lost_total{worker=\"p0\"} 3")),
-        ("60 free + 39 cached + 0 in use are not its 100 blocks", counted("\"cached\"} 40", "\"cached\"} 39")),
-        ("state=\"in_use\"} is 1 though nothing runs", counted("\"in_use\"} 0", "\"in_use\"} 1")),
-        ("tandem_router_bookings is 1 though", counted("bookings 0", "bookings 1")),
-        ("tandem_frontend_inflight_requests is 2 though", counted("inflight_requests 0", "inflight_requests 2")),
+        ("60 free + 39 cached + 0 in use blocks are not its capacity of 100", counted("\"cached\"} 40", "\"cached\"} 39")),
+        ("state=\"in_use\"} is 1 although no request should be running", counted("\"in_use\"} 0", "\"in_use\"} 1")),
+        ("tandem_router_bookings is 1 although", counted("bookings 0", "bookings 1")),
+        ("tandem_frontend_inflight_requests is 2 although", counted("inflight_requests 0", "inflight_requests 2")),
         (
             "worker p9 is in the ledger but not in the metrics",
             Box::new(|evidence| {
@@ -160,19 +169,19 @@ fn every_way_not_to_agree_is_told() {
             }),
         ),
     ];
-    for (expected, change) in ways {
+    for (expected, change) in cases {
         let found: Vec<String> = findings(|evidence| change(evidence)).iter().map(ToString::to_string).collect();
         assert!(found.iter().any(|finding| finding.contains(expected)), "{expected}: {found:#?}");
     }
 }
 
 #[test]
-fn what_cannot_be_known_is_allowed_for_and_nothing_else() {
-    let left = |evidence: &mut Evidence| evidence.client[3].told = None;
-    assert_eq!(findings(left), [], "the frontend may have finished an answer whose client has left");
+fn only_uncertain_sums_may_differ() {
+    let left = |evidence: &mut Evidence| evidence.client[3].usage = None;
+    assert_eq!(findings(left), [], "the frontend may have finished an answer whose client disconnected");
     let finished_less =
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
-    assert_eq!(findings(|evidence| (evidence.client[3].told, evidence.metrics) = (None, finished_less.clone())), [], "or not");
+    assert_eq!(findings(|evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone())), [], "or not");
     assert_ne!(findings(|evidence| evidence.metrics = finished_less.clone()), [], "but not when the client has it");
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
     assert_eq!(findings(counted_less), [], "a killed frontend's counters are gone");
@@ -191,27 +200,27 @@ fn what_cannot_be_known_is_allowed_for_and_nothing_else() {
 }
 
 #[test]
-fn what_killed_workers_knew_is_left_open_and_the_rest_must_agree() {
+fn only_counts_of_killed_workers_are_unverified() {
     let b = |line: &LedgerLine| {
         let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
         request_id == "b-0"
     };
-    // What is left of the ledger's lines about an answer of 100 tokens, 64 of them cached; what must be found if one of its
-    // workers was killed, and how many answers have nothing left to be held against.
+    // The lines that are left of an answer of 100 tokens, 64 of them cached; what must be found if one of its workers was killed; and the
+    // number of answers that cannot be verified.
     let cases = [
-        // Its first owner was killed before it wrote that it had won; another went on.
+        // Its first decode worker was killed before it recorded that it had won; another one resumed.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
         (vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)], Some("attempt 1 on p0) counted 48"), 0),
-        // An earlier one had won too late, or is the one that counts: the later one's owner cannot say.
+        // An earlier attempt won too late, or is the valid one: the outcome of the later one is lost.
         (vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 64)], None, 0),
         (
             vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 48)],
             Some("attempt 1 on p0, attempt 2 on p0) counted 0 to 48"),
             0,
         ),
-        // One that has ended otherwise has not won.
+        // An attempt with another outcome has not won.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 1, Outcome::Failed)], None, 1),
-        // The count was the killed worker's own.
+        // The killed worker had counted.
         (vec![ended("b-0", 1, Outcome::Won)], None, 1),
         (vec![], None, 1),
     ];
@@ -226,31 +235,31 @@ fn what_killed_workers_knew_is_left_open_and_the_rest_must_agree() {
         assert_eq!(checked.unverified, unverified, "{lines:?}");
         assert_eq!(findings.len(), usize::from(expected.is_some()), "{lines:?}: {findings:#?}");
         assert!(expected.is_none_or(|expected| findings[0].contains(expected)), "{lines:?}: {findings:#?}");
-        // Without it, none of that is an excuse.
-        let told =
+        // Without a killed worker each of these cases is a contradiction.
+        let found =
             without.1.iter().any(|finding| ["request b:", "prompt b-0 "].iter().any(|of| finding.to_string().contains(of)));
-        assert!(told && without.0.unverified == 0, "{lines:?}: {:#?}", without.1);
+        assert!(found && without.0.unverified == 0, "{lines:?}: {:#?}", without.1);
     }
 }
 
 #[test]
-fn files_are_read_and_mistakes_have_a_place() {
+fn errors_in_files_name_file_and_line() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
         std::fs::write(&path, text).expect("it can be written");
         vec![path]
     };
-    let client = file("client", "{\"request_id\":\"a\",\"told\":{\"prompt_tokens\":5,\"cached_tokens\":0}}\n\n{}\n");
+    let client = file("client", "{\"request_id\":\"a\",\"usage\":{\"prompt_tokens\":5,\"cached_tokens\":0}}\n\n{}\n");
     let ledger = file("ledger", &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("plain values") + "\n"));
-    let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all is understood");
-    assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, told: None }]);
+    let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all lines are valid");
+    assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, usage: None }]);
     assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
     let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");
-    assert_eq!(read(&client, &cut, &[]).expect("somebody was killed").ledger, []);
-    assert!(read(&cut, &ledger, &[]).is_err(), "clients are not killed");
-    let bad = read(&file("bad", "{}\n{\"told\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
+    assert_eq!(read(&client, &cut, &[]).expect("a killed process leaves half a line").ledger, []);
+    assert!(read(&cut, &ledger, &[]).is_err(), "half a line of a client is invalid");
+    let bad = read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
     assert!(bad.contains("bad line 2"), "{bad}");
     assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());
 }

@@ -1,67 +1,64 @@
-//! Why a cluster does not start, or does not go on.
+//! Why a cluster does not start, or has ended.
 
 use crate::{
     model::ModelError,
-    settings::{DiscoveryFlagsError, KeyFileError, TenantFlagsError},
+    settings::{DiscoveryArgsError, KeyFileError},
 };
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
 use tandem_node::{events::NatsError, trace::TraceError};
 
-/// Each message says what to do.
+/// Why a cluster or a process does not start, or has ended. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The port is taken, or not ours to take.
+    /// The socket cannot be bound.
     #[error("cannot listen on {address} ({cause}); stop what listens there, or choose another address with {flag}")]
     Listen {
-        /// As it was set.
+        /// The address to listen on.
         address: SocketAddr,
-        /// What sets it.
+        /// The flag that sets it.
         flag: &'static str,
-        /// Why not.
+        /// The system's error.
         #[source]
         cause: std::io::Error,
     },
-    /// Others could not find it.
+    /// The process cannot register.
     #[error(transparent)]
-    Discovery(#[from] DiscoveryFlagsError),
-    /// Requests with an account would be refused.
-    #[error(transparent)]
-    Tenants(#[from] TenantFlagsError),
-    /// The router refuses this process as a member of its cluster.
+    Discovery(#[from] DiscoveryArgsError),
+    /// The file of the cluster key cannot be used.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Key(#[from] KeyFileError),
-    /// What is set for NATS.
+    /// The settings of NATS cannot be used.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Nats(#[from] NatsError),
-    /// Nobody would see its traces.
+    /// The collector of traces cannot be used.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// Nobody could audit what it serves.
+    /// The ledger cannot be opened.
     #[error("the ledger {} cannot be opened ({cause}); choose another file with --ledger", .path.display())]
     Ledger {
-        /// As it was set.
+        /// The ledger's path.
         path: PathBuf,
-        /// Why not.
+        /// The system's error.
         #[source]
         cause: std::io::Error,
     },
-    /// The system does not tell which port it chose.
+    /// The port that the system has chosen cannot be read.
     #[error("the address of a socket cannot be read ({0})")]
     LocalAddress(#[source] std::io::Error),
-    /// Only GPUs compute a model together.
+    /// Tensor parallelism is for GPUs only.
     #[error("--tp needs --engine cuda; leave it out, or see --threads for the CPU")]
     OneDevice,
     /// The GPU cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Nobody could do it.
+    /// All prompts must be computed on prefill workers, and there are none.
     #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
     NoPrefillWorker,
-    /// There is no model file.
+    /// The model cannot be found or downloaded.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The model's file is not what it should be.
+    /// The model's file cannot be served.
     #[error("{} cannot be served: {cause}", .path.display())]
     Unservable {
         /// The model's file.
@@ -70,22 +67,22 @@ pub enum StartError {
         #[source]
         cause: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// There is no device of this size.
-    #[error("the engine cannot be made ({0}); change --kv-capacity-tokens or --block-size")]
+    /// The engine rejects its settings.
+    #[error("the engine cannot be created ({0}); change --kv-capacity-tokens or --block-size")]
     Engine(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// A part gave up.
-    #[error("the {part} failed: {cause}; start anew, and see the log (--log debug) if it fails again")]
+    /// A part has failed.
+    #[error("the {part} failed: {cause}; restart it; if it fails again, see the log (--log debug)")]
     Part {
-        /// Such as `router`.
+        /// The part's name, such as `router`.
         part: String,
         /// Its error.
         #[source]
         cause: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A part ended without saying why.
-    #[error("the {0} ended unexpectedly; start anew, and see the log (--log debug) if it happens again")]
+    /// A part has ended without an error.
+    #[error("the {0} ended unexpectedly; restart it; if it happens again, see the log (--log debug)")]
     PartEnded(String),
-    /// All parts run, but no request could be served.
-    #[error("the cluster did not get ready in time; see the log (--log debug)")]
+    /// All parts run, but the frontend is not ready.
+    #[error("the cluster was not ready in time; see the log (--log debug)")]
     NotReady,
 }

@@ -1,7 +1,7 @@
-//! The parts of a cluster as tasks, and the news that one has ended.
+//! The parts of a cluster as tasks, and reports of those that ended.
 
-use super::{Loaded, Role, StartError, Worker, weights::sim_settings};
-use crate::settings::{EngineKind, KvTransfer, PolicyName, PrefillPlace, TelemetryFlags, UpSettings};
+use super::{EngineConfig, StartError, Worker};
+use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
 use std::{future::Future, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -13,37 +13,45 @@ use tandem_node::{
     trace::{TraceSettings, Tracer},
 };
 use tandem_prefill_worker::PrefillWorkerSettings;
-use tandem_proto::{ClusterKey, channel::Listener, v1::Identity};
-use tandem_router::{PolicyKind, RouterSettings};
+use tandem_proto::{
+    ClusterKey,
+    channel::Listener,
+    v1::{Identity, worker_info::Role},
+};
+use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
-/// A decode worker that has heard `Scheduled` answers at once; what it waits for is blocks that others give back.
+/// How long a prefill worker waits for a ticket. A decode worker answers `Scheduled` immediately; it may have to wait for blocks that other
+/// requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
-/// A client that has seen nothing for so long has given up, or its proxy has.
+/// The longest wait for a first token. After it a client, or its proxy, has given up.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
-/// A collector that takes nothing must not hold up the end of a process.
+/// The time to send buffered traces. A collector that does not respond must not delay the end of a process.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
-/// Starts parts and hears of their ends: all of them in `up`, one in a process of its own.
+/// Starts parts and learns when they end: all parts of a cluster in `up`, one in a process of its own.
 pub(super) struct Parts {
     cluster: String,
-    /// Of the cluster.
+    /// The cluster key.
     pub(super) key: ClusterKey,
-    /// Of all workers.
+    block_size: u32,
+    /// The ledger of all workers.
     ledger: Ledger,
     tracer: Tracer,
-    /// Where workers publish KV events and the router hears them; not in `up`.
+    /// The connection to NATS, over which workers publish KV events and the router receives them; not in `up`.
     pub(super) broker: Option<Broker>,
+    /// Set by tests of a cluster whose workers do not report cached tokens.
+    pub(super) withhold_cached_tokens: bool,
     ends: mpsc::UnboundedReceiver<StartError>,
     reports: mpsc::UnboundedSender<StartError>,
-    /// What metrics and traces need for as long as there are parts.
+    /// Background tasks of metrics and traces.
     _upkeep: JoinSet<()>,
 }
 
-/// Tells the end of a part however it comes: its task returns, panics or is dropped.
+/// Reports the end of a part on drop: its task returned, panicked or was dropped.
 struct Report {
     part: String,
     cause: Option<Box<dyn std::error::Error + Send + Sync>>,
@@ -51,23 +59,18 @@ struct Report {
 }
 
 impl Parts {
-    /// Parts of the cluster of this name and key, whose workers share a ledger; they are to count in these metrics, and traces are to know
-    /// the process as this `service`.
+    /// Prepares parts of the cluster of this name and key. They count in these metrics; traces name the process `service`.
     pub(super) fn new(
         service: &'static str,
         cluster: &str,
         key: ClusterKey,
-        settings: &UpSettings,
+        settings: &CommonArgs,
         metrics: &Metrics,
     ) -> Result<Self, StartError> {
-        let ledger = match &settings.ledger {
-            Some(path) => Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?,
-            None => Ledger::default(),
-        };
         let (reports, ends) = mpsc::unbounded_channel();
         let mut upkeep = JoinSet::new();
         upkeep.spawn(metrics.clone().upkeep());
-        let TelemetryFlags { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
+        let TelemetryArgs { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
         let tracer = match otlp_endpoint {
             Some(endpoint) => {
                 let instance = new_instance_id();
@@ -77,15 +80,34 @@ impl Parts {
             }
             None => Tracer::default(),
         };
-        Ok(Self { cluster: cluster.to_owned(), key, ledger, tracer, broker: None, ends, reports, _upkeep: upkeep })
+        Ok(Self {
+            cluster: cluster.to_owned(),
+            key,
+            block_size: settings.block_size,
+            ledger: Ledger::default(),
+            tracer,
+            broker: None,
+            withhold_cached_tokens: false,
+            ends,
+            reports,
+            _upkeep: upkeep,
+        })
     }
 
-    /// Everything has ended: what it has told goes out.
+    /// Opens the ledger of the workers that start after this.
+    pub(super) fn open_ledger(&mut self, settings: &WorkerArgs) -> Result<(), StartError> {
+        if let Some(path) = &settings.ledger {
+            self.ledger = Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?;
+        }
+        Ok(())
+    }
+
+    /// Sends the buffered traces after all parts have ended.
     pub(super) async fn flush(&self) {
         self.tracer.flush(FLUSH_WAIT).await;
     }
 
-    /// The end of the first part that has ended.
+    /// Resolves with the first part that ends. Cancel-safe.
     pub(super) async fn ended(&mut self) -> StartError {
         self.ends.recv().await.expect("this value holds a sender")
     }
@@ -99,30 +121,30 @@ impl Parts {
         &self,
         worker: &Worker,
         listener: TcpListener,
-        settings: &UpSettings,
-        loaded: &Loaded,
+        config: &EngineConfig,
+        model: &ServedModel,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let shared = WorkerSettings {
             worker_id: worker.id.clone(),
             cluster: self.cluster.clone(),
-            model: loaded.served.id().to_owned(),
-            revision: loaded.revision.clone(),
+            model: model.id().to_owned(),
+            revision: model.revision().to_owned(),
             ledger: self.ledger.clone(),
             broker: self.broker.clone(),
             tracer: self.tracer.clone(),
-            withhold_cached_tokens: !settings.report_cached_tokens,
+            withhold_cached_tokens: self.withhold_cached_tokens,
         };
         let engine = worker.engine.clone();
-        let transfer_mode = match (settings.kv_transfer, settings.engine) {
-            (_, EngineKind::Sim) => TransferMode::Simulated { block: sim_settings(settings).block_transfer() },
+        let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
+            (_, EngineKind::Sim) => TransferMode::Simulated { block: config.sim().block_transfer() },
             (KvTransfer::Auto, _) => TransferMode::Auto,
             (KvTransfer::Tcp, _) => TransferMode::Tcp,
         };
         let (metrics, stop, listener) = (metrics.clone(), shutdown.clone(), self.listener(listener));
         match worker.role {
-            Role::Prefill => {
+            Role::Prefill | Role::Unspecified => {
                 let settings = PrefillWorkerSettings { worker: shared, ticket_wait: TICKET_WAIT, transfer_mode };
                 self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
             }
@@ -130,8 +152,8 @@ impl Parts {
                 let settings = DecodeWorkerSettings {
                     worker: shared,
                     advertise: worker.advertise.clone(),
-                    // The frontend's limit is the cluster's: all that it lets in may meet at one worker.
-                    remote_waiting_max: settings.limits.max_concurrent_requests as usize,
+                    // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
+                    remote_waiting_max: config.model.max_concurrent_requests as usize,
                     receive_timeout: FIRST_TOKEN_WAIT,
                     transfer_mode,
                 };
@@ -145,7 +167,7 @@ impl Parts {
         listener: TcpListener,
         (workers, peers): (Workers, Workers),
         model: Option<&str>,
-        settings: &UpSettings,
+        args: &RouterArgs,
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
@@ -157,20 +179,11 @@ impl Parts {
             identity: Identity {
                 cluster: self.cluster.clone(),
                 model: model.unwrap_or_default().to_owned(),
-                block_size: settings.block_size,
+                block_size: self.block_size,
                 ..RouterSettings::default().identity
             },
-            policy: match settings.policy {
-                PolicyName::KvAware => PolicyKind::KvAware,
-                PolicyName::LeastLoaded => PolicyKind::LeastLoaded,
-                PolicyName::RoundRobin => PolicyKind::RoundRobin,
-                PolicyName::Random => PolicyKind::Random,
-            },
-            prefill: match settings.prefill {
-                PrefillPlace::Auto => tandem_router::PrefillPlace::Auto,
-                PrefillPlace::Remote => tandem_router::PrefillPlace::Remote,
-                PrefillPlace::Local => tandem_router::PrefillPlace::Local,
-            },
+            policy: args.policy,
+            prefill: args.prefill,
             ..Default::default()
         };
         self.spawn("router", shutdown, tandem_router::run(self.listener(listener), settings, metrics.clone(), shutdown.clone()));
@@ -180,33 +193,33 @@ impl Parts {
         &self,
         (listener, admin): (TcpListener, Option<TcpListener>),
         routers: Workers,
-        settings: &UpSettings,
-        model: ServedModel,
+        args: FrontendArgs,
+        (model, sequences_max): (ServedModel, u32),
         metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
-        let limits = &settings.limits;
+        let FrontendArgs { limits, tenants, .. } = args;
         let settings = FrontendSettings {
-            block_size: settings.block_size,
-            concurrent_sequences: limits.max_concurrent_requests as usize,
-            sequences_per_client: limits.sequences_per_client(),
+            block_size: self.block_size,
+            concurrent_sequences: sequences_max as usize,
+            sequences_per_client: limits.sequences_per_client(sequences_max),
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
             connections_max: limits.max_connections as usize,
             connections_per_address_max: limits.max_connections_per_address as usize,
-            allowed_hosts: limits.allowed_hosts.clone(),
+            allowed_hosts: limits.allowed_hosts,
             admin,
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
-            resumes: settings.resumes,
-            dashboard_requests: settings.dashboard_requests as usize,
-            audit_result: settings.audit_result.clone(),
+            resumes: args.resumes,
+            dashboard_requests: args.dashboard_requests as usize,
+            audit_result: args.audit_result,
             routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
-            account_header: settings.tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
-            cache_isolation: settings.tenants.isolation(),
-            trusted_proxies: settings.tenants.trusted_proxies.clone(),
-            expose_details: settings.tenants.expose(),
+            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
+            cache_isolation: tenants.isolation(),
+            trusted_proxies: tenants.trusted_proxies,
+            expose_details: tenants.expose_details,
             ..FrontendSettings::new("", model)
         };
         self.spawn(
@@ -216,19 +229,19 @@ impl Parts {
         );
     }
 
-    /// Starts what runs until the shutdown, and whose end before is the process's.
+    /// Starts a part that runs until the shutdown; if it ends before, the process ends.
     pub(super) fn spawn<E>(&self, part: &str, shutdown: &Shutdown, run: impl Future<Output = Result<(), E>> + Send + 'static)
     where
         E: std::error::Error + Send + Sync + 'static,
     {
         let report = Report { part: part.to_owned(), cause: None, reports: self.reports.clone() };
-        // Parts end by themselves at the stop, when they have told their clients.
-        shutdown.track(report.at_the_end_of(run));
+        // Parts end by themselves after a stop, once their clients have been answered.
+        shutdown.track(report.after(run));
     }
 }
 
 impl Report {
-    async fn at_the_end_of<E>(mut self, run: impl Future<Output = Result<(), E>>)
+    async fn after<E>(mut self, run: impl Future<Output = Result<(), E>>)
     where
         E: std::error::Error + Send + Sync + 'static,
     {
@@ -243,7 +256,7 @@ impl Drop for Report {
             Some(cause) => StartError::Part { part, cause },
             None => StartError::PartEnded(part),
         };
-        // Nobody listens when the cluster is gone: then all parts end.
+        // There is no receiver after the cluster was dropped: then all parts end.
         let _ = self.reports.send(end);
     }
 }

@@ -1,122 +1,136 @@
-//! One role as a process of its own: the same part as in `up`, started the same way, and an admin endpoint beside it.
+//! One role as a process of its own: the same part as in `up`, started the same way, and an admin endpoint.
 
-use super::{
-    Parts, Role, StartError, Worker, check_device, engine_settings, listen, load, load_served, local_address, reachable,
-};
+use super::{EngineConfig, Parts, StartError, Worker, listen, local_address, reachable, weights::load_served};
 use crate::{
     serve::Served,
-    settings::{DecodeFlags, FrontendFlags, PrefillFlags, ProcessFlags, RouterFlags, Serve, UpSettings},
+    settings::{CommonArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess},
 };
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
     Metrics, Shutdown, admin,
-    discovery::{self, Card, EtcdSettings},
+    discovery::{self, Card, EtcdSettings, Workers},
     new_instance_id,
 };
 use tandem_proto::{
     ClusterKey,
     channel::{self, Channel, Network},
-    v1::{DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient},
+    v1::{
+        DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient,
+        worker_info::Role,
+    },
 };
 use tokio::{
     net::TcpListener,
     time::{sleep, timeout},
 };
 
-/// A process that does not answer itself within this time answers nobody.
+/// The time in which a process answers its own readiness probe; if it does not, it is not ready.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
 
-/// How long etcd may take to hear that the process leaves; if it is away, nobody waits for it.
+/// The time to deregister from etcd; a shutdown does not wait longer for an etcd that is unreachable.
 const LEAVE_WAIT: Duration = Duration::from_secs(1);
-/// Pauses between a worker's questions to itself: it answers once its engine does.
+/// The pause between attempts to read the worker's own description, which is available once its engine runs.
 const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 
 /// A running role. Dropping it stops it at once.
 pub struct Process {
     name: String,
-    /// What is where, for people.
+    /// Addresses and sizes for the introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
     metrics: Metrics,
-    /// Ends before the service does: nobody new is to come then.
+    /// Ends before the service does, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
-    /// The admin endpoint has a shutdown of its own: who drains is still watched.
+    /// The admin endpoint has a shutdown of its own: a process that drains is still monitored.
     admin: Shutdown,
 }
 
 impl Process {
-    /// A frontend. Its router need not be there yet.
-    pub async fn frontend(command: Serve<FrontendFlags>) -> Result<Self, StartError> {
-        let Serve { settings, own, .. } = command;
-        settings.tenants.check()?;
-        let mut process = Self::new("tandem-frontend", &own.cluster, &settings)?;
-        let listener = listen(settings.listen, "--listen").await?;
-        let admin = match own.admin_listen {
+    /// Starts a frontend. Its routers may start later.
+    ///
+    /// # Errors
+    /// A socket cannot be bound, the model cannot be loaded, or a file of the settings cannot be used.
+    pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
+        let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
+        let listener = listen(settings.common.listen, "--listen").await?;
+        let admin = match settings.admin_listen {
             Some(address) => Some(listen(address, "--admin-listen").await?),
             None => None,
         };
-        let served = load_served(&settings).await?;
+        let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         process.name = format!("frontend for {}", served.id());
         let address = local_address(&listener)?;
-        let (routers, url) = (own.routers(), format!("http://{}", reachable(address)));
-        let of_etcd = || format!("as etcd at {} says", own.discovery.etcd.join(", "));
-        let listed = if own.discovery.etcd.is_empty() { own.router.join(", ") } else { of_etcd() };
+        let (routers, url) = (settings.routers(), format!("http://{}", reachable(address)));
+        let listed = match &routers {
+            Workers::List(list) => list.join(", "),
+            _ => format!("registered in etcd at {}", settings.discovery.etcd.join(", ")),
+        };
         process.places = vec![("OpenAI API", url), ("routers", listed)];
         if let Some(admin) = &admin {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
-        if let Some((etcd, address)) = own.discovery.registration(&own.cluster, address)? {
-            let card = card(discovery::Role::Frontend, address, served.id(), &settings);
+        if let Some((etcd, address)) = settings.discovery.registration(address)? {
+            let card = card(discovery::Role::Frontend, address, served.id(), &settings.common);
             process.register(etcd, std::future::ready(card));
         }
-        process.parts.frontend((listener, admin), routers, &settings, served, &process.metrics, &process.service);
+        let served = (served, settings.model.max_concurrent_requests);
+        process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.metrics, &process.service);
         Ok(process)
     }
 
-    /// A router. Its workers need not be there yet.
-    pub async fn router(command: Serve<RouterFlags>) -> Result<Self, StartError> {
-        let Serve { settings, own, .. } = command;
-        let mut process = Self::new("tandem-router", &own.process.cluster, &settings)?;
-        let (listener, address) = process.open(settings.listen, &own.process, can_place).await?;
+    /// Starts a router. Its workers may start later.
+    ///
+    /// # Errors
+    /// A socket cannot be bound, or a file of the settings cannot be used.
+    pub async fn router(settings: RouterProcess) -> Result<Self, StartError> {
+        let (common, discovery) = (&settings.common, &settings.process.discovery);
+        let mut process = Self::new("tandem-router", &discovery.cluster, common)?;
+        let (listener, address) = process.open(common.listen, &settings.process, can_place).await?;
         process.name = "router".to_owned();
-        let model = settings.served_model_name.as_deref();
-        if let Some((etcd, address)) = own.process.discovery.registration(&own.process.cluster, address)? {
-            let card = card(discovery::Role::Router, address, model.unwrap_or_default(), &settings);
+        let model = common.served_model_name.as_deref();
+        if let Some((etcd, address)) = discovery.registration(address)? {
+            let card = card(discovery::Role::Router, address, model.unwrap_or_default(), common);
             process.register(etcd, std::future::ready(card));
         }
-        process.parts.router(listener, (own.workers(), own.peers()), model, &settings, &process.metrics, &process.service);
+        let members = (settings.workers(), settings.peers());
+        process.parts.router(listener, members, model, &settings.router, &process.metrics, &process.service);
         Ok(process)
     }
 
-    /// A worker that computes prompts. Its router finds it.
-    pub async fn prefill_worker(command: Serve<PrefillFlags>) -> Result<Self, StartError> {
-        Self::worker(Role::Prefill, command.settings, command.own).await
+    /// Starts a prefill worker. Routers connect to it.
+    ///
+    /// # Errors
+    /// The device cannot be used, a socket cannot be bound, the model cannot be loaded, or a file of the settings cannot be used.
+    pub async fn prefill_worker(settings: WorkerProcess) -> Result<Self, StartError> {
+        Self::worker(Role::Prefill, "tandem-prefill-worker", settings).await
     }
 
-    /// A worker that generates. Its router finds it.
-    pub async fn decode_worker(command: Serve<DecodeFlags>) -> Result<Self, StartError> {
-        Self::worker(Role::Decode, command.settings, command.own.worker).await
+    /// Starts a decode worker. Routers connect to it.
+    ///
+    /// # Errors
+    /// As [`Process::prefill_worker`].
+    pub async fn decode_worker(settings: WorkerProcess) -> Result<Self, StartError> {
+        Self::worker(Role::Decode, "tandem-decode-worker", settings).await
     }
 
-    async fn worker(role: Role, settings: UpSettings, own: PrefillFlags) -> Result<Self, StartError> {
-        check_device(&settings)?;
-        let service = match role {
-            Role::Prefill => "tandem-prefill-worker",
-            Role::Decode => "tandem-decode-worker",
-        };
-        let mut process = Self::new(service, &own.process.cluster, &settings)?;
-        let (listener, address) = process.open(settings.listen, &own.process, answers).await?;
-        let registration = own.process.discovery.registration(&own.process.cluster, address)?;
-        let loaded = load(&settings).await?;
-        let id = own.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
-        let engine = EngineHandle::start(loaded.engine(&settings, 1)?, engine_settings(&settings, &process.parts.key));
-        let listed = registration.as_ref().map(|(_, address)| address.clone());
-        let worker = Worker { id, role, address, advertise: listed.or(own.process.discovery.advertise), engine };
+    async fn worker(role: Role, service: &'static str, settings: WorkerProcess) -> Result<Self, StartError> {
+        let config = EngineConfig::from(&settings);
+        config.check_device()?;
+        let discovery = &settings.process.discovery;
+        let mut process = Self::new(service, &discovery.cluster, &settings.common)?;
+        process.parts.open_ledger(&settings.worker)?;
+        let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;
+        let registration = discovery.registration(address)?;
+        let loaded = config.clone().load().await?;
+        let id = settings.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
+        let engine = EngineHandle::start(loaded.engine(&config, 1)?, config.machine(&process.parts.key));
+        let registered = registration.as_ref().map(|(_, address)| address.clone());
+        let worker = Worker { id, role, address, advertise: registered.or_else(|| discovery.advertise.clone()), engine };
         process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());
         process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
-        process.parts.worker(&worker, listener, &settings, &loaded, &process.metrics, &process.service);
+        process.parts.worker(&worker, listener, &config, &loaded.served, &process.metrics, &process.service);
         if let Some((etcd, advertised)) = registration {
             let own = own_channel(address, &process.parts.key);
             process.register(etcd, async move { Card::of_worker(&description(own).await, advertised) });
@@ -124,7 +138,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Puts the process on etcd's list until it drains.
+    /// Registers the process in etcd until it drains.
     fn register(&self, etcd: EtcdSettings, card: impl Future<Output = Card> + Send + 'static) {
         let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
         let (metrics, shutdown) = (self.metrics.clone(), self.registration.clone());
@@ -136,12 +150,12 @@ impl Process {
         });
     }
 
-    fn new(service: &'static str, cluster: &str, settings: &UpSettings) -> Result<Self, StartError> {
+    fn new(service: &'static str, cluster: &str, settings: &CommonArgs) -> Result<Self, StartError> {
         let (metrics, key) = (Metrics::default(), settings.key.read()?);
         if !key.is_set() && !settings.listen.ip().is_loopback() {
             tracing::warn!(
                 listen = %settings.listen,
-                "this cluster has no key: every host that reaches its processes can call them and send them false data; give all of them the same --cluster-key-file"
+                "this cluster has no key: every host that reaches its processes can call them and send them false data; start all of them with the same --cluster-key-file"
             );
         }
         Ok(Self {
@@ -155,20 +169,20 @@ impl Process {
         })
     }
 
-    /// Opens the event plane, takes the socket for gRPC and starts the admin endpoint, which asks `probe` over that socket whether
-    /// the process is ready.
+    /// Connects to NATS, binds the socket for gRPC and starts the admin endpoint, which calls `probe` over that socket to find out whether the
+    /// process is ready.
     async fn open<R>(
         &mut self,
         address: SocketAddr,
-        flags: &ProcessFlags,
+        settings: &ProcessArgs,
         probe: impl Fn(Channel) -> R + Send + Sync + 'static,
     ) -> Result<(TcpListener, SocketAddr), StartError>
     where
         R: Future<Output = Result<(), String>> + Send + 'static,
     {
-        self.parts.broker = flags.events.broker(&flags.cluster, self.parts.key.clone(), &self.metrics).await?;
+        self.parts.broker = settings.events.broker(&settings.discovery.cluster, self.parts.key.clone(), &self.metrics).await?;
         let listener = listen(address, "--listen").await?;
-        let admin = listen(flags.admin_listen, "--admin-listen").await?;
+        let admin = listen(settings.admin_listen, "--admin-listen").await?;
         let address = local_address(&listener)?;
         let url = format!("http://{}", reachable(local_address(&admin)?));
         self.places = vec![("gRPC", address.to_string()), ("admin", url)];
@@ -179,7 +193,7 @@ impl Process {
                 if draining {
                     return Err("draining".to_owned());
                 }
-                timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("it does not answer yet".to_owned()))
+                timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("the process does not answer its own probe".to_owned()))
             }
         };
         self.parts.spawn("admin endpoint", &self.admin, admin::run(admin, self.metrics.clone(), ready, self.admin.clone()));
@@ -213,14 +227,14 @@ impl Drop for Process {
     }
 }
 
-/// To the process itself.
+/// Connects to the process itself.
 fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
     let endpoint = channel::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
     Network::tcp(key.clone()).connect_lazy(&endpoint)
 }
 
-/// The card of a process that is no worker.
-fn card(role: discovery::Role, address: String, model: &str, settings: &UpSettings) -> Card {
+/// The member record of a frontend or router.
+fn card(role: discovery::Role, address: String, model: &str, settings: &CommonArgs) -> Card {
     let info = WorkerInfo {
         instance_id: new_instance_id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -231,7 +245,7 @@ fn card(role: discovery::Role, address: String, model: &str, settings: &UpSettin
     Card { role, ..Card::of_worker(&info, address) }
 }
 
-/// What the process's own worker says about itself, once it does.
+/// Reads the description of the process's own worker, trying until it succeeds.
 async fn description(own: Channel) -> WorkerInfo {
     let mut control = ControlClient::new(own);
     loop {
@@ -242,18 +256,18 @@ async fn description(own: Channel) -> WorkerInfo {
     }
 }
 
-/// A router is ready when a request could be placed.
+/// The router's probe: it is ready when a request could be placed.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
     view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
-/// A worker is ready when it answers: whether it is routed to is the router's to say.
+/// The worker's probe: it is ready when it answers. Whether requests are routed to it is the router's decision.
 async fn answers(channel: Channel) -> Result<(), String> {
     ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
 }
 
-/// As other systems allow it in names.
+/// The host's name, shortened to 32 characters that other systems allow in names.
 fn host_name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     name.chars().take(32).map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()

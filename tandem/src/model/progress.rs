@@ -1,14 +1,14 @@
-//! What a person sees of a download: a bar on a terminal, a line elsewhere.
+//! The progress of a download on stderr: a bar on a terminal, else a line.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
 
-/// One thing that takes a while. It leaves the screen when dropped.
+/// A task that takes a while. Dropping it removes it from the terminal.
 pub(super) struct Progress(ProgressBar);
 
 impl Progress {
-    /// `total` in bytes; a spinner while it is not known.
-    #[expect(clippy::print_stderr, reason = "progress is for the person who waits, on stderr")]
+    /// Shows the task; `total` is in bytes, and a spinner is shown while it is unknown.
+    #[expect(clippy::print_stderr, reason = "progress is for the waiting user, on stderr")]
     pub(super) fn start(what: &str, total: Option<u64>) -> Self {
         if !std::io::stderr().is_terminal() {
             eprintln!("{what}");
@@ -33,7 +33,7 @@ impl Progress {
         }
     }
 
-    /// At most the total: what is copied to its place lies there twice for a moment.
+    /// Sets the position, at most the total: while a file is copied, its bytes count twice for a moment.
     pub(super) fn set_position(&self, bytes: u64) {
         self.0.set_position(bytes.min(self.0.length().unwrap_or(u64::MAX)));
     }

@@ -1,124 +1,157 @@
-//! How processes find each other through etcd, and where they say that they are.
+//! Settings of discovery: how processes find each other.
 
 use super::{
-    roles::{address, with_commas},
-    secret_file,
+    SettingsError,
+    common::{address, with_commas},
+    excludes, needs, secret_file,
 };
 use clap::Args;
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_node::{
     Secret,
-    discovery::{EtcdError, EtcdSettings, EtcdTls},
+    discovery::{EtcdError, EtcdSettings, EtcdTls, Role, Workers},
 };
 use tandem_proto::ClusterKey;
 
-/// etcd, for all roles.
+/// The name of a cluster whose operator sets none.
+pub(crate) const CLUSTER: &str = "tandem";
+
+/// The cluster's name and etcd, for every role.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "Options of discovery")]
+#[command(next_help_heading = "Discovery")]
 #[serde(rename_all = "kebab-case")]
-pub struct DiscoveryFlags {
-    /// host:port of etcd's members, with commas between: processes register there and find each other, without any list
-    /// [default: no etcd, but lists]
+pub struct DiscoveryArgs {
+    /// Name of the cluster; processes of clusters with other names are refused
+    #[arg(long, env = "TANDEM_CLUSTER", value_name = "NAME", default_value = CLUSTER, value_parser = cluster_name)]
+    pub cluster: String,
+
+    /// host:port of etcd's members, separated by commas. Processes register in etcd and find each other there [default: no etcd; addresses
+    /// are listed by flags]
     #[arg(long, env = "TANDEM_ETCD", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
-    #[serde(serialize_with = "with_commas", skip_serializing_if = "Vec::is_empty")]
+    #[serde(serialize_with = "with_commas")]
     pub etcd: Vec<String>,
 
-    /// Who we are to etcd, if it asks
-    #[arg(long, env = "TANDEM_ETCD_USER", value_name = "NAME", requires_all = ["etcd", "etcd_secret"])]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// etcd user name; needs a password
+    #[arg(long, env = "TANDEM_ETCD_USER", value_name = "NAME")]
     pub etcd_user: Option<String>,
 
-    /// The password; never printed, and not for others to see when it comes from the environment
-    #[arg(
-        long,
-        env = "TANDEM_ETCD_PASSWORD",
-        value_name = "PASSWORD",
-        hide_env_values = true,
-        requires = "etcd_user",
-        group = "etcd_secret"
-    )]
+    /// etcd password. Set it in the environment or in a file: flags show in the list of processes
+    #[arg(long, env = "TANDEM_ETCD_PASSWORD", value_name = "PASSWORD", hide_env_values = true)]
     #[serde(skip)]
     pub etcd_password: Option<Secret>,
 
-    /// A file that holds the password; it is read once, at the start
-    #[arg(long, env = "TANDEM_ETCD_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file, requires = "etcd_user", group = "etcd_secret")]
+    /// File with the etcd password, read once at the start
+    #[arg(long, env = "TANDEM_ETCD_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file)]
     #[serde(skip)]
     pub etcd_password_file: Option<Secret>,
 
-    /// A PEM file of whom to believe that it is etcd; connections are encrypted then
-    #[arg(long, env = "TANDEM_ETCD_CA", value_name = "FILE", requires = "etcd")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// CA certificate (PEM) for verifying etcd; turns on TLS
+    #[arg(long, env = "TANDEM_ETCD_CA", value_name = "FILE")]
     pub etcd_ca: Option<PathBuf>,
 
-    /// Our own certificate, if etcd asks for one
-    #[arg(long, env = "TANDEM_ETCD_CERT", value_name = "FILE", requires_all = ["etcd_ca", "etcd_key"])]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Client certificate (PEM) for etcd; needs --etcd-ca and --etcd-key
+    #[arg(long, env = "TANDEM_ETCD_CERT", value_name = "FILE")]
     pub etcd_cert: Option<PathBuf>,
 
-    /// The key to it
-    #[arg(long, env = "TANDEM_ETCD_KEY", value_name = "FILE", requires = "etcd_cert")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Private key (PEM) of the client certificate for etcd
+    #[arg(long, env = "TANDEM_ETCD_KEY", value_name = "FILE")]
     pub etcd_key: Option<PathBuf>,
 
-    /// A process that etcd has not heard of for so long is off the list; shorter ones end at a short hiccup of the network
+    /// Lifetime of this process's lease in etcd without renewal, in seconds; after it the process is deregistered. The default survives
+    /// short network failures
     #[arg(long, env = "TANDEM_LEASE_TTL", value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3_600))]
     pub lease_ttl: u64,
 
-    /// host:port at which others reach this process [default: where it listens; with --etcd, and if that is on all addresses, this
+    /// host:port at which other processes reach this one [default: the address of --listen; with --etcd and --listen on all addresses, this
     /// host's name and the port]
     #[arg(long, env = "TANDEM_ADVERTISE", value_name = "ADDRESS", value_parser = address)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub advertise: Option<String>,
 }
 
-/// Why a process cannot take part in discovery.
+/// Why a process cannot register.
 #[derive(Debug, thiserror::Error)]
-pub enum DiscoveryFlagsError {
-    /// This host has no name that could be on the list.
+pub enum DiscoveryArgsError {
+    /// The process listens on all addresses, and the host has no usable name.
     #[error(
-        "it listens on {0}, which nobody can connect to, and this host has no usable name; say with --advertise at which host:port others reach it"
+        "{0} is no address that other processes can connect to, and this host has no usable name; set --advertise to the host:port at which they reach this process"
     )]
     NoAdvertisedAddress(SocketAddr),
-    /// Files that are not there, or not what they should be.
+    /// A file for the connection to etcd cannot be used.
     #[error("{}", tandem_node::retry::complaint(.0))]
     Etcd(#[source] EtcdError),
 }
 
-impl DiscoveryFlags {
-    /// How etcd is used by a process that listens there, and its address on the list; `None` without etcd.
-    pub fn registration(
-        &self,
-        cluster: &str,
-        listens: SocketAddr,
-    ) -> Result<Option<(EtcdSettings, String)>, DiscoveryFlagsError> {
-        let Some(settings) = self.etcd(cluster) else { return Ok(None) };
-        settings.check().map_err(DiscoveryFlagsError::Etcd)?;
+impl DiscoveryArgs {
+    /// Checks that these settings work together, and with the lists of addresses that etcd replaces.
+    pub(super) fn check(&self, lists: &[(&'static str, bool)]) -> Result<(), SettingsError> {
+        let etcd = !self.etcd.is_empty();
+        lists.iter().try_for_each(|(flag, set)| excludes(flag, *set, "--etcd", etcd))?;
+        let (user, cert) = (self.etcd_user.is_some(), self.etcd_cert.is_some());
+        needs("--etcd-user", user, "--etcd", etcd)?;
+        needs("--etcd-user", user, "--etcd-password or --etcd-password-file", self.password().is_some())?;
+        needs("--etcd-password", self.password().is_some(), "--etcd-user", user)?;
+        excludes("--etcd-password", self.etcd_password.is_some(), "--etcd-password-file", self.etcd_password_file.is_some())?;
+        needs("--etcd-ca", self.etcd_ca.is_some(), "--etcd", etcd)?;
+        needs("--etcd-cert", cert, "--etcd-ca", self.etcd_ca.is_some())?;
+        needs("--etcd-cert", cert, "--etcd-key", self.etcd_key.is_some())?;
+        needs("--etcd-key", self.etcd_key.is_some(), "--etcd-cert", cert)
+    }
+
+    /// The settings for etcd of a process that listens on `listens`, and the address that it registers; `None` without etcd.
+    ///
+    /// # Errors
+    /// A file cannot be used, or the process listens on all addresses and the host has no usable name.
+    pub fn registration(&self, listens: SocketAddr) -> Result<Option<(EtcdSettings, String)>, DiscoveryArgsError> {
+        let Some(settings) = self.etcd() else { return Ok(None) };
+        settings.check().map_err(DiscoveryArgsError::Etcd)?;
         match &self.advertise {
             Some(address) => Ok(Some((settings, address.clone()))),
             None if listens.ip().is_unspecified() => {
                 let named = format!("{}:{}", rustix::system::uname().nodename().to_string_lossy(), listens.port());
-                let named = address(&named).map_err(|_| DiscoveryFlagsError::NoAdvertisedAddress(listens))?;
+                let named = address(&named).map_err(|_| DiscoveryArgsError::NoAdvertisedAddress(listens))?;
                 Ok(Some((settings, named)))
             }
             None => Ok(Some((settings, listens.to_string()))),
         }
     }
 
-    /// How etcd is used by a cluster without a key; `None` without it.
-    pub(super) fn etcd(&self, cluster: &str) -> Option<EtcdSettings> {
+    /// The source of the members of these roles: etcd if it is set, else the list.
+    pub(super) fn members(&self, roles: &[Role], list: Vec<String>) -> Workers {
+        match self.etcd() {
+            Some(etcd) => Workers::Etcd(etcd, roles.to_vec()),
+            None => Workers::List(list),
+        }
+    }
+
+    /// The settings for etcd, without the cluster key; `None` without etcd.
+    fn etcd(&self) -> Option<EtcdSettings> {
         if self.etcd.is_empty() {
             return None;
         }
-        let password = self.etcd_password.clone().or_else(|| self.etcd_password_file.clone());
         let identity = self.etcd_cert.clone().zip(self.etcd_key.clone());
         Some(EtcdSettings {
             endpoints: self.etcd.clone(),
-            user: self.etcd_user.clone().zip(password),
+            user: self.etcd_user.clone().zip(self.password().cloned()),
             tls: self.etcd_ca.clone().map(|ca| EtcdTls { ca, identity }),
-            cluster: cluster.to_owned(),
+            cluster: self.cluster.clone(),
             key: ClusterKey::default(),
             lease_ttl: Duration::from_secs(self.lease_ttl),
         })
     }
+
+    fn password(&self) -> Option<&Secret> {
+        self.etcd_password.as_ref().or(self.etcd_password_file.as_ref())
+    }
+}
+
+/// Cluster names are part of names in etcd and NATS, in which `/` and `.` separate.
+fn cluster_name(text: &str) -> Result<String, &'static str> {
+    name(text, "-_").ok_or("write 1 to 64 letters, digits, - and _")
+}
+
+/// The text if it has 1 to 64 letters, digits and `signs`.
+pub(super) fn name(text: &str, signs: &str) -> Option<String> {
+    let fits = |letter: char| letter.is_ascii_alphanumeric() || signs.contains(letter);
+    ((1..=64).contains(&text.len()) && text.chars().all(fits)).then(|| text.to_owned())
 }

@@ -1,6 +1,6 @@
-//! Where KV events travel, if not on the workers' own streams.
+//! Settings of NATS, which carries KV events in place of the workers' own streams.
 
-use super::secret_file;
+use super::{SettingsError, common::with_commas, excludes, needs, secret_file};
 use clap::Args;
 use serde::{Serialize, Serializer};
 use std::path::PathBuf;
@@ -10,80 +10,92 @@ use tandem_node::{
 };
 use tandem_proto::ClusterKey;
 
-/// Messages of one worker that may wait for a router; see [`NatsSettings::pending_max`].
+/// Messages of one worker that a router buffers; see [`NatsSettings::pending_max`].
 const PENDING_MAX: usize = 1_024;
 
-/// Addresses with a password in them are refused, but not before settings are shown.
+/// Removes passwords from addresses. Addresses with passwords are refused, but only after the settings have been logged.
 fn without_passwords<S: Serializer>(servers: &[String], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&servers.iter().map(|server| without_password(server)).collect::<Vec<_>>().join(","))
+    with_commas(&servers.iter().map(|server| without_password(server)).collect::<Vec<_>>(), serializer)
 }
 
 /// NATS, for routers and workers.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "Options of the event plane")]
+#[command(next_help_heading = "KV events over NATS")]
 #[serde(rename_all = "kebab-case")]
-pub struct NatsFlags {
-    /// host:port of NATS' servers, with commas between: workers publish KV events there, once for all routers [default: each
-    /// router hears them from each worker]
+pub struct NatsArgs {
+    /// host:port of the NATS servers, separated by commas. Workers publish KV events there once for all routers [default: each worker streams
+    /// its events to each router]
     #[arg(long, env = "TANDEM_NATS", value_name = "ADDRESSES", value_delimiter = ',')]
-    #[serde(serialize_with = "without_passwords", skip_serializing_if = "Vec::is_empty")]
+    #[serde(serialize_with = "without_passwords")]
     pub nats: Vec<String>,
 
-    /// Who we are to NATS, if it asks for a password
-    #[arg(long, env = "TANDEM_NATS_USER", value_name = "NAME", requires_all = ["nats", "nats_secret"], group = "nats_auth")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// NATS user name; needs a password
+    #[arg(long, env = "TANDEM_NATS_USER", value_name = "NAME")]
     pub nats_user: Option<String>,
 
-    /// The password; never printed, and not for others to see when it comes from the environment
-    #[arg(
-        long,
-        env = "TANDEM_NATS_PASSWORD",
-        value_name = "PASSWORD",
-        hide_env_values = true,
-        requires = "nats_user",
-        group = "nats_secret"
-    )]
+    /// NATS password. Set it in the environment or in a file: flags show in the list of processes
+    #[arg(long, env = "TANDEM_NATS_PASSWORD", value_name = "PASSWORD", hide_env_values = true)]
     #[serde(skip)]
     pub nats_password: Option<Secret>,
 
-    /// A file that holds the password; it is read once, at the start
-    #[arg(long, env = "TANDEM_NATS_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file, requires = "nats_user", group = "nats_secret")]
+    /// File with the NATS password, read once at the start
+    #[arg(long, env = "TANDEM_NATS_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file)]
     #[serde(skip)]
     pub nats_password_file: Option<Secret>,
 
-    /// A token, if NATS asks for one; never printed
-    #[arg(long, env = "TANDEM_NATS_TOKEN", value_name = "TOKEN", hide_env_values = true, requires = "nats", group = "nats_auth")]
+    /// NATS token, in place of a user
+    #[arg(long, env = "TANDEM_NATS_TOKEN", value_name = "TOKEN", hide_env_values = true)]
     #[serde(skip)]
     pub nats_token: Option<Secret>,
 
-    /// A file of credentials (a JWT and its seed, as `nsc` writes it)
-    #[arg(long, env = "TANDEM_NATS_CREDS", value_name = "FILE", requires = "nats", group = "nats_auth")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// NATS credentials file (a JWT and its seed, as `nsc` writes it), in place of a user
+    #[arg(long, env = "TANDEM_NATS_CREDS", value_name = "FILE")]
     pub nats_creds: Option<PathBuf>,
 
-    /// A file with the seed of an nkey
-    #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE", requires = "nats", group = "nats_auth")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// File with the seed of an nkey, in place of a user
+    #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE")]
     pub nats_nkey: Option<PathBuf>,
 
-    /// A PEM file of whom to believe that it is NATS; connections are encrypted then, whatever its servers want
-    #[arg(long, env = "TANDEM_NATS_CA", value_name = "FILE", requires = "nats")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// CA certificate (PEM) for verifying NATS; turns on TLS, even if the servers do not ask for it
+    #[arg(long, env = "TANDEM_NATS_CA", value_name = "FILE")]
     pub nats_ca: Option<PathBuf>,
 
-    /// Our own certificate, if NATS asks for one
-    #[arg(long, env = "TANDEM_NATS_CERT", value_name = "FILE", requires_all = ["nats", "nats_key"])]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Client certificate (PEM) for NATS; needs --nats-key
+    #[arg(long, env = "TANDEM_NATS_CERT", value_name = "FILE")]
     pub nats_cert: Option<PathBuf>,
 
-    /// The key to it
-    #[arg(long, env = "TANDEM_NATS_KEY", value_name = "FILE", requires = "nats_cert")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Private key (PEM) of the client certificate for NATS
+    #[arg(long, env = "TANDEM_NATS_KEY", value_name = "FILE")]
     pub nats_key: Option<PathBuf>,
 }
 
-impl NatsFlags {
-    /// The connection for a process of this cluster; NATS need not be up yet.
+impl NatsArgs {
+    /// Checks that these settings work together.
+    pub(super) fn check(&self) -> Result<(), SettingsError> {
+        let (nats, user, cert) = (!self.nats.is_empty(), self.nats_user.is_some(), self.nats_cert.is_some());
+        let ways = [
+            ("--nats-user", user),
+            ("--nats-token", self.nats_token.is_some()),
+            ("--nats-creds", self.nats_creds.is_some()),
+            ("--nats-nkey", self.nats_nkey.is_some()),
+        ];
+        for (at, (flag, set)) in ways.into_iter().enumerate() {
+            needs(flag, set, "--nats", nats)?;
+            ways[..at].iter().try_for_each(|(other, other_set)| excludes(flag, set, other, *other_set))?;
+        }
+        needs("--nats-user", user, "--nats-password or --nats-password-file", self.password().is_some())?;
+        needs("--nats-password", self.password().is_some(), "--nats-user", user)?;
+        excludes("--nats-password", self.nats_password.is_some(), "--nats-password-file", self.nats_password_file.is_some())?;
+        needs("--nats-ca", self.nats_ca.is_some(), "--nats", nats)?;
+        needs("--nats-cert", cert, "--nats", nats)?;
+        needs("--nats-cert", cert, "--nats-key", self.nats_key.is_some())?;
+        needs("--nats-key", self.nats_key.is_some(), "--nats-cert", cert)
+    }
+
+    /// Opens the connection of a process of this cluster; `None` if no server is set. NATS need not be up yet.
+    ///
+    /// # Errors
+    /// An address or a file cannot be used.
     pub async fn broker(&self, cluster: &str, key: ClusterKey, metrics: &Metrics) -> Result<Option<Broker>, NatsError> {
         if self.nats.is_empty() {
             return Ok(None);
@@ -92,8 +104,7 @@ impl NatsFlags {
     }
 
     fn settings(&self, cluster: &str) -> NatsSettings {
-        let password = self.nats_password.clone().or_else(|| self.nats_password_file.clone());
-        let auth = match (self.nats_user.clone().zip(password), self.clone()) {
+        let auth = match (self.nats_user.clone().zip(self.password().cloned()), self.clone()) {
             (Some((name, password)), _) => NatsAuth::User(name, password),
             (None, Self { nats_token: Some(token), .. }) => NatsAuth::Token(token),
             (None, Self { nats_creds: Some(file), .. }) => NatsAuth::Credentials(file),
@@ -109,6 +120,10 @@ impl NatsFlags {
             pending_max: PENDING_MAX,
         }
     }
+
+    fn password(&self) -> Option<&Secret> {
+        self.nats_password.as_ref().or(self.nats_password_file.as_ref())
+    }
 }
 
 #[cfg(test)]
@@ -119,16 +134,18 @@ mod tests {
     #[derive(Parser)]
     struct Command {
         #[command(flatten)]
-        flags: NatsFlags,
+        nats: NatsArgs,
     }
 
-    fn read(args: &str) -> Result<NatsFlags, String> {
+    fn read(args: &str) -> Result<NatsArgs, String> {
         let args = ["tandem"].into_iter().chain(args.split_whitespace());
-        Command::try_parse_from(args).map(|command| command.flags).map_err(|error| error.to_string())
+        let command = Command::try_parse_from(args).map_err(|error| error.to_string())?;
+        command.nats.check().map_err(|error| error.to_string())?;
+        Ok(command.nats)
     }
 
     #[test]
-    fn there_is_one_way_to_say_who_we_are_and_secrets_are_not_shown() {
+    fn one_way_to_authenticate_is_accepted_and_secrets_are_not_shown() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(file.path(), "hidden\n").expect("ours");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());

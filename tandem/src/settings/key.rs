@@ -15,16 +15,16 @@ const FILE_BYTES_MAX: u64 = 64 << 10;
 /// Permission bits that let the file's group or everyone read it.
 const READABLE_BY_OTHERS: u32 = 0o044;
 
-/// Where the cluster key is.
+/// The file with the cluster key.
 #[derive(Args, Clone, Debug, Default, PartialEq, Serialize)]
+#[command(next_help_heading = "Security")]
 #[serde(rename_all = "kebab-case")]
-pub struct KeyFlags {
+pub struct KeyArgs {
     /// File with the cluster's secret: 32 bytes or more, the same for all processes of the cluster. With it, processes refuse calls that
     /// are not authenticated with the key, sign KV events and registrations, connect only to addresses that the cluster has signed, and
     /// hash prompts with the key. Make one with: openssl rand -hex 32 [default: none, so that a first start needs no file; `tandem up`
     /// makes a key for itself]
     #[arg(long, env = "TANDEM_CLUSTER_KEY_FILE", value_name = "FILE")]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_key_file: Option<PathBuf>,
 }
 
@@ -57,7 +57,7 @@ pub enum KeyFileError {
     },
 }
 
-impl KeyFlags {
+impl KeyArgs {
     /// The cluster key, or none if no file is set. Logs a warning if users other than the file's owner can read it.
     ///
     /// # Errors
@@ -101,31 +101,31 @@ mod tests {
         if let Some(content) = content {
             fs::write(&path, content).expect("ours");
         }
-        let flags = KeyFlags { cluster_key_file: Some(path) };
-        flags.read().map_err(|error| format!("{:#}", anyhow::Error::from(error)))
+        let args = KeyArgs { cluster_key_file: Some(path) };
+        args.read().map_err(|error| format!("{:#}", anyhow::Error::from(error)))
     }
 
     #[test]
-    fn the_newline_at_the_end_is_not_part_of_the_secret() {
+    fn final_newline_is_not_part_of_the_secret() {
         let secret = b"0123456789abcdef0123456789abcdef";
         let fingerprint = |content: &[u8]| read(Some(content)).expect("long enough").fingerprint().to_owned();
         let plain = fingerprint(secret);
         assert_eq!(fingerprint(&[secret, &b"\n"[..]].concat()), plain);
         assert_eq!(fingerprint(&[secret, &b"\r\n"[..]].concat()), plain);
         assert_ne!(fingerprint(&[secret, &b" \n"[..]].concat()), plain);
-        assert!(!KeyFlags::default().read().expect("no file is no mistake").is_set());
+        assert!(!KeyArgs::default().read().expect("no file is no mistake").is_set());
     }
 
     #[test]
-    fn a_file_that_is_missing_too_short_or_too_long_is_refused_with_what_to_do() {
-        for (content, told) in [
+    fn missing_short_or_long_file_is_refused_with_advice() {
+        for (content, expected) in [
             (None, "openssl rand -hex 32"),
             (Some(&b""[..]), "has 0 bytes"),
             (Some(b"0123456789abcdef0123456789abcde\n"), "has 31 bytes, but needs at least 32"),
             (Some(&[b'x'; 64 * 1024 + 1]), "that is no cluster key"),
         ] {
             let error = read(content).expect_err("it is refused");
-            assert!(error.contains(told) && error.contains("--cluster-key-file"), "{error}");
+            assert!(error.contains(expected) && error.contains("--cluster-key-file"), "{error}");
             assert!(!error.contains("0123"), "the secret is not shown: {error}");
         }
     }

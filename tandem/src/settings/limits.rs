@@ -1,30 +1,23 @@
-//! Limits on what clients can use of a frontend.
+//! Limits on the resources that clients can use.
 
-use super::roles::with_commas;
+use super::common::with_commas;
 use clap::Args;
 use serde::Serialize;
 
-/// Bounds on connections, memory and sequences, for the frontend.
+/// The frontend's limits on connections, memory and sequences.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "Limits of the frontend")]
+#[command(next_help_heading = "Limits")]
 #[serde(rename_all = "kebab-case")]
-pub struct LimitFlags {
-    /// Sequences (prompts × n) served at once, over all requests; more are refused with 503, because an unbounded queue only hides
-    /// the overload
-    #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub max_concurrent_requests: u32,
-
+pub struct LimitArgs {
     /// Sequences of one account (--account-header) among those of --max-concurrent-requests; requests without an account count by client
     /// address, unless that is in --trusted-proxies. More are refused with 429. 0 means no limit: set it where all clients come through a
-    /// proxy that is not listed [default: half of --max-concurrent-requests, so that one client leaves room for others]
+    /// proxy that is not listed [default: half of --max-concurrent-requests, so that one client leaves capacity to others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_sequences_per_account: Option<u32>,
 
     /// Size limit of a request body [default: 128 bytes for each token of the model's context, at least 4 MiB, at most 32 MiB: the longest
     /// prompt fits, and a body sent by mistake is refused]
     #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES")]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_body_bytes: Option<usize>,
 
     /// Memory for all request bodies that are read or parsed at once, not counting the first 16 KiB of each; more are refused with 503. The
@@ -38,7 +31,7 @@ pub struct LimitFlags {
     pub max_connections: u32,
 
     /// Connections from one address (IPv6: from one /64) among those of --max-connections. The default is half of that limit's default, so that
-    /// one client leaves room for others and a proxy has enough; addresses in --trusted-proxies are exempt. 0 means no limit
+    /// one client leaves capacity to others and a proxy has enough; addresses in --trusted-proxies are exempt. 0 means no limit
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N", default_value_t = 4096)]
     pub max_connections_per_address: u32,
 
@@ -46,14 +39,14 @@ pub struct LimitFlags {
     /// all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address checks
     /// `Host` only if names are set here
     #[arg(long, env = "TANDEM_ALLOWED_HOSTS", value_name = "NAMES", value_delimiter = ',')]
-    #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
+    #[serde(serialize_with = "with_commas")]
     pub allowed_hosts: Vec<String>,
 }
 
-impl LimitFlags {
-    /// The limit on one client's sequences; `None` if there is no limit.
-    pub fn sequences_per_client(&self) -> Option<usize> {
-        match self.max_sequences_per_account.unwrap_or(self.max_concurrent_requests.div_ceil(2)) {
+impl LimitArgs {
+    /// The limit on one client's sequences among `all`; `None` if there is no limit.
+    pub fn sequences_per_client(&self, all: u32) -> Option<usize> {
+        match self.max_sequences_per_account.unwrap_or(all.div_ceil(2)) {
             0 => None,
             bound => Some(bound as usize),
         }

@@ -1,32 +1,31 @@
 //! Settings for several tenants on one frontend: accounts, isolation of the prefix cache, and which peers are trusted.
 
-use clap::{Args, ValueEnum};
-use serde::{Serialize, Serializer};
+use super::{SettingsError, common::with_commas, needs};
+use clap::Args;
+use serde::Serialize;
 use std::net::IpAddr;
-use tandem_frontend::{HeaderName, IpNet};
+use tandem_frontend::{CacheIsolation, ExposeDetails, HeaderName, IpNet};
 
 /// The frontend's settings for tenants.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "Options for several tenants")]
+#[command(next_help_heading = "Tenants")]
 #[serde(rename_all = "kebab-case")]
-pub struct TenantFlags {
+pub struct TenantArgs {
     /// Name of the header that holds a request's account, such as x-account. The proxy that authenticates your clients sets it; it is
     /// accepted from --trusted-proxies only, and needs that flag. Ledgers record it, and `tandem audit report` sums by it [default: none]
     #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub account_header: Option<String>,
 
     /// Which requests share cached KV. Clients that share a cache can find out, by timing and cached_tokens, how another client's prompt
     /// begins [default: account with --account-header, because accounts need not trust each other; else shared]
-    #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum, requires_if("account", "account_header"))]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum)]
     pub cache_isolation: Option<CacheIsolation>,
 
     /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account header
     /// and `traceparent`, and ask for details [default: programs on this machine while --listen is a loopback address, for requests without
     /// a forwarding header such as X-Forwarded-For; else none]
     #[arg(long, env = "TANDEM_TRUSTED_PROXIES", value_name = "NETWORKS", value_delimiter = ',', value_parser = network)]
-    #[serde(skip_serializing_if = "Vec::is_empty", serialize_with = "with_commas")]
+    #[serde(serialize_with = "with_commas")]
     pub trusted_proxies: Vec<IpNet>,
 
     /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted, because
@@ -35,72 +34,22 @@ pub struct TenantFlags {
     pub expose_details: ExposeDetails,
 }
 
-/// Which requests share cached KV.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CacheIsolation {
-    /// Requests of the same account; needs --account-header
-    Account,
-    /// All requests with the same cache_salt, or with none
-    Shared,
-}
-
-/// Which clients may see details of the cluster.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ExposeDetails {
-    /// No client
-    Never,
-    /// Trusted proxies
-    #[default]
-    Trusted,
-    /// Every client
-    Always,
-}
-
-/// The settings for tenants cannot work together.
-#[derive(Debug, thiserror::Error)]
-pub enum TenantFlagsError {
-    /// A request with an account would be refused, or believed from any program that reaches a loopback listener.
-    #[error(
-        "--account-header {header} is accepted from trusted proxies only, and none is listed; list the addresses of the proxy that sets it \
-         in --trusted-proxies (127.0.0.1 for one on this machine)"
-    )]
-    UntrustedAccounts {
-        /// The header's name.
-        header: String,
-    },
-}
-
-impl TenantFlags {
-    /// Whether a frontend can serve with these. An account header needs a list of proxies on a loopback listener, too: a proxy on this
+impl TenantArgs {
+    /// Checks that these settings work together. An account header needs a list of proxies on a loopback listener, too: a proxy on this
     /// machine that adds no forwarding header cannot be told from a program, and would pass on the accounts that clients make up.
-    ///
-    /// # Errors
-    /// There is an account header, and no proxy is listed.
-    pub fn check(&self) -> Result<(), TenantFlagsError> {
+    pub(super) fn check(&self) -> Result<(), SettingsError> {
+        let by_account = self.cache_isolation == Some(CacheIsolation::Account);
+        needs("--cache-isolation account", by_account, "--account-header <NAME>", self.account_header.is_some())?;
         match self.account_header.clone().filter(|_| self.trusted_proxies.is_empty()) {
-            Some(header) => Err(TenantFlagsError::UntrustedAccounts { header }),
+            Some(header) => Err(SettingsError::UntrustedAccounts { header }),
             None => Ok(()),
         }
     }
 
     /// Which requests share cached KV; applies the default if the flag is not set.
-    pub fn isolation(&self) -> tandem_frontend::CacheIsolation {
+    pub fn isolation(&self) -> CacheIsolation {
         let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
-        match self.cache_isolation.unwrap_or(by_default) {
-            CacheIsolation::Account => tandem_frontend::CacheIsolation::Account,
-            CacheIsolation::Shared => tandem_frontend::CacheIsolation::Shared,
-        }
-    }
-
-    /// Which clients may see details.
-    pub fn expose(&self) -> tandem_frontend::ExposeDetails {
-        match self.expose_details {
-            ExposeDetails::Never => tandem_frontend::ExposeDetails::Never,
-            ExposeDetails::Trusted => tandem_frontend::ExposeDetails::Trusted,
-            ExposeDetails::Always => tandem_frontend::ExposeDetails::Always,
-        }
+        self.cache_isolation.unwrap_or(by_default)
     }
 }
 
@@ -113,10 +62,6 @@ fn network(text: &str) -> Result<IpNet, &'static str> {
     text.parse().or_else(|_| address()).map_err(|_| "write an address, or a network such as 10.0.0.0/8")
 }
 
-fn with_commas<S: Serializer>(networks: &[IpNet], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(&networks.iter().map(IpNet::to_string).collect::<Vec<_>>().join(","))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,15 +70,15 @@ mod tests {
 
     fn read(args: &[&str]) -> Result<UpSettings, String> {
         let args = ["tandem", "up"].iter().chain(args).map(OsString::from).collect();
-        match Cli::read(args, |_| None).map_err(|error| error.to_string())?.command {
-            Command::Up(up) => Ok(up.settings),
+        match Cli::read(args, None).map_err(|error| error.to_string())?.command {
+            Command::Up(up) => Ok(up.role),
             other => unreachable!("the command is up: {other:?}"),
         }
     }
 
     #[test]
     fn accounts_are_isolated_unless_the_operator_shares_the_cache() {
-        use tandem_frontend::CacheIsolation::{Account, Shared};
+        use CacheIsolation::{Account, Shared};
         for (args, expected) in [
             (&[][..], Shared),
             (&["--account-header", "x-account"], Account),
@@ -141,12 +86,13 @@ mod tests {
             (&["--account-header", "x-account", "--cache-isolation", "account"], Account),
             (&["--cache-isolation", "shared"], Shared),
         ] {
-            assert_eq!(read(args).expect("valid").tenants.isolation(), expected, "{args:?}");
+            let args = [args, &["--trusted-proxies", "10.0.0.1"]].concat();
+            assert_eq!(read(&args).expect("valid").frontend.tenants.isolation(), expected, "{args:?}");
         }
     }
 
     #[test]
-    fn isolation_by_account_needs_to_know_the_account() {
+    fn isolation_by_account_needs_an_account_header() {
         let error = read(&["--cache-isolation", "account"]).expect_err("there is no account");
         assert!(error.contains("--account-header <NAME>"), "{error}");
     }
@@ -154,21 +100,20 @@ mod tests {
     #[test]
     fn account_header_that_no_peer_may_send_is_a_mistake() {
         const ACCOUNT: [&str; 2] = ["--account-header", "x-account"];
-        let check = |args: &[&str]| read(args).expect("valid").tenants.check().map_err(|error| error.to_string());
         for listen in ["0.0.0.0:8000", "[::1]:8000"] {
-            let error = check(&[&ACCOUNT[..], &["--listen", listen]].concat()).expect_err("no proxy is trusted");
+            let error = read(&[&ACCOUNT[..], &["--listen", listen]].concat()).expect_err("no proxy is trusted");
             assert!(error.contains("x-account") && error.contains("--trusted-proxies"), "{error}");
         }
-        assert_eq!(check(&[&ACCOUNT[..], &["--trusted-proxies", "127.0.0.1"]].concat()), Ok(()));
-        assert_eq!(check(&["--listen", "0.0.0.0:8000"]), Ok(()), "there are no accounts");
+        read(&[&ACCOUNT[..], &["--trusted-proxies", "127.0.0.1"]].concat()).expect("a proxy is listed");
+        read(&["--listen", "0.0.0.0:8000"]).expect("there are no accounts");
     }
 
     #[test]
     fn proxies_are_addresses_or_networks_and_can_be_read_back() {
         let settings = read(&["--trusted-proxies", "10.0.0.0/8,192.168.1.7,fd00::/8"]).expect("valid");
-        let written: Vec<_> = settings.tenants.trusted_proxies.iter().map(IpNet::to_string).collect();
+        let written: Vec<_> = settings.frontend.tenants.trusted_proxies.iter().map(IpNet::to_string).collect();
         assert_eq!(written, ["10.0.0.0/8", "192.168.1.7/32", "fd00::/8"]);
-        let toml = settings.to_toml();
+        let toml = toml::to_string(&settings).expect("plain values");
         assert!(toml.contains("trusted-proxies = \"10.0.0.0/8,192.168.1.7/32,fd00::/8\""), "{toml}");
         for wrong in ["proxy.example", "10.0.0.0/33", "10.0.0.1,x"] {
             let error = read(&["--trusted-proxies", wrong]).expect_err(wrong);

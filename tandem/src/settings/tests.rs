@@ -1,45 +1,61 @@
-//! Where settings come from, and what is said of mistakes.
+//! How settings are layered, printed and refused.
 
 use super::*;
-use std::io::Write;
+use clap::CommandFactory;
+use std::{ffi::OsString, io::Write};
+use tandem_node::discovery::{Role as Member, Workers};
 
-fn read(args: &[&str], config: &str) -> Result<UpSettings, String> {
-    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
-    file.write_all(config.as_bytes()).expect("a temporary file takes a few bytes");
-    let path = file.path().to_str().expect("the path is text");
-    let args = ["tandem", "up", "--config", path].iter().chain(args).map(OsString::from).collect();
-    let env = |name: &OsStr| (name == "TANDEM_BLOCK_SIZE").then(|| OsString::from("16"));
-    match Cli::read(args, env).map_err(|error| error.to_string())?.command {
-        Command::Up(up) => Ok(up.settings),
+fn command(args: &[&str]) -> Result<Command, String> {
+    let args = ["tandem"].iter().chain(args).map(OsString::from).collect();
+    Cli::read(args, None).map(|cli| cli.command).map_err(|error| error.to_string())
+}
+
+fn up(args: &[&str], config: &str) -> Result<UpSettings, String> {
+    let file = file(config);
+    match command(&[&["up", "--config", file.path().to_str().expect("the path is text")], args].concat())? {
+        Command::Up(up) => Ok(up.role),
         other => unreachable!("the command is up: {other:?}"),
     }
 }
 
+fn router(args: &[&str]) -> Result<Box<Serve<RouterProcess>>, String> {
+    match command(&[&["router"], args].concat())? {
+        Command::Router(router) => Ok(router),
+        other => unreachable!("the command is router: {other:?}"),
+    }
+}
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    file.write_all(text.as_bytes()).expect("a temporary file takes a few bytes");
+    file
+}
+
+fn toml_of(role: &impl Role) -> String {
+    toml::to_string(role).expect("plain values")
+}
+
 #[test]
-fn flags_go_before_the_file_and_the_file_before_defaults() {
+fn flags_override_the_file_and_the_file_overrides_defaults() {
     let config =
         "decode-workers = 3\nprefill-workers = 5\nlisten = \"127.0.0.1:9\"\nno-prefix-caching = true\nsim-speedup = 2.5\n";
-    let settings = read(&["--prefill-workers", "4"], config).expect("all is valid");
+    let settings = up(&["--prefill-workers", "4"], config).expect("all is valid");
     assert_eq!((settings.prefill_workers, settings.decode_workers), (4, 3));
-    assert_eq!(settings.listen.port(), 9);
-    assert!(settings.no_prefix_caching);
-    assert_eq!(settings.sim.sim_speedup, 2.5);
-    assert_eq!(settings.policy, PolicyName::KvAware);
+    assert_eq!(settings.common.listen.port(), 9);
+    assert!(settings.worker.no_prefix_caching);
+    assert_eq!(settings.worker.sim.sim_speedup, 2.5);
+    assert_eq!(settings.router.policy, PolicyKind::KvAware);
+    assert!(!up(&[], "no-prefix-caching = false").expect("valid").worker.no_prefix_caching);
 }
 
 #[test]
-fn the_environment_goes_before_the_file() {
-    // The parser itself does not see the test's environment: the key is left out and the default remains.
-    assert_eq!(read(&[], "block-size = 64").expect("valid").block_size, 16);
-}
-
-#[test]
-fn the_collector_may_be_named_as_opentelemetry_does() {
+fn collector_defaults_to_that_of_opentelemetry() {
     let read = |args: &[&str], named: &str| {
         let args = ["tandem", "router"].iter().chain(args).map(OsString::from).collect();
-        let env = |name: &OsStr| (name == "OTEL_EXPORTER_OTLP_ENDPOINT").then(|| OsString::from(named));
-        let mut cli = Cli::read(args, env).expect("valid");
-        cli.command.settings_mut().expect("a role has settings").telemetry.otlp_endpoint.clone()
+        match Cli::read(args, Some(named.into())).expect("valid").command {
+            Command::Router(router) => router.role.common.telemetry.otlp_endpoint,
+            other => unreachable!("the command is router: {other:?}"),
+        }
     };
     assert_eq!(read(&[], "http://c:4317").as_deref(), Some("http://c:4317"));
     assert_eq!(read(&["--otlp-endpoint", "http://d:1"], "http://c:4317").as_deref(), Some("http://d:1"));
@@ -47,48 +63,171 @@ fn the_collector_may_be_named_as_opentelemetry_does() {
 }
 
 #[test]
-fn mistakes_in_the_file_are_told_with_its_name() {
-    for (config, told) in [
+fn mistakes_in_the_file_are_reported_with_its_name() {
+    for (config, expected) in [
         ("wrokers = 3", "unknown key `wrokers`"),
         ("config = \"x\"", "unknown key `config`"),
         ("print-config = true", "unknown key `print-config`"),
+        ("interval = 1", "unknown key `interval`"),
         ("decode-workers = 0", "--decode-workers"),
         ("engine = \"gpu\"", "possible values: cpu"),
         ("engine = [1]", "`engine` is not a plain value"),
+        ("no-prefix-caching = \"maybe\"", "--no-prefix-caching"),
         ("sim-speedup = 0", "a number above 0"),
         ("account-header = \"a b\"", "the name of an HTTP header"),
         ("trace-sample-ratio = 1.5", "a number from 0 to 1"),
         ("= 3", "in /"),
     ] {
-        let error = read(&[], config).expect_err(config);
-        assert!(error.contains(told) && error.contains("in /"), "{config}: {error}");
+        let error = up(&[], config).expect_err(config);
+        assert!(error.contains(expected) && error.contains("in /"), "{config}: {error}");
     }
 }
 
 #[test]
-fn what_is_printed_can_be_read_back() {
+fn settings_of_different_layers_exclude_each_other() {
+    let etcd = file("etcd = \"e:1\"\nnats-token = \"t\"");
+    let path = etcd.path().to_str().expect("the path is text");
+    let error = router(&["--config", path, "--workers", "w:1"]).expect_err("both are set");
+    assert!(error.contains("--workers cannot be used with --etcd"), "{error}");
+    let error = router(&["--config", path]).expect_err("there are no servers");
+    assert!(error.contains("--nats-token needs --nats"), "{error}");
+    router(&["--config", path, "--nats", "n:1"]).expect("the flag completes the file");
+}
+
+#[test]
+fn printed_settings_can_be_read_back() {
     let mut settings = UpSettings::defaults();
-    settings.model = Some("pypi:x==1".parse().expect("a source"));
-    settings.policy = PolicyName::LeastLoaded;
-    settings.sim.sim_kv_bytes_per_token = 1e6;
-    settings.no_prefix_caching = true;
-    settings.kv_capacity_tokens = Some(1024);
-    assert_eq!(read(&[], &settings.to_toml()).expect("what we print is valid"), settings);
+    settings.model.model = Some("pypi:x==1".parse().expect("a source"));
+    settings.router.policy = PolicyKind::LeastLoaded;
+    settings.worker.sim.sim_kv_bytes_per_token = 1e6;
+    settings.worker.no_prefix_caching = true;
+    settings.worker.kv_capacity_tokens = Some(1024);
+    assert_eq!(up(&[], &toml_of(&settings)).expect("printed settings are valid"), settings);
 }
 
 #[test]
-fn every_setting_has_an_environment_variable_and_a_reason() {
-    for arg in UpSettings::augment_args(clap::Command::new("up")).get_arguments() {
-        assert!(arg.get_env().is_some(), "{:?} has no environment variable", arg.get_id());
-        assert!(arg.get_help().is_some_and(|help| help.to_string().len() > 10), "{:?} has no help", arg.get_id());
+fn every_setting_has_an_environment_variable_and_help() {
+    for role in Cli::command().get_subcommands().filter(|role| role.get_arguments().any(|arg| arg.get_id() == "print_config")) {
+        for arg in role.get_arguments().filter(|arg| arg.get_id() != "print_config") {
+            assert!(arg.get_env().is_some(), "{:?} has no environment variable", arg.get_id());
+            assert!(arg.get_help().is_some_and(|help| help.to_string().len() > 10), "{:?} has no help", arg.get_id());
+            assert!(arg.get_id() == "config" || arg.get_help_heading().is_some(), "{:?} is in no group", arg.get_id());
+        }
     }
 }
 
 #[test]
-fn the_store_belongs_to_the_same_settings_and_its_token_is_never_shown() {
-    let settings = read(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("valid");
-    assert_eq!(settings.store.models_dir, Some(PathBuf::from("/x")));
-    for shown in [format!("{settings:?}"), settings.to_toml()] {
+fn token_of_the_store_is_never_shown() {
+    let settings = up(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("valid");
+    assert_eq!(settings.model.store.models_dir, Some(PathBuf::from("/x")));
+    for shown in [format!("{settings:?}"), toml_of(&settings)] {
         assert!(!shown.contains("secret"), "{shown}");
     }
+}
+
+#[test]
+fn roles_listen_on_different_ports_and_find_each_other_by_default() {
+    Cli::command().debug_assert();
+    let router = router(&[]).expect("defaults").role;
+    assert_eq!((router.common.listen.port(), router.process.admin_listen.port()), (7000, 9000));
+    let Ok(Command::PrefillWorker(prefill)) = command(&["prefill-worker"]) else { panic!("defaults") };
+    assert_eq!((prefill.role.common.listen.port(), prefill.role.process.admin_listen.port()), (7100, 9100));
+    let Ok(Command::DecodeWorker(decode)) = command(&["decode-worker"]) else { panic!("defaults") };
+    assert_eq!((decode.role.common.listen.port(), decode.role.process.admin_listen.port()), (7200, 9200));
+    let Ok(Command::Frontend(frontend)) = command(&["frontend"]) else { panic!("defaults") };
+    let routers = Workers::List(vec!["127.0.0.1:7000".to_owned()]);
+    assert_eq!((frontend.role.common.listen.port(), frontend.role.routers()), (8000, routers));
+    let workers = [prefill.role.common.listen, decode.role.common.listen].map(|address| address.to_string());
+    assert_eq!(router.workers(), Workers::List(workers.to_vec()));
+}
+
+#[test]
+fn mistakes_on_the_command_line_are_explained() {
+    for (args, expected) in [
+        (&["router", "--prefill-workers", "3"][..], "--prefill-workers does not apply to `tandem router`, but to `tandem up`"),
+        (
+            &["router", "--model", "x.gguf"],
+            "--model does not apply to `tandem router`, but to `tandem up`, `tandem prefill-worker`",
+        ),
+        (
+            &["frontend", "--policy", "random"],
+            "--policy does not apply to `tandem frontend`, but to `tandem up`, `tandem router`",
+        ),
+        (&["router", "--nonsense"], "unexpected argument '--nonsense'"),
+        (&["prefill-worker", "--advertise", "h"], "write host:port"),
+        (&["up", "--etcd", "h:1"], "--etcd"),
+        (&["router", "--etcd", "h:1", "--workers", "h:1"], "cannot be used with"),
+        (&["router", "--workers-file", "x", "--etcd", "h:1"], "cannot be used with"),
+        (&["frontend", "--router", "h:1", "--etcd", "h:1"], "cannot be used with"),
+        (&["router", "--peers", "h:1", "--etcd", "h:1"], "cannot be used with"),
+        (&["router", "--etcd", "h:1,h"], "write host:port"),
+        (&["router", "--etcd", "h:1", "--etcd-user", "u"], "--etcd-password"),
+        (&["router", "--etcd", "h:1", "--etcd-password", "p"], "--etcd-user"),
+        (&["router", "--etcd-ca", "x"], "--etcd"),
+        (&["router", "--etcd", "h:1", "--etcd-ca", "x", "--etcd-cert", "x"], "--etcd-key"),
+        (&["up", "--router", "h:1"], "--router"),
+        (&["router", "--workers", "h:1,h"], "write host:port"),
+        (&["frontend", "--router", "h:1,http://h:1"], "write host:port"),
+        (&["router", "--peers", "h"], "write host:port"),
+        (&["decode-worker", "--worker-id", "a b"], "letters"),
+        (&["decode-worker", "--cluster", "a.b"], "letters"),
+    ] {
+        let error = command(args).expect_err("it is a mistake");
+        assert!(error.contains(expected), "{args:?}: {error}");
+        assert!(!error.contains("does not apply") || error.trim_end().lines().count() == 1, "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn one_file_serves_all_roles_and_printed_settings_of_a_role_can_be_read_back() {
+    let text = "block-size = 64\nprefill = \"remote\"\nworkers = \"a:1,b:2\"\nrouter = \"r:1,r:2\"\npeers = \"r:2\"\nsim-speedup = 9.0\n";
+    let config = file(text);
+    let path = config.path().to_str().expect("the path is text");
+    let settings = router(&["--config", path]).expect("all of it is known");
+    assert_eq!(settings.role.common.block_size, 64);
+    let list = |list: &[&str]| list.iter().map(|&address| address.to_owned()).collect::<Workers>();
+    assert_eq!((settings.role.workers(), settings.role.peers()), (list(&["a:1", "b:2"]), list(&["r:2"])));
+    let Ok(Command::Frontend(frontend)) = command(&["frontend", "--config", path]) else { panic!("all of it is known") };
+    assert_eq!(frontend.role.routers(), list(&["r:1", "r:2"]));
+
+    let printed = settings.to_toml();
+    assert!(printed.contains("workers = \"a:1,b:2\"") && !printed.contains("sim-speedup"), "{printed}");
+    let config = file(&printed);
+    let again = router(&["--config", config.path().to_str().expect("the path is text")]).expect("printed settings are valid");
+    assert_eq!((again.role.clone(), again.to_toml()), (settings.role.clone(), printed));
+    let config = file("wrokers = 1");
+    let path = config.path().to_str().expect("the path is text");
+    assert!(router(&["--config", path]).is_err_and(|error| error.contains("unknown key `wrokers`")));
+}
+
+#[test]
+fn etcd_replaces_lists_and_passwords_are_not_shown() {
+    let args = "--etcd e:1,f:2 --cluster c --etcd-user u --etcd-password hidden --etcd-ca ca --etcd-cert cert --etcd-key key";
+    let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("valid");
+    let Workers::Etcd(etcd, roles) = settings.role.workers() else { panic!("etcd is set") };
+    assert_eq!((etcd.endpoints.join(" "), &*etcd.cluster, etcd.lease_ttl.as_secs()), ("e:1 f:2".to_owned(), "c", 10));
+    assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden")));
+    assert!(etcd.tls.is_some_and(|tls| tls.identity.is_some()));
+    assert_eq!(roles, [Member::PrefillWorker, Member::DecodeWorker]);
+    let printed = settings.to_toml();
+    assert!(printed.contains("etcd = \"e:1,f:2\"") && !printed.contains("workers"), "{printed}");
+    assert!(!printed.contains("hidden") && !format!("{settings:?}").contains("hidden"));
+    let config = file(&printed.replace("etcd-user = \"u\"\n", ""));
+    router(&["--config", config.path().to_str().expect("the path is text")]).expect("printed settings are valid");
+}
+
+#[test]
+fn registered_address_is_one_that_others_can_connect_to() {
+    let registered = |args: &[&str], listens: &str| {
+        let discovery = router(args).expect("valid").role.process.discovery;
+        discovery.registration(listens.parse().expect("an address")).map_err(|error| error.to_string())
+    };
+    let address = |args, listens| registered(args, listens).map(|found| found.map(|(_, address)| address));
+    assert_eq!(address(&[], "0.0.0.0:1"), Ok(None));
+    assert_eq!(address(&["--etcd", "e:1"], "10.0.0.1:7"), Ok(Some("10.0.0.1:7".to_owned())));
+    assert_eq!(address(&["--etcd", "e:1", "--advertise", "h:2"], "0.0.0.0:1"), Ok(Some("h:2".to_owned())));
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    assert_eq!(address(&["--etcd", "e:1"], "[::]:1"), Ok(Some(format!("{name}:1"))));
+    let files = registered(&["--etcd", "e:1", "--etcd-ca", "/none"], "10.0.0.1:7").expect_err("there is no such file");
+    assert!(files.contains("/none cannot be read") && files.contains("--etcd-ca"), "{files}");
 }

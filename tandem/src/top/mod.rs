@@ -1,9 +1,9 @@
-//! `tandem top`: what a router sees of its cluster, a line a worker, in a terminal; or once, as plain text.
+//! `tandem top`: a router's view of its workers, one row each, in a terminal or once as text.
 
 mod screen;
 mod table;
 
-use crate::settings::KeyFlags;
+use crate::settings::KeyArgs;
 use anyhow::{Context, Result, anyhow};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{Flow, Screen};
@@ -23,10 +23,10 @@ use tokio::{
 };
 use tonic::Code;
 
-/// A router that is well answers within milliseconds.
-const ANSWER_WAIT: Duration = Duration::from_secs(5);
+/// The time for a reply. A healthy router answers within milliseconds.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What is shown, and of whom.
+/// The arguments of `tandem top`.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
     /// The router's gRPC address, host:port. `tandem up` prints its own; to connect to it, give both commands the same --cluster-key-file
@@ -34,17 +34,17 @@ pub struct TopArgs {
     router: String,
     /// The cluster key.
     #[command(flatten)]
-    key: KeyFlags,
-    /// Seconds from one look to the next: rates are taken over this time
+    key: KeyArgs,
+    /// Seconds between two views; rates are taken over this time
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
     interval: f64,
-    /// By which column lines are ordered; in the terminal the arrow keys choose another
+    /// Column to sort by; in a terminal, the arrow keys choose another
     #[arg(long, value_enum, default_value_t)]
     sort: Column,
-    /// The largest first
+    /// Sort in descending order
     #[arg(long)]
     reverse: bool,
-    /// Print one table after one interval, and end; so it is, too, where there is no terminal
+    /// Print one table after one interval and exit, as without a terminal
     #[arg(long)]
     once: bool,
 }
@@ -53,14 +53,14 @@ fn interval(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
 }
 
-/// Where the views come from.
+/// The connection to the router.
 struct Source {
     runtime: Runtime,
     client: RouterClient<Channel>,
     address: String,
 }
 
-/// What was seen, and when.
+/// A view, and the time of the reply.
 struct Look {
     at: Instant,
     view: WorkersReply,
@@ -68,7 +68,7 @@ struct Look {
 
 impl Source {
     fn new(address: &str, key: ClusterKey) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread to run on")?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread can be started")?;
         let endpoint = channel::endpoint(address)?;
         let channel = {
             let _within = runtime.enter();
@@ -78,17 +78,20 @@ impl Source {
     }
 
     fn look(&mut self) -> Result<Look> {
-        let asked = self.runtime.block_on(async { timeout(ANSWER_WAIT, self.client.workers(WorkersRequest {})).await });
-        let nobody = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
-        let reply = asked.with_context(nobody)?.map_err(|status| match status.code() {
+        let asked = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
+        let unreachable = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
+        let reply = asked.with_context(unreachable)?.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!("the router at {} refuses: {}", self.address, status.message()),
-            _ => anyhow!("{}", status.message()).context(nobody()),
+            _ => anyhow!("{}", status.message()).context(unreachable()),
         })?;
         Ok(Look { at: Instant::now(), view: reply.into_inner() })
     }
 }
 
-/// Shows what there is until the user has seen enough; returns what is to be printed in place of that.
+/// Shows the view until the user quits; without a terminal, or with `--once`, returns one table to print.
+///
+/// # Errors
+/// The cluster key cannot be read, the router does not answer, or the terminal cannot be used.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
     let mut source = Source::new(&args.router, args.key.read()?)?;
     let interval = Duration::from_secs_f64(args.interval);
@@ -116,7 +119,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                 match event::read()? {
                     Event::Key(key) if key.kind == KeyEventKind::Press => match screen.press(key) {
                         Flow::Quit => return Ok(()),
-                        Flow::Go => {}
+                        Flow::Continue => {}
                     },
                     Event::Resize(..) => {}
                     _ => continue,
@@ -129,7 +132,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                     before = Some(std::mem::replace(&mut now, look));
                     problem = None;
                 }
-                // What was seen last stays.
+                // The last view stays on the screen.
                 Err(error) => problem = Some(format!("{error:#}")),
             }
         }

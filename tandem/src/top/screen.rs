@@ -1,4 +1,4 @@
-//! The table in a terminal, and the keys.
+//! The table in a terminal, and its keys.
 
 use super::table::{Cell, Column, Table};
 use ratatui::{
@@ -10,18 +10,18 @@ use ratatui::{
     widgets::{Paragraph, Row, Table as Grid},
 };
 
-/// How it is looked at.
+/// The user's choices.
 pub(super) struct Screen {
     sort: Column,
     reverse: bool,
-    /// Lines that were scrolled over.
+    /// Rows scrolled past at the top.
     above: usize,
 }
 
-/// Whether to go on.
+/// Whether to continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flow {
-    Go,
+    Continue,
     Quit,
 }
 
@@ -36,14 +36,14 @@ impl Screen {
         match key.code {
             KeyCode::Char('q') | KeyCode::Esc => return Flow::Quit,
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Flow::Quit,
-            KeyCode::Right => self.sort = self.sort.beside(true),
-            KeyCode::Left => self.sort = self.sort.beside(false),
+            KeyCode::Right => self.sort = self.sort.step(1),
+            KeyCode::Left => self.sort = self.sort.step(-1),
             KeyCode::Char('r') => self.reverse = !self.reverse,
             KeyCode::Down => self.above += 1,
             KeyCode::Up => self.above = self.above.saturating_sub(1),
             _ => {}
         }
-        Flow::Go
+        Flow::Continue
     }
 
     pub(super) fn sorted(&self, mut table: Table) -> Table {
@@ -51,7 +51,7 @@ impl Screen {
         table
     }
 
-    /// `problem`: why what is shown is not of now.
+    /// Draws the table; `problem` says why it is not up to date.
     pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &Table, problem: Option<&str>) {
         let notes: Vec<Line<'_>> =
             problem.into_iter().chain(table.notes.iter().map(String::as_str)).map(|note| note.red().into()).collect();
@@ -59,7 +59,7 @@ impl Screen {
         let parts = [Constraint::Length(2), Constraint::Min(2), Constraint::Length(notes_len), Constraint::Length(1)];
         let [title, lines, below, keys] = Layout::vertical(parts).areas(frame.area());
         frame.render_widget(Paragraph::new(table.title.as_str().bold()), title);
-        // There is always a line to be seen.
+        // At least one row stays visible.
         self.above = self.above.min(table.rows.len().saturating_sub(1));
         let rows = table.rows.iter().skip(self.above).map(|row| {
             let style = match &row[Column::Health as usize] {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn every_worker_is_seen_with_its_numbers_and_what_is_wrong() {
+    fn screen_shows_every_worker_and_its_problems() {
         let mut screen = Screen::new(Column::Worker, false);
         let lines = drawn(&mut screen, None);
         assert_eq!(lines[0], "blue serves m: 2 of 3 workers, 6 requests");
@@ -132,20 +132,20 @@ mod tests {
     fn keys_sort_scroll_and_quit() {
         let mut screen = Screen::new(Column::Worker, false);
         for _ in 0..4 {
-            assert_eq!(press(&mut screen, KeyCode::Right), Flow::Go);
+            assert_eq!(press(&mut screen, KeyCode::Right), Flow::Continue);
         }
         press(&mut screen, KeyCode::Char('r'));
         let lines = drawn(&mut screen, None);
         assert!(lines[2].contains("batch▼") && lines[3].starts_with("d0") && lines[4].starts_with("p0"), "{lines:#?}");
         press(&mut screen, KeyCode::Left);
         assert!(drawn(&mut screen, None)[2].contains("requests▼"));
-        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), Flow::Go));
+        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), Flow::Continue));
         assert!(drawn(&mut screen, None)[3].starts_with("h:7100"), "the last stays");
-        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), Flow::Go));
+        (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), Flow::Continue));
         assert!(drawn(&mut screen, None)[3].starts_with("d0"));
         assert_eq!(press(&mut screen, KeyCode::Char('q')), Flow::Quit);
         assert_eq!(press(&mut screen, KeyCode::Esc), Flow::Quit);
         assert_eq!(screen.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), Flow::Quit);
-        assert_eq!(press(&mut screen, KeyCode::Char('c')), Flow::Go);
+        assert_eq!(press(&mut screen, KeyCode::Char('c')), Flow::Continue);
     }
 }

@@ -1,39 +1,40 @@
-//! What a router says of its workers, as cells. Pure.
+//! A router's view of its workers as a table. Pure.
 
+use crate::text_table::text_table;
 use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
-use tandem_proto::v1::{StepTotals, WorkerView, WorkersReply, worker_info::Role};
+use tandem_proto::v1::{StepTotals, WorkerView, WorkersReply};
 
-/// What is shown of a worker, from left to right.
+/// The columns, from left to right: texts first, which are aligned to the left, then numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Column {
-    /// Its name
+    /// Worker id
     #[default]
     Worker,
-    /// What it does
+    /// Prefill or decode
     Role,
     /// Whether it is routed to
     Health,
-    /// Requests that the router has placed there
+    /// Requests that the router has placed on the worker
     Requests,
-    /// Sequences that run
+    /// Running sequences
     Batch,
-    /// Requests that wait
+    /// Queued requests
     Queue,
-    /// Prompt tokens found in its cache, of all, since its start
+    /// Share of prompt tokens found in the cache since the worker's start
     Hits,
-    /// Tokens that were to be found by what routers knew: what was, and by how much this router was wrong
+    /// Cached tokens that routers predicted: those found, corrected by this router's errors
     Predicted,
-    /// Tokens that were found
+    /// Cached tokens that were found
     Real,
-    /// Blocks
+    /// Free blocks
     Free,
-    /// Blocks
+    /// Cached blocks
     Cached,
-    /// Blocks
+    /// Blocks in use
     InUse,
-    /// Tokens prefilled a second
+    /// Prompt tokens computed per second
     Prefill,
-    /// Tokens generated a second
+    /// Tokens generated per second
     Decode,
 }
 
@@ -74,15 +75,15 @@ impl Column {
         }
     }
 
-    /// Texts stand at the left, numbers at the right.
+    /// Whether the column holds text.
     pub(super) fn is_text(self) -> bool {
         matches!(self, Self::Worker | Self::Role | Self::Health)
     }
 
-    /// The next in a direction, around the ends.
-    pub(super) fn beside(self, right: bool) -> Self {
-        let (at, count) = (self as usize, Self::ALL.len());
-        Self::ALL[(at + if right { 1 } else { count - 1 }) % count]
+    /// The column `steps` to the right, around the ends.
+    pub(super) fn step(self, steps: isize) -> Self {
+        let at = (self as usize).wrapping_add_signed(steps + Self::ALL.len() as isize);
+        Self::ALL[at % Self::ALL.len()]
     }
 }
 
@@ -92,7 +93,7 @@ pub(super) enum Cell {
     Count(f64),
     /// From 0 to 1.
     Share(f64),
-    /// Not known, or of no use here.
+    /// Unknown, or without meaning for the worker.
     Nothing,
 }
 
@@ -126,18 +127,18 @@ impl std::fmt::Display for Cell {
     }
 }
 
-/// A look at a cluster.
+/// A router's view at one time.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Table {
-    /// Of the cluster.
+    /// The cluster's name, its model and its totals.
     pub(super) title: String,
     pub(super) rows: Vec<Vec<Cell>>,
-    /// What somebody should look at.
+    /// Problems for the operator.
     pub(super) notes: Vec<String>,
 }
 
 impl Table {
-    /// `now`, and the rates since `before`, `elapsed` ago.
+    /// Shows `now`, with rates over the time `elapsed` since `before`.
     pub(super) fn new(now: &WorkersReply, before: &WorkersReply, elapsed: Duration) -> Self {
         let instance = |worker: &WorkerView| worker.info.as_ref().map(|info| info.instance_id.clone());
         let earlier: HashMap<_, _> = before.workers.iter().filter_map(|worker| Some((instance(worker)?, worker))).collect();
@@ -165,7 +166,7 @@ impl Table {
         Self { title, rows: rows.chain(absent).collect(), notes: now.unavailable_reason.iter().cloned().chain(reasons).collect() }
     }
 
-    /// Stable: equal lines stay in the order of their names.
+    /// Sorts the rows; equal ones are ordered by worker id.
     pub(super) fn sort(&mut self, by: Column, reverse: bool) {
         self.rows.sort_by(|one, other| one[Column::Worker as usize].order(&other[Column::Worker as usize]));
         self.rows.sort_by(|one, other| {
@@ -174,33 +175,19 @@ impl Table {
         });
     }
 
-    /// For scripts and mails.
+    /// Formats the table as text, for scripts and reports.
     pub(super) fn plain(&self) -> String {
-        let lines: Vec<Vec<String>> = std::iter::once(Column::ALL.iter().map(|column| column.head().to_owned()).collect())
-            .chain(self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect()))
-            .collect();
-        let widths: Vec<usize> =
-            (0..Column::ALL.len()).map(|at| lines.iter().map(|line| line[at].chars().count()).max().unwrap_or(0)).collect();
-        let mut text = format!("{}\n\n", self.title);
-        for line in &lines {
-            let cells = line.iter().zip(&widths).zip(Column::ALL).map(|((cell, width), column)| {
-                if column.is_text() { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
-            });
-            writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end()).expect("a string takes all");
-        }
-        self.notes.iter().for_each(|note| writeln!(text, "\n{note}").expect("a string takes all"));
-        text
+        let heads = Column::ALL.iter().map(|column| column.head().to_owned()).collect();
+        let rows = self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect());
+        let notes: String = self.notes.iter().map(|note| format!("\n{note}\n")).collect();
+        let left = Column::ALL.iter().filter(|column| column.is_text()).count();
+        format!("{}\n\n{}{notes}", self.title, text_table(std::iter::once(heads).chain(rows), left))
     }
 }
 
 fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cell> {
     let (info, load) = (worker.info.clone().unwrap_or_default(), worker.load.clone().unwrap_or_default());
     let placed = worker.placements.unwrap_or_default();
-    let role = match info.role() {
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
-        Role::Unspecified => "?",
-    };
     let rate = |total: fn(&StepTotals) -> u64| match (&load.steps, &before) {
         (Some(now), Some(before)) if seconds > 0.0 => Cell::Count(total(now).saturating_sub(total(before)) as f64 / seconds),
         _ => Cell::Nothing,
@@ -217,7 +204,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .into_iter()
         .map(|column| match column {
             Column::Worker => Cell::Text(info.worker_id.clone()),
-            Column::Role => Cell::Text(role.to_owned()),
+            Column::Role => Cell::Text(info.role().name().to_owned()),
             Column::Health => Cell::Text(if worker.circuit_open { "circuit_open" } else { "healthy" }.to_owned()),
             Column::Requests => Cell::Count(worker.bookings.into()),
             Column::Batch => Cell::Count(load.running_sequences.into()),
@@ -237,9 +224,9 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo};
+    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role};
 
-    /// A prefill worker that finds much, a decode worker that fails, and somebody who is not let in; `later` by so many seconds.
+    /// A prefill worker with many cache hits, a decode worker with an open circuit breaker, and an incompatible worker; `later` seconds later.
     pub(crate) fn cluster(later: u64) -> WorkersReply {
         let worker = |role: Role, worker_id: &str, running, circuit_open, cache, steps| WorkerView {
             info: Some(WorkerInfo {
@@ -288,7 +275,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_line_a_worker_with_rates_of_the_time_between() {
+    fn plain_table_has_a_row_per_worker_with_rates() {
         let plain = table().plain();
         let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
@@ -298,12 +285,12 @@ pub(super) mod tests {
         assert_eq!(lines[5][..3], ["h:7100", "?", "incompatible"]);
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
         let starts: Vec<usize> =
-            plain.lines().skip(2).take(3).filter_map(|line| line.find("  ok").or(line.find("  failing"))).collect();
+            plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
         assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
     }
 
     #[test]
-    fn a_worker_that_has_come_back_has_no_rate_yet() {
+    fn restarted_worker_has_no_rate_yet() {
         let mut before = cluster(0);
         before.workers[0].info.as_mut().expect("it is said").instance_id = "another".to_owned();
         let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
@@ -312,7 +299,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn lines_are_in_the_order_that_is_asked_for() {
+    fn rows_are_sorted_by_column_and_direction() {
         let order = |by, reverse| {
             let mut table = table();
             table.sort(by, reverse);
@@ -322,8 +309,8 @@ pub(super) mod tests {
         assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
         assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
         assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "equal ones by their names");
-        let all = Column::ALL.into_iter().fold(Column::Worker, |column, _| column.beside(true));
-        assert_eq!((all, Column::Worker.beside(false)), (Column::Worker, Column::Decode));
+        let all = Column::ALL.into_iter().fold(Column::Worker, |column, _| column.step(1));
+        assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::Decode));
         assert!(Column::ALL.into_iter().enumerate().all(|(at, column)| column as usize == at));
     }
 }

@@ -29,30 +29,30 @@ fn hold(row: &Row) {
 }
 
 #[test]
-fn a_decode_worker_is_killed_in_the_middle_of_streams() {
+fn killed_decode_worker_loses_no_answer() {
     hold(&faults::decode_killed());
 }
 
 #[test]
-fn a_prefill_worker_is_killed_in_the_middle_of_prompts() {
+fn killed_prefill_worker_loses_no_answer() {
     hold(&faults::prefill_killed());
 }
 
 #[test]
-fn workers_stop_for_five_seconds() {
+fn stopped_workers_lose_no_answer() {
     hold(&faults::decode_stopped());
     hold(&faults::prefill_stopped());
 }
 
 #[test]
-fn workers_die_and_clients_leave_all_the_time() {
+fn churn_of_workers_and_clients_loses_no_answer() {
     let (row, memory) = churn::play(Form::Short);
     hold(&row);
     memory.hold(Form::Short);
 }
 
 #[test]
-fn every_part_of_a_cluster_with_etcd_and_nats_fails_once() {
+fn failure_of_any_part_with_etcd_and_nats_loses_no_answer() {
     several::play(Form::Short, |row| hold(&row));
 }
 

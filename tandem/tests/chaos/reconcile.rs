@@ -163,7 +163,7 @@ async fn ask(client: &Client, number: usize) -> anyhow::Result<Account> {
 }
 
 #[test]
-fn the_clients_own_sums_are_the_counters_whoever_leaves_or_dies() {
+fn clients_sums_equal_counters_under_failures() {
     let args = ["--sim-speedup", "20"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { args, ..Shape::default() });
     let (next, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));

@@ -309,7 +309,7 @@ impl Rig {
         let told = String::from_utf8(output.stdout).expect("text");
         let mut wrong: Vec<String> = told.lines().map(str::to_owned).collect();
         let sum = wrong.pop().unwrap_or_default();
-        let before = sum.split(" known to killed workers").next().and_then(|text| text.rsplit(' ').next());
+        let before = sum.split(" counted by killed workers").next().and_then(|text| text.rsplit(' ').next());
         let unverified = before.and_then(|number| number.parse().ok());
         if wrong.is_empty() && (unverified.is_none() || !output.status.success()) {
             wrong.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));

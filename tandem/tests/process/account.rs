@@ -19,7 +19,7 @@ fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>
 }
 
 #[test]
-fn guess_at_the_prompt_of_another_account_finds_nothing() {
+fn guess_of_another_accounts_prompt_is_not_cached() {
     const SECRET: &str = "The launch of the new product is a secret until spring. Its codename is BLUE HERON.";
     let plan = Plan::new();
     let workers = [address(), address()];
@@ -47,7 +47,7 @@ fn report(ledgers: &[String], format: &str) -> (bool, String) {
 }
 
 #[test]
-fn the_report_adds_up_to_what_each_account_was_told() {
+fn report_sums_the_usage_of_each_account() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);

@@ -69,7 +69,7 @@ fn no_line_tells(up: Up, model: &str, log: &Path) {
 }
 
 #[test]
-fn on_the_simulator() {
+fn logs_hold_no_text_on_the_simulator() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let log = dir.path().join("log");
     for prefill in ["remote", "local"] {
@@ -78,7 +78,7 @@ fn on_the_simulator() {
 }
 
 #[test]
-fn on_the_real_model() {
+fn logs_hold_no_text_on_the_real_model() {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
         #[expect(clippy::print_stderr, reason = "who runs the tests must see it")]
         {

@@ -35,7 +35,7 @@ fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
 const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"on and on"}]}"#;
 
 #[test]
-fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
+fn printed_request_works_and_shutdown_is_clean() {
     let up = sim(&["--sim-speedup", "50"]);
     for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0"] {
         assert!(up.introduction.contains(part), "{part}: {}", up.introduction);
@@ -50,7 +50,7 @@ fn what_is_printed_works_as_it_stands_and_the_end_is_orderly() {
 }
 
 #[test]
-fn a_running_answer_is_finished_before_the_end() {
+fn drain_finishes_running_answers() {
     let up = sim(&["--sim-speedup", "20"]);
     let body = LONG.replace("60000", "2000");
     let mut answer = running(&up, &body);
@@ -62,7 +62,7 @@ fn a_running_answer_is_finished_before_the_end() {
 }
 
 #[test]
-fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
+fn second_signal_ends_the_grace_period() {
     for (grace, second) in [("1", false), ("60", true)] {
         let up = sim(&["--grace-period", grace]);
         let _answer = running(&up, LONG);
@@ -90,7 +90,7 @@ fn the_grace_period_ends_and_a_second_signal_ends_it_at_once() {
 }
 
 #[test]
-fn a_health_check_needs_nothing_but_the_binary() {
+fn ready_reports_readiness_by_its_exit_code() {
     let check = |address: &str| {
         let output = ended(&["ready", address]);
         (output.status.code(), text(&output.stderr))
@@ -109,7 +109,7 @@ fn a_health_check_needs_nothing_but_the_binary() {
 }
 
 #[test]
-fn a_taken_port_is_told_in_one_line() {
+fn port_in_use_is_reported_in_one_line() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = taken.local_addr().expect("bound").to_string();
     let output = ended(&["up", "--engine", "sim", "--log", "error", "--listen", &address]);
@@ -120,7 +120,7 @@ fn a_taken_port_is_told_in_one_line() {
 }
 
 #[test]
-fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
+fn mistakes_are_reported_in_one_line_and_by_the_exit_code() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     for (args, code, told) in [
@@ -149,7 +149,7 @@ fn mistakes_are_told_in_one_line_and_by_the_exit_code() {
 }
 
 #[test]
-fn the_settings_that_result_are_printed() {
+fn print_config_prints_effective_settings() {
     let output = tandem(&["up", "--engine", "sim", "--print-config"]).env("TANDEM_BLOCK_SIZE", "32").output().expect("runs");
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0));
@@ -162,7 +162,7 @@ fn the_settings_that_result_are_printed() {
 }
 
 #[test]
-fn a_model_is_told_by_its_path_on_the_last_line() {
+fn model_fetch_prints_the_path_last() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("Tiny.Q4_0.gguf");
     std::fs::write(&file, b"GGUF").expect("ours");
@@ -177,7 +177,7 @@ fn a_model_is_told_by_its_path_on_the_last_line() {
 }
 
 #[test]
-fn an_audit_leaves_its_result_whatever_it_finds() {
+fn audit_writes_its_result_with_and_without_findings() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
@@ -185,7 +185,7 @@ fn an_audit_leaves_its_result_whatever_it_finds() {
         path.to_str().expect("text").to_owned()
     };
     let (nothing, result) = (file("nothing", ""), folder.path().join("result"));
-    let client = file("client", r#"{"request_id":"r","told":{"prompt_tokens":52,"cached_tokens":48}}"#);
+    let client = file("client", r#"{"request_id":"r","usage":{"prompt_tokens":52,"cached_tokens":48}}"#);
     let audit = |client: &str, result: &str| {
         ended(&["audit", "check", "--client", client, "--ledger", &nothing, "--metrics", &nothing, "--result", result])
     };

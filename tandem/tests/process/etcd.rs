@@ -22,7 +22,7 @@ fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
 }
 
 #[test]
-fn processes_find_each_other_through_etcd_and_live_without_it() {
+fn processes_find_each_other_through_etcd_and_survive_its_loss() {
     let mut etcd = Server::etcd(&[]);
     let (plan, at, anywhere) = (Plan::new(), etcd.address(), SocketAddr::from(([127, 0, 0, 1], 0)));
     let told = ["--cluster", "blue", "--etcd", &at];
@@ -58,7 +58,7 @@ fn processes_find_each_other_through_etcd_and_live_without_it() {
 }
 
 #[test]
-fn caches_are_known_over_nats_and_without_it() {
+fn index_is_complete_with_and_without_nats() {
     let (etcd, mut nats) = (Server::etcd(&[]), Server::nats(&["--user=u", "--pass=hidden"]));
     let (plan, etcd_at, nats_at) = (Plan::new(), etcd.address(), nats.address());
     let told = ["--etcd", &etcd_at, "--nats", &nats_at, "--nats-user", "u", "--nats-password"];

@@ -3,7 +3,7 @@
 //! The attack: 1,024 idle connections (half of them with half a header), 200 that send a byte now and then, 50 bodies of 32 MiB made to be
 //! large in memory, and ten requests of 128 samples. It comes from 127.0.0.2; there are no accounts, so clients are told apart by address. Prints a table, on a
 //! machine that does nothing else:
-//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_against_another`
+//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another`
 #![expect(clippy::print_stdout, reason = "it prints figures")]
 
 use crate::{
@@ -48,7 +48,7 @@ const LIVE_MAX: Duration = Duration::from_millis(500);
 
 #[test]
 #[ignore = "takes three minutes of a machine that does nothing else"]
-fn one_client_against_another() {
+fn one_client_does_not_starve_another() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);

@@ -13,7 +13,7 @@ fn ran(args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn processes_with_another_key_or_none_are_refused_and_told_what_to_do() {
+fn processes_without_the_cluster_key_are_refused_with_advice() {
     let plan = Plan::new();
     plan.secret("other-key", "the secret of another cluster altogether");
     let other = plan.file("other-key");
@@ -69,7 +69,7 @@ fn processes_with_another_key_or_none_are_refused_and_told_what_to_do() {
 }
 
 #[test]
-fn a_key_file_that_cannot_be_used_ends_the_process_with_what_to_do() {
+fn unusable_key_file_ends_the_process_with_advice() {
     let plan = Plan::new();
     plan.secret("short", "0123456789abcdef\n");
     for (name, told) in [("short", "has 16 bytes, but needs at least 32"), ("missing", "openssl rand -hex 32")] {
@@ -85,7 +85,7 @@ fn a_key_file_that_cannot_be_used_ends_the_process_with_what_to_do() {
 }
 
 #[test]
-fn a_process_that_others_can_reach_warns_when_it_has_no_key_and_when_others_can_read_it() {
+fn reachable_process_warns_without_a_key_and_with_a_readable_one() {
     let plan = Plan::new();
     let warned = |name: &str, what: &str| plan.log(name).lines().any(|line| line.contains("WARN") && line.contains(what));
     let router = |name: &str, listen: [u8; 4], args: &[&str]| -> Up {

@@ -104,7 +104,7 @@ fn promtool(page: &str) -> String {
 }
 
 #[test]
-fn a_real_promtool_finds_every_family_where_it_belongs_and_nothing_to_complain_of() {
+fn promtool_accepts_metrics_and_finds_every_family() {
     let plan = Plan::new();
     let at = [address(), address()];
     plan.list(&at);

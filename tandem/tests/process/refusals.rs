@@ -62,7 +62,7 @@ fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
 }
 
 #[test]
-fn workers_that_do_not_fit_are_not_routed_to() {
+fn incompatible_workers_get_no_requests() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
@@ -105,7 +105,7 @@ fn workers_that_do_not_fit_are_not_routed_to() {
 }
 
 #[test]
-fn frontends_that_do_not_fit_serve_nothing() {
+fn incompatible_frontends_serve_nothing() {
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
     plan.list(&[prefill, decode]);
@@ -132,7 +132,7 @@ fn frontends_that_do_not_fit_serve_nothing() {
 }
 
 #[test]
-fn what_cannot_start_says_what_to_do() {
+fn failed_start_advises_the_operator() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
@@ -141,7 +141,7 @@ fn what_cannot_start_says_what_to_do() {
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
         (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
-        (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "say with --advertise"),
+        (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "set --advertise"),
         (&["prefill-worker", "--engine", "cuda", "--device", "4294967295"], no_gpu),
     ] {
         let free = ["--listen", "--admin-listen"].into_iter().filter(|flag| !args.contains(flag));

@@ -16,7 +16,7 @@ fn prompt(salt: &str) -> String {
 }
 
 #[test]
-fn they_start_in_any_order() {
+fn roles_start_in_any_order() {
     for order in ["frpd", "dprf", "pfdr"] {
         let plan = Plan::new();
         let (prefill, decode) = (address(), address());
@@ -50,7 +50,7 @@ fn they_start_in_any_order() {
 }
 
 #[test]
-fn a_worker_joins_late_and_another_is_taken_off_the_list() {
+fn workers_are_added_and_removed_by_the_list() {
     let plan = Plan::new();
     let (prefill, one, other) = (address(), address(), address());
     plan.list(&[prefill, one]);
@@ -71,7 +71,7 @@ fn a_worker_joins_late_and_another_is_taken_off_the_list() {
 }
 
 #[test]
-fn a_worker_that_restarts_in_place_is_a_new_one() {
+fn restarted_worker_joins_as_a_new_instance() {
     let plan = Plan::new();
     let (at, decode) = (address(), address());
     plan.list(&[at, decode]);
@@ -104,7 +104,7 @@ fn a_worker_that_restarts_in_place_is_a_new_one() {
 }
 
 #[test]
-fn workers_that_leave_under_load_lose_nothing() {
+fn draining_workers_lose_no_answer() {
     let plan = Plan::new();
     let at = [address(), address(), address(), address()];
     plan.list(&at);
@@ -145,7 +145,7 @@ fn workers_that_leave_under_load_lose_nothing() {
 }
 
 #[test]
-fn a_router_may_die_and_come_back() {
+fn restarted_router_serves_again() {
     let plan = Plan::new();
     let at = [address(), address()];
     plan.list(&at);

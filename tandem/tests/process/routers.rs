@@ -92,7 +92,7 @@ fn under_load(cluster: &mut Cluster, clients: usize, happens: impl FnOnce(&mut C
 }
 
 #[test]
-fn a_router_that_is_killed_under_load_costs_no_answer() {
+fn killed_router_loses_no_answer() {
     let mut cluster = Cluster::start(2, &[]);
     under_load(&mut cluster, 12, |cluster| {
         let both = |cluster: &Cluster| [0, 1].map(|number| cluster.plan.view_of(number));
@@ -117,7 +117,7 @@ fn a_router_that_is_killed_under_load_costs_no_answer() {
 }
 
 #[test]
-fn routers_are_restarted_one_after_the_other_and_nothing_is_lost() {
+fn rolling_restart_of_routers_loses_no_answer() {
     let mut cluster = Cluster::start(2, &[]);
     under_load(&mut cluster, 12, |cluster| {
         for number in 0..2 {
@@ -138,7 +138,7 @@ fn routers_are_restarted_one_after_the_other_and_nothing_is_lost() {
 }
 
 #[test]
-fn what_one_router_has_computed_the_other_waits_for() {
+fn router_waits_for_a_prefix_that_its_peer_placed() {
     const CLIENTS: usize = 16;
     // Two seconds a prompt.
     let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);

@@ -14,7 +14,7 @@ fn top(plan: &Plan, args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn every_worker_has_its_line_and_what_is_away_is_named() {
+fn top_shows_every_worker_and_unreachable_addresses() {
     let plan = Plan::new();
     let (prefill, decode, nobody) = (address(), address(), address());
     plan.list(&[prefill, decode, nobody]);

@@ -117,7 +117,7 @@ const SECRET: &str = "tourmaline";
 const COMES_ALONG: &str = "0af7651916cd43dd8448eb211c80319c";
 
 #[test]
-fn a_request_is_one_tree_through_all_processes_and_says_nothing_of_its_text() {
+fn trace_is_one_tree_across_processes_without_text() {
     let plan = Plan::new();
     let (collector, at) = Collector::start(&plan);
     let (endpoint, workers) = (format!("http://{at}"), [address(), address()]);
@@ -212,7 +212,7 @@ fn a_request_is_one_tree_through_all_processes_and_says_nothing_of_its_text() {
 }
 
 #[test]
-fn a_collector_that_is_silent_or_gone_costs_nobody_anything() {
+fn unresponsive_collector_delays_no_request() {
     // It takes connections and never says a word.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
     let gone = address();

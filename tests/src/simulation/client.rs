@@ -97,8 +97,8 @@ impl Seen {
 
     /// Returns it in the form of the audit.
     pub(super) fn line(&self) -> ClientLine {
-        let told = self.answer().ok().filter(|_| self.end == End::Whole).and_then(|answer| answer.told(1));
-        ClientLine { request_id: self.request_id.clone(), told }
+        let usage = self.answer().ok().filter(|_| self.end == End::Whole).and_then(|answer| answer.reported_usage(1));
+        ClientLine { request_id: self.request_id.clone(), usage }
     }
 
     fn answer(&self) -> anyhow::Result<Answer> {
@@ -151,7 +151,7 @@ impl Seen {
         if !answer.done {
             return if self.end == End::Whole { Err("the stream ended without [DONE]".to_owned()) } else { Ok(()) };
         }
-        let told = answer.told(1).ok_or("a whole answer has its usage")?;
+        let told = answer.reported_usage(1).ok_or("a whole answer has its usage")?;
         let completion: u64 = expected.choices.iter().map(|choice| choice.tokens).sum();
         let (prompt, cached) = (told.prompt_tokens, told.cached_tokens);
         if prompt != wanted.prompt.len() as u64 || answer.usage("/completion_tokens") != completion {

@@ -31,7 +31,7 @@ impl Met {
         let sum = |series, labels| samples.sum(series, labels) as u64;
         Self {
             requests: seen.len() as u64,
-            answered: seen.iter().filter(|seen| seen.line().told.is_some()).count() as u64,
+            answered: seen.iter().filter(|seen| seen.line().usage.is_some()).count() as u64,
             attempts_failed: sum("tandem_frontend_attempts_failed_total", ""),
             migrations: sum("tandem_frontend_migrations_total", ""),
             preemptions: sum("tandem_worker_preemptions_total", ""),

@@ -33,7 +33,7 @@ pub(super) fn expected(wanted: &Wanted) -> Expected {
         queue_max: 1,
         prefix_caching: false,
         hash_key: HashKey::NONE,
-        unheard_max: 1_024,
+        max_buffered_events: 1_024,
         step_max: Duration::from_secs(60),
     };
     let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: 128, ..SimSettings::default() };

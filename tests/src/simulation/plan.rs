@@ -134,7 +134,7 @@ impl Plan {
                 queue_max: *random.of(&[4, 64]),
                 prefix_caching: !random.chance(5),
                 hash_key: tandem_kv::HashKey::NONE,
-                unheard_max: *random.of(&[2, 64]),
+                max_buffered_events: *random.of(&[2, 64]),
                 step_max: Duration::from_secs(60),
             },
             sim: SimSettings { block_size: BLOCK_SIZE, capacity_blocks, speedup, ..SimSettings::default() },

@@ -12,11 +12,9 @@ impl Random {
     }
 
     pub(super) fn next(&mut self) -> u64 {
+        let number = tandem_kv::mix(self.0);
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        number
     }
 
     /// Returns an independent generator, which later draws from this one do not affect.

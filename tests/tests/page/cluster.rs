@@ -59,7 +59,7 @@ impl Parts {
             queue_max: 64,
             prefix_caching: true,
             hash_key: tandem_kv::HashKey::NONE,
-            unheard_max: 1_024,
+            max_buffered_events: 1_024,
             step_max: SOON,
         };
         EngineHandle::start(Box::new(SimEngine::new(sim()).in_real_time()), settings)

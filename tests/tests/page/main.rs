@@ -145,7 +145,7 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
     assert_eq!(rows.as_object().context("rows")?.len(), 61);
     let mut told = 0;
     for line in client.lines() {
-        let (Some(id), Some(answer)) = (line.request_id, line.told) else { continue };
+        let (Some(id), Some(answer)) = (line.request_id, line.usage) else { continue };
         let row = &rows[format!("{id}-0")];
         let number = |field: &str| row[field].as_str().and_then(|text| text.replace(',', "").parse::<u64>().ok());
         assert_eq!((number("prompt_tokens"), number("cached_tokens")), (Some(answer.prompt_tokens), Some(answer.cached_tokens)));

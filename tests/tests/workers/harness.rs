@@ -63,7 +63,7 @@ impl Default for Setup {
                 queue_max: 64,
                 prefix_caching: true,
                 hash_key: HashKey::NONE,
-                unheard_max: 1_024,
+                max_buffered_events: 1_024,
                 step_max: Duration::from_secs(60),
             },
             report_cached_tokens: true,

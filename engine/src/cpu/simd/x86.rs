@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C, and AVX-512 with VNNI.
 //!
-//! The values of both types are made by [`Avx2::detect`] and [`Avx512::detect`] only.
+//! Values of both types are created only by [`Avx2::detect`] and [`Avx512::detect`].
 #![expect(unsafe_code, reason = "SIMD instructions are called by intrinsics")]
 
 use super::Simd;
@@ -10,12 +10,12 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx2(());
 
-/// AVX-512 (F, BW, VL, VNNI) beside all of AVX2's.
+/// AVX-512 (F, BW, VL, VNNI) in addition to AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx512(());
 
 impl Avx2 {
-    /// Where the processor (and the operating system) has it.
+    /// Returns a value if the processor and the operating system support it.
     pub fn detect() -> Option<Self> {
         let has = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         has.then_some(Self(()))
@@ -23,7 +23,7 @@ impl Avx2 {
 }
 
 impl Avx512 {
-    /// Where the processor (and the operating system) has it.
+    /// Returns a value if the processor and the operating system support it.
     pub fn detect() -> Option<Self> {
         let has = Avx2::detect().is_some()
             && is_x86_feature_detected!("avx512f")
@@ -39,7 +39,7 @@ impl Simd for Avx2 {
     type Floats = __m256;
     type Ints = __m256i;
     type Bytes = __m256i;
-    /// Of 16 bits: two for each lane.
+    /// 16-bit integers, two in each lane.
     type Sums = __m256i;
 
     #[inline(always)]

@@ -26,7 +26,7 @@ impl Worker {
     fn act(&mut self) {
         for action in self.machine.take_actions() {
             match action {
-                Action::Tell(job, event) => self.heard.entry(job).or_default().push(event),
+                Action::Emit(job, event) => self.heard.entry(job).or_default().push(event),
                 Action::Copy { from, to } => {
                     let mut payload = vec![0; self.engine.describe().block_bytes];
                     self.engine.read_block(from, &mut payload).unwrap();
@@ -35,7 +35,7 @@ impl Worker {
                 Action::ReadBlocks(..) | Action::End(_) => {}
             }
         }
-        self.machine.check_invariants();
+        self.machine.check_invariants().unwrap();
     }
 
     /// One step; false when there was nothing to do.
@@ -125,7 +125,7 @@ const SETTINGS: EngineSettings = EngineSettings {
     queue_max: 64,
     prefix_caching: true,
     hash_key: HashKey::NONE,
-    unheard_max: 1_024,
+    max_buffered_events: 1_024,
     step_max: std::time::Duration::from_secs(60),
 };
 

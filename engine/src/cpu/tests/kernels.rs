@@ -109,7 +109,7 @@ proptest! {
         let frequencies = (0..pairs).map(|pair| 1e4f64.powf(-(pair as f64) / pairs as f64)).collect();
         let style = if seed % 2 == 0 { Pairs::Adjacent } else { Pairs::Halves };
         let rope = Rope { pairs: style, frequencies, magnitude: 1.0 };
-        (0..new).for_each(|row| turns((before + row) as u32, &rope, &mut angles));
+        (0..new).for_each(|row| rotations_at((before + row) as u32, &rope, &mut angles));
         let together = same(new * row_len, |isa, out| {
             out.copy_from_slice(&x);
             rotate(isa, out, row_len, &angles, &rope, 0.3);

@@ -16,7 +16,7 @@ impl Device {
     }
 
     fn copies(&self) -> Result<(), EngineError> {
-        if self.broken { Err(EngineError::Step("the device is on fire".into())) } else { Ok(()) }
+        if self.broken { Err(EngineError::Step("the test's device fails".into())) } else { Ok(()) }
     }
 }
 

@@ -1,8 +1,8 @@
-//! One client against another, in simulated time.
+//! Two competing clients, in simulated time.
 
 use super::*;
 
-/// As `tandem up --engine sim` has it.
+/// The settings of `tandem up --engine sim`.
 const WORKER: EngineSettings = EngineSettings { chunk_budget: 512, batch_max: 256, queue_max: 1_024, ..SETTINGS };
 
 fn question(number: u32, account: &str) -> Generate {
@@ -25,7 +25,7 @@ async fn three_requests_of_128_samples_delay_a_question_by_steps_not_by_answers(
     for number in 1..4 {
         let mut many = question(number, "");
         many.samples = 128;
-        // Together they want more than twice the blocks that there are.
+        // Together they need more than twice the blocks of the engine.
         (many.sampling.min_tokens, many.sampling.max_tokens) = (400, Some(400));
         let mut job = engine.generate(many).await.expect("it fits");
         hostile.spawn(async move {
@@ -40,8 +40,8 @@ async fn three_requests_of_128_samples_delay_a_question_by_steps_not_by_answers(
     for number in 4..24 {
         for account in ["", "another"] {
             let delayed = first_token(&engine, question(number * 2 + account.len() as u32 % 2, account)).await;
-            // It waits for the step that runs, and shares the steps of its prompt and of its first token with a full batch (31.6 ms each)
-            // and with what pushed back samples compute again (up to 30 ms each).
+            // It waits for the current step, and shares the steps of its prompt and of its first token with a full batch (31.6 ms each) and with
+            // what preempted samples compute again (up to 30 ms each).
             assert!(delayed <= 6 * quiet, "question {number} of '{account}': {delayed:?}, {quiet:?} alone");
         }
         tokio::time::sleep(Duration::from_millis(700)).await;

@@ -1,8 +1,8 @@
-//! Equal prompts that come together are computed once.
+//! Equal prompts that arrive together are computed once.
 
 use super::*;
 
-/// Prompt tokens of all steps so far.
+/// Runs all steps; returns the number of prompt tokens in them.
 fn computed(world: &mut World) -> usize {
     let mut prefilled = 0;
     loop {
@@ -18,7 +18,7 @@ fn computed(world: &mut World) -> usize {
 }
 
 #[test]
-fn a_burst_of_one_prompt_is_computed_once_and_the_rest_is_cached() {
+fn burst_of_one_prompt_is_computed_once() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("the same for all", 1_000);
     for id in 0..8 {
@@ -29,9 +29,9 @@ fn a_burst_of_one_prompt_is_computed_once_and_the_rest_is_cached() {
     world.machine.generate(8, job.clone(), world.now).expect("the job fits");
     world.step();
     let load = world.machine.load();
-    assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold nothing");
-    // 935 left of the first, 7 of each other prefill and 8 of the generation: what is computed for another counts once.
-    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "what another computes counts there");
+    assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold no blocks");
+    // 935 left of the first, 7 of each other prefill and of the generation: what is computed for another prompt counts once.
+    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count there");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
     }
@@ -44,7 +44,7 @@ fn a_burst_of_one_prompt_is_computed_once_and_the_rest_is_cached() {
 }
 
 #[test]
-fn who_waits_for_another_lets_others_pass_and_takes_over_when_it_leaves() {
+fn deferred_prompt_lets_others_pass_and_takes_over_from_a_cancelled_owner() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 32, ..SETTINGS });
     let text = prompt("the first one leaves", 500);
     world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits");
@@ -56,14 +56,14 @@ fn who_waits_for_another_lets_others_pass_and_takes_over_when_it_leaves() {
     assert_eq!((world.cached(0), world.cached(1), world.cached(2)), (Some(0), None, Some(0)));
     world.machine.cancel(0);
     world.run();
-    // Of six steps of 32 tokens the shorter prompt had 99.
-    assert_eq!(world.cached(1), Some(80), "what was computed until then");
+    // 99 of the tokens of six steps of 32 were the shorter prompt's.
+    assert_eq!(world.cached(1), Some(80), "what the cancelled owner had computed");
     (1..3).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
 }
 
 #[test]
-fn waiting_for_another_is_bounded() {
+fn wait_for_a_prefix_owner_is_bounded() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 100, ..SETTINGS });
     let text = prompt("slow", 400);
     for id in 0..2 {
@@ -80,7 +80,7 @@ fn waiting_for_another_is_bounded() {
 }
 
 #[test]
-fn nobody_waits_for_what_will_not_be_found() {
+fn prompt_does_not_wait_for_blocks_that_it_cannot_match() {
     let text = prompt("not to be found", 400);
     for change in [0, 1, 2] {
         let mut world = World::new(256, EngineSettings { chunk_budget: 128, prefix_caching: change != 0, ..SETTINGS });
@@ -105,21 +105,24 @@ fn remote(text: &[TokenId], max_tokens: u32) -> Generate {
 }
 
 #[test]
-fn what_lands_for_one_is_matched_by_all() {
+fn received_blocks_are_matched_by_all_equal_prompts() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("sent once", 1_000);
     for id in 0..8 {
         world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
     }
-    // Alike in less than half of what lands.
+    // It has less than half of the received blocks in common.
     let part = [&text[..500], &prompt("and then another way", 300)].concat();
     world.machine.generate(8, remote(&part, 5), world.now).expect("the job fits");
     world.machine.generate(9, generate(text.clone(), 5), world.now).expect("the job fits");
     world.run();
-    let (ticket, missing) = world.reserved(0).expect("there is room");
+    let (ticket, missing) = world.reserved(0).expect("blocks are available");
     assert_eq!(missing.len(), 63);
     let others = [1, 2, 3, 4, 5, 6, 7, 9];
-    assert!(others.iter().all(|id| world.reserved(*id).is_none() && world.cached(*id).is_none()), "they hold nothing meanwhile");
+    assert!(
+        others.iter().all(|id| world.reserved(*id).is_none() && world.cached(*id).is_none()),
+        "they hold no blocks while they wait"
+    );
     assert_eq!(world.reserved(8).expect("31 of 63 blocks are not worth the wait").1, (0..50).collect::<Vec<_>>());
     let kv_of = kv(&text);
     // In any order.
@@ -127,19 +130,19 @@ fn what_lands_for_one_is_matched_by_all() {
         world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows it");
     }
     world.run();
-    assert!(world.reserved(1).is_none() && world.cached(9).is_none(), "what landed is not confirmed");
+    assert!(world.reserved(1).is_none() && world.cached(9).is_none(), "the received blocks are not confirmed");
     world.confirm(ticket);
     world.step();
     let expected = alone(remote(&text, 5)).swap_remove(0);
     for id in 1..8 {
-        let (ticket, missing) = world.reserved(id).expect("all is here");
-        assert_eq!(missing, [62], "a partial block is nobody else's");
+        let (ticket, missing) = world.reserved(id).expect("all full blocks are cached");
+        assert_eq!(missing, [62], "a partial block is not shared");
         world.write(ticket, 62, &kv_of[62].1).expect("the ticket allows it");
         world.confirm(ticket);
     }
     world.machine.cancel(8);
     world.run();
-    assert_eq!(world.cached(9), Some(992), "who computes here waits for it, too");
+    assert_eq!(world.cached(9), Some(992), "a local prompt waits for the transfer, too");
     for id in (0..8).chain([9]) {
         assert_eq!(world.tokens(id, 0), expected, "job {id}");
     }
@@ -147,7 +150,7 @@ fn what_lands_for_one_is_matched_by_all() {
 }
 
 #[test]
-fn who_waits_for_what_does_not_land_takes_over_or_stops_waiting() {
+fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
     for leaves in [true, false] {
         let mut world = World::new(256, SETTINGS);
         let text = prompt("half of it", 400);
@@ -155,14 +158,14 @@ fn who_waits_for_what_does_not_land_takes_over_or_stops_waiting() {
             world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
         }
         world.run();
-        let (ticket, _) = world.reserved(0).expect("there is room");
+        let (ticket, _) = world.reserved(0).expect("blocks are available");
         let kv = kv(&text);
         for (index, payload) in &kv[..12] {
             world.write(ticket, *index, payload).expect("the ticket allows it");
         }
         world.run();
         assert!((1..3).all(|id| world.reserved(id).is_none()));
-        let deadline = world.machine.next_deadline(world.now).expect("they do not wait for ever");
+        let deadline = world.machine.next_deadline(world.now).expect("the wait is bounded");
         assert!(deadline <= world.now + Duration::from_secs(5));
         if leaves {
             world.machine.cancel(0);
@@ -170,9 +173,9 @@ fn who_waits_for_what_does_not_land_takes_over_or_stops_waiting() {
             world.now = deadline;
         }
         world.run();
-        let (ticket, missing) = world.reserved(1).expect("it is its turn");
-        assert_eq!(missing, (0..25).collect::<Vec<_>>(), "nothing that was not confirmed is used");
-        assert_eq!(world.reserved(2).is_none(), leaves, "the third waits for the second, unless it has waited enough");
+        let (ticket, missing) = world.reserved(1).expect("it takes over");
+        assert_eq!(missing, (0..25).collect::<Vec<_>>(), "unconfirmed blocks are not used");
+        assert_eq!(world.reserved(2).is_none(), leaves, "the third waits for the second, unless its wait has reached the limit");
         for index in missing {
             world.write(ticket, index, &kv[index as usize].1).expect("the ticket allows it");
         }
@@ -185,7 +188,7 @@ fn who_waits_for_what_does_not_land_takes_over_or_stops_waiting() {
 }
 
 #[test]
-fn a_waiting_prompt_counts_by_what_is_to_be_computed_for_it() {
+fn pending_tokens_of_a_waiting_prompt_exclude_reusable_ones() {
     let mut world = World::new(80, SETTINGS);
     let (cached, fills) = (prompt("known before", 400), prompt("fills the cache", 900));
     world.machine.prefill(0, prefill(cached.clone()), world.now).expect("the job fits");
@@ -198,7 +201,7 @@ fn a_waiting_prompt_counts_by_what_is_to_be_computed_for_it() {
     world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits");
     world.run();
     assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "24 blocks are more than there are");
-    // A burst behind it: the first is new, the others come after it.
+    // A burst after it: the first prompt is new, the others are expected to reuse it.
     let burst = prompt("all the same", 300);
     for id in 3..7 {
         world.machine.prefill(id, prefill(burst.clone()), world.now).expect("the job fits");
@@ -206,7 +209,7 @@ fn a_waiting_prompt_counts_by_what_is_to_be_computed_for_it() {
     let waits = 399 - 23 * 16;
     assert_eq!(load(&world), waits + 299 + 3 * (299 - 18 * 16));
     world.machine.cancel(3);
-    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next one computes it");
+    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next prompt computes it");
     (1..7).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
 }

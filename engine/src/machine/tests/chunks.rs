@@ -1,4 +1,4 @@
-//! What a prompt's prefill was cut into.
+//! The chunks that a prefill reports.
 
 use super::*;
 use crate::PrefillChunk;
@@ -9,23 +9,23 @@ fn chunks(world: &World, job: JobId) -> Vec<PrefillChunk> {
         Event::Started(started) => Some(started.chunks.clone()),
         _ => None,
     };
-    world.heard[&job].iter().find_map(of).expect("it was computed")
+    world.events[&job].iter().find_map(of).expect("it was computed")
 }
 
-/// Milliseconds after its blocks were taken at which each begins, and its tokens.
+/// For each chunk of a job: when it began, in milliseconds after the allocation of blocks, and its tokens.
 fn steps(chunks: &[PrefillChunk]) -> Vec<(u128, u32)> {
     assert!(chunks.iter().all(|chunk| chunk.took == Duration::from_millis(1)), "the steps of these worlds: {chunks:?}");
     chunks.iter().map(|chunk| (chunk.begun.as_millis(), chunk.tokens)).collect()
 }
 
 #[test]
-fn chunks_are_the_steps_of_what_was_not_cached() {
+fn chunks_cover_the_tokens_that_were_not_cached() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("cut", 150)), world.now).expect("it fits");
     world.run();
     world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     world.act();
-    // A world's clock stands still in a step: that which takes the blocks began a millisecond before them.
+    // The clock of a world does not advance in a step, so the step that allocates the blocks begins a millisecond before the allocation.
     assert_eq!(steps(&chunks(&world, 0)), [(0, 64), (0, 64), (1, 21)]);
     world.machine.cancel(0);
     world.machine.generate(1, generate(prompt("cut", 150), 4), world.now).expect("it fits");
@@ -33,11 +33,11 @@ fn chunks_are_the_steps_of_what_was_not_cached() {
     assert_eq!((world.cached(1), steps(&chunks(&world, 1))), (Some(144), vec![(0, 5)]));
     world.machine.generate(2, generate(prompt("cut", 145), 4), world.now).expect("it fits");
     world.run();
-    assert_eq!((world.cached(2), chunks(&world, 2)), (Some(144), vec![]), "its last token is no prefill");
+    assert_eq!((world.cached(2), chunks(&world, 2)), (Some(144), vec![]), "the last token is not part of the prefill");
 }
 
 #[test]
-fn of_a_long_prompt_the_last_chunk_holds_the_rest() {
+fn last_recorded_chunk_absorbs_all_later_ones() {
     let mut world = World::new(200, EngineSettings { chunk_budget: 16, ..SETTINGS });
     world.machine.generate(0, generate(prompt("long", 1_601), 1), world.now).expect("it fits");
     world.run();
@@ -48,7 +48,7 @@ fn of_a_long_prompt_the_last_chunk_holds_the_rest() {
 }
 
 #[test]
-fn what_was_pushed_back_tells_the_steps_after_it() {
+fn preempted_prefill_reports_the_chunks_after_its_preemption() {
     let mut world = World::new(37, EngineSettings { chunk_budget: 16, ..SETTINGS });
     world.machine.generate(0, generate(prompt("grows", 60), 90), world.now).expect("it fits");
     world.step();

@@ -1,4 +1,4 @@
-//! Accounts and requests that want more than there is.
+//! Accounts and requests that need more than the capacity.
 
 use super::*;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ fn of(account: &str, job: Generate) -> Generate {
     Generate { account: account.to_owned(), ..job }
 }
 
-/// So many samples of a prompt, each with so many tokens.
+/// A request with `count` samples of `tokens` tokens each.
 fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     let mut job = generate(prompt(text, len), tokens);
     job.samples = samples;
@@ -15,10 +15,10 @@ fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     job
 }
 
-/// Steps until a job has its first token.
+/// The number of steps until a job has its first token.
 fn first_token(world: &mut World, job: JobId) -> usize {
     let before = world.steps;
-    while !world.heard.get(&job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Token { .. }))) {
+    while !world.events.get(&job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Token { .. }))) {
         assert!(world.step() && world.steps < before + 1_000, "job {job} gets no token");
     }
     world.steps - before
@@ -42,8 +42,8 @@ fn samples_beyond_the_batch_hold_no_blocks() {
         world.step();
     }
     let load = world.machine.load();
-    assert_eq!(load.running_sequences, 12, "all count for the router");
-    // Six full blocks are shared; each of the four that run has one of its own, and the prompt's last one waits for the others.
+    assert_eq!(load.running_sequences, 12, "all samples count in the load");
+    // Six full blocks are shared. Each of the four running samples has one more, and the prompt's last one is kept for the other samples.
     assert_eq!(load.in_use_blocks, 6 + 4 + 1);
     world.run();
     assert_eq!(world.machine.preemptions, 0);
@@ -51,7 +51,7 @@ fn samples_beyond_the_batch_hold_no_blocks() {
 }
 
 #[test]
-fn one_requests_samples_leave_places_to_other_requests() {
+fn samples_of_one_request_leave_places_to_other_requests() {
     for account in ["", "another"] {
         let mut world = World::new(512, EngineSettings { batch_max: 8, ..SETTINGS });
         let mut jobs: Vec<(JobId, Generate)> =
@@ -72,7 +72,7 @@ fn one_requests_samples_leave_places_to_other_requests() {
 }
 
 #[test]
-fn an_accounts_many_requests_leave_places_to_other_accounts() {
+fn requests_of_one_account_leave_places_to_other_accounts() {
     let mut world = World::new(512, EngineSettings { batch_max: 4, ..SETTINGS });
     let mut jobs: Vec<(JobId, Generate)> =
         (0..8).map(|id| (id, of("greedy", samples(&format!("{id} of many"), 30, 1, 80)))).collect();
@@ -90,7 +90,7 @@ fn an_accounts_many_requests_leave_places_to_other_accounts() {
 }
 
 #[test]
-fn a_request_with_many_samples_gives_blocks_to_one_with_none() {
+fn request_with_many_samples_is_preempted_for_one_with_none() {
     let mut jobs: Vec<(JobId, Generate)> = (0..2).map(|id| (id, samples(["takes", "all"][id as usize], 40, 8, 60))).collect();
     let mut world = World::new(44, SETTINGS);
     for (id, job) in &jobs {
@@ -103,13 +103,13 @@ fn a_request_with_many_samples_gives_blocks_to_one_with_none() {
     world.machine.generate(2, jobs[2].1.clone(), world.now).expect("it fits");
     let before = world.machine.preemptions;
     assert!(first_token(&mut world, 2) <= 2);
-    assert!(world.machine.preemptions > before, "a sample of the others waits again");
+    assert!(world.machine.preemptions > before, "a sample of another request is preempted");
     world.run();
     assert_texts(&world, &jobs);
 }
 
 #[test]
-fn blocks_are_not_taken_from_the_only_sequence_of_a_request() {
+fn only_sequence_of_a_request_is_not_preempted_for_others() {
     let first = samples("one long answer", 300, 1, 100);
     let mut world = World::new(26, SETTINGS);
     world.machine.generate(0, first.clone(), world.now).expect("it fits");
@@ -124,7 +124,7 @@ fn blocks_are_not_taken_from_the_only_sequence_of_a_request() {
 }
 
 #[test]
-fn accounts_take_turns_at_the_prefill() {
+fn prefill_tokens_are_shared_between_accounts() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 512, ..SETTINGS });
     for id in 0..10 {
         let long = Prefill { account: "greedy".to_owned(), ..prefill(prompt(&format!("{id} of many"), 3_000)) };
@@ -135,7 +135,7 @@ fn accounts_take_turns_at_the_prefill() {
     world.machine.prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now).expect("it fits");
     world.machine.send_blocks(10, vec![], BlockAccess::Copied);
     let before = world.steps;
-    while !world.heard.get(&10).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_)))) {
+    while !world.events.get(&10).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_)))) {
         assert!(world.step());
     }
     // 999 tokens at half of each step's 512.
@@ -146,7 +146,7 @@ fn accounts_take_turns_at_the_prefill() {
 }
 
 #[test]
-fn a_short_prompt_goes_before_a_long_one_that_has_begun() {
+fn short_prompt_precedes_a_long_one_that_has_started() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
     world.machine.generate(0, generate(prompt("a whole book", 5_000), 1), world.now).expect("it fits");
     world.step();
@@ -157,18 +157,18 @@ fn a_short_prompt_goes_before_a_long_one_that_has_begun() {
 }
 
 #[test]
-fn a_long_prompt_is_not_passed_for_ever() {
+fn long_prompt_does_not_starve() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("it fits");
     world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     let done =
-        |world: &World| world.heard.get(&0).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_))));
+        |world: &World| world.events.get(&0).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_))));
     let mut next = 1;
     while !done(&world) {
-        // As many tokens as a step computes, in each step.
+        // A prompt with as many tokens as a step computes arrives in each step.
         let id = next;
         world.machine.prefill(id, prefill(prompt(&format!("{id} comes later"), 65)), world.now).expect("it fits");
-        assert!(world.step() && world.steps < 200, "it is passed for ever");
+        assert!(world.step() && world.steps < 200, "it starves");
         for job in 1..id {
             if world.machine.held.iter().any(|held| held.job == job) {
                 world.machine.cancel(job);
@@ -176,7 +176,7 @@ fn a_long_prompt_is_not_passed_for_ever() {
         }
         next += 1;
     }
-    // 32 steps of its own, and about as many of those that passed it.
+    // 32 steps of its own, and about as many for the prompts that overtook it.
     assert!((32..=70).contains(&world.steps), "{} steps", world.steps);
     (0..next).for_each(|job| world.machine.cancel(job));
     world.step();
@@ -184,13 +184,13 @@ fn a_long_prompt_is_not_passed_for_ever() {
 }
 
 #[test]
-fn prompts_that_are_not_computed_soon_leave_their_blocks_to_others() {
+fn prompts_beyond_the_lookahead_take_no_blocks() {
     let mut world = World::new(100, EngineSettings { chunk_budget: 64, ..SETTINGS });
     for id in 0..3 {
         world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("it fits");
     }
     world.step();
-    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first has enough for more than four steps");
+    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first needs more than four steps");
     world.machine.prefill(3, prefill(prompt("short", 100)), world.now).expect("it fits");
     world.step();
     assert_eq!((world.cached(3), world.cached(1)), (Some(0), None));
@@ -200,7 +200,7 @@ fn prompts_that_are_not_computed_soon_leave_their_blocks_to_others() {
 }
 
 #[test]
-fn the_preempted_go_before_new_requests_of_their_account() {
+fn preempted_sequences_precede_new_requests_of_their_account() {
     let mut world = World::new(8, SETTINGS);
     let jobs: Vec<(JobId, Generate)> = (0..3).map(|id| (id, samples(["a", "bc", "def"][id as usize], 20, 1, 60))).collect();
     for (id, job) in &jobs {
@@ -210,8 +210,8 @@ fn the_preempted_go_before_new_requests_of_their_account() {
         assert!(world.step());
     }
     world.machine.generate(3, generate(prompt("new", 17), 1), world.now).expect("it fits");
-    while world.machine.waiting.iter().any(|waiting| waiting.job < 3) {
-        assert!(world.cached(3).is_none(), "it waits for those that have run");
+    while world.machine.waiting.iter().any(|waiting| waiting.sequence.job < 3) {
+        assert!(world.cached(3).is_none(), "it waits for the preempted ones");
         assert!(world.step());
     }
     world.run();
@@ -219,7 +219,7 @@ fn the_preempted_go_before_new_requests_of_their_account() {
 }
 
 #[test]
-fn an_accounts_name_is_bounded() {
+fn long_account_name_is_refused() {
     let mut world = World::new(8, SETTINGS);
     let long = of(&"x".repeat(257), generate(prompt("x", 10), 1));
     assert_eq!(world.machine.generate(0, long, world.now), Err(Refusal::LongAccount { len: 257 }));
@@ -229,7 +229,7 @@ fn an_accounts_name_is_bounded() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever accounts ask for together: each answer is that of running alone, and nothing is left.
+    /// However many accounts compete: each answer is the one of running alone, and no block is left in use.
     #[test]
     fn any_mix_of_accounts_and_samples_is_served(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),

@@ -1,4 +1,4 @@
-//! Any history of jobs, on any small cache.
+//! Random histories of jobs on small caches.
 
 use super::{receiving::Writing, *};
 use proptest::prelude::*;
@@ -29,7 +29,7 @@ enum Deed {
         index: usize,
         blocks: usize,
     },
-    /// Like `Land`, but beside the steps.
+    /// Like `Land`, but concurrently with the steps.
     Begin {
         index: usize,
         blocks: usize,
@@ -64,14 +64,14 @@ fn deeds() -> impl Strategy<Value = Vec<Deed>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
-    /// Whatever comes, pauses and goes, and however small cache and budget: who finishes has the text of running alone,
-    /// counts are bounded, and in the end nothing is held.
+    /// However jobs arrive, pause and end, and however small cache and budget are: a job that finishes has the text that it has when it runs
+    /// alone, counts are bounded, and at the end no block is held.
     #[test]
     fn any_history_keeps_the_texts_and_the_books(deeds in deeds(), capacity in 12..40u32, budget in 1..100u32) {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
-        // With the blocks that have landed for them.
+        // With the blocks that were received for them.
         let mut remote: BTreeMap<JobId, (Generate, usize)> = BTreeMap::new();
         let mut writing: Vec<(Writing, Vec<TokenId>)> = Vec::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
@@ -107,9 +107,9 @@ proptest! {
                     generated.remove(&job);
                     remote.remove(&job);
                     prefilled.remove(&job);
-                    world.machine.check_invariants();
+                    world.machine.check_invariants().unwrap();
                 }
-                Deed::Pause(index, behind) => world.machine.pause(index as u64 % (id + 1), behind),
+                Deed::Pause(index, behind) => world.machine.set_paused(index as u64 % (id + 1), behind),
                 Deed::Land { index, blocks } => {
                     let job = index as u64 % (id + 1);
                     let (Some((generate, landed)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
@@ -142,7 +142,7 @@ proptest! {
                     if !writing.is_empty() {
                         let (begun, prompt) = writing.swap_remove(index % writing.len());
                         let ticket = begun.ticket();
-                        // One that broke leaves garbage, wherever its blocks are now.
+                        // A failed write leaves garbage, whatever its blocks are used for now.
                         world.end(begun, &if whole { kv(&prompt) } else { Vec::new() }, whole);
                         world.confirm(ticket);
                     }
@@ -158,14 +158,14 @@ proptest! {
             world.end(begun, &kv(&prompt), true);
             world.confirm(ticket);
         }
-        // Prefills that nobody fetches and remote prompts that nobody sends hold blocks: their clients go away.
-        remote.retain(|job, _| world.heard.get(job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Started(_)))));
+        // Prefills that are not fetched and remote prompts whose KV is not sent hold blocks: their clients disconnect.
+        remote.retain(|job, _| world.events.get(job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Started(_)))));
         let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job) && !remote.contains_key(job)).collect();
         for job in jobs {
             world.machine.cancel(job);
         }
         world.run();
-        (0..64).for_each(|job| world.machine.pause(job, false));
+        (0..64).for_each(|job| world.machine.set_paused(job, false));
         world.run();
         for (id, (job, _)) in remote {
             prop_assert_eq!(world.tokens(id, 0), alone(job).swap_remove(0), "remote job {}", id);

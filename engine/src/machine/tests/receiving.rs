@@ -1,4 +1,4 @@
-//! Blocks that are written beside the steps.
+//! Blocks that are written concurrently with the steps.
 
 use super::*;
 
@@ -23,7 +23,7 @@ impl World {
         Ok(Writing { ticket, indices: indices.to_vec(), blocks })
     }
 
-    /// The blocks of a prompt, or garbage for those that are not in it, and then the write has ended.
+    /// Writes a prompt's blocks, or garbage for indices beyond it, and ends the write.
     pub(super) fn end(&mut self, writing: Writing, kv: &[(u32, Bytes)], whole: bool) {
         let Writing { ticket, indices, blocks } = writing;
         let garbage = Bytes::from(vec![0xAA; self.engine.describe().block_bytes]);
@@ -41,37 +41,37 @@ impl World {
     }
 
     pub(super) fn started(&self, job: JobId) -> bool {
-        self.heard[&job].iter().any(|event| matches!(event, Event::Started(_)))
+        self.events[&job].iter().any(|event| matches!(event, Event::Started(_)))
     }
 }
 
-/// A remote prompt of 100 tokens (7 blocks) that has its blocks.
+/// A remote prompt of 100 tokens whose 7 blocks are allocated.
 pub(super) fn reserved(world: &mut World) -> (Generate, Ticket) {
     let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 100), 8) };
     world.machine.generate(0, job.clone(), world.now).expect("it fits");
     world.step();
-    let (ticket, missing) = world.reserved(0).expect("there is room");
+    let (ticket, missing) = world.reserved(0).expect("blocks are available");
     assert_eq!(missing, [0, 1, 2, 3, 4, 5, 6]);
     (job, ticket)
 }
 
 #[test]
-fn what_arrives_beside_the_steps_is_used_when_it_is_confirmed() {
+fn concurrently_written_blocks_are_used_after_confirmation() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let kv = kv(&job.prompt);
     let (some, rest) = (world.begin(ticket, &[6, 0, 3]).unwrap(), world.begin(ticket, &[1, 2, 4, 5]).unwrap());
     world.end(some, &kv, true);
     world.confirm(ticket);
-    assert!(!world.step() && !world.started(0), "more is to come");
+    assert!(!world.step() && !world.started(0), "blocks are missing");
     world.end(rest, &kv, true);
-    assert!(!world.step() && !world.started(0), "nobody has confirmed it");
+    assert!(!world.step() && !world.started(0), "it is not confirmed");
     let cached = world.machine.cache.overlap(&namespace(), &job.prompt, 6);
-    assert_eq!(cached, 0, "nor is it cached before");
+    assert_eq!(cached, 0, "it is not cached before its confirmation");
     world.confirm(ticket);
     world.run();
     assert_eq!(world.tokens(0, 0), alone(job.clone()).swap_remove(0));
-    let Some(Event::Started(started)) = world.heard[&0].iter().find(|event| matches!(event, Event::Started(_))) else {
+    let Some(Event::Started(started)) = world.events[&0].iter().find(|event| matches!(event, Event::Started(_))) else {
         panic!("it runs");
     };
     assert_eq!(started.kv_transfer_bytes, 7 * 128);
@@ -80,14 +80,14 @@ fn what_arrives_beside_the_steps_is_used_when_it_is_confirmed() {
 }
 
 #[test]
-fn blocks_that_did_not_arrive_may_be_begun_again() {
+fn failed_concurrent_write_may_be_repeated() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let kv = kv(&job.prompt);
     world.write(ticket, 5, &kv[5].1).expect("it is missing");
     let begun = world.begin(ticket, &[0, 1]).expect("both are missing");
     world.end(begun, &[], false);
-    let again = world.begin(ticket, &[0, 1, 2, 3, 4, 6]).expect("what did not arrive is missing again");
+    let again = world.begin(ticket, &[0, 1, 2, 3, 4, 6]).expect("blocks of a failed write are missing again");
     world.end(again, &kv, true);
     world.confirm(ticket);
     world.run();
@@ -96,9 +96,9 @@ fn blocks_that_did_not_arrive_may_be_begun_again() {
 }
 
 #[test]
-fn blocks_that_are_being_written_are_nobody_elses_until_that_has_ended() {
+fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
     for fails in [false, true] {
-        // Room for one such prompt and its answer.
+        // Blocks for one such prompt and its answer.
         let mut world = World::new(8, SETTINGS);
         let (_, ticket) = reserved(&mut world);
         let writing = world.begin(ticket, &[2, 4]).expect("both are missing");
@@ -121,7 +121,7 @@ fn blocks_that_are_being_written_are_nobody_elses_until_that_has_ended() {
 }
 
 #[test]
-fn a_reservation_that_is_taken_back_keeps_what_is_being_written() {
+fn revoked_reservation_keeps_blocks_being_written() {
     let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
     let grows = generate(prompt("grows", 60), 60);
     world.machine.generate(1, grows.clone(), world.now).expect("it fits");
@@ -129,11 +129,11 @@ fn a_reservation_that_is_taken_back_keeps_what_is_being_written() {
     let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 90), 8) };
     world.machine.generate(2, job, world.now).expect("it fits");
     while world.reserved(2).is_none() {
-        assert!(world.step(), "there is room");
+        assert!(world.step(), "blocks are available");
     }
     let (ticket, _) = world.reserved(2).expect("it has its blocks");
     let writing = world.begin(ticket, &[0]).expect("it is missing");
-    while !world.heard[&2].iter().any(|event| matches!(event, Event::Revoked)) {
+    while !world.events[&2].iter().any(|event| matches!(event, Event::Revoked)) {
         assert!(world.step(), "the first one grows until there is no other block");
     }
     world.end(writing, &[], true);

@@ -1,10 +1,10 @@
-//! Writes that a ticket does not allow, and blocks that were written under a ticket that a stranger has got hold of.
+//! Writes that a ticket does not allow, and blocks written by an attacker who has a ticket.
 
 use super::{receiving::reserved, *};
 
 impl World {
     fn refused(&self, job: JobId) -> Option<WriteRefused> {
-        self.heard[&job].iter().find_map(|event| match event {
+        self.events[&job].iter().find_map(|event| match event {
             Event::WriteRefused(why) => Some(*why),
             _ => None,
         })
@@ -18,7 +18,7 @@ impl World {
 type Wrong = fn(&mut World, Ticket, &[u8]) -> Result<(), WriteRefused>;
 
 #[test]
-fn refused_write_ends_reservation_and_drops_what_landed() {
+fn refused_write_ends_reservation_and_drops_received_blocks() {
     let wrong: [(WriteRefused, Wrong); 9] = [
         (WriteRefused::NotMissing, |world, ticket, block| world.write(ticket, 0, block)),
         (WriteRefused::NotMissing, |world, ticket, block| world.write(ticket, 7, block)),
@@ -37,18 +37,22 @@ fn refused_write_ends_reservation_and_drops_what_landed() {
         let other = Generate { kv: KvSource::Remote, ..generate(prompt("another", 100), 8) };
         world.machine.generate(1, other.clone(), world.now).expect("it fits");
         world.step();
-        let (other_ticket, _) = world.reserved(1).expect("there is room");
+        let (other_ticket, _) = world.reserved(1).expect("blocks are available");
         for index in [0, 1, 2] {
             world.write(ticket, index, &blocks[index as usize].1).expect("it is missing");
         }
         assert_eq!(wrong(&mut world, ticket, &blocks[3].1), Err(why));
         world.act();
         assert_eq!((world.refused(0), world.ended.as_slice()), (Some(why), &[0][..]));
-        assert_eq!((world.machine.load().in_use_blocks, world.overlap(&job.prompt)), (7, 0), "only the other one's are left");
-        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "what is still on its way");
+        assert_eq!(
+            (world.machine.load().in_use_blocks, world.overlap(&job.prompt)),
+            (7, 0),
+            "only the other reservation's blocks are in use"
+        );
+        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "blocks of the sender that arrive late");
         world.confirm(ticket);
         for (index, payload) in kv(&other.prompt) {
-            world.write(other_ticket, index, &payload).expect("the other reservation is as it was");
+            world.write(other_ticket, index, &payload).expect("the other reservation is unaffected");
         }
         world.confirm(other_ticket);
         world.run();
@@ -70,7 +74,7 @@ fn unknown_ticket_is_refused_and_ends_nothing() {
         assert_eq!(world.machine.refuse(guess, WriteRefused::WrongPath), WriteRefused::UnknownTicket);
     }
     for (index, payload) in kv(&job.prompt) {
-        world.write(ticket, index, &payload).expect("the reservation is as it was");
+        world.write(ticket, index, &payload).expect("the reservation is unaffected");
     }
     world.confirm(ticket);
     world.run();
@@ -79,7 +83,7 @@ fn unknown_ticket_is_refused_and_ends_nothing() {
 }
 
 #[test]
-fn nothing_that_was_not_confirmed_is_used_or_cached() {
+fn unconfirmed_blocks_are_neither_used_nor_cached() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let garbage = vec![0xAA; world.engine.describe().block_bytes];
@@ -109,14 +113,14 @@ fn refused_write_waits_for_blocks_that_are_being_written() {
 }
 
 #[test]
-fn spent_tickets_are_remembered_up_to_a_bound() {
+fn number_of_remembered_spent_tickets_is_bounded() {
     let mut world = World::new(64, SETTINGS);
     let mut tickets = Vec::new();
     for job in 0..1_025 {
         let remote = Generate { kv: KvSource::Remote, ..generate(prompt("leaves", 40), 1) };
         world.machine.generate(job, remote, world.now).expect("it fits");
         world.step();
-        tickets.push(world.reserved(job).expect("there is room").0);
+        tickets.push(world.reserved(job).expect("blocks are available").0);
         world.machine.cancel(job);
     }
     let garbage = vec![0; world.engine.describe().block_bytes];

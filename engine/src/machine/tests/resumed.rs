@@ -1,10 +1,10 @@
-//! Samples that go on where another worker left them.
+//! Samples that resume where another worker stopped.
 
 use super::*;
 use crate::Generated;
 use proptest::prelude::*;
 
-/// What is left of a job after each sample has generated so many tokens; `None`: it has ended.
+/// The rest of a job after its samples have generated these numbers of tokens; a sample with `None` has ended.
 fn rest(job: &Generate, whole: &[Vec<TokenId>], kept: &[Option<usize>]) -> Generate {
     let generated = |(sample, kept): (u32, &Option<usize>)| {
         let tokens = &whole[sample as usize];
@@ -20,14 +20,14 @@ fn check(job: &Generate, kept: &[Option<usize>], capacity: u32, budget: u32) {
         return;
     }
     let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, ..SETTINGS });
-    world.machine.generate(0, rest.clone(), world.now).expect("what fitted whole fits resumed");
+    world.machine.generate(0, rest.clone(), world.now).expect("a resumed job fits if the whole one did");
     world.run();
     for Generated { sample, tokens } in &rest.generated {
         let all = [tokens.as_slice(), &world.tokens(0, *sample)].concat();
         assert_eq!(all, whole[*sample as usize], "sample {sample} from token {}", tokens.len());
     }
     let finished = |event: &&Event| matches!(event, Event::Finished { .. });
-    assert_eq!(world.heard[&0].iter().filter(finished).count(), rest.generated.len(), "samples that ended are not resumed");
+    assert_eq!(world.events[&0].iter().filter(finished).count(), rest.generated.len(), "samples that ended are not resumed");
     assert_eq!(world.ended, [0]);
     world.assert_idle();
 }
@@ -43,7 +43,7 @@ fn penalised(len: usize, max_tokens: u32) -> Generate {
 }
 
 #[test]
-fn penalties_lengths_and_draws_go_on_from_the_boundary() {
+fn resumed_samples_continue_penalties_lengths_and_random_numbers() {
     for len in [1, 16, 17, 40] {
         for kept in [0, 1, 5, 10, 11, 12, 30] {
             check(&penalised(len, 60), &[Some(kept)], 64, 64);
@@ -52,14 +52,14 @@ fn penalties_lengths_and_draws_go_on_from_the_boundary() {
 }
 
 #[test]
-fn what_had_reached_its_limit_ends_at_once() {
+fn resumed_sample_at_its_limit_finishes_immediately() {
     let job = generate(prompt("at the limit", 30), 9);
     let mut resumed = Generate { generated: vec![Generated { sample: 0, tokens: alone(job.clone())[0].clone() }], ..job.clone() };
     let mut world = World::new(64, SETTINGS);
     world.machine.generate(0, resumed.clone(), world.now).expect("the job fits");
     world.run();
     assert!(world.tokens(0, 0).is_empty());
-    assert!(matches!(world.heard[&0].last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
+    assert!(matches!(world.events[&0].last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
     world.assert_idle();
     resumed.generated[0].tokens.push(1);
     let beyond = world.machine.generate(1, resumed, world.now);
@@ -67,7 +67,7 @@ fn what_had_reached_its_limit_ends_at_once() {
 }
 
 #[test]
-fn kv_of_prompt_and_generated_tokens_may_come_from_elsewhere() {
+fn kv_of_prompt_and_generated_tokens_may_be_received() {
     for (kept, landed_blocks) in [(vec![Some(20)], 4), (vec![Some(20), None, Some(3)], 3)] {
         let mut job = penalised(40, 60);
         job.samples = kept.len() as u32;
@@ -80,7 +80,7 @@ fn kv_of_prompt_and_generated_tokens_may_come_from_elsewhere() {
         let remote = Generate { kv: KvSource::Remote, ..rest.clone() };
         destination.machine.generate(0, remote, destination.now).expect("the job fits");
         destination.run();
-        let (ticket, missing) = destination.reserved(0).expect("there is room");
+        let (ticket, missing) = destination.reserved(0).expect("blocks are available");
         assert_eq!(missing.len(), landed_blocks, "what all samples have in common");
         for (index, payload) in source.blocks(0) {
             destination.write(ticket, index, &payload).expect("the ticket allows it");
@@ -97,7 +97,7 @@ fn kv_of_prompt_and_generated_tokens_may_come_from_elsewhere() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// Cut wherever, on however small a cache: each sample's text is that of running alone.
+    /// However a job is interrupted, and however small the cache is: each sample's text is the one of running alone.
     #[test]
     fn a_cut_anywhere_is_not_seen_in_the_text(
         len in 1..70usize,

@@ -10,14 +10,14 @@ fn prefill_keeps_its_blocks_until_its_job_is_cancelled() {
     assert_eq!(world.machine.load().in_use_blocks, 4, "held until it is known what to send");
     world.machine.cancel(0);
     world.assert_idle();
-    assert_eq!(world.machine.load().cached_blocks, 3, "what was computed stays cached");
+    assert_eq!(world.machine.load().cached_blocks, 3, "computed blocks stay cached");
     world.machine.prefill(1, prefill(prompt("held", 50)), world.now).expect("the job fits");
     world.run();
     assert_eq!(world.cached(1), Some(48));
     world.machine.send_blocks(1, vec![0, 3, 3, 900], BlockAccess::Copied);
     world.act();
     assert_eq!(world.blocks(1).iter().map(|block| block.0).collect::<Vec<_>>(), [0, 3]);
-    assert_eq!(world.heard[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
+    assert_eq!(world.events[&1].iter().filter(|event| matches!(event, Event::Computed(_))).count(), 1);
     world.machine.cancel(1);
     world.assert_idle();
 }
@@ -57,7 +57,7 @@ fn blocks_are_reported_in_place_when_asked_for() {
     world.step();
     world.machine.send_blocks(0, vec![1, 0, 3, 5], BlockAccess::InPlace);
     world.run();
-    let ready: Vec<&Vec<ReadyBlock>> = world.heard[&0]
+    let ready: Vec<&Vec<ReadyBlock>> = world.events[&0]
         .iter()
         .filter_map(|event| match event {
             Event::BlocksReady(blocks) => Some(blocks),
@@ -66,7 +66,7 @@ fn blocks_are_reported_in_place_when_asked_for() {
         .collect();
     let indices: Vec<Vec<u32>> = ready.iter().map(|blocks| blocks.iter().map(|block| block.index).collect()).collect();
     assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "as each step ends, and nothing where there is nothing");
-    assert!(matches!(world.heard[&0].last(), Some(Event::Computed(_))));
+    assert!(matches!(world.events[&0].last(), Some(Event::Computed(_))));
     let expected = kv(&prompt("early", 97));
     for ReadyBlock { index, block, content } in ready.into_iter().flatten() {
         assert_eq!(world.read(*block), expected[*index as usize].1, "the place holds block {index}");

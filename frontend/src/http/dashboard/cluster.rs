@@ -5,7 +5,7 @@ use crate::{clock::unix_ms, dispatch::DispatchError};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
-use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply, worker_info::Role};
+use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply};
 
 /// Each router's view, by address.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
@@ -95,7 +95,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
     json!({
         "worker": info.worker_id,
         "instance_id": info.instance_id,
-        "role": role(info.role()),
+        "role": info.role().name(),
         "address": latest.address,
         "version": info.version,
         "capacity_blocks": info.capacity_blocks,
@@ -120,14 +120,6 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
             "overlap_under_tokens": placed.overlap_under_tokens,
         })),
     })
-}
-
-fn role(role: Role) -> &'static str {
-    match role {
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
-        Role::Unspecified => "unknown",
-    }
 }
 
 fn loads(load: &Load) -> Value {

@@ -1,0 +1,128 @@
+//! Growth of running sequences, and preemption: which sequences release their blocks when there are none left.
+
+use super::{
+    Machine,
+    fair::Shares,
+    receiving::release,
+    sequence::{JobId, Role, Sequence},
+    waiting::Queued,
+};
+
+impl Machine {
+    /// Allocates the block that the next token of each running sequence needs. While there is none, blocks are taken from the first of these
+    /// that exists: paused sequences, reservations that have not started, forking prompts, the last sequence in the fair order.
+    pub(super) fn grow(&mut self) {
+        let size = self.info.block_size as usize;
+        let mut index = 0;
+        while index < self.running.len() {
+            let sequence = &mut self.running[index];
+            if sequence.paused || sequence.blocks.len() * size > sequence.computed || sequence.remaining() == 0 {
+                index += 1;
+            } else if let Ok(block) = self.cache.allocate() {
+                sequence.blocks.push(block);
+            } else if self.preempt_paused() {
+                index = 0;
+            } else if !self.revoke_youngest() && !self.preempt_youngest_forking() {
+                let last = self.last_in_fair_order(None).expect("the sequence that grows runs");
+                self.preempt(last);
+                index = index.min(self.running.len()).saturating_sub(usize::from(last < index));
+            }
+        }
+    }
+
+    /// Preempts a sequence to free blocks for one of `job` that needs this many; returns whether it did.
+    ///
+    /// The victim is a paused sequence, or else the last one in the fair order if its owner has more than its share: the owner keeps at
+    /// least as many sequences as the other owner will have, and holds more blocks than the other one will. The owner is the account, or the
+    /// request if both belong to one account. So each owner keeps its first sequence, and two owners never take the same blocks from
+    /// each other in turn.
+    pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
+        if self.preempt_paused() {
+            return true;
+        }
+        let Some(last) = self.last_in_fair_order(Some(job)) else { return false };
+        let victim = &self.running[last];
+        let (victims, own) = if *victim.account == *account {
+            (self.holdings(|of| of.job == victim.job), self.holdings(|of| of.job == job))
+        } else {
+            (self.holdings(|of| of.account == victim.account), self.holdings(|of| *of.account == *account))
+        };
+        let preempts = victims.exceed(own, blocks);
+        if preempts {
+            self.preempt(last);
+        }
+        preempts
+    }
+
+    /// Returns the index of the last running sequence in the fair order, except those of `excluded`.
+    fn last_in_fair_order(&self, excluded: Option<JobId>) -> Option<usize> {
+        let mut shares = Shares::default();
+        for sequence in self.running.iter().filter(|sequence| Some(sequence.job) != excluded) {
+            shares.add(&sequence.account, sequence.job);
+        }
+        let job = shares.last()?;
+        self.running.iter().rposition(|sequence| sequence.job == job)
+    }
+
+    /// Returns what the in-flight sequences that satisfy `is_owned` hold.
+    fn holdings(&self, is_owned: impl Fn(&Sequence) -> bool) -> Holdings {
+        let mut holdings = Holdings::default();
+        let mut previous = None;
+        for sequence in self.running.iter().chain(&self.reserved).filter(|sequence| is_owned(sequence)) {
+            holdings.sequences += 1;
+            // The samples of a job share the full blocks of its prompt.
+            let shared = if previous == Some(sequence.job) { sequence.prompt_len / self.info.block_size as usize } else { 0 };
+            holdings.blocks += sequence.blocks.len().saturating_sub(shared);
+            previous = Some(sequence.job);
+        }
+        holdings
+    }
+
+    /// Preempts the youngest paused sequence, if there is one: when its client will read again is unknown, and other sequences must not
+    /// wait for that.
+    pub(super) fn preempt_paused(&mut self) -> bool {
+        if let Some(youngest) = self.forking.iter().rposition(|parent| parent.paused) {
+            self.preempt_forking(youngest);
+            return true;
+        }
+        let Some(youngest) = self.running.iter().rposition(|sequence| sequence.paused) else { return false };
+        self.preempt(youngest);
+        true
+    }
+
+    fn preempt(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        release(&mut self.cache, &mut sequence);
+        // The steps that computed them are repeated, or the blocks are matched in the cache.
+        sequence.chunks.clear();
+        self.preemptions += 1;
+        self.requeue(sequence);
+    }
+
+    /// Queues a sequence that has released its blocks. It precedes all sequences of its account that have not had blocks yet.
+    pub(super) fn requeue(&mut self, mut sequence: Sequence) {
+        sequence.computed = 0;
+        sequence.committed = 0;
+        if let Role::Prompt(prompt) = &mut sequence.role
+            && let Some(logprobs) = &mut prompt.logprobs
+        {
+            // They are computed again; the first token has none.
+            logprobs.rows.truncate(1);
+        }
+        let cached_blocks = self.cached_prefix(&sequence);
+        self.waiting.push(Queued { sequence, cached_blocks, expected_prefix: None, prefix_owner: None });
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Holdings {
+    sequences: usize,
+    blocks: usize,
+}
+
+impl Holdings {
+    /// Returns whether these still exceed `other`'s after they have lost a sequence and `other` has gained one with this many blocks.
+    fn exceed(self, other: Self, blocks: usize) -> bool {
+        self.sequences >= other.sequences + 2 && self.blocks > other.blocks + blocks
+    }
+}

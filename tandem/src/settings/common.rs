@@ -1,0 +1,61 @@
+//! Settings that every serving process has.
+
+use super::{KeyArgs, TelemetryArgs};
+use clap::Args;
+use serde::{Serialize, Serializer};
+use std::{fmt::Display, net::SocketAddr, time::Duration};
+use tandem_proto::channel;
+
+/// What `tandem up` and all roles take.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[command(next_help_heading = "Process")]
+#[serde(rename_all = "kebab-case")]
+pub struct CommonArgs {
+    /// Address and port of the OpenAI API. The default accepts connections from this machine only, because Tandem does not authenticate
+    /// API clients
+    #[arg(long, env = "TANDEM_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
+    pub listen: SocketAddr,
+
+    /// How long running requests may continue after SIGTERM or Ctrl-C, in seconds. The default is longer than most answers take
+    #[arg(long, env = "TANDEM_GRACE_PERIOD", value_name = "SECONDS", default_value_t = 30)]
+    pub grace_period: u64,
+
+    /// Tokens in a KV block, the unit of prefix reuse; the same in the whole cluster. Smaller blocks match more of a prompt and cost more
+    /// bookkeeping
+    #[arg(long, env = "TANDEM_BLOCK_SIZE", value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub block_size: u32,
+
+    /// The id that clients send as `model` [default: the name of the model's file or directory]
+    #[arg(long, env = "TANDEM_SERVED_MODEL_NAME", value_name = "ID")]
+    pub served_model_name: Option<String>,
+
+    /// The cluster key.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub key: KeyArgs,
+
+    /// Logs and traces.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub telemetry: TelemetryArgs,
+}
+
+impl CommonArgs {
+    /// How long running requests may continue after the first signal.
+    pub fn grace(&self) -> Duration {
+        Duration::from_secs(self.grace_period)
+    }
+}
+
+/// Serializes a list as one string with commas between its items, as its flag is written; an empty list is left out.
+pub(super) fn with_commas<T: Display, S: Serializer>(list: &[T], serializer: S) -> Result<S::Ok, S::Error> {
+    if list.is_empty() {
+        return serializer.serialize_none();
+    }
+    serializer.serialize_str(&list.iter().map(T::to_string).collect::<Vec<_>>().join(","))
+}
+
+/// Parses host:port.
+pub(crate) fn address(text: &str) -> Result<String, &'static str> {
+    channel::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
+}

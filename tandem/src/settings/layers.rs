@@ -1,0 +1,112 @@
+//! The layers of settings. clap knows flags, environment and defaults; a key of the file replaces the default of the flag of that name, so
+//! one parser reads and checks all of them.
+
+use super::{Cli, Command, Role};
+use clap::{
+    ArgMatches, CommandFactory, FromArgMatches,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
+use std::{
+    ffi::OsString,
+    fmt::Display,
+    path::{Path, PathBuf},
+};
+
+impl Cli {
+    /// Reads the command line, the environment and the file named by `--config`. `otel_endpoint` is the value of
+    /// OTEL_EXPORTER_OTLP_ENDPOINT, which sets the traces of all programs of a machine.
+    ///
+    /// # Errors
+    /// A flag, a variable or a key of the file is unknown or has a wrong value, or settings exclude each other.
+    pub fn read(args: Vec<OsString>, otel_endpoint: Option<OsString>) -> Result<Self, clap::Error> {
+        let mut command = Self::command();
+        if let Some(endpoint) = otel_endpoint.filter(|endpoint| !endpoint.is_empty()) {
+            let endpoint = endpoint.to_string_lossy().into_owned();
+            command = command.mut_subcommands(|role| {
+                if !serves(&role) {
+                    return role;
+                }
+                role.mut_arg("otlp_endpoint", |arg| arg.default_value(endpoint.clone()))
+            });
+        }
+        let mut matches = parse(&command, &args)?;
+        if let Some((role, file)) = matches.subcommand().and_then(|(role, given)| Some((role.to_owned(), config(given)?))) {
+            command = with_file(command, &role, &file)?;
+            // First without flags: a mistake is the file's, not the command line's.
+            let without_flags = command.clone().try_get_matches_from(&args[..2]);
+            without_flags.map_err(|error| refused(&file, error.to_string().trim_start_matches("error: ").trim_end()))?;
+            matches = command.clone().try_get_matches_from(&args)?;
+        }
+        let cli = Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
+        let checked = match &cli.command {
+            Command::Up(up) => up.role.check(),
+            Command::Router(router) => router.role.check(),
+            Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => worker.role.check(),
+            Command::Frontend(frontend) => frontend.role.check(),
+            _ => Ok(()),
+        };
+        checked.map_err(|error| clap::Error::raw(ErrorKind::ArgumentConflict, format!("{error}\n")))?;
+        Ok(cli)
+    }
+}
+
+/// Whether the subcommand is a role, which has settings.
+fn serves(subcommand: &clap::Command) -> bool {
+    subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
+}
+
+/// The file of a role's settings.
+fn config(role: &ArgMatches) -> Option<PathBuf> {
+    role.try_get_one::<PathBuf>("config").ok().flatten().cloned()
+}
+
+/// Parses the command line; says of a flag that is unknown to its role which roles take it.
+fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap::Error> {
+    command.clone().try_get_matches_from(args).map_err(|error| {
+        let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return error };
+        let takes = |role: &&clap::Command| {
+            flag.strip_prefix("--").is_some_and(|flag| role.get_arguments().any(|arg| arg.get_long() == Some(flag)))
+        };
+        let roles: Vec<String> =
+            command.get_subcommands().filter(takes).map(|role| format!("`tandem {}`", role.get_name())).collect();
+        match args.get(1).filter(|_| error.kind() == ErrorKind::UnknownArgument && !roles.is_empty()) {
+            Some(role) => {
+                let role = role.to_string_lossy();
+                clap::Error::raw(error.kind(), format!("{flag} does not apply to `tandem {role}`, but to {}\n", roles.join(", ")))
+            }
+            None => error,
+        }
+    })
+}
+
+/// The command with the file's values as the defaults of the role's flags. Keys of other roles are skipped, so that one file can hold the
+/// settings of a whole cluster.
+fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Command, clap::Error> {
+    let text = std::fs::read_to_string(file).map_err(|error| refused(file, error))?;
+    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| refused(file, error))?;
+    table.into_iter().try_fold(command, |command, (key, value)| {
+        let arg_of = |role: &clap::Command| {
+            let is_key = |arg: &&clap::Arg| arg.get_long() == Some(&key) && key != "config" && key != "print-config";
+            role.get_arguments().find(is_key).map(|arg| arg.get_id().clone())
+        };
+        let Some(arg) = command.find_subcommand(role).and_then(arg_of) else {
+            if command.get_subcommands().filter(|role| serves(role)).any(|role| arg_of(role).is_some()) {
+                return Ok(command);
+            }
+            return Err(refused(
+                file,
+                format!("unknown key `{key}`; `tandem {role} --print-config` prints the keys of this role"),
+            ));
+        };
+        let value = match value {
+            toml::Value::String(text) => text,
+            toml::Value::Integer(_) | toml::Value::Float(_) | toml::Value::Boolean(_) => value.to_string(),
+            _ => return Err(refused(file, format!("`{key}` is not a plain value"))),
+        };
+        Ok(command.mut_subcommand(role, |role| role.mut_arg(arg, |arg| arg.default_value(value))))
+    })
+}
+
+fn refused(file: &Path, problem: impl Display) -> clap::Error {
+    clap::Error::raw(ErrorKind::ValueValidation, format!("in {}: {problem}\n", file.display()))
+}

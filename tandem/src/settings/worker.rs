@@ -1,0 +1,93 @@
+//! Settings of workers: their engine, the simulated device, and how they transfer KV.
+
+use super::{EngineKind, SimArgs};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// What `tandem up` and both kinds of workers take.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[command(next_help_heading = "Workers")]
+#[serde(rename_all = "kebab-case")]
+pub struct WorkerArgs {
+    /// KV memory of each worker [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim; with --engine
+    /// cuda what fits in nine tenths of the memory that the weights leave free, shared by all workers of the process]
+    #[arg(long, env = "TANDEM_KV_CAPACITY_TOKENS", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub kv_capacity_tokens: Option<u32>,
+
+    /// Threads of each worker's engine on the CPU. The default is one, because several workers share the machine
+    #[arg(long, env = "TANDEM_THREADS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub threads: u32,
+
+    /// Index of the GPU for --engine cuda; 0 is the first one that CUDA_VISIBLE_DEVICES lets the process use
+    #[arg(long, env = "TANDEM_DEVICE", value_name = "INDEX", default_value_t = 0)]
+    pub device: u32,
+
+    /// Tensor parallelism: the number of GPUs, from --device on, that compute one model together, each with its share of the heads and of
+    /// the feed-forward layers. For models that do not fit on one GPU or are too slow on it; all workers of the process use the same GPUs
+    #[arg(long, env = "TANDEM_TP", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub tp: u32,
+
+    /// Tokens computed in one step of an engine. Longer prompts are computed in chunks, so that running answers wait for one step at most
+    /// [default: 512; 8192 with --engine cuda, because fewer do not keep a GPU busy]
+    #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    pub prefill_chunk_budget: Option<u32>,
+
+    /// Sequences in one step of an engine; more are queued, because each one makes the step longer
+    #[arg(long, env = "TANDEM_BATCH_MAX", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub batch_max: u32,
+
+    /// Time after which a step that has not ended counts as hung, in seconds: the worker's requests fail over to other workers, and it gets
+    /// no new ones until the step ends. The default is the longest wait for a first token; set it lower for a device with fast steps
+    #[arg(long, env = "TANDEM_STEP_TIMEOUT", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+    pub step_timeout: u32,
+
+    /// Transfer path for the KV of a prompt that another worker computes. `auto` has not been tested on a GPU yet
+    #[arg(long, env = "TANDEM_KV_TRANSFER", value_enum, default_value_t)]
+    pub kv_transfer: KvTransfer,
+
+    /// Turn off the prefix cache: every prompt is computed as a whole, and answers report 0 cached tokens
+    #[arg(long, env = "TANDEM_NO_PREFIX_CACHING")]
+    pub no_prefix_caching: bool,
+
+    /// Append to this file a line for every prompt that a worker starts and one for its outcome, as input of `tandem audit`. Each process
+    /// needs a file of its own [default: no ledger is written]
+    #[arg(long, env = "TANDEM_LEDGER", value_name = "FILE")]
+    pub ledger: Option<PathBuf>,
+
+    /// The cost model of the simulated device.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sim: SimArgs,
+}
+
+impl WorkerArgs {
+    /// KV memory of each worker in whole blocks, at least one. `None`: as much as fits on the device.
+    pub fn capacity_blocks(&self, engine: EngineKind, block_size: u32) -> Option<u32> {
+        let by_default = match engine {
+            EngineKind::Cpu => Some(16_384),
+            EngineKind::Cuda => None,
+            EngineKind::Sim => Some(65_536),
+        };
+        self.kv_capacity_tokens.or(by_default).map(|tokens| (tokens / block_size).max(1))
+    }
+
+    /// Tokens computed in one step of an engine.
+    pub fn chunk_budget(&self, engine: EngineKind) -> u32 {
+        self.prefill_chunk_budget.unwrap_or(match engine {
+            EngineKind::Cpu | EngineKind::Sim => 512,
+            EngineKind::Cuda => 8_192,
+        })
+    }
+}
+
+/// How KV is transferred from worker to worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvTransfer {
+    /// From GPU to GPU if both workers support it (CUDA IPC within a host, else NCCL), else over TCP
+    #[default]
+    Auto,
+    /// Over TCP, staged through host memory
+    Tcp,
+}

