@@ -1,4 +1,4 @@
-"""Measures first tokens and memory of `tandem up` and says which goals are met. `bench/cluster.sh` starts it."""
+"""Measures the time to first token and the memory of `tandem up`, and reports which goals are met. `bench/cluster.sh` starts it."""
 
 import argparse
 import concurrent.futures
@@ -23,7 +23,7 @@ WARM_UPS = 1
 PROMPT = 2_000
 BLOCK = 16
 CHUNK = 512
-# As long as the prompt: nothing is left to compute while it travels.
+# As long as the prompt, so that nothing is computed during the transfer.
 ONE_CHUNK = 2_048
 # Ids of ordinary words in the default model's vocabulary; those below are single bytes and marks.
 WORDS = range(1_000, 40_000)
@@ -34,7 +34,7 @@ FILLED_MAX_MIB = 1.5 * 1024
 # Prompts at a time while the caches fill, and how many at most: some fall to a cache that is full.
 FILLERS = 4
 FILLS_MAX = 60
-# A load average above this: something else runs, and has its part in the figures.
+# A load average above this means that other work affects the figures.
 QUIET_MAX = 0.5
 
 
@@ -88,7 +88,7 @@ class Cluster:
         """The first token's time of a new prompt, prefilled where this cluster is configured to prefill."""
         answer = self.ask(prompt)
         if answer.cached_tokens or bool(answer.details["prefill_worker"]) != self.remote:
-            sys.exit(f"not a cold prompt's way: {answer}")
+            sys.exit(f"the prompt was not cold: {answer}")
         return answer.ttft_ms
 
     def warm(self, prompt):
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def prompt(name, tokens=PROMPT):
-    """Distinct in its first block already."""
+    """Returns a prompt whose first block is distinct already."""
     return random.Random(name).choices(WORDS, k=tokens)
 
 
@@ -169,7 +169,7 @@ class Report:
         self.all_met = True
 
     def judged(self, values, goal, pattern):
-        """Cells: what is judged, the goal, whether it is met."""
+        """Returns the cells: value, goal, and whether the goal is met."""
         met = statistics.median(values) <= goal
         self.all_met &= met
         return f"{shown(values, pattern)} | ≤ {pattern.format(goal)} | {'met' if met else '**not met**'}"
@@ -235,7 +235,7 @@ def document(arguments, start):
     commit = output("git", "describe", "--always", "--dirty", "--exclude=*")
     command = "bench/cluster.sh" + (f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS_MIN else "")
     held = "; ".join(f"{worker} {of['cached']} cached, {of['in_use']} in use, {of['free']} free" for worker, of in blocks.items())
-    page = f"""# The cluster: first tokens, memory
+    page = f"""# Time to first token and memory of a cluster
 
 Measured by `{command}` (`--write` writes this page), {load_note}; {load}.
 
@@ -263,7 +263,7 @@ def main():
     parser = argparse.ArgumentParser(prog="bench/cluster.sh", description=__doc__)
     parser.add_argument("--tandem", required=True, help="the binary (given by bench/cluster.sh)")
     parser.add_argument("--model", required=True, help="a .gguf file (given by bench/cluster.sh: TANDEM_MODEL or the default model)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="of every measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="rounds of every measurement (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cluster.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:

@@ -121,7 +121,7 @@ class Sides:
 
 
 class OtherWork:
-    """How much of the machine's processors is used by anything but what is measured, from here on."""
+    """Measures the share of the processors that other work uses, from now on."""
 
     def __init__(self, sides):
         self.sides = sides
@@ -144,12 +144,12 @@ def warm_up(side, workload):
 
 @contextlib.contextmanager
 def busy_loops():
-    """One for each processor this script may use."""
+    """Busy loops, one for each processor that this script may use."""
     loops = []
     try:
         for _ in os.sched_getaffinity(0):
             loops.append(subprocess.Popen([sys.executable, "-c", BUSY_LOOP], process_group=0))
-        # Until all of them have left their start behind.
+        # Wait until all of them have started.
         time.sleep(0.3)
         yield
     finally:
@@ -187,7 +187,7 @@ class Report:
         self.all_met = True
 
     def judged(self, values, goal, pattern):
-        """Cells: what is judged, the goal, whether it is met."""
+        """Returns the cells: value, goal, and whether the goal is met."""
         met = statistics.median(values) >= goal
         self.all_met &= met
         return f"{shown(values, pattern)} | ≥ {pattern.format(goal)} | {'met' if met else '**not met**'}"
@@ -279,7 +279,7 @@ def document(arguments, sides):
     time.sleep(2)
     progress(f"{load}; other work takes {others.share():.0%} of the processors")
     if arguments.write and others.share() > OTHERS_MAX:
-        sys.exit(f"a result that is kept needs a quiet machine: stop what takes more than {OTHERS_MAX:.0%} of the processors")
+        sys.exit(f"a stored result needs a quiet machine: stop other work that uses more than {OTHERS_MAX:.0%} of the processors")
     report = Report()
     others = OtherWork(sides)
     quiet = quiet_table(sides, report, arguments.rounds)
@@ -317,7 +317,7 @@ def main():
     parser = argparse.ArgumentParser(prog="bench/cpu.sh", description=__doc__)
     parser.add_argument("--ours", required=True, help="the compiled engine/benches/cpu.rs (given by bench/cpu.sh)")
     parser.add_argument("--model", required=True, help="a .gguf file (given by bench/cpu.sh: TANDEM_MODEL or the default model)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="of every workload (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="rounds of every workload (default: %(default)s)")
     parser.add_argument("--only", choices=("quiet", "busy"), help="print this table alone")
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cpu.md, not to the output")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-//! What a step costs besides the engine: `cargo bench -p tandem-engine --bench step_loop`.
+//! Overhead of a step besides the device: `cargo bench -p tandem-engine --bench step_loop`.
 //!
-//! 64 sequences decode on a simulated device whose steps seem to take no time, and each has a listener, as on a worker. The
-//! cost is the time from the end of one engine step to the beginning of the next: taking results, sampling, telling every
-//! job, publishing loads and cache events, planning. Medians of all steps of a round, and of seven rounds.
+//! 64 sequences decode on a simulated device whose steps take no time; a task reads the events of each, as on a worker. The overhead is the
+//! time from the end of one device step to the beginning of the next: applying results, sampling, sending events to every job, publishing the
+//! load and cache events, planning. Medians of all steps of a round, and of seven rounds.
 //!
-//! With the simulator's own small vocabulary, of which four tokens are likely: what the goal is about. And with a vocabulary of
-//! SmolLM2's size of which every token may be drawn, as of a model: there sampling is what costs.
+//! It is measured with the simulator's small vocabulary, of which four tokens are likely (the goal applies to this), and with a vocabulary of
+//! SmolLM2's size of which every token may be sampled, as of a model, so that sampling dominates.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
 
 use std::{
@@ -21,10 +21,10 @@ use tandem_kv::{BlockId, HashKey, Namespace};
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
 const PROMPT: u32 = 128;
-/// Measured in a round.
+/// Steps measured in a round.
 const STEPS: usize = 100;
 const VOCABULARY: usize = 49_152;
-/// What a step may cost with the simulator's own vocabulary.
+/// The goal for the overhead of a step with the simulator's vocabulary.
 const GOAL: Duration = Duration::from_micros(50);
 
 fn main() {
@@ -99,13 +99,13 @@ impl Engine for Measured {
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let decodes = chunks.len() == BATCH as usize && chunks.iter().all(|chunk| chunk.tokens.len() == 1);
         if let (true, Some(ended)) = (decodes, self.ended) {
-            // After the last that is wanted nobody listens.
+            // After the last measured step the receiver is closed.
             let _ = self.gaps.send(ended.elapsed());
         }
         let mut logits = self.engine.step(chunks)?.into_logits();
         if self.engine.describe().vocab_size == VOCABULARY {
             for (token, logit) in logits.iter_mut().enumerate() {
-                // Between e^-8 and e^-24 of the likeliest.
+                // Between e^-8 and e^-24 times as likely as the likeliest token.
                 *logit = logit.max(-4.0 - (token * 7 % 17) as f32);
             }
         }

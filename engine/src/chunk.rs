@@ -22,7 +22,7 @@ pub enum ChunkError {
         context_length: u32,
     },
     /// A chunk has no block for one of its tokens, or one that is not in the KV memory.
-    #[error("a chunk lacks a block, or has one beyond the capacity of {capacity_blocks}")]
+    #[error("a chunk lacks blocks, or has one beyond the capacity of {capacity_blocks}")]
     NoBlock {
         /// The number of blocks in the KV memory.
         capacity_blocks: u32,

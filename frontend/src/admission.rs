@@ -21,7 +21,7 @@ pub(crate) enum Client {
     Address(Peer),
 }
 
-/// How many sequences (prompts × `n`) run at a time.
+/// Limits of the sequences (prompts × `n`) that run at a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,

@@ -67,12 +67,12 @@ mod tests {
     #[tokio::test]
     async fn tasks_wait_for_a_free_core() {
         let cores = Cores::new(1);
-        let (go, wait) = mpsc::channel::<()>();
-        let mut first = pin!(cores.run(None, move || wait.recv().map_err(|_| ApiError::Internal)));
+        let (release, blocked) = mpsc::channel::<()>();
+        let mut first = pin!(cores.run(None, move || blocked.recv().map_err(|_| ApiError::Internal)));
         assert!(poll!(&mut first).is_pending());
         let mut second = pin!(cores.run(None, || Ok(2)));
         assert!(poll!(&mut second).is_pending(), "the first holds the only core");
-        go.send(()).expect("the first waits for it");
+        release.send(()).expect("the first waits for it");
         first.await.expect("it succeeds");
         assert_eq!(second.await.ok(), Some(2));
     }
@@ -87,8 +87,8 @@ mod tests {
     async fn clients_are_served_round_robin_however_much_one_sends() {
         let cores = Cores::new(1);
         let [flood, other] = ["flood", "other"].map(|name| Client::Account(name.to_owned()));
-        let (go, wait) = mpsc::channel::<()>();
-        let mut first = pin!(cores.run(Some(&flood), move || wait.recv().map_err(|_| ApiError::Internal)));
+        let (release, blocked) = mpsc::channel::<()>();
+        let mut first = pin!(cores.run(Some(&flood), move || blocked.recv().map_err(|_| ApiError::Internal)));
         let order = Arc::new(Mutex::new(Vec::new()));
         let task = |client, name: usize| {
             let order = Arc::clone(&order);
@@ -104,7 +104,7 @@ mod tests {
         }
         let mut other = pin!(task(&other, 99));
         assert!(poll!(&mut other).is_pending());
-        go.send(()).expect("the first waits for it");
+        release.send(()).expect("the first waits for it");
         first.await.expect("it succeeds");
         let (others, _) = tokio::join!(other, join_all(flood));
         others.expect("it is served");

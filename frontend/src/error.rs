@@ -97,7 +97,7 @@ pub(crate) enum ApiError {
         "The request asks for {sequences} sequences (prompts × n), but at most {max} may run at once; lower 'n' or send fewer prompts."
     )]
     TooManySequences { sequences: usize, max: usize },
-    #[error("This client's limit of {max} sequences (prompts × n) at once is reached; try again when some of them have ended.")]
+    #[error("This client's limit of {max} running sequences (prompts × n) is reached; try again when some of them have ended.")]
     ClientLimit { max: usize },
     #[error("This server is shutting down; send the request to another.")]
     Draining,

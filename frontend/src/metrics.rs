@@ -8,7 +8,7 @@ use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
 use tandem_proto::v1::FailureReason;
 
-/// Workers of which it is remembered that they have reported.
+/// The maximum of workers that are remembered as reporting.
 const WORKERS_MAX: usize = 4096;
 /// The status of a request whose client disconnected, as in nginx.
 const CLIENT_CLOSED: &str = "499";
@@ -47,7 +47,7 @@ pub(crate) struct FrontendMetrics {
     request_completion_tokens: Histogram,
     request_cached_tokens: Histogram,
     request_cached_ratio: Histogram,
-    /// Workers that have reported cached tokens.
+    /// Workers that report cached tokens.
     reporting: Mutex<HashSet<String>>,
 }
 
@@ -70,6 +70,7 @@ impl Endpoint {
 
 impl FrontendMetrics {
     pub(crate) fn new(registry: &Metrics, model: &str) -> Self {
+        let gauge = |name, help| registry.gauge(name, help, &[]);
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
         // Counters of failures exist from the start, so that an alert sees the step from 0 to 1.
@@ -80,40 +81,25 @@ impl FrontendMetrics {
             unreported_prompts(registry, source).increment(0);
         }
         Self {
-            inflight_requests: registry.gauge(
-                "tandem_frontend_inflight_requests",
-                "Requests admitted and not yet answered.",
-                &[],
-            ),
-            inflight_sequences: registry.gauge(
+            inflight_requests: gauge("tandem_frontend_inflight_requests", "Requests admitted and not yet answered."),
+            inflight_sequences: gauge(
                 "tandem_frontend_inflight_sequences",
                 "Sequences (prompts × n) of the admitted requests; --max-concurrent-requests bounds them.",
-                &[],
             ),
-            reading_requests: registry.gauge(
-                "tandem_frontend_reading_requests",
-                "Requests that are being read and parsed, before admission.",
-                &[],
-            ),
-            connections: registry.gauge("tandem_frontend_connections", "Open connections.", &[]),
+            reading_requests: gauge("tandem_frontend_reading_requests", "Requests being read and parsed, before admission."),
+            connections: gauge("tandem_frontend_connections", "Open connections."),
             connections_refused: counter(
                 "tandem_frontend_connections_refused_total",
-                "Connections that were refused because of the limit on all connections or on those of one address.",
+                "Connections refused by the limit on all connections or on those of one address.",
             ),
-            ready: registry.gauge("tandem_frontend_ready", "1 while a request could be served.", &[]),
-            cancelled: counter(
-                "tandem_frontend_cancelled_total",
-                "Requests whose client disconnected before the end of the answer.",
-            ),
-            migrations: counter(
-                "tandem_frontend_migrations_total",
-                "Generations that were resumed on another worker after theirs was lost.",
-            ),
+            ready: gauge("tandem_frontend_ready", "1 while a request could be served."),
+            cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client disconnected before the answer's end."),
+            migrations: counter("tandem_frontend_migrations_total", "Generations resumed on another worker after a loss."),
             rebooked: counter(
                 "tandem_frontend_rebooked_total",
                 "Running requests booked with another router after theirs was lost or drained.",
             ),
-            healthy_routers: registry.gauge("tandem_frontend_routers", "Routers that could place a request.", &[]),
+            healthy_routers: gauge("tandem_frontend_routers", "Routers that could place a request."),
             request_duration: histogram(
                 "tandem_frontend_request_duration_seconds",
                 "Time from a request to the end of its answer.",

@@ -32,7 +32,7 @@ pub(crate) struct Record {
     finished: Finished,
 }
 
-/// What is known of a prompt at its end.
+/// The record of a prompt at its end.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finished {
     pub(crate) endpoint: &'static str,
@@ -77,7 +77,7 @@ pub(crate) struct Stages {
     pub(crate) placed_ms: Option<f64>,
     /// Its prefill began.
     pub(crate) scheduled_ms: Option<f64>,
-    /// What was computed then, and when. Empty: all was cached, or the worker did not report it.
+    /// The chunks of the prefill. Empty: all tokens were cached, or the worker did not report them.
     pub(crate) chunks: Vec<Chunk>,
     /// All KV was on the decode worker.
     pub(crate) started_ms: Option<f64>,

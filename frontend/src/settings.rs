@@ -6,13 +6,13 @@ use clap::ValueEnum;
 use ipnet::IpNet;
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
-use tandem_node::{discovery::Workers, trace::Tracer};
+use tandem_node::{discovery::MemberSource, trace::Tracer};
 use tokio::net::TcpListener;
 
 /// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
     /// The routers' gRPC addresses. Each request goes to a healthy one; any of them can take over what another has booked.
-    pub routers: Workers,
+    pub routers: MemberSource,
     /// The operator's name of the cluster; a router of another cluster is not used.
     pub cluster: String,
     /// The served model.
@@ -101,7 +101,7 @@ impl FrontendSettings {
     /// The defaults for one router (`host:port`) and a model.
     pub fn new(router: impl Into<String>, model: ServedModel) -> Self {
         Self {
-            routers: Workers::List(vec![router.into()]),
+            routers: MemberSource::List(vec![router.into()]),
             cluster: "tandem".to_owned(),
             model,
             block_size: 16,

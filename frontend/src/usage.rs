@@ -5,7 +5,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use tandem_proto::v1::Scheduled;
 
-/// Where the number of cached tokens comes from.
+/// The source of the number of cached tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum CachedSource {
@@ -39,7 +39,7 @@ pub(crate) struct Cached {
 
 /// Returns the cached tokens of the attempt that led to the first token: what its worker reported, else the placement's overlap.
 ///
-/// A reported number is taken as it is, 0 included. A placement with a block size of 0 says nothing about caches.
+/// A reported number is taken as it is, 0 included. A placement with a block size of 0 has no information about caches.
 pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, prompt_tokens: u32) -> Cached {
     if let Some(scheduled) = scheduled
         && let Some(tokens) = scheduled.cached_tokens
@@ -55,11 +55,11 @@ pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, promp
     Cached { tokens, source: CachedSource::RouterEstimate, by_tier }
 }
 
-/// What one prompt used, however many samples share it.
+/// The usage of one prompt, with all its samples.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PromptUsage {
     pub(crate) prompt_tokens: u32,
-    /// All samples' together.
+    /// The sum over all samples.
     pub(crate) completion_tokens: u32,
     /// `None` until the first token.
     pub(crate) cached: Option<Cached>,

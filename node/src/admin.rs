@@ -1,4 +1,4 @@
-//! The admin endpoint: `/live`, `/ready` and `/metrics` of a process whose business is gRPC.
+//! The admin endpoint: `/live`, `/ready` and `/metrics` of a process that serves gRPC.
 
 use crate::{Metrics, Shutdown};
 use axum::{
@@ -10,8 +10,10 @@ use axum::{
 use std::{future::Future, io, sync::Arc};
 use tokio::net::TcpListener;
 
-/// Serves until the shutdown begins to drain. `ready` says why the process can do nothing for others now, if that is so;
-/// it is asked at every `/ready`.
+/// Serves until the process drains. `ready` is called for every `/ready`; its error is the reason why the process cannot serve now.
+///
+/// # Errors
+/// The socket cannot be served.
 pub async fn run<R>(
     listener: TcpListener,
     metrics: Metrics,
@@ -54,7 +56,7 @@ fn metrics_page(metrics: &Metrics) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
+    use parking_lot::Mutex;
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
         net::TcpStream,
@@ -70,12 +72,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn it_says_what_is_asked_and_ends_with_the_process() {
+    async fn serves_health_and_metrics_until_shutdown() {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         metrics.counter("tandem_x_total", "X.", &[]).increment(3);
         let state = Arc::new(Mutex::new(Err("no \"decode\" worker".to_owned())));
         let asked = state.clone();
-        let ready = move || std::future::ready(asked.lock().expect("not poisoned").clone());
+        let ready = move || std::future::ready(asked.lock().clone());
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("bound");
         let serving = run(listener, metrics, ready, shutdown.clone());
@@ -83,7 +85,7 @@ mod tests {
             assert!(get(address, "/live").await.starts_with("HTTP/1.1 200"));
             let unready = get(address, "/ready").await;
             assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(r#"{"status":"no \"decode\" worker"}"#), "{unready}");
-            *state.lock().expect("not poisoned") = Ok(());
+            *state.lock() = Ok(());
             assert!(get(address, "/ready").await.starts_with("HTTP/1.1 200"));
             assert!(get(address, "/metrics").await.contains("tandem_x_total 3"));
             assert!(get(address, "/other").await.starts_with("HTTP/1.1 404"));

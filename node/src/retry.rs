@@ -1,50 +1,61 @@
-//! Trying again for ever: longer and longer pauses, and each complaint told once.
+//! Retries without end: exponential backoff with jitter, and each error logged once.
 
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use std::{iter, time::Duration};
 
-/// Failures since something was well.
+/// The state of retries since the last success.
+///
+/// Delays begin between `min` and twice that, and double up to between `max` and twice that. Where in that range is random, so that the peers of a
+/// process that restarts do not all return at the same moment.
 #[derive(Debug)]
-pub struct Tries {
-    pause_min: Duration,
-    pause_max: Duration,
-    next_pause: Duration,
-    told: Option<String>,
+pub struct Backoff {
+    min: Duration,
+    max: Duration,
+    delays: ExponentialBackoff,
+    reported: Option<String>,
 }
 
-impl Tries {
-    /// None yet. Pauses begin with `pause_min` and double up to `pause_max`.
-    pub fn new(pause_min: Duration, pause_max: Duration) -> Self {
-        Self { pause_min, pause_max, next_pause: pause_min, told: None }
+impl Backoff {
+    /// No failures yet.
+    pub fn new(min: Duration, max: Duration) -> Self {
+        Self { min, max, delays: exponential(min, max).build(), reported: None }
     }
 
-    /// How long to wait now; longer the next time.
-    pub fn pause(&mut self) -> Duration {
-        let now = self.next_pause;
-        self.next_pause = (now * 2).min(self.pause_max);
-        now
+    /// Returns the delay before the next attempt; later ones are longer.
+    pub fn next_delay(&mut self) -> Duration {
+        self.delays.next().unwrap_or(self.max)
     }
 
-    /// All is well again.
+    /// Starts again with the shortest delay, after a success.
     pub fn reset(&mut self) {
-        *self = Self::new(self.pause_min, self.pause_max);
+        *self = Self::new(self.min, self.max);
     }
 
-    /// Whether this complaint is another than the last one told since all was well: the same one every second helps nobody.
-    pub fn is_news(&mut self, complaint: &str) -> bool {
-        let news = self.told.as_deref() != Some(complaint);
-        if news {
-            self.told = Some(complaint.to_owned());
+    /// Whether this error differs from the last one since a success, so that the same error is not logged at every attempt.
+    pub fn is_new_error(&mut self, error: &str) -> bool {
+        let is_new = self.reported.as_deref() != Some(error);
+        if is_new {
+            self.reported = Some(error.to_owned());
         }
-        news
+        is_new
     }
 }
 
-/// An error with what caused it, in one line.
-pub fn complaint(error: &dyn std::error::Error) -> String {
+/// Returns the delay before the attempt with this number, from 0, for callers that do not keep a [`Backoff`].
+pub fn delay(min: Duration, max: Duration, attempt: usize) -> Duration {
+    exponential(min, max).build().nth(attempt).unwrap_or(max)
+}
+
+fn exponential(min: Duration, max: Duration) -> ExponentialBuilder {
+    ExponentialBuilder::new().with_min_delay(min).with_max_delay(max).without_max_times().with_jitter()
+}
+
+/// Returns an error and its causes in one line.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
     let causes = iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |line, cause| {
         let cause = cause.to_string();
-        // Some errors repeat their cause in their own words.
+        // Some errors repeat their cause in their own text.
         if line.ends_with(&cause) { line } else { format!("{line}: {cause}") }
     })
 }
@@ -54,18 +65,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_and_a_complaint_is_told_once_until_all_is_well() {
+    fn delays_double_with_jitter_and_errors_are_new_once_until_reset() {
         let ms = Duration::from_millis;
-        let mut tries = Tries::new(ms(100), ms(350));
-        assert_eq!([tries.pause(), tries.pause(), tries.pause(), tries.pause()], [ms(100), ms(200), ms(350), ms(350)]);
-        assert_eq!([tries.is_news("a"), tries.is_news("a"), tries.is_news("b"), tries.is_news("b")], [true, false, true, false]);
-        tries.reset();
-        assert!(tries.is_news("b"));
-        assert_eq!(tries.pause(), ms(100));
+        let mut backoff = Backoff::new(ms(100), ms(350));
+        for least in [100, 200, 350, 350] {
+            let delay = backoff.next_delay();
+            assert!((ms(least)..=ms(2 * least)).contains(&delay), "{delay:?}, not {least} to {} ms", 2 * least);
+        }
+        let is_new = ["a", "a", "b", "b"].map(|error| backoff.is_new_error(error));
+        assert_eq!(is_new, [true, false, true, false]);
+        backoff.reset();
+        assert!(backoff.is_new_error("b"));
+        assert!(backoff.next_delay() <= ms(200));
     }
 
     #[test]
-    fn a_complaint_names_all_causes_once() {
+    fn two_processes_do_not_retry_at_the_same_moments() {
+        let delays =
+            || (0..8).map(|attempt| delay(Duration::from_millis(100), Duration::from_secs(1), attempt)).collect::<Vec<_>>();
+        assert_ne!(delays(), delays());
+    }
+
+    #[test]
+    fn error_chain_names_each_cause_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("outer")]
         struct Outer(#[source] Middle);
@@ -75,6 +97,6 @@ mod tests {
         #[derive(Debug, thiserror::Error)]
         #[error("inner")]
         struct Inner;
-        assert_eq!(complaint(&Outer(Middle(Inner))), "outer: middle: inner");
+        assert_eq!(error_chain(&Outer(Middle(Inner))), "outer: middle: inner");
     }
 }

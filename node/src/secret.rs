@@ -1,13 +1,13 @@
-//! Passwords and tokens: what shows settings does not show these.
+//! Passwords and tokens, which are not shown where settings are.
 
 use std::fmt;
 
-/// A secret: its `Debug` does not show it, and it cannot be serialised.
+/// A secret. Its `Debug` output does not contain it, and it cannot be serialised.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
 impl Secret {
-    /// The secret itself, for whoever asks for it by name.
+    /// Returns the secret itself.
     pub fn expose(&self) -> &str {
         &self.0
     }

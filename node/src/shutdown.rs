@@ -1,9 +1,9 @@
-//! One tree of cancellation and one set of tasks a process.
+//! One tree of cancellation and one set of tasks for each process.
 
 use std::{future::Future, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Tells everybody when to drain and when to stop, and waits for their tasks. Cheap to clone.
+/// Announces when to drain and when to stop, and waits for the tasks. Cheap to clone.
 #[derive(Clone)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -18,7 +18,7 @@ impl Default for Shutdown {
 }
 
 impl Shutdown {
-    /// Starts a task that ends at the latest when the grace period is over: it is dropped at its next await then.
+    /// Starts a task that ends at the latest with the grace period: it is then dropped at its next await.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stopped = self.stopped.clone();
         self.tasks.spawn(async move {
@@ -30,36 +30,36 @@ impl Shutdown {
         });
     }
 
-    /// Starts a task that ends by itself soon after [`Shutdown::stopped`]: it has last words to say.
+    /// Starts a task that ends by itself soon after [`Shutdown::stopped`], because it has to send its last messages.
     pub fn track(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
-    /// Drops what takes its time to be dropped, on a thread that may wait. The process's end waits for it.
+    /// Drops a value on a thread that may block. The end of the process waits for it.
     pub fn drop_elsewhere(&self, value: impl Send + 'static) {
-        // Without a runtime there is nobody to hold up.
+        // Without a runtime there is no task to block.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let dropping = runtime.spawn_blocking(|| drop(value));
             self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
         }
     }
 
-    /// Resolves when no new work is to be accepted.
+    /// Resolves when no new work may be accepted.
     pub async fn draining(&self) {
         self.draining.cancelled().await;
     }
 
-    /// Whether no new work is to be accepted.
+    /// Whether no new work may be accepted.
     pub fn is_draining(&self) -> bool {
         self.draining.is_cancelled()
     }
 
-    /// Resolves when what still runs is to be given up.
+    /// Resolves when work that still runs must end.
     pub async fn stopped(&self) {
         self.stopped.cancelled().await;
     }
 
-    /// Stops everything now and does not wait for it: for a `Drop`.
+    /// Stops everything now, without waiting for it. For use in `Drop`.
     pub fn stop(&self) {
         self.draining.cancel();
         self.tasks.close();

@@ -5,7 +5,7 @@ use serde::Serialize;
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// NATS' client, as it calls itself in logs.
+/// The log target of the NATS client.
 const NATS: &str = "async_nats";
 
 /// The format of a log.
@@ -20,10 +20,13 @@ pub enum LogFormat {
 }
 
 /// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`.
+///
+/// # Errors
+/// The filter cannot be parsed.
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // It tells every try to connect; we tell what matters of it.
+        // It logs every attempt to connect; our own log has what matters.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -1,8 +1,8 @@
-//! Traces: a request's spans form one tree through all processes, and go to a collector over OTLP.
+//! Traces: a request's spans form one tree through all processes, and are exported to a collector over OTLP.
 //!
-//! - A request is sampled where it comes in, or before; everybody behind follows. What is not sampled has no spans.
-//! - Spans hold names, counts and times; never text, token ids, or names that clients chose.
-//! - Nobody waits for the collector: what it does not take in time is lost, and counted.
+//! - The decision to sample a request is made by its client or by the frontend, and applies in all processes. Other requests have no spans.
+//! - Spans hold names, counts and times; never text, token ids, or names chosen by clients.
+//! - No request waits for the collector: spans that it does not accept in time are lost and counted.
 
 mod export;
 
@@ -25,72 +25,72 @@ use std::{borrow::Cow, future::Future, sync::Arc, time::Duration};
 /// `00-`, trace id, `-`, span id, `-`, flags.
 const TRACEPARENT_LEN: usize = 55;
 
-/// What a span tells: a number, a name, or a list of either.
+/// The value of a span's attribute.
 #[derive(Clone, Debug)]
-pub struct Fact(Value);
+pub struct Attribute(Value);
 
-impl From<u32> for Fact {
+impl From<u32> for Attribute {
     fn from(count: u32) -> Self {
         Self(i64::from(count).into())
     }
 }
 
-impl From<u64> for Fact {
+impl From<u64> for Attribute {
     fn from(count: u64) -> Self {
         Self(i64::try_from(count).unwrap_or(i64::MAX).into())
     }
 }
 
-impl From<f64> for Fact {
+impl From<f64> for Attribute {
     fn from(number: f64) -> Self {
         Self(number.into())
     }
 }
 
-impl From<bool> for Fact {
+impl From<bool> for Attribute {
     fn from(holds: bool) -> Self {
         Self(holds.into())
     }
 }
 
-impl From<&'static str> for Fact {
+impl From<&'static str> for Attribute {
     fn from(name: &'static str) -> Self {
         Self(name.into())
     }
 }
 
-impl From<String> for Fact {
+impl From<String> for Attribute {
     fn from(name: String) -> Self {
         Self(name.into())
     }
 }
 
-impl From<Vec<&'static str>> for Fact {
+impl From<Vec<&'static str>> for Attribute {
     fn from(names: Vec<&'static str>) -> Self {
         Self(Value::Array(Array::String(names.into_iter().map(Into::into).collect())))
     }
 }
 
-impl From<Fact> for Value {
-    fn from(Fact(value): Fact) -> Self {
+impl From<Attribute> for Value {
+    fn from(Attribute(value): Attribute) -> Self {
         value
     }
 }
 
-/// Where spans go, and of how many requests.
+/// Settings of tracing.
 #[derive(Clone, Debug)]
 pub struct TraceSettings {
-    /// The collector's gRPC: `http://host:4317`, or `https://`.
+    /// The collector's gRPC endpoint: `http://host:4317`, or `https://`.
     pub endpoint: String,
-    /// The part of requests that is sampled, from 0 to 1. A request that comes with a trace is sampled if that is, whatever this says.
+    /// The share of requests that are sampled, from 0 to 1. A request with a trace of its client is sampled if, and only if, that trace is.
     pub sample_ratio: f64,
-    /// What this process is, such as `tandem-frontend`.
+    /// The kind of process, such as `tandem-frontend`.
     pub service: &'static str,
-    /// Which one.
+    /// The process's instance.
     pub instance: String,
 }
 
-/// Begins spans. Cheap to clone; the default begins none.
+/// Starts spans. Cheap to clone; the default starts none.
 #[derive(Clone, Debug, Default)]
 pub struct Tracer(Option<Arc<Source>>);
 
@@ -100,7 +100,7 @@ struct Source {
     queue: Queue,
 }
 
-/// A span; it ends when the last of its clones is dropped. Of a request that is not sampled it is nothing.
+/// A span, which ends when its last clone is dropped. For a request that is not sampled it is empty.
 #[derive(Clone, Debug, Default)]
 pub struct Span(Option<(Context, Arc<Source>)>);
 
@@ -129,7 +129,7 @@ impl Tracer {
         source.begin(name.into(), SpanKind::Server, &remote(traceparent))
     }
 
-    /// The span of what another process asks for in a span of its own; nothing without such.
+    /// Starts the span of a call by another process, as a child of that process's span; empty if `traceparent` names none that is sampled.
     pub fn follow(&self, traceparent: &str, name: &'static str) -> Span {
         match &self.0 {
             Some(source) if !traceparent.is_empty() => {
@@ -143,7 +143,7 @@ impl Tracer {
         }
     }
 
-    /// Sends what has ended so far, if the collector takes it in this time.
+    /// Exports the spans that have ended, if the collector accepts them in this time.
     pub async fn flush(&self, within: Duration) {
         if let Some(source) = &self.0 {
             tokio::time::timeout(within, source.queue.flush()).await.ok();
@@ -163,7 +163,7 @@ impl Source {
 }
 
 impl Span {
-    /// What others have to know to go on with it, as W3C writes it.
+    /// Returns the W3C `traceparent` with which other processes continue the trace.
     pub fn traceparent(&self) -> Option<String> {
         let (trace_id, span_id) = self.ids()?;
         Some(format!("00-{trace_id}-{span_id}-01"))
@@ -176,12 +176,12 @@ impl Span {
         Some((context.trace_id().to_string(), context.span_id().to_string()))
     }
 
-    /// Whether anybody will see it: what is said to it costs nothing otherwise.
+    /// Whether the span is exported. If not, its methods cost nothing.
     pub fn is_sampled(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Work within it.
+    /// Starts a span within this one.
     pub fn child(&self, name: &'static str) -> Self {
         match &self.0 {
             Some((context, source)) => source.begin(name.into(), SpanKind::Internal, context),
@@ -189,29 +189,29 @@ impl Span {
         }
     }
 
-    /// Its name with what is only known later.
+    /// Changes the span's name.
     pub fn rename(&self, name: impl FnOnce() -> String) {
         if let Some((context, _)) = &self.0 {
             context.span().update_name(name());
         }
     }
 
-    /// A fact: a count, a time, a name that an operator has given.
-    pub fn set(&self, key: &'static str, fact: impl Into<Fact>) {
+    /// Sets an attribute: a count, a time, or a name given by the operator.
+    pub fn set(&self, key: &'static str, value: impl Into<Attribute>) {
         if let Some((context, _)) = &self.0 {
-            context.span().set_attribute(KeyValue::new(key, fact.into()));
+            context.span().set_attribute(KeyValue::new(key, value.into()));
         }
     }
 
-    /// Something happens now; with facts as in [`Span::set`].
-    pub fn event(&self, name: &'static str, facts: &[(&'static str, Fact)]) {
+    /// Adds an event that happens now, with attributes as in [`Span::set`].
+    pub fn event(&self, name: &'static str, attributes: &[(&'static str, Attribute)]) {
         if let Some((context, _)) = &self.0 {
-            let facts = facts.iter().map(|(key, fact)| KeyValue::new(*key, fact.clone()));
-            context.span().add_event(name, facts.collect());
+            let attributes = attributes.iter().map(|(key, value)| KeyValue::new(*key, value.clone()));
+            context.span().add_event(name, attributes.collect());
         }
     }
 
-    /// It has failed; `reason` is of a closed set.
+    /// Marks the span as failed; `reason` is from a closed set.
     pub fn fail(&self, reason: &'static str) {
         if let Some((context, _)) = &self.0 {
             context.span().set_attribute(KeyValue::new("error.type", reason));
@@ -219,7 +219,7 @@ impl Span {
         }
     }
 
-    /// What logs put before lines of the request: with the trace's ids if it is sampled.
+    /// Returns the span for the log lines of the request, with the ids of its trace if it is sampled.
     pub fn logged(&self, request_id: &str, attempt: u32) -> tracing::Span {
         match self.ids() {
             Some((trace_id, span_id)) => tracing::info_span!("request", request_id, attempt, trace_id, span_id),
@@ -228,7 +228,7 @@ impl Span {
     }
 }
 
-/// The caller's span, if `traceparent` names one.
+/// Returns the caller's span, if `traceparent` names one.
 fn remote(traceparent: &str) -> Context {
     struct Header<'a>(&'a str);
     impl Extractor for Header<'_> {
@@ -239,7 +239,7 @@ fn remote(traceparent: &str) -> Context {
             vec!["traceparent"]
         }
     }
-    // The propagator takes half a flag for a whole one.
+    // The propagator would accept incomplete flags.
     if traceparent.len() != TRACEPARENT_LEN {
         return Context::new();
     }
@@ -260,13 +260,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_trace_that_comes_along_is_followed_and_others_are_sampled_by_chance() {
+    async fn sampling_follows_the_clients_trace_or_the_ratio() {
         let (never, always) = (tracer(0.0), tracer(1.0));
         assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
         assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());
         for nonsense in ["", "00-x-y-01", &SAMPLED[..54]] {
             assert!(always.request(nonsense, "r").is_sampled(), "{nonsense}: a trace of its own");
-            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense}: nobody asked for it");
+            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense}: no trace to continue");
         }
         assert!(!always.follow(UNSAMPLED, "r").is_sampled());
         assert!(!Tracer::default().request(SAMPLED, "r").is_sampled());
@@ -274,19 +274,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_trace_goes_on_in_what_others_are_told() {
+    async fn traceparent_continues_the_trace() {
         let tracer = tracer(0.0);
         let root = tracer.request(SAMPLED, "r");
-        let told = root.traceparent().expect("sampled");
-        let child = tracer.follow(&told, "c").child("grandchild").traceparent().expect("sampled");
-        for told in [&told, &child] {
-            assert_eq!((&told[..35], &told[52..], told.len()), (&SAMPLED[..35], "-01", 55), "{told}");
+        let header = root.traceparent().expect("sampled");
+        let child = tracer.follow(&header, "c").child("grandchild").traceparent().expect("sampled");
+        for header in [&header, &child] {
+            assert_eq!((&header[..35], &header[52..], header.len()), (&SAMPLED[..35], "-01", 55), "{header}");
         }
-        assert!(told != SAMPLED && child != told);
+        assert!(header != SAMPLED && child != header);
     }
 
     #[tokio::test]
-    async fn half_of_the_requests_are_sampled_when_half_are_asked_for() {
+    async fn ratio_of_one_half_samples_half_of_the_requests() {
         let tracer = tracer(0.5);
         let sampled = (0..4_000).filter(|_| tracer.request("", "r").is_sampled()).count();
         assert!((1_700..2_300).contains(&sampled), "{sampled}");

@@ -33,7 +33,7 @@ use std::{
 };
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::{DiscoveryError, Members, Workers},
+    discovery::{DiscoveryError, MemberSource, Members},
 };
 use tandem_proto::{
     channel::{self, Listener, Network},
@@ -74,7 +74,7 @@ pub async fn run(
     settings.identity.key_fingerprint = listener.network().key().fingerprint().to_owned();
     let cluster = Arc::new(Cluster::new(settings.clone(), metrics.clone()));
     let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
-    let has_peers = !matches!(&settings.peers, Workers::List(list) if list.is_empty());
+    let has_peers = !matches!(&settings.peers, MemberSource::List(list) if list.is_empty());
     let network = listener.network().clone();
     let workers = watch_workers(workers, &cluster, &network, &settings);
     let peers = watch_peers(peers, &cluster, &network, &settings);
@@ -122,7 +122,7 @@ async fn watch_workers(mut listed: Members, cluster: &Arc<Cluster>, network: &Ne
         tokio::select! {
             biased;
             () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of workers changed"),
-            () = cluster.member_left(), if listed.are_hints() => {}
+            () = cluster.member_left(), if listed.are_advisory() => {}
         }
     }
 }
@@ -140,7 +140,7 @@ async fn watch_peers(mut listed: Members, cluster: &Arc<Cluster>, network: &Netw
         tokio::select! {
             biased;
             () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of routers changed"),
-            () = cluster.peer_left(), if listed.are_hints() => {}
+            () = cluster.peer_left(), if listed.are_advisory() => {}
         }
     }
 }
@@ -156,7 +156,7 @@ impl Watchers {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let (addresses, advisory) = (listed.now(), listed.are_hints());
+        let (addresses, advisory) = (listed.now(), listed.are_advisory());
         self.0.retain(|address, _| addresses.contains(address) || (advisory && is_connected(address)));
         for address in addresses {
             let Vacant(entry) = self.0.entry(address.clone()) else { continue };

@@ -5,7 +5,7 @@ use crate::{
     replication::{PeerReceiver, ReplicationError},
 };
 use std::{convert::Infallible, sync::Arc, time::Duration};
-use tandem_node::{Tries, retry::complaint};
+use tandem_node::{Backoff, retry::error_chain};
 use tandem_proto::{
     channel::{self, Network},
     v1::{BookingsRequest, router_client::RouterClient},
@@ -51,9 +51,9 @@ pub(crate) struct PeerWatcher {
 impl PeerWatcher {
     /// Connects again and again; never returns. Cancel-safe: dropping the future removes the peer's bookings.
     pub(crate) async fn run(self) {
-        let mut tries = Tries::new(PAUSE_MIN, PAUSE_MAX);
+        let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
         loop {
-            let lost = match self.connect(&mut tries).await {
+            let lost = match self.connect(&mut backoff).await {
                 Ok(never) => match never {},
                 Err(lost) => lost,
             };
@@ -61,15 +61,15 @@ impl PeerWatcher {
                 sleep(ITSELF_PAUSE).await;
                 continue;
             }
-            if tries.is_news(&complaint(&lost)) {
-                tracing::info!(router = %self.address, "bookings of this peer are unknown: {}", complaint(&lost));
+            if backoff.is_new_error(&error_chain(&lost)) {
+                tracing::info!(router = %self.address, "bookings of this peer are unknown: {}", error_chain(&lost));
             }
-            sleep(tries.pause()).await;
+            sleep(backoff.next_delay()).await;
         }
     }
 
     /// Receives bookings until the connection is lost.
-    async fn connect(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
+    async fn connect(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
         let channel = self.network.connect(&self.endpoint).await?;
         let mut router = RouterClient::new(channel).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let (identity, own) = {
@@ -87,7 +87,7 @@ impl PeerWatcher {
             }
             let peer = peer.get_or_insert_with(|| ConnectedPeer::new(self));
             self.cluster.lock().update_peer(peer.id, update);
-            tries.reset();
+            backoff.reset();
         }
     }
 

@@ -6,21 +6,21 @@ use std::{
     hash::{BuildHasher, RandomState},
     time::Duration,
 };
-use tandem_node::{discovery::Workers, events::Broker, trace::Tracer};
+use tandem_node::{discovery::MemberSource, events::Broker, trace::Tracer};
 use tandem_proto::v1::Identity;
 
 /// The settings of one router.
 #[derive(Clone, Debug)]
 pub struct RouterSettings {
     /// The gRPC addresses of prefill and decode workers. They need not be up yet; the router retries for ever.
-    pub workers: Workers,
+    pub workers: MemberSource,
     /// The NATS server to which workers publish KV events, if they do: one message serves all routers.
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
     /// The gRPC addresses of the other routers, with which this one exchanges bookings. A router that has peers places no request
     /// before it has synchronised with its workers, as its peers can place it meanwhile. Its own address in the list is ignored.
-    pub peers: Workers,
+    pub peers: MemberSource,
     /// The model, block size and so on that all processes must agree on. Fields left empty are taken from the first worker that joins.
     pub identity: Identity,
     /// How a worker is chosen.
@@ -49,10 +49,10 @@ pub struct RouterSettings {
 impl Default for RouterSettings {
     fn default() -> Self {
         Self {
-            workers: Workers::List(Vec::new()),
+            workers: MemberSource::List(Vec::new()),
             broker: None,
             tracer: Tracer::default(),
-            peers: Workers::List(Vec::new()),
+            peers: MemberSource::List(Vec::new()),
             identity: Identity { version: env!("CARGO_PKG_VERSION").to_owned(), ..Identity::default() },
             policy: PolicyKind::default(),
             prefill: PrefillPlace::default(),

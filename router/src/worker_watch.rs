@@ -13,9 +13,9 @@ use crate::{
 use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_kv::Snapshot;
 use tandem_node::{
-    Tries,
+    Backoff,
     events::{Broker, unix_us},
-    retry::complaint,
+    retry::error_chain,
 };
 use tandem_proto::{
     channel::{self, Channel, Network},
@@ -88,22 +88,22 @@ enum Resync {
 impl WorkerWatcher {
     /// Connects again and again; never returns. Cancel-safe: dropping the future removes the worker from the cluster.
     pub(crate) async fn run(self) {
-        let mut tries = Tries::new(PAUSE_MIN, PAUSE_MAX);
+        let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
         loop {
-            let lost = match self.connect(&mut tries).await {
+            let lost = match self.connect(&mut backoff).await {
                 Ok(never) => match never {},
                 Err(lost) => lost,
             };
-            self.cluster.lock().set_unavailable(&self.address, complaint(&lost), matches!(lost, Lost::Incompatible(_)));
-            self.log(&lost, &mut tries);
-            sleep(tries.pause()).await;
+            self.cluster.lock().set_unavailable(&self.address, error_chain(&lost), matches!(lost, Lost::Incompatible(_)));
+            self.log(&lost, &mut backoff);
+            sleep(backoff.next_delay()).await;
         }
     }
 
     /// Logs each reason once until the worker has been connected again.
-    fn log(&self, lost: &Lost, tries: &mut Tries) {
-        let reason = complaint(lost);
-        if !tries.is_news(&reason) {
+    fn log(&self, lost: &Lost, backoff: &mut Backoff) {
+        let reason = error_chain(lost);
+        if !backoff.is_new_error(&reason) {
             return tracing::debug!(worker = %self.address, "worker still unavailable: {reason}");
         }
         match lost {
@@ -115,7 +115,7 @@ impl WorkerWatcher {
     }
 
     /// Receives events and loads until the connection is lost.
-    async fn connect(&self, tries: &mut Tries) -> Result<Infallible, Lost> {
+    async fn connect(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
         let mut control =
             ControlClient::new(self.network.connect(&self.endpoint).await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let info = self.in_time(control.describe(DescribeRequest {})).await?.map_err(not_described)?.into_inner();
@@ -130,14 +130,14 @@ impl WorkerWatcher {
         loop {
             let resync = match &self.broker {
                 Some(broker) if broker.is_connected() && Instant::now() >= use_nats_at => {
-                    self.receive_over_nats(&mut control, &mut worker, tries, broker).await?
+                    self.receive_over_nats(&mut control, &mut worker, backoff, broker).await?
                 }
-                _ => self.receive_direct(&mut control, &mut worker, tries, use_nats_at).await?,
+                _ => self.receive_direct(&mut control, &mut worker, backoff, use_nats_at).await?,
             };
             match resync {
                 Resync::Gap => {
                     worker.count_gap();
-                    sleep(tries.pause()).await;
+                    sleep(backoff.next_delay()).await;
                 }
                 Resync::NoDelivery => {
                     tracing::warn!(
@@ -158,7 +158,7 @@ impl WorkerWatcher {
         &self,
         control: &mut ControlClient<Channel>,
         worker: &mut ConnectedWorker<'_>,
-        tries: &mut Tries,
+        backoff: &mut Backoff,
         use_nats_at: Instant,
     ) -> Result<Resync, Lost> {
         let mut replies = self.watch(control, worker, false).await?;
@@ -178,7 +178,7 @@ impl WorkerWatcher {
             let Some(reply) = reply_or_gap(reply)? else { return Ok(Resync::Gap) };
             match subscription.take(reply, Instant::now()) {
                 Err(SubscriptionError::Gap { .. }) => return Ok(Resync::Gap),
-                update => worker.apply(update?, EventSource::Direct, tries).await?,
+                update => worker.apply(update?, EventSource::Direct, backoff).await?,
             }
         }
     }
@@ -189,7 +189,7 @@ impl WorkerWatcher {
         &self,
         control: &mut ControlClient<Channel>,
         worker: &mut ConnectedWorker<'_>,
-        tries: &mut Tries,
+        backoff: &mut Backoff,
         broker: &Broker,
     ) -> Result<Resync, Lost> {
         let subscribing = timeout(SUBSCRIBE_TIMEOUT, broker.subscribe(&worker.info.instance_id));
@@ -227,7 +227,7 @@ impl WorkerWatcher {
                     if matches!(update, Update::Snapshot(_)) {
                         snapshot = None;
                     }
-                    worker.apply(update, source, tries).await
+                    worker.apply(update, source, backoff).await
                 }
                 Err(error) => Err(error.into()),
             };
@@ -241,7 +241,7 @@ impl WorkerWatcher {
                         return Ok(Resync::NoDelivery);
                     }
                     worker.count_gap();
-                    sleep(tries.pause()).await;
+                    sleep(backoff.next_delay()).await;
                     subscription.restart();
                     snapshot = Some(self.snapshot(control, worker).await?);
                 }
@@ -313,7 +313,7 @@ impl ConnectedWorker<'_> {
     }
 
     /// Applies the update, whose events (if it has some) came from this source.
-    async fn apply(&mut self, update: Update, source: EventSource, tries: &mut Tries) -> Result<(), Lost> {
+    async fn apply(&mut self, update: Update, source: EventSource, backoff: &mut Backoff) -> Result<(), Lost> {
         let cluster = &self.watcher.cluster;
         let has_events = match update {
             Update::None => false,
@@ -329,7 +329,7 @@ impl ConnectedWorker<'_> {
                 if let Some(id) = self.member {
                     cluster.apply(id, batch, stats).await?;
                 }
-                tries.reset();
+                backoff.reset();
                 has_events
             }
         };

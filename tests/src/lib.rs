@@ -1,4 +1,5 @@
 //! Helpers for the scenarios in `tests/`, which use a whole cluster as its users do.
+#![allow(clippy::missing_errors_doc, reason = "a helper fails where the test that calls it must fail")]
 
 pub mod simulation;
 
@@ -23,12 +24,12 @@ use tokio::time::Instant;
 pub struct TestCluster(Cluster, TempDir);
 
 /// Limit on anything that must happen; only a failing test waits this long.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// The ledger's file in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
 const AUDIT_RESULT: &str = "audit-result";
 /// Interval of polling for what cannot be awaited.
-const GLANCE: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The settings of a whole cluster as `tandem up` starts it.
 pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
@@ -148,7 +149,7 @@ impl TestCluster {
             }
             last = findings;
             // The last lines of the ledger may not be written yet.
-            tokio::time::sleep(GLANCE).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         let findings: Vec<String> = last.iter().map(ToString::to_string).collect();
         anyhow::bail!("the books do not agree:\n{}", findings.join("\n"))
@@ -171,7 +172,7 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
         load.in_use_blocks == 0 && load.running_sequences == 0 && load.waiting_requests == 0 && load.pending_prefill_tokens == 0
     });
     let held = || format!("the engine does not get idle: {:?}", engine.load());
-    tokio::time::timeout(PATIENCE, idle).await.with_context(held)?;
+    tokio::time::timeout(TIMEOUT, idle).await.with_context(held)?;
     let load = engine.load();
     anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "blocks are lost: {load:?}");
     Ok(())
@@ -181,11 +182,11 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
 pub async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
     let looking = async {
         while !holds().await? {
-            tokio::time::sleep(GLANCE).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         Ok(())
     };
-    tokio::time::timeout(PATIENCE, looking).await.with_context(|| format!("in vain: {what}"))?
+    tokio::time::timeout(TIMEOUT, looking).await.with_context(|| format!("in vain: {what}"))?
 }
 
 /// An OpenAI client of one frontend.

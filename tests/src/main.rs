@@ -3,7 +3,7 @@
 
 use clap::Parser;
 use std::process::ExitCode;
-use tandem_tests::simulation::{Met, run, run_all};
+use tandem_tests::simulation::{Coverage, run, run_all};
 
 /// Simulates the whole cluster with faults, one run per seed.
 #[derive(Parser)]
@@ -24,13 +24,13 @@ fn main() -> ExitCode {
     if let Some(seed) = flags.seed {
         let report = run(seed);
         report.log.iter().for_each(|line| println!("{line}"));
-        return tell(&report.wrong, seed, report.trace);
+        return print_result(&report.wrong, seed, report.trace);
     }
-    let (mut wrong, mut done, mut trace, mut met) = (0, 0, 0u64, Met::default());
+    let (mut wrong, mut done, mut trace, mut coverage) = (0, 0, 0u64, Coverage::default());
     let started = tokio::time::Instant::now();
     run_all(flags.first..flags.first.saturating_add(flags.seeds), |report| {
         done += 1;
-        met += report.met;
+        coverage += report.coverage;
         // Independent of the order in which seeds finish.
         trace = trace.wrapping_add(report.trace);
         if !report.wrong.is_empty() {
@@ -39,12 +39,12 @@ fn main() -> ExitCode {
         }
         true
     });
-    println!("{met:#?}");
+    println!("{coverage:#?}");
     println!("{done} seeds, {wrong} of them wrong, in {:.1} s; trace {trace:016x}", started.elapsed().as_secs_f64());
     if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn tell(wrong: &[String], seed: u64, trace: u64) -> ExitCode {
+fn print_result(wrong: &[String], seed: u64, trace: u64) -> ExitCode {
     wrong.iter().for_each(|wrong| println!("WRONG: {wrong}"));
     println!("seed {seed}: trace {trace:016x}, {} wrong", wrong.len());
     if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }

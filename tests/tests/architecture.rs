@@ -1,10 +1,10 @@
-//! The arrows between crates and the habits of the code base, held by a test.
+//! Checks the dependencies between crates and rules for source files.
 
 use cargo_metadata::{Dependency, DependencyKind};
 use std::path::{Path, PathBuf};
 
-/// Who may use whom, by folder; nothing else is allowed. `tandem` and `tests` may use everything but each other.
-const ARROWS: [(&str, &[&str]); 11] = [
+/// The allowed dependencies of each crate, by folder. `tandem` and `tests` may use all crates but each other.
+const ALLOWED: [(&str, &[&str]); 11] = [
     ("kv", &[]),
     ("model", &[]),
     ("proto", &["kv"]),
@@ -18,14 +18,14 @@ const ARROWS: [(&str, &[&str]); 11] = [
     ("decode-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
 ];
 
-/// Past this a file holds more than one idea.
-const LINES_MAX: usize = 600;
+/// The maximum length of a file: longer ones are split by topic.
+const LINES_MAX: usize = 500;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate lies in the workspace").to_owned()
 }
 
-/// Every crate of the workspace with all it depends on, by package name.
+/// Returns every crate of the workspace with its dependencies, by package name.
 fn dependencies() -> Vec<(String, Vec<String>)> {
     let metadata = cargo_metadata::MetadataCommand::new()
         .manifest_path(root().join("Cargo.toml"))
@@ -33,7 +33,7 @@ fn dependencies() -> Vec<(String, Vec<String>)> {
         .exec()
         .expect("cargo reads the workspace");
     let crates = metadata.packages.iter().map(|package| {
-        // Tests may use anyhow, and the binary's tests what all stories of a cluster share.
+        // Tests may use anyhow, and the binary's tests may use the helpers of `tests`.
         let of_tests = |name: &str| name == "anyhow" || (name, package.name.as_str()) == ("tandem-tests", "tandem");
         let counts = |dependency: &&Dependency| dependency.kind != DependencyKind::Development || !of_tests(&dependency.name);
         let names = package.dependencies.iter().filter(counts).map(|dependency| dependency.name.clone()).collect();
@@ -46,15 +46,15 @@ fn folder(package: &str) -> &str {
     package.strip_prefix("tandem-").unwrap_or(package)
 }
 
-/// A sentence for each arrow that is not allowed.
-fn wrong_arrows(crates: &[(String, Vec<String>)]) -> Vec<String> {
+/// Returns a message for each dependency that is not allowed.
+fn forbidden_dependencies(crates: &[(String, Vec<String>)]) -> Vec<String> {
     let ours = |name: &str| crates.iter().any(|(package, _)| package == name);
     let mut wrong = Vec::new();
     for (package, uses) in crates {
         let from = folder(package);
-        let allowed = ARROWS.iter().find(|(folder, _)| *folder == from);
+        let allowed = ALLOWED.iter().find(|(folder, _)| *folder == from);
         if allowed.is_none() && !matches!(from, "tandem" | "tests") {
-            wrong.push(format!("{from} is a crate without arrows: add it to ARROWS and to ARCHITECTURE.md"));
+            wrong.push(format!("{from} is not listed: add it to ALLOWED and to ARCHITECTURE.md"));
         }
         for to in uses.iter().filter(|name| ours(name)).map(|name| folder(name)) {
             let fine = match allowed {
@@ -86,12 +86,12 @@ fn rust_files(dir: &Path, into: &mut Vec<PathBuf>) {
     }
 }
 
-/// What a file does that it should not; `name` is its path in the workspace.
+/// Returns a message for each rule that a file breaks; `name` is its path in the workspace.
 fn bad_habits(name: &str, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let lines = text.lines().count();
     if lines > LINES_MAX {
-        found.push(format!("{name} has {lines} lines: split it by idea"));
+        found.push(format!("{name} has {lines} lines: split it by topic"));
     }
     let library = name.contains("/src/") && !name.starts_with("tandem/") && !name.starts_with("tests/");
     for (number, line) in text.lines().enumerate() {
@@ -102,6 +102,9 @@ fn bad_habits(name: &str, text: &str) -> Vec<String> {
             }
             continue;
         }
+        if code.starts_with("#[path") && code.contains("_tests.rs") {
+            found.push(format!("{name}:{}: unit tests are `mod tests`, inline or in `MODULE/tests.rs`", number + 1));
+        }
         let banned = ["println!(", "dbg!("].iter().find(|word| code.contains(*word));
         if let Some(word) = banned.filter(|_| library) {
             found.push(format!("{name}:{}: {word}…) is for the binary; use tracing", number + 1));
@@ -111,27 +114,27 @@ fn bad_habits(name: &str, text: &str) -> Vec<String> {
 }
 
 #[test]
-fn crates_use_only_what_they_may() {
+fn crates_depend_only_on_allowed_crates() {
     let crates = dependencies();
-    assert!(crates.len() > ARROWS.len(), "the workspace was not read");
-    assert_eq!(wrong_arrows(&crates), [] as [String; 0]);
+    assert!(crates.len() > ALLOWED.len(), "the workspace was not read");
+    assert_eq!(forbidden_dependencies(&crates), [] as [String; 0]);
 }
 
-/// A list that allows more than there is would be no picture of the code.
+/// The list describes the code only if it allows no more than what exists.
 #[test]
-fn every_arrow_of_the_list_exists() {
+fn allowed_dependencies_exist() {
     let crates = dependencies();
-    for (from, targets) in ARROWS {
+    for (from, targets) in ALLOWED {
         let found = crates.iter().find(|(package, _)| folder(package) == from);
-        let (_, uses) = found.unwrap_or_else(|| panic!("{from} is in ARROWS, but no crate"));
+        let (_, uses) = found.unwrap_or_else(|| panic!("{from} is in ALLOWED, but is not a crate"));
         for to in targets {
-            assert!(uses.iter().any(|used| folder(used) == *to), "{from} may use {to}, but does not: take the arrow away");
+            assert!(uses.iter().any(|used| folder(used) == *to), "{from} may use {to}, but does not: remove it from ALLOWED");
         }
     }
 }
 
 #[test]
-fn a_wrong_arrow_is_found() {
+fn forbidden_dependency_is_detected() {
     let mut crates = dependencies();
     let mut add = |from: &str, to: &str| {
         let (_, uses) = crates.iter_mut().find(|(package, _)| package == from).expect("a crate");
@@ -141,25 +144,25 @@ fn a_wrong_arrow_is_found() {
     add("tandem-kv", "anyhow");
     add("tandem", "tandem-tests");
     crates.push(("tandem-utils".to_owned(), vec!["tandem-kv".to_owned()]));
-    let mut wrong = wrong_arrows(&crates);
+    let mut wrong = forbidden_dependencies(&crates);
     wrong.sort();
-    let starts = ["kv uses anyhow", "router must not use engine", "tandem must not use tests", "utils is a crate without arrows"];
+    let starts = ["kv uses anyhow", "router must not use engine", "tandem must not use tests", "utils is not listed"];
     for (wrong, start) in wrong.iter().zip(starts) {
         assert!(wrong.starts_with(start), "{wrong}");
     }
-    // `utils` may use nothing of ours either.
+    // `utils` must not use `kv` either.
     assert!(wrong.len() >= starts.len());
 }
 
 #[test]
-fn files_are_short_and_quiet() {
+fn files_are_short_and_do_not_print() {
     let root = root();
     let mut files = Vec::new();
     rust_files(&root, &mut files);
     assert!(files.len() > 50, "the workspace was not read");
     let mut found = Vec::new();
     for file in files {
-        let name = file.strip_prefix(&root).expect("it was found there").to_string_lossy().replace('\\', "/");
+        let name = file.strip_prefix(&root).expect("it is below the root").to_string_lossy().replace('\\', "/");
         let text = std::fs::read_to_string(&file).expect("source files are UTF-8");
         found.extend(bad_habits(&name, &text));
     }
@@ -167,7 +170,7 @@ fn files_are_short_and_quiet() {
 }
 
 #[test]
-fn bad_habits_are_found() {
+fn bad_habits_are_detected() {
     let long = "x\n".repeat(LINES_MAX + 1);
     for (name, text, expected) in [
         ("kv/src/a.rs", "fn a() { println!(\"x\") }", 1),
@@ -175,6 +178,7 @@ fn bad_habits_are_found() {
         ("kv/benches/a.rs", "fn a() { println!(\"x\") }", 0),
         ("kv/src/a.rs", "/// Not `println!(`.", 0),
         ("kv/src/a.rs", "// TODO faster", 1),
+        ("kv/src/a.rs", "#[path = \"a_tests.rs\"]\nmod tests;", 1),
         ("kv/src/a.rs", "// TODO faster when there are 512 workers", 0),
         ("kv/src/a.rs", long.as_str(), 1),
     ] {

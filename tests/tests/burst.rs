@@ -1,13 +1,13 @@
-//! Equal prompts that come together.
+//! Equal prompts that arrive at the same time.
 
 use anyhow::Result;
 use serde_json::json;
 use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
-/// 32 equal prompts of 4,000 tokens, with 4 prefill workers to scatter over.
+/// 32 equal prompts of 4,000 tokens on 4 prefill workers.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_burst_of_equal_prompts_is_computed_and_moved_at_most_twice() -> Result<()> {
+async fn burst_of_equal_prompts_is_computed_and_transferred_at_most_twice() -> Result<()> {
     const PROMPT_TOKENS: u64 = 4_000;
     let mut settings = UpSettings { prefill_workers: 4, ..sim_settings_with(PrefillPlace::Remote) };
     settings.worker.sim.sim_speedup = 4.0;
@@ -29,7 +29,7 @@ async fn a_burst_of_equal_prompts_is_computed_and_moved_at_most_twice() -> Resul
         texts.insert(answer.text(0));
     }
     assert_eq!(texts.len(), 1, "one prompt, one answer");
-    // Beside the prompt itself each computes what is left of it after its full blocks.
+    // In addition to the shared blocks each request computes its incomplete last block.
     assert!(computed <= 2 * PROMPT_TOKENS + 32 * block_size, "{computed} tokens were computed");
     let block_bytes = cluster.inner().workers()[0].engine.info().block_bytes as u64;
     let moved = Client::new(cluster.frontend()).metric("tandem_worker_kv_transfer_bytes_total", "received").await?;

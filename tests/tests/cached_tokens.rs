@@ -1,4 +1,4 @@
-//! The cached-token count as clients see it, on the whole cluster.
+//! The count of cached tokens as clients see it, on the whole cluster.
 
 use anyhow::Result;
 use serde_json::json;
@@ -13,8 +13,8 @@ fn reusable(prompt_tokens: u64) -> u64 {
     (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// A fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block
-/// but the last token's is found, the first time no more than what all chats begin with.
+/// Sends a fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block except the
+/// last token's is cached, the first time only the prefix that all chats share.
 async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.router.prefill;
     let cluster = start(settings).await?;
@@ -54,7 +54,7 @@ async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> 
     Ok(())
 }
 
-/// Usage is in the last frame alone, with no choices; every frame before it says `usage: null`.
+/// Asserts that only the last frame has usage, without choices; all frames before it have `usage: null`.
 fn assert_stream_shape(answer: &Answer) {
     let (last, before) = answer.frames.split_last().expect("there are frames");
     assert_eq!(last["choices"], json!([]));
@@ -63,36 +63,36 @@ fn assert_stream_shape(answer: &Answer) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sim_remote() -> Result<()> {
+async fn sim_remote_prefill_counts_cached_tokens() -> Result<()> {
     a_prompt_sent_twice(sim_settings_with(PrefillPlace::Remote), 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sim_local() -> Result<()> {
+async fn sim_local_prefill_counts_cached_tokens() -> Result<()> {
     a_prompt_sent_twice(sim_settings_with(PrefillPlace::Local), 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sim_with_a_models_tokeniser() -> Result<()> {
+async fn sim_with_a_real_tokenizer_counts_cached_tokens() -> Result<()> {
     let Some(mut settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     settings.model.engine = EngineKind::Sim;
     a_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cpu_remote() -> Result<()> {
+async fn cpu_remote_prefill_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     a_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cpu_local() -> Result<()> {
+async fn cpu_local_prefill_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     a_prompt_sent_twice(with_prefill(PrefillPlace::Local, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Result<()> {
+async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let settings = UpSettings { prefill_workers: 1, ..sim_settings_with(prefill) };
         let cluster = start_without_cached_tokens(settings).await?;
@@ -115,7 +115,7 @@ async fn a_worker_that_reports_nothing_is_replaced_by_a_marked_estimate() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_without_prefix_caching_reports_zero_and_is_believed() -> Result<()> {
+async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut settings = sim_settings_with(prefill);
         settings.worker.no_prefix_caching = true;
@@ -133,7 +133,7 @@ async fn a_worker_without_prefix_caching_reports_zero_and_is_believed() -> Resul
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()> {
+async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let text = prose("counted", 200);
@@ -148,7 +148,7 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()
     let batch = client.ask(Endpoint::Completions.path(), &batch).await?;
     assert_eq!(batch.usage("/prompt_tokens"), 2 * prompt_tokens);
     assert_eq!(batch.cached_tokens(), 2 * reusable(prompt_tokens));
-    // The histogram's unit is a finished prompt: one, one, and two.
+    // The histogram counts finished prompts: one, one, and two.
     assert_eq!(client.metric("tandem_frontend_request_cached_tokens_count", "").await?, 4.0);
     assert_eq!(client.metric("tandem_frontend_prompt_tokens_total", "").await?, 4.0 * prompt_tokens as f64);
     let cached = client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?;
@@ -158,7 +158,7 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cache_salt_separates_and_a_continuing_chat_is_found() -> Result<()> {
+async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let ask = async |salt: &str| {

@@ -1,4 +1,4 @@
-//! A cluster with a key, and processes that do not have it.
+//! A cluster with a key, and processes that lack it.
 
 use anyhow::Result;
 use serde_json::json;
@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 
 const SECRET: &[u8] = b"the secret of one cluster in a test";
 
-/// A cluster whose key is [`SECRET`]'s, and that prefills on prefill workers.
+/// A cluster with the key of [`SECRET`] that prefills remotely.
 async fn keyed() -> Result<TestCluster> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(&file, SECRET)?;
@@ -32,7 +32,7 @@ async fn keyed() -> Result<TestCluster> {
     start(settings).await
 }
 
-/// What became of every call there is, made by a process with this key.
+/// Makes every call of every service with this key, and returns the results.
 async fn call_everything(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
@@ -56,7 +56,7 @@ async fn call_everything(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_call_is_served_without_the_clusters_key() -> Result<()> {
+async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
     let cluster = keyed().await?;
     let client = Client::new(cluster.frontend());
     for stranger in [ClusterKey::default(), ClusterKey::random()] {
@@ -69,7 +69,7 @@ async fn no_call_is_served_without_the_clusters_key() -> Result<()> {
     assert_eq!(client.metric("tandem_router_unauthenticated_total", "").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "prefill-0").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "decode-0").await?, 6.0);
-    // With the key, each is judged by what it asks for.
+    // With the key, each call is judged by its content.
     for (call, refused) in call_everything(&cluster, ClusterKey::new(SECRET)?).await? {
         assert!(refused.as_ref().is_none_or(|status| status.code() != Code::Unauthenticated), "{call}: {refused:?}");
     }
@@ -77,9 +77,9 @@ async fn no_call_is_served_without_the_clusters_key() -> Result<()> {
     Ok(())
 }
 
-/// `up` has sockets that every user of the machine can reach.
+/// The sockets of `up` can be reached by every user of the machine.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_that_is_given_no_key_makes_one_for_itself() -> Result<()> {
+async fn cluster_without_a_configured_key_generates_one() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 1, ..sim_settings() }).await?;
     for (call, refused) in call_everything(&cluster, ClusterKey::default()).await? {
         assert!(refused.is_some_and(|status| status.code() == Code::Unauthenticated), "{call}");
@@ -89,7 +89,7 @@ async fn a_cluster_that_is_given_no_key_makes_one_for_itself() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn hashes_that_a_stranger_sees_do_not_confirm_guessed_prompts() -> Result<()> {
+async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     let cluster = keyed().await?;
     let client = Client::new(cluster.frontend());
     let text = "the codename is BLUE HERON and must not be guessed ".repeat(4);
@@ -112,7 +112,7 @@ async fn hashes_that_a_stranger_sees_do_not_confirm_guessed_prompts() -> Result<
     Ok(())
 }
 
-/// A process with the key, that names workers which are none.
+/// A process with the key that names addresses which are not workers.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -128,7 +128,7 @@ impl Insider {
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
 
-    /// The workers that the router names for a prompt: where it is decoded, and where it is prefilled.
+    /// Returns the router's decode and prefill workers for a prompt.
     async fn placed(&mut self) -> Result<[WorkerRef; 2]> {
         let identity = self.router.workers(WorkersRequest {}).await?.into_inner().identity;
         let prompt =
@@ -142,7 +142,7 @@ impl Insider {
         Ok([decode, prefill])
     }
 
-    /// What the decode worker answers first when it is to have a prompt prefilled there.
+    /// Returns the decode worker's first message if its request names this prefill worker.
     async fn generate(&mut self, instance_id: &str, prefill: WorkerRef) -> Result<Option<generate_reply::Message>> {
         let request = GenerateRequest {
             request_id: "r".to_owned(),
@@ -157,7 +157,7 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// How the prefill worker ends a prompt whose blocks it is to send there.
+    /// Returns how the prefill worker ends a prompt whose blocks it must send to this address.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {
@@ -175,7 +175,7 @@ impl Insider {
         loop {
             match replies.message().await {
                 Ok(Some(reply)) => anyhow::ensure!(reply.message.is_none(), "{reply:?}"),
-                Ok(None) => anyhow::bail!("it ended as if all were well"),
+                Ok(None) => anyhow::bail!("it ended without an error"),
                 Err(status) => return Ok(status),
             }
         }
@@ -185,10 +185,10 @@ impl Insider {
 const PROMPT_TOKENS: u32 = 40;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_connect_to_no_address_that_the_cluster_does_not_vouch_for() -> Result<()> {
+async fn workers_connect_to_signed_addresses_only() -> Result<()> {
     let cluster = keyed().await?;
     let (client, mut insider) = (Client::new(cluster.frontend()), Insider::new(&cluster)?);
-    // Nothing of the cluster is to connect here.
+    // No process of the cluster may connect here.
     let lure = std::net::TcpListener::bind("127.0.0.1:0")?;
     lure.set_nonblocking(true)?;
     let address = lure.local_addr()?.to_string();
@@ -197,7 +197,7 @@ async fn workers_connect_to_no_address_that_the_cluster_does_not_vouch_for() -> 
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // It is what it says, but no prefill worker.
+        // It is a genuine worker, but not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;

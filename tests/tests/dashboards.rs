@@ -1,5 +1,4 @@
-//! What operators look at shows something: every panel and every alert, evaluated by a real Prometheus over a cluster under
-//! traffic.
+//! Every Grafana panel and every alert has data: evaluated by a real Prometheus over a cluster under traffic.
 
 use anyhow::{Context, Result, ensure};
 use futures::{StreamExt, TryStreamExt};
@@ -16,16 +15,16 @@ use tempfile::TempDir;
 
 const REQUESTS: u64 = 500;
 const CONCURRENCY: usize = 16;
-/// Prompts let in at once.
+/// Prompts admitted concurrently.
 const PROMPTS_MAX: u32 = 64;
-/// What Grafana puts in: long enough to hold the scrape before the traffic.
+/// The value for Grafana's rate interval: long enough to include the scrape before the traffic.
 const RATE_INTERVAL: &str = "2m";
 
 fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// One of Prometheus' programs.
+/// Returns the path of one of Prometheus' programs.
 fn program(name: &str) -> Command {
     let mut command = Command::new(name);
     command.stdin(Stdio::null()).current_dir(deploy("."));
@@ -41,15 +40,15 @@ fn missing(name: &str, error: std::io::Error) -> anyhow::Error {
     }
 }
 
-/// What `promtool` says about files of `deploy/`, or about `input`.
+/// Returns the output of `promtool` for files of `deploy/`, or for `input`.
 fn promtool(args: &[&str], input: &str) -> Result<()> {
     let mut command = program("promtool");
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process = command.spawn().map_err(|error| missing("promtool", error))?;
     process.stdin.take().context("it is piped")?.write_all(input.as_bytes())?;
     let output = process.wait_with_output()?;
-    let told = [output.stdout, output.stderr].concat();
-    ensure!(output.status.success(), "promtool {}:\n{}", args.join(" "), String::from_utf8_lossy(&told));
+    let text = [output.stdout, output.stderr].concat();
+    ensure!(output.status.success(), "promtool {}:\n{}", args.join(" "), String::from_utf8_lossy(&text));
     Ok(())
 }
 
@@ -85,7 +84,7 @@ impl Prometheus {
         Ok(prometheus)
     }
 
-    /// `data` of an answer of its API.
+    /// Returns `data` of a reply of its API.
     async fn api(&self, path: &str, params: &[(&str, &str)]) -> Result<Value> {
         let url = reqwest::Url::parse_with_params(&format!("http://{}/api/v1/{path}", self.address), params)?;
         let answer: Value = self.http.get(url).send().await?.json().await?;
@@ -93,7 +92,7 @@ impl Prometheus {
         Ok(answer["data"].clone())
     }
 
-    /// The series that `expr` gives now, by their labels.
+    /// Returns the series of `expr` now, by their labels.
     async fn query(&self, expr: &str) -> Result<Vec<(Value, f64)>> {
         let data = self.api("query", &[("query", expr)]).await?;
         let series = data["result"].as_array().context("a vector")?.iter().map(|series| {
@@ -103,7 +102,7 @@ impl Prometheus {
         series.collect()
     }
 
-    /// How often it has scraped the page.
+    /// Returns how often it has scraped the page.
     async fn scrapes(&self) -> Result<f64> {
         Ok(self.query("count_over_time(up[1h]) * up").await?.first().map_or(0.0, |(_, scrapes)| *scrapes))
     }
@@ -117,8 +116,8 @@ impl Drop for Prometheus {
     }
 }
 
-/// One request: of both endpoints, streamed and not, a part of each prompt seen before; some are left, one is wrong and one too
-/// much.
+/// Sends one request: on both endpoints, streamed and not, with partly cached prompts; some are cancelled, one is invalid and one too
+/// large.
 async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     let endpoint = if number.is_multiple_of(3) { Endpoint::Chat } else { Endpoint::Completions };
     let text = prose(&(number % 40).to_string(), 40 + (number as usize * 37) % 400);
@@ -126,7 +125,7 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     let (endpoint, options, status) = match number {
         100 => (endpoint, json!({ "max_tokens": -3 }), 400),
         200 => (Endpoint::Completions, json!({ "prompt": vec!["x"; PROMPTS_MAX as usize] }), 503),
-        // Logits of the prompt are asked for: it is computed on the decode worker.
+        // Logits of the prompt are requested, so it is prefilled on the decode worker.
         _ if number % 10 == 3 => (Endpoint::Completions, json!({ "echo": true, "logprobs": 1, "max_tokens": 4 }), 200),
         _ if number % 50 == 7 => (endpoint, long.clone(), 200),
         _ => (endpoint, json!({ "max_tokens": 4 + number % 30, "stream": number.is_multiple_of(2) }), 200),
@@ -145,25 +144,28 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     Ok(())
 }
 
-/// A cluster in which every worker has work of every kind, and the Prometheus that has seen it.
+/// A cluster in which every worker has work of every kind, and a Prometheus that has scraped it.
 async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     let mut settings = UpSettings { prefill_workers: 2, decode_workers: 2, ..sim_settings() };
     settings.model.max_concurrent_requests = PROMPTS_MAX;
-    // All requests come from one address, and one of them asks for everything.
+    // All requests come from one address, and one of them uses all capacity.
     settings.frontend.limits.max_sequences_per_account = Some(0);
     let cluster = start(settings).await?;
     cluster.leave_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    let requests = futures::stream::iter((0..REQUESTS).map(|number| request(&client, &model, number)));
-    requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
-    // A series that is born with the last request has a rate when it was scraped twice.
-    let scrapes = prometheus.scrapes().await?;
-    within("Prometheus sees the traffic", async || Ok(prometheus.scrapes().await? >= scrapes + 3.0)).await?;
+    // Series that the first half creates increase in the second one, so that they have a rate, even if each half ends between two scrapes. A
+    // series that the last request creates has a rate after two scrapes.
+    for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
+        let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
+        requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
+        let scrapes = prometheus.scrapes().await?;
+        within("Prometheus sees the traffic", async || Ok(prometheus.scrapes().await? >= scrapes + 3.0)).await?;
+    }
     Ok((cluster, prometheus))
 }
 
-/// What is wrong with an expression of a panel. `shown` are the workers that it shows if its legend names them.
+/// Returns what is wrong with an expression of a panel. `shown` are the workers that it shows if its legend names them.
 async fn look(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
     let series = match prometheus.query(expr).await {
         Ok(series) => series,
@@ -177,7 +179,7 @@ async fn look(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSe
     (legend.contains("{{worker}}") && workers != *shown).then(|| format!("shows only {workers:?} of {shown:?}"))
 }
 
-/// The selectors of an expression, without their ranges.
+/// Returns the selectors of an expression, without their ranges.
 fn selectors(expr: &str) -> Vec<&str> {
     let begin = expr.match_indices("tandem_").map(|(at, _)| &expr[at..]);
     let whole = begin.map(|rest| {
@@ -204,7 +206,7 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
             for target in panel["targets"].as_array().context("a panel has targets")? {
                 let (expr, legend) = (target["expr"].as_str().context("an expression")?, &target["legendFormat"]);
                 let expr = expr.replace("$__rate_interval", RATE_INTERVAL);
-                // A panel that is repeated shows one worker at a time.
+                // A repeated panel shows one worker at a time.
                 let choices: Vec<&str> = if panel["repeat"] == "worker" { all.iter().copied().collect() } else { vec![".*"] };
                 for choice in choices {
                     let expr = expr.replace("$worker", choice);
@@ -227,14 +229,14 @@ async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
         if rule["health"] != "ok" {
             wrong.push(format!("{name} is {}: {}", rule["health"], rule["lastError"]));
         }
-        let told = |key: &str| rule["annotations"][key].as_str().is_some_and(|text| !text.is_empty());
-        if !["summary", "description", "action"].into_iter().all(told) || !rule["labels"]["severity"].is_string() {
+        let is_set = |key: &str| rule["annotations"][key].as_str().is_some_and(|text| !text.is_empty());
+        if !["summary", "description", "action"].into_iter().all(is_set) || !rule["labels"]["severity"].is_string() {
             wrong.push(format!("{name}: it has a severity, a summary, a description and an action"));
         }
         if !runbook.contains(&format!("| `{name}` |")) {
             wrong.push(format!("{name} has no row in deploy/README.md"));
         }
-        // A healthy cluster gives an alert no data, but all that it is made of.
+        // In a healthy cluster an alert has no data, but each of its selectors has.
         for selector in selectors(expr) {
             wrong
                 .extend(look(prometheus, selector, "", &BTreeSet::new()).await.map(|what| format!("{name}: {selector}: {what}")));
@@ -245,7 +247,7 @@ async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_real_prometheus_has_data_for_every_panel_and_alert() -> Result<()> {
+async fn every_panel_and_alert_has_data_in_a_real_prometheus() -> Result<()> {
     let (cluster, prometheus) = after_traffic().await?;
     let mut wrong = panels(&cluster, &prometheus).await?;
     wrong.extend(alerts(&prometheus).await?);
@@ -256,7 +258,7 @@ async fn a_real_prometheus_has_data_for_every_panel_and_alert() -> Result<()> {
 }
 
 #[test]
-fn a_real_promtool_accepts_configuration_and_rules_and_sees_each_alert_fire() -> Result<()> {
+fn promtool_accepts_the_configuration_and_each_alert_fires() -> Result<()> {
     promtool(&["check", "config", "--syntax-only", "prometheus.yml"], "")?;
     promtool(&["check", "rules", "alerts.yml"], "")?;
     promtool(&["test", "rules", "alerts_test.yml"], "")

@@ -1,5 +1,5 @@
-//! What `deploy/` starts is hardened: each service of the compose file is looked at, so that a new one cannot be forgotten. The scripts for
-//! passwords are run against a real etcd and a real NATS.
+//! The services of `deploy/` are hardened: each service of the compose file is checked, so that a new one cannot be forgotten. The scripts
+//! for passwords run against a real etcd and a real NATS.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -23,7 +23,7 @@ fn deploy(file: &str) -> PathBuf {
 /// The compose file with anchors and merge keys resolved, and variables as they stand.
 fn compose() -> Result<Value> {
     let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy("docker-compose.yml"))?)?;
-    // One level of merged maps within merged maps at a time.
+    // Each round resolves one level of nested merge keys.
     for _ in 0..MERGES_MAX {
         yaml.apply_merge()?;
     }
@@ -45,7 +45,7 @@ fn names(list: &Value) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_service_is_confined() -> Result<()> {
+fn services_are_confined() -> Result<()> {
     for (name, service) in services()? {
         ensure!(service["read_only"] == true, "{name}: read_only");
         ensure!(service["cap_drop"] == serde_json::json!(["ALL"]), "{name}: cap_drop");
@@ -64,7 +64,7 @@ fn every_service_is_confined() -> Result<()> {
 }
 
 #[test]
-fn networks_keep_apart_what_does_not_talk() -> Result<()> {
+fn networks_separate_services_that_do_not_communicate() -> Result<()> {
     let (compose, services) = (compose()?, services()?);
     let on = |service: &str| names(&services[service]["networks"]);
     let together = |one: &str, other: &str| !on(one).is_disjoint(&on(other));
@@ -102,7 +102,7 @@ fn networks_keep_apart_what_does_not_talk() -> Result<()> {
 }
 
 #[test]
-fn serving_processes_have_secrets_and_a_pinned_model_and_fetch_nothing() -> Result<()> {
+fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> Result<()> {
     let services = services()?;
     let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
     ensure!(services["model"]["command"][2] == *model, "it fetches {}", services["model"]["command"]);
@@ -126,7 +126,7 @@ fn serving_processes_have_secrets_and_a_pinned_model_and_fetch_nothing() -> Resu
     Ok(())
 }
 
-/// Runs to its end, and says what it printed when it fails.
+/// Runs a command to its end; a failure includes its output.
 fn run(command: &mut Command) -> Result<Output> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
     ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -145,7 +145,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn secrets_are_random_kept_and_only_for_the_owner() -> Result<()> {
+fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let (one, other) = (tempfile::tempdir()?, tempfile::tempdir()?);
     let make = |folder: &Path| run(Command::new("bash").arg(deploy("secrets.sh")).arg(folder));
     let (one, other) = (one.path().join("s"), other.path().join("s"));
@@ -167,7 +167,7 @@ fn secrets_are_random_kept_and_only_for_the_owner() -> Result<()> {
 }
 
 #[test]
-fn etcd_asks_for_passwords_after_etcd_auth() -> Result<()> {
+fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let secrets = folder.path().join("secrets");
     run(Command::new("bash").arg(deploy("secrets.sh")).arg(&secrets))?;

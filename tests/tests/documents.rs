@@ -1,5 +1,5 @@
-//! Many questions about more documents than one worker can hold: the router keeps each document where it is, and the workers
-//! evenly busy. The whole cluster, over sockets, in one thread and in a time of its own.
+//! Many questions about more documents than one worker can cache: the router sends each question to the worker that has cached its
+//! document, and balances the load. The whole cluster over sockets, in one thread and in paused time.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -26,14 +26,14 @@ const QUESTION_TOKENS: u32 = 12;
 const CONCURRENCY: usize = 8;
 const PREFILL_WORKERS: usize = 4;
 const BLOCK_SIZE: u32 = 64;
-/// Fifteen documents.
+/// The capacity of fifteen documents.
 const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
 const SOON: Duration = Duration::from_secs(60);
 
-/// Drives `story` in paused time: a millisecond passes when everybody has done all there was to do. Time never runs ahead of
-/// what is on its way through a socket, as it would if the runtime moved it whenever it finds nothing to do.
+/// Runs `story` in paused time: time advances by a millisecond when no task can make progress. The runtime's own auto-advance would
+/// run ahead of bytes that are in flight through a socket.
 fn in_paused_time<T>(story: impl Future<Output = T>) -> T {
-    /// More turns than one millisecond's longest chain of messages has.
+    /// Polls per millisecond: more than the longest chain of messages in it has.
     const TURNS: usize = 40;
     let clock = async {
         tokio::time::pause();
@@ -48,7 +48,7 @@ fn in_paused_time<T>(story: impl Future<Output = T>) -> T {
     runtime.block_on(async {
         tokio::select! {
             biased;
-            told = story => told,
+            outcome = story => outcome,
             () = clock => unreachable!("time does not end"),
         }
     })
@@ -147,7 +147,7 @@ impl Parts {
         self.run(tandem_frontend::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
         Ok(Client::new(address.parse()?))
     }
-    /// All of them, when the router knows its workers.
+    /// Starts all parts and waits until the router knows its workers.
     async fn start(&self, seed: u64) -> Result<Client> {
         let mut workers = Vec::new();
         for number in 0..self.prefill_workers {
@@ -162,7 +162,7 @@ impl Parts {
         Ok(client)
     }
 
-    /// Prompts that each prefill worker has been given.
+    /// Returns the number of prompts of each prefill worker.
     async fn placed(&self, client: &Client) -> Result<Vec<f64>> {
         let mut placed = Vec::new();
         for number in 0..self.prefill_workers {
@@ -173,7 +173,7 @@ impl Parts {
     }
 }
 
-/// The prompt's usage.
+/// Returns the prompt's usage.
 async fn ask(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
     let body = json!({ "model": "sim", "prompt": prompt, "max_tokens": 8 });
     let answer = client.ask(Endpoint::Completions.path(), &body).await?;
@@ -181,7 +181,7 @@ async fn ask(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
     Ok((answer.usage("/prompt_tokens"), answer.cached_tokens()))
 }
 
-/// Tokens that `of` decides.
+/// Returns pseudo-random tokens, seeded by `of`.
 fn tokens(of: u64, count: u32) -> Vec<u32> {
     let mut state = of.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mut token = || {
@@ -191,7 +191,7 @@ fn tokens(of: u64, count: u32) -> Vec<u32> {
     (0..count).map(|_| token()).collect()
 }
 
-/// All questions in an order that `seed` decides, as prompts.
+/// Returns all questions as prompts, in an order determined by `seed`.
 fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
     let all = (0..u64::from(DOCUMENTS)).flat_map(|document| (0..u64::from(QUESTIONS)).map(move |question| (document, question)));
     let mut prompts: Vec<Vec<u32>> = all
@@ -207,7 +207,7 @@ fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
     prompts.into()
 }
 
-/// Cached of all prompt tokens, and the requests of the busiest prefill worker by their mean.
+/// The fraction of cached prompt tokens, and the requests of the busiest prefill worker divided by the mean.
 async fn ask_all(seed: u64) -> Result<(f64, f64)> {
     let parts = Parts {
         metrics: Metrics::default(),
@@ -220,7 +220,7 @@ async fn ask_all(seed: u64) -> Result<(f64, f64)> {
     let asking = || async {
         let (mut prompt_tokens, mut cached_tokens) = (0, 0);
         loop {
-            let Some(prompt) = prompts.lock().expect("nobody panics with it").pop_front() else { break };
+            let Some(prompt) = prompts.lock().expect("no holder panics").pop_front() else { break };
             let (all, cached) = ask(&client, &prompt).await?;
             prompt_tokens += all;
             cached_tokens += cached;
@@ -238,10 +238,10 @@ async fn ask_all(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// 0.876 of all tokens could be found: all blocks of a document but for its first question. `--nocapture` shows the figures.
+/// At most 0.876 of all tokens can be cached: all blocks of a document except for its first question. `--nocapture` shows the figures.
 #[test]
 #[expect(clippy::print_stdout, reason = "it prints figures")]
-fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
+fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
         println!(
@@ -253,8 +253,8 @@ fn documents_stay_where_they_are_and_workers_evenly_busy() -> Result<()> {
     Ok(())
 }
 
-/// How many of 28 prompts of 1,000 tokens each of two prefill workers is given, after one to five prompts of two tokens, as health
-/// checks and greetings are.
+/// Returns how many of 28 prompts of 1,000 tokens each of two prefill workers receives, after one to five prompts of two tokens, such as
+/// health checks.
 async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
     let parts =
         Parts { metrics: Metrics::default(), shutdown: Shutdown::default(), prefill_workers: 2, prefill_capacity_tokens: 65_536 };
@@ -272,7 +272,7 @@ async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn tiny_first_prompts_do_not_keep_later_ones_from_a_worker() -> Result<()> {
+fn tiny_first_prompts_do_not_exclude_a_worker_from_later_ones() -> Result<()> {
     for seed in 1..=20 {
         let placed = in_paused_time(placed_after_tiny_prompts(seed))?;
         assert_eq!(placed.iter().sum::<f64>(), 28.0);

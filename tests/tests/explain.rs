@@ -1,4 +1,4 @@
-//! Why a prompt goes where it goes, as an operator sees it.
+//! The explanation of a placement, as an operator sees it.
 
 use anyhow::Result;
 use serde_json::json;
@@ -6,7 +6,7 @@ use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_explained_is_what_happens_and_nothing_runs() -> Result<()> {
+async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 3, ..sim_settings_with(PrefillPlace::Remote) }).await?;
     let client = Client::new(cluster.frontend());
     let path = Endpoint::Completions.path();

@@ -1,4 +1,4 @@
-//! When clients go away, everything taken for them is given back.
+//! When clients disconnect, all that was taken for their requests is released.
 
 use anyhow::Result;
 use serde_json::json;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use tandem::settings::PrefillPlace;
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
-/// 200 requests, half of whose clients vanish: before the first token (queued, prefilling, transferring) or while it streams.
+/// 200 requests, half of whose clients disconnect: before the first token (queued, prefilling, transferring) or while it streams.
 #[tokio::test(flavor = "multi_thread")]
-async fn half_the_clients_vanish_at_random_phases() -> Result<()> {
+async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut settings = sim_settings_with(prefill);
-        // Slow enough for all phases to be met, small enough for preemption and revoked reservations.
+        // Slow enough to hit all phases, small enough for preemption and revoked reservations.
         settings.worker.sim.sim_speedup = 10.0;
         settings.worker.kv_capacity_tokens = Some(16_384);
         let cluster = start(settings).await?;
@@ -25,7 +25,7 @@ async fn half_the_clients_vanish_at_random_phases() -> Result<()> {
                 let stays = number % 2 == 0;
                 let options = match stays {
                     true => json!({ "max_tokens": 5 + number % 60, "stream": number % 4 == 0, "n": 1 + number % 4 / 2 }),
-                    // Long enough to be still running when its client goes.
+                    // Long enough to be still running when its client disconnects.
                     false => json!({ "max_tokens": 2_000, "stream": true, "ignore_eos": true }),
                 };
                 let request = endpoint.request(&model, &text, options);
@@ -34,7 +34,7 @@ async fn half_the_clients_vanish_at_random_phases() -> Result<()> {
                     anyhow::ensure!(answer.status == 200, "request {number}: {answer:?}");
                     return anyhow::Ok(());
                 }
-                // Whatever has come until then is dropped with the connection.
+                // The data received until then is dropped with the connection.
                 match number % 6 {
                     // Before the first token: queued, prefilling or transferring.
                     1 => {

@@ -1,4 +1,4 @@
-//! Accounts that must agree: what clients were told, what the frontend counted, what the workers counted.
+//! Counts that must agree: the usage that clients received, the frontend's metrics, the workers' metrics.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use tandem_tests::{
     Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens,
 };
 
-/// What finished requests used.
+/// The usage of finished requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Account {
     requests: u64,
@@ -29,10 +29,10 @@ impl AddAssign for Account {
     }
 }
 
-/// A request that a client waits for: endpoint, body, prompts in it.
+/// A request whose client reads the answer: endpoint, body, number of prompts.
 fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
     let length = 20 + (number as usize * 37) % 300;
-    // Each text comes several times, so that some of it is cached.
+    // Each text is used several times, so that parts of it are cached.
     let text = |salt: u64| prose(&format!("reconciled {}", salt % 23), length / 6);
     let ids: Vec<u64> = (0..length as u64).map(|position| (position * (1 + number % 7)) % 250).collect();
     let stream = number.is_multiple_of(2);
@@ -41,7 +41,7 @@ fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
         1 => (Endpoint::Completions, 3, json!({ "prompt": [text(number), text(number), text(number + 1)], "n": 2 })),
         2 => (Endpoint::Completions, 1, json!({ "prompt": ids, "max_tokens": 1 })),
         3 => (Endpoint::Completions, 2, json!({ "prompt": [ids, [1, 2, 3]], "ignore_eos": true, "min_tokens": 3 })),
-        // Logits of the prompt are asked for: its cache is not read.
+        // Logits of the prompt are requested, so the cache is not read.
         4 => (Endpoint::Completions, 1, json!({ "echo": true, "logprobs": 2, "max_tokens": 4 })),
         5 => (Endpoint::Completions, 1, json!({ "echo": true, "max_tokens": 0 })),
         6 => (Endpoint::Chat, 1, json!({ "stop": ["e", "a"], "max_completion_tokens": 40, "temperature": 2 })),
@@ -55,7 +55,7 @@ fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
     (endpoint, endpoint.request(model, &text(number), options), prompts)
 }
 
-fn told(answer: &Answer, prompts: u64) -> Account {
+fn usage_of(answer: &Answer, prompts: u64) -> Account {
     assert!(answer.status == 200 && answer.done, "{answer:?}");
     Account {
         requests: 1,
@@ -66,12 +66,12 @@ fn told(answer: &Answer, prompts: u64) -> Account {
     }
 }
 
-/// Requests `numbers`, all at a time.
-async fn asked(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<u64>) -> Result<Account> {
+/// Sends the requests `numbers` concurrently.
+async fn send_all(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<u64>) -> Result<Account> {
     let mut clients = tokio::task::JoinSet::new();
     for number in numbers {
         let (client, (endpoint, body, prompts)) = (client.clone(), request(&cluster.model_id(), number));
-        clients.spawn(async move { anyhow::Ok(told(&client.ask(endpoint.path(), &body).await?, prompts)) });
+        clients.spawn(async move { anyhow::Ok(usage_of(&client.ask(endpoint.path(), &body).await?, prompts)) });
     }
     let mut account = Account::default();
     while let Some(ended) = clients.join_next().await {
@@ -80,7 +80,7 @@ async fn asked(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<
     Ok(account)
 }
 
-/// Clients that go away: the prompt tokens of those that had a first token, and of those that may have had none.
+/// Runs clients that disconnect. Returns the prompt tokens of those that had a first token, and of those that may have had none.
 async fn abandoned(cluster: &TestCluster, client: &Client, clients: u64) -> Result<(u64, u64)> {
     let (mut scheduled, mut uncertain) = (0, 0);
     let mut leaving = tokio::task::JoinSet::new();
@@ -88,7 +88,7 @@ async fn abandoned(cluster: &TestCluster, client: &Client, clients: u64) -> Resu
         let text = prose(&format!("reconciled {}", number % 23), 50);
         let waits = number.is_multiple_of(2);
         *(if waits { &mut scheduled } else { &mut uncertain }) += text.len() as u64;
-        // Far from its end when its client goes.
+        // Far from its end when its client disconnects.
         let options = json!({ "max_tokens": 20_000, "ignore_eos": true, "stream": waits });
         let body = Endpoint::Completions.request(&cluster.model_id(), &text, options);
         let client = client.clone();
@@ -108,7 +108,7 @@ async fn abandoned(cluster: &TestCluster, client: &Client, clients: u64) -> Resu
     Ok((scheduled, uncertain))
 }
 
-/// A counter's sum over its series.
+/// Returns a counter's sum over its series.
 async fn counted(client: &Client, name: &str, labels: &str) -> Result<u64> {
     Ok(client.metric(name, labels).await? as u64)
 }
@@ -122,7 +122,7 @@ async fn counted_by_the_frontend(client: &Client, source: &str) -> Result<Accoun
         completion_tokens: frontend("completion_tokens_total", "").await?,
         cached_tokens: frontend("cached_tokens_total", &format!("source=\"{source}\"")).await?,
     };
-    // The same facts elsewhere.
+    // The same counts in other metrics.
     assert_eq!(frontend("cached_tokens_total", "").await?, account.cached_tokens);
     assert_eq!(frontend("request_cached_tokens_sum", "").await?, account.cached_tokens);
     assert_eq!(frontend("request_prompt_tokens_sum", "").await?, account.prompt_tokens);
@@ -137,44 +137,44 @@ async fn accounts_agree(cluster: TestCluster, place: PrefillPlace, source: &str)
     let client = Client::new(cluster.frontend());
     let workers = async |name: &str| counted(&client, &format!("tandem_worker_{name}"), "").await;
 
-    let mut told = asked(&cluster, &client, 0..100).await?;
-    // The router knows by now what they have left in the caches.
+    let mut reported = send_all(&cluster, &client, 0..100).await?;
+    // The router has received the events of their blocks.
     cluster.settle_events().await?;
-    told += asked(&cluster, &client, 100..200).await?;
-    assert!(told.cached_tokens > 0, "{told:?}");
-    assert_eq!(counted_by_the_frontend(&client, source).await?, told, "{place:?}");
-    // Nothing was tried twice, so the workers have seen each prompt once: whoever prefilled it.
+    reported += send_all(&cluster, &client, 100..200).await?;
+    assert!(reported.cached_tokens > 0, "{reported:?}");
+    assert_eq!(counted_by_the_frontend(&client, source).await?, reported, "{place:?}");
+    // Nothing was retried, so each prompt was prefilled on exactly one worker.
     assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
-    assert_eq!(workers("prompt_tokens_total").await?, told.prompt_tokens, "{place:?}");
-    assert_eq!(workers("prefix_cache_requests_total").await?, told.prompts, "{place:?}");
+    assert_eq!(workers("prompt_tokens_total").await?, reported.prompt_tokens, "{place:?}");
+    assert_eq!(workers("prefix_cache_requests_total").await?, reported.prompts, "{place:?}");
     if source == "worker" {
-        assert_eq!(workers("cached_tokens_total").await?, told.cached_tokens, "{place:?}");
+        assert_eq!(workers("cached_tokens_total").await?, reported.cached_tokens, "{place:?}");
     }
 
-    // What is refused or abandoned is in no sum of the frontend; the workers count what they began.
-    let (more, abandoned) = tokio::join!(asked(&cluster, &client, 200..260), abandoned(&cluster, &client, 40));
-    told += more?;
+    // The frontend's sums exclude refused and cancelled requests; the workers count what they started.
+    let (more, abandoned) = tokio::join!(send_all(&cluster, &client, 200..260), abandoned(&cluster, &client, 40));
+    reported += more?;
     let (scheduled, uncertain) = abandoned?;
     let refused = Endpoint::Chat.request(&cluster.model_id(), "x", json!({ "n": 0 }));
     assert_eq!(client.ask(Endpoint::Chat.path(), &refused).await?.status, 400);
     cluster.assert_idle().await?;
-    assert_eq!(counted_by_the_frontend(&client, source).await?, told, "{place:?}");
+    assert_eq!(counted_by_the_frontend(&client, source).await?, reported, "{place:?}");
     assert_eq!(counted(&client, "tandem_frontend_requests_total", "code=\"400\"").await?, 1);
     let cancelled = counted(&client, "tandem_frontend_cancelled_total", "").await?;
     assert_eq!(counted(&client, "tandem_frontend_requests_total", "code=\"499\"").await?, cancelled);
     assert!((20..=40).contains(&cancelled), "{place:?}: {cancelled}");
     assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
-    let begun = workers("prompt_tokens_total").await? - told.prompt_tokens;
+    let begun = workers("prompt_tokens_total").await? - reported.prompt_tokens;
     assert!((scheduled..=scheduled + uncertain).contains(&begun), "{place:?}: {scheduled} + {uncertain}, {begun}");
     let checked = cluster.assert_accounts(&client).await?;
-    assert_eq!(checked.answers as u64, told.requests);
+    assert_eq!(checked.answers as u64, reported.requests);
     assert_eq!(checked.estimates > 0, source != "worker");
     cluster.stop().await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wherever_prompts_are_prefilled() -> Result<()> {
+async fn counts_agree_wherever_prompts_are_prefilled() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         accounts_agree(start(sim_settings_with(prefill)).await?, prefill, "worker").await?;
     }
@@ -182,7 +182,7 @@ async fn wherever_prompts_are_prefilled() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn when_the_numbers_are_estimates() -> Result<()> {
+async fn counts_agree_when_they_are_estimates() -> Result<()> {
     let cluster = start_without_cached_tokens(sim_settings()).await?;
     accounts_agree(cluster, PrefillPlace::Auto, "router_estimate").await
 }

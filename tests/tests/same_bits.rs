@@ -1,4 +1,4 @@
-//! On the real model: however a prompt was computed, the tokens and their logprobs are the same bits.
+//! On the real model: tokens and logprobs are bit-identical however the prompt was computed.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
     Endpoint::Completions.request(model, &prose(salt, 330), options)
 }
 
-/// What must not change: the texts with their logprobs, of each choice.
+/// Returns what must not change: each choice's text with its logprobs.
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
     let answer = client.ask(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
@@ -30,7 +30,7 @@ async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cold_cached_local_remote_batched_chunked_and_sampled() -> Result<()> {
+async fn answers_are_bit_identical_cold_cached_local_remote_batched_and_chunked() -> Result<()> {
     let Some(settings) = cpu_settings() else { return Ok(()) };
     let mut reference = None;
     for (prefill, prefill_chunk_budget) in
@@ -41,14 +41,14 @@ async fn cold_cached_local_remote_batched_chunked_and_sampled() -> Result<()> {
         settings.worker.prefill_chunk_budget = Some(prefill_chunk_budget);
         let cluster = start(settings).await?;
         let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-        // Three samples and seven others beside them, all cold.
+        // Three samples and seven other requests in one batch, all cold.
         let asked = request(&model, "asked", 41, 3);
         let others: Vec<_> = (0..7).map(|other| request(&model, &format!("other {other}"), other, 1)).collect();
         let others = futures::future::try_join_all(others.iter().map(|other| choices(&client, other)));
         let (batched, others) = tokio::join!(choices(&client, &asked), others);
         let ((batched, cached), others) = (batched?, others?);
         assert_eq!(cached, 0, "{name}");
-        // The same alone and cached.
+        // The same request alone and cached.
         let (warm, cached) = choices(&client, &asked).await?;
         assert!(cached > 300, "{name}: {cached}");
         assert_eq!(warm, batched, "{name}: cached and alone against cold in a batch");

@@ -1,4 +1,4 @@
-//! docs/security.md is true in what can be checked: every test that it names exists.
+//! docs/security.md names only tests that exist.
 
 use anyhow::{Context, Result, ensure};
 use std::{
@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// All Rust sources below `folder`, without what a build has made.
+/// Returns all Rust sources below `folder`, without build outputs.
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
@@ -22,7 +22,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
 }
 
 #[test]
-fn every_test_that_the_security_page_names_exists() -> Result<()> {
+fn tests_named_on_the_security_page_exist() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let page = fs::read_to_string(root.join("docs/security.md"))?;
     // Names of tests are the only code on the page with two underscores or more.

@@ -1,9 +1,9 @@
-//! The cluster under faults that seeds decide. `cargo run --release -p tandem-tests -- --seeds 10000` takes more of them.
+//! The simulated cluster under faults determined by seeds. `cargo run --release -p tandem-tests -- --seeds 10000` runs more seeds.
 
-use tandem_tests::simulation::{Met, run, run_all};
+use tandem_tests::simulation::{Coverage, run, run_all};
 
-/// What the seeds must have met, or they are worth little.
-const WORTH: Met = Met {
+/// The coverage that the seeds must reach.
+const REQUIRED: Coverage = Coverage {
     requests: 15_000,
     answered: 10_000,
     attempts_failed: 500,
@@ -14,22 +14,22 @@ const WORTH: Met = Met {
 };
 
 #[test]
-fn a_thousand_seeds() {
-    let (mut met, mut wrong) = (Met::default(), Vec::new());
+fn thousand_seeds_keep_all_invariants() {
+    let (mut coverage, mut wrong) = (Coverage::default(), Vec::new());
     run_all(1..1_001, |report| {
-        met += report.met;
+        coverage += report.coverage;
         if !report.wrong.is_empty() {
             wrong.push(report.failure());
         }
-        // The first few tell all there is to tell.
+        // The first few failures suffice.
         wrong.len() < 5
     });
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
-    assert!(met.covers(WORTH), "the seeds are too kind: {met:#?}");
+    assert!(coverage.covers(REQUIRED), "coverage is below the minimum: {coverage:#?}");
 }
 
 #[test]
-fn a_seed_is_the_same_story_each_time() {
+fn same_seed_gives_the_same_run() {
     for seed in 1..25 {
         let (first, second) = (run(seed), run(seed));
         assert_eq!(first.wrong, second.wrong, "seed {seed}");

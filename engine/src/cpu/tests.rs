@@ -1,4 +1,4 @@
-//! Small random models, written as GGUF files: every promise of the engine, without the real model.
+//! Tests of the back end on small random models, written as GGUF files.
 
 mod directory;
 pub(crate) mod goldens;
@@ -22,7 +22,7 @@ use tandem_kv::TokenId;
 use tandem_model::Gguf;
 use writer::{Writer, kind};
 
-/// Small numbers of a seeded generator (xorshift).
+/// A seeded generator of small numbers (xorshift).
 #[derive(Clone)]
 pub(crate) struct Random(u64);
 
@@ -54,7 +54,7 @@ impl Random {
     /// A weight tensor as the file stores it.
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
-        // Where quants, or quants times factors, are larger.
+        // Smaller scales for formats whose quants, or quants times factors, are larger.
         let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
         let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
@@ -91,7 +91,7 @@ fn half(bytes: &[u8]) -> f64 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f64()
 }
 
-/// In the order of the format's own description: 64 numbers at a time from 32 bytes.
+/// Dequantises in the order of the format's description: 64 numbers at a time from 32 bytes.
 fn dequantised_q4_k(block: &[u8]) -> Vec<f64> {
     let (scale, min, packed) = (half(block), half(&block[2..]), &block[4..16]);
     let factors = |j: usize| match j {
@@ -109,7 +109,7 @@ fn dequantised_q4_k(block: &[u8]) -> Vec<f64> {
     numbers
 }
 
-/// In the order of the format's own description: 128 numbers at a time, four from each byte of high bits.
+/// Dequantises in the order of the format's description: 128 numbers at a time, four from each byte of high bits.
 fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
     let (low, high, factors, scale) = (&block[..128], &block[128..192], &block[192..208], half(&block[208..]));
     let mut numbers = vec![0.0; 256];
@@ -131,7 +131,7 @@ fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
     numbers
 }
 
-/// What the file's bytes mean, independently of the packing.
+/// Dequantises the file's bytes, independently of the packing.
 fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
     match kind {
         kind::F32 => data.as_chunks::<4>().0.iter().map(|number| f64::from(f32::from_le_bytes(*number))).collect(),
@@ -163,7 +163,7 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
     }
 }
 
-/// The sizes of a test's model.
+/// The dimensions of a test's model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub family: &'static str,
@@ -178,7 +178,7 @@ pub(crate) struct Sizes {
     pub tied: bool,
 }
 
-/// Groups of three heads as in the default model, and sizes that fill no panel.
+/// Groups of three heads as in the default model, and dimensions that do not fill panels.
 const QUANTISED: Sizes = Sizes {
     family: "llama",
     layers: 2,
@@ -191,7 +191,7 @@ const QUANTISED: Sizes = Sizes {
     kind: kind::Q4_1,
     tied: true,
 };
-/// Nothing is a multiple of anything.
+/// Dimensions that are not multiples of each other.
 const ODD: Sizes = Sizes {
     family: "llama",
     layers: 2,
@@ -205,7 +205,7 @@ const ODD: Sizes = Sizes {
     tied: false,
 };
 
-/// Whole blocks of 256, and heads of another length than the width would give.
+/// Multiples of 256, and a head length that differs from width ÷ heads.
 const BLOCKS: Sizes = Sizes {
     family: "llama",
     layers: 1,
@@ -219,14 +219,14 @@ const BLOCKS: Sizes = Sizes {
     tied: false,
 };
 
-/// Biases; heads turned by halves.
+/// Biases, and rotary embedding by halves.
 const QWEN2: Sizes = Sizes { family: "qwen2", ..ODD };
-/// Heads that are normalised and longer than the width would give.
+/// Normalised heads that are longer than width ÷ heads.
 const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tied: true, ..ODD };
 
 const CONTEXT: u32 = 96;
 
-/// A whole model with random weights; a tied head is stored in 8 bits where the layers have 4.
+/// A complete model with random weights. If the layers have 4 bits, a tied head has 8.
 pub(crate) fn file(sizes: Sizes, seed: u64) -> Writer {
     let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);
@@ -307,7 +307,7 @@ fn engine_with(model: &Arc<CpuModel>, settings: CpuSettings) -> CpuEngine {
     CpuEngine::new(model.clone(), settings).expect("the settings are possible")
 }
 
-/// Room for a whole context, in blocks that are not in order.
+/// Blocks for a whole context, in scattered order.
 fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
     let each = CAPACITY_BLOCKS / sequences;
     (0..each.min(CONTEXT / BLOCK_SIZE)).rev().map(|i| BlockId(i * sequences + sequence)).collect()
@@ -318,7 +318,7 @@ fn tokens(seed: u64, len: usize, vocab: u32) -> Vec<TokenId> {
     (0..len).map(|_| random.below(vocab)).collect()
 }
 
-/// Steps through the tokens in chunks of these lengths (the last again and again); all logits.
+/// Computes the tokens in chunks of these lengths (the last one repeats); returns all logits.
 fn run(engine: &mut CpuEngine, tokens: &[TokenId], blocks: &[BlockId], chunk_lens: &[usize]) -> Vec<f32> {
     let (mut logits, mut start, mut lens) = (Vec::new(), 0, chunk_lens.iter());
     let mut len = tokens.len();

@@ -8,21 +8,30 @@ const SHARE_PERCENT: usize = 90;
 /// Rows of logits computed at a time; each is as long as the vocabulary.
 const HEAD_ROWS_MAX: usize = 256;
 
-/// Sizes of an engine's buffers, in bytes unless said otherwise.
+/// Sizes of an engine's buffers, in bytes unless said otherwise; rows are a step's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
+    /// The residual stream: rows × width, 32-bit.
     pub residual: usize,
+    /// Rows × width, 16-bit.
     pub normed: usize,
+    /// Queries, keys and values: rows × (heads + 2 × key heads) × head length, 16-bit.
     pub qkv: usize,
+    /// Rows × heads × head length, 16-bit.
     pub attended: usize,
+    /// Gate and up projections: rows × 2 × feed-forward length, 16-bit.
     pub gates: usize,
+    /// Rows × feed-forward length, 16-bit.
     pub inner: usize,
+    /// Cosine and sine per row and pair, 32-bit.
     pub rope: usize,
-    /// Attention outputs of each partition of single tokens, and their maxima and sums.
+    /// Attention outputs per partition and head, not yet normalised, 32-bit.
     pub partial_outputs: usize,
+    /// Softmax maximum and sum per partition and head, 32-bit.
     pub partial_sums: usize,
+    /// Rows × vocabulary, 32-bit; on the first rank only.
     pub logits: usize,
-    /// Working copy of the logits for sampling.
+    /// A modifiable copy of the logits for sampling.
     pub scratch: usize,
     /// Rows of logits computed at a time.
     pub head_rows_max: usize,

@@ -44,29 +44,18 @@ struct Rank<D: Device> {
     kv: Arc<Memory<D>>,
 }
 
-/// Buffers reused by every step; rows are the step's tokens.
+/// Buffers reused by every step; `Sizes` describes them.
 struct Buffers<D: Device> {
-    /// The residual stream: rows × width, 32-bit.
     residual: Memory<D>,
-    /// Rows × width, 16-bit.
     normed: Memory<D>,
-    /// Queries, keys and values: rows × (heads + 2 × key heads) × head length, 16-bit.
     qkv: Memory<D>,
-    /// Rows × heads × head length, 16-bit.
     attended: Memory<D>,
-    /// Gate and up projections: rows × 2 × feed-forward length, 16-bit.
     gates: Memory<D>,
-    /// Rows × feed-forward length, 16-bit.
     inner: Memory<D>,
-    /// Cosine and sine per row and pair, 32-bit.
     rope: Memory<D>,
-    /// Attention outputs per partition and head, not yet normalised, 32-bit.
     partial_outputs: Memory<D>,
-    /// Softmax maximum and sum per partition and head, 32-bit.
     partial_sums: Memory<D>,
-    /// Rows × vocabulary, 32-bit; on the first rank only.
     logits: Memory<D>,
-    /// A modifiable copy of the logits for sampling.
     scratch: Memory<D>,
     /// Sampled tokens and their logprobs.
     sampled: Memory<D>,

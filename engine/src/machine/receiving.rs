@@ -1,10 +1,10 @@
 //! Receives another worker's KV into reserved blocks: written between steps, or by another thread or device while steps run.
 //!
 //! None of it is used or cached before the worker that computed it has confirmed, on the stream that this worker opened to it, that all of it
-//! was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker who has the ticket. Each block is written
+//! was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker with the ticket. Each block is written
 //! only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
 //!
-//! A write that runs beside the steps cannot be undone once it has begun. Its blocks stay in use until it has ended, even if the reservation
+//! A write that runs concurrently with the steps cannot be undone once it has begun. Its blocks stay in use until it has ended, even if the reservation
 //! has ended before.
 
 use super::{

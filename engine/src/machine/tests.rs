@@ -251,7 +251,7 @@ fn samples_beyond_the_batch_wait_for_the_others() {
 #[test]
 fn remote_prompt_generates_the_same_text_as_a_local_one() {
     for (len, samples, already) in [(100, 1, 0), (100, 3, 0), (33, 1, 0), (1, 1, 0), (100, 1, 64)] {
-        let mut job = generate(prompt("from elsewhere", len), 12);
+        let mut job = generate(prompt("from another worker", len), 12);
         job.samples = samples;
         let (mut source, mut destination) = (World::new(64, SETTINGS), World::new(64, SETTINGS));
         if already > 0 {
@@ -298,7 +298,7 @@ fn late_write_is_refused_and_changes_nothing() {
     world.run();
     let (ticket, _) = world.reserved(0).expect("blocks are available");
     world.machine.cancel(0);
-    let job = generate(prompt("somebody else", 60), 20);
+    let job = generate(prompt("another client", 60), 20);
     world.machine.generate(1, job.clone(), world.now).expect("the job fits");
     world.step();
     let block = vec![7; world.engine.describe().block_bytes];

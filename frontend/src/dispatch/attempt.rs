@@ -16,18 +16,18 @@ use tonic::{Code, Status, Streaming};
 /// The time after a limit within which the worker's own report that the limit has passed may arrive.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
-/// What is known with the first token, of the attempt that led to it. It never changes.
+/// The facts about the attempt that brought the first token. They never change.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
     pub(crate) placement: Placement,
     pub(crate) scheduled: Option<Scheduled>,
     pub(crate) started: DecodeStarted,
     pub(crate) times: Times,
-    /// Attempts before, each with when and why it ended.
+    /// Earlier attempts, each with the time and the reason of its end.
     pub(crate) failed: Vec<(Instant, FailureReason)>,
 }
 
-/// When the stages before the first token ended.
+/// The times at which the stages before the first token ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
     /// A router was asked for the first placement.
@@ -41,33 +41,33 @@ pub(crate) struct Times {
     pub(crate) first_token_at: Instant,
 }
 
-/// A prompt from its beginning, or what is left of it.
+/// The work of an attempt: a whole prompt, or the rest of an interrupted generation.
 #[derive(Clone, Copy)]
 pub(super) struct Work<'a> {
     pub(super) prompt: &'a Prompt,
     /// The samples to resume, each with the tokens it has; empty: all samples begin.
     pub(super) resumed: &'a [ResumedSample],
-    /// When a router was asked first.
+    /// The time at which a router was asked first.
     pub(super) asked_at: Instant,
 }
 
 /// One attempt among those at a prompt.
 pub(super) struct Try<'a> {
     pub(super) placement: Placement,
-    /// From 1; no two attempts at a prompt have the same number, because the ledgers tell them apart by it.
+    /// From 1; no two attempts at a prompt have the same number, because ledgers identify attempts by it.
     pub(super) number: u32,
     /// The time in which the prefill has to begin. `None`: it may wait in the worker's queue.
     pub(super) start_timeout: Option<Duration>,
-    /// Attempts before.
+    /// Earlier attempts, each with the time and the reason of its end.
     pub(super) failed: &'a [(Instant, FailureReason)],
 }
 
 /// An attempt that has brought a token. Dropping it ends the request on the workers.
 pub(super) struct Attempt {
     pub(super) number: u32,
-    /// The decode worker's.
+    /// The decode worker's instance.
     pub(super) instance_id: InstanceId,
-    /// What came up to the first token and belongs to the answer.
+    /// Replies up to the first token that belong to the answer and were not taken yet.
     pending: VecDeque<Message>,
     replies: Streaming<GenerateReply>,
 }
@@ -80,7 +80,7 @@ pub(crate) struct AttemptError {
 }
 
 pub(super) enum Cause {
-    /// The request can never run on this cluster; the message says why.
+    /// The request can never run on this cluster; with the reason.
     Invalid { message: String },
     /// Anything else: another worker may succeed.
     Worker(FailureReason),
@@ -129,7 +129,7 @@ impl Work<'_> {
                     let attempt = Attempt { number, instance_id: instance_id.clone(), pending, replies };
                     return Ok((attempt, Facts { placement, scheduled, started, times, failed }));
                 }
-                // Of a kind that a later version added.
+                // A kind of message that a later version added.
                 None => {}
             }
         }
@@ -176,7 +176,7 @@ impl Attempt {
             match reply.ok_or_else(|| AttemptError::worker(&self.instance_id, FailureReason::Unspecified))?.message {
                 Some(Message::Failure(failure)) => return Err(AttemptError::from_worker(failure, &self.instance_id)),
                 Some(message) => return Ok(message),
-                // Of a kind that a later version added.
+                // A kind of message that a later version added.
                 None => {}
             }
         }

@@ -21,7 +21,7 @@ pub(super) struct Booking {
     stream: Option<RouterStream>,
     /// Resolves to the stream to the next router, after the router was lost or drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
-    /// What another router has to book.
+    /// The placement that another router would have to book.
     existing: ExistingPlacement,
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct Dispatcher {
     metrics: Arc<FrontendMetrics>,
 }
 
-/// How long, and how often, the frontend tries.
+/// Limits of attempts and resumes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Placements before a request is given up, and again for each resume.
@@ -49,7 +49,7 @@ pub(crate) struct Limits {
 
 /// A running generation: its latest attempt and its booking. Dropping it ends the request on the workers and the booking.
 pub(crate) struct Generation {
-    /// Of the attempt that brought the first token, also after a resume.
+    /// The facts of the attempt that brought the first token, also after a resume.
     pub(crate) facts: Facts,
     attempt: Attempt,
     resumes: u32,
@@ -193,7 +193,7 @@ impl Generation {
         }
     }
 
-    /// The error of an attempt whose decode worker sent what it must not send.
+    /// The error of an attempt whose decode worker sent an invalid reply.
     pub(crate) fn failed(&self, reason: FailureReason) -> AttemptError {
         AttemptError::worker(&self.attempt.instance_id, reason)
     }

@@ -12,7 +12,7 @@ use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-/// How long the end of an answer may wait until the router has read the last message.
+/// The maximum time for which the end of an answer waits until the router has read the last message.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Messages to one router that it has not read: a prompt, a few failures, the end of the prefill.
 const OUTGOING_MAX: usize = 8;

@@ -67,7 +67,7 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// How a list of members is to be taken.
+/// The authority of a list of members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
     /// An operator's static list: other routers are not used.
@@ -102,7 +102,7 @@ impl Routers {
         self.publish_count(&known);
     }
 
-    /// What this frontend expects of the cluster.
+    /// The identity that this frontend and the cluster must have in common.
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }
@@ -140,7 +140,7 @@ impl Routers {
     /// Has the prompt placed by the first router that can.
     ///
     /// # Errors
-    /// No router can place it, or one says that it can never run.
+    /// No router can place it, or one reports that it can never run.
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
         let mut last = no_router();
         let routers = self.candidates().await;
@@ -157,7 +157,7 @@ impl Routers {
                 Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
                 Err(error) => {
                     let error = self.note_failure(&router.address, error);
-                    // A router without a worker for the request says more than one that does not answer.
+                    // A router's report that no worker is free is more specific than a missing answer.
                     if !matches!(last, DispatchError::NoWorker { .. }) {
                         last = error;
                     }

@@ -29,7 +29,7 @@ const ACCOUNT_MAX: usize = 64;
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
-/// What a request's headers ask for. The peer may send them.
+/// The options in a request's headers, after the check that the peer may send them.
 pub(super) struct HeaderOptions {
     /// The answer is to have the object `tandem` (`x-tandem-details`).
     pub(super) details: bool,
@@ -131,7 +131,7 @@ impl App {
         Arc::clone(&self.metrics)
     }
 
-    /// Reads what the headers of a request ask for.
+    /// Reads the options in a request's headers.
     ///
     /// # Errors
     /// This peer may not send one of the headers, or the account name is malformed.

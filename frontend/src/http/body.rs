@@ -27,7 +27,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 const UNCOUNTED_BYTES: usize = 16 << 10;
 /// A body that grows beyond this is moved to a memory mapping of its own.
 const MAPPED_FROM_BYTES: usize = 256 << 10;
-/// What is read and thrown away of a body that is refused, so that its sender comes to read the reply.
+/// Bytes read and discarded of a refused body, so that its sender gets to read the reply.
 const DISCARD_BYTES: usize = 64 << 20;
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -36,7 +36,7 @@ pub(super) struct Bodies {
     max: usize,
     /// One permit for each byte.
     budget: Arc<Semaphore>,
-    /// Of the budget, half for each client: one that sends fast at first and slowly then leaves room for others.
+    /// At most half of the budget for each client: one that sends fast at first and slowly later leaves the rest to others.
     shares: Shares,
 }
 
@@ -46,7 +46,7 @@ pub(super) struct Read {
     pub(super) held: Held,
 }
 
-/// A part of the budget. Dropping it gives it back.
+/// A part of the budget. Dropping it releases it.
 #[derive(Default)]
 pub(super) struct Held {
     of_all: Option<OwnedSemaphorePermit>,
@@ -60,7 +60,7 @@ impl Bodies {
         Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))), shares }
     }
 
-    /// The whole body, which this client sends.
+    /// Reads a whole body of this client.
     ///
     /// # Errors
     /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. After an error the rest of the body is read,
@@ -191,7 +191,7 @@ fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     if is_json { Ok(()) } else { Err(ApiError::ContentType) }
 }
 
-/// Reads on without keeping anything, within bounds.
+/// Reads the rest of a body without keeping it, within bounds.
 pub(super) async fn discard(mut body: Body) {
     let read = async {
         let mut discarded = 0;
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_breaks_off_gives_its_budget_back() {
+    async fn incomplete_body_releases_its_budget() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let pieces = [Ok(Bytes::from(vec![b' '; 100_000])), Err(io::Error::from(io::ErrorKind::UnexpectedEof))];
         let read = bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await;

@@ -1,13 +1,16 @@
 //! Header `x-tandem-explain: true`: replies with where the request's prompts would be placed now, and why, instead of an answer.
 
 use super::{app::App, incoming::Job};
-use crate::{dispatch::Prompt, error::ApiError};
+use crate::{
+    dispatch::{Prompt, placement::Placement},
+    error::ApiError,
+};
 use axum::{
     Json,
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
-use tandem_proto::v1::{Candidate, Cost, ExplainReply, ExplainedWorker};
+use tandem_proto::v1::{Cost, ExplainReply, ExplainedWorker};
 
 /// Asks a router about each prompt; nothing is booked or run.
 ///
@@ -23,16 +26,13 @@ pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
 }
 
 fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
-    let placement = reply.placement.as_ref();
-    let name = |candidate: Option<&Candidate>| {
-        candidate.and_then(|chosen| chosen.worker.as_ref()).map(|worker| worker.worker_id.clone())
-    };
+    let placement = reply.placement.clone().and_then(Placement::from_wire);
     json!({
         "prompt_tokens": prompt.tokens.len(),
         "block_size": reply.block_size,
         "reusable_blocks": prompt.sequence_hashes.len(),
-        "prefill_worker": name(placement.and_then(|placement| placement.prefill.as_ref())),
-        "decode_worker": name(placement.and_then(|placement| placement.decode.as_ref())),
+        "prefill_worker": placement.as_ref().and_then(|placement| Some(&*placement.prefill.as_ref()?.worker_id)),
+        "decode_worker": placement.as_ref().map(|placement| &*placement.decode.worker_id),
         "explanation": reply.explanation,
         "workers": reply.workers.iter().map(worker).collect::<Vec<_>>(),
     })

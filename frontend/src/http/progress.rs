@@ -32,7 +32,7 @@ pub(super) struct Progress {
     status: u16,
 }
 
-/// Where a request is recorded, and what its records say of it.
+/// The destination of a request's records, and their common fields.
 pub(super) struct Recording {
     pub(super) recent: Arc<Recent>,
     pub(super) endpoint: &'static str,
@@ -148,7 +148,7 @@ impl Progress {
         self.span.set("tandem.cached_tokens_source", sources.collect::<Vec<_>>());
     }
 
-    /// What is known of the prompts beyond OpenAI's fields.
+    /// The extension object `tandem` of the answer.
     pub(super) fn details(&self) -> Details {
         let mut prompts: Vec<PromptDetails> = self.prompts.iter().map(|prompt| prompt.details(self.since)).collect();
         match prompts.pop() {

@@ -102,7 +102,7 @@ impl App {
                 biased;
                 () = tokio::time::sleep(CHECK_INTERVAL) => {}
                 () = members.changed() => {
-                    let list = if members.are_hints() { MemberList::Advisory } else { MemberList::Static };
+                    let list = if members.are_advisory() { MemberList::Advisory } else { MemberList::Static };
                     self.dispatcher.routers().set_members(members.now(), list);
                 }
             }
@@ -110,7 +110,7 @@ impl App {
     }
 }
 
-/// The better of two answers; of two errors, the one that says more about what to do.
+/// The better of two answers; of two errors, the one that is more specific about what to do.
 fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), NotReady> {
     let rank = |answer: &Result<(), NotReady>| match answer {
         Ok(()) => 4,

@@ -46,7 +46,7 @@ pub(super) struct Timed<S> {
     flushed: bool,
     /// The client has closed its sending half.
     ended: bool,
-    /// It did so before its answer began, and still reads.
+    /// The client closed its sending half before its answer began, and still reads.
     half_closed: bool,
     probe_pause: Duration,
 }

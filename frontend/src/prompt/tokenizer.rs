@@ -352,7 +352,7 @@ fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, Serve
     }
 }
 
-/// What a pre-tokenizer does with a text before its bytes are merged.
+/// The steps before a text's bytes are merged.
 struct Cut {
     pre_tokenizer: PreTokenizerWrapper,
     /// Letters and their accents are composed into one character first (NFC).

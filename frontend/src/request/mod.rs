@@ -96,7 +96,15 @@ macro_rules! request {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
      unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
         crate::request::request! {
-            @build $(#[$doc])* $name { $($(#[$field_doc])* $field: $type,)* } unsupported {
+            @build $(#[$doc])* $name { $($(#[$field_doc])* $field: $type,)* } common {
+                n: crate::request::fields::Whole, stream: bool, stream_options: crate::request::options::StreamOptions,
+                min_tokens: crate::request::fields::Whole, temperature: f64, top_p: f64, top_k: crate::request::fields::Whole,
+                min_p: f64, frequency_penalty: f64, presence_penalty: f64, repetition_penalty: f64,
+                logit_bias: crate::request::fields::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>,
+                seed: crate::request::fields::Whole, stop: crate::request::fields::Stop,
+                stop_token_ids: crate::request::fields::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>,
+                ignore_eos: bool, cache_salt: String,
+            } unsupported {
                 $($unsupported $(= $accepted)*,)*
                 // OpenAI.
                 functions, modalities = "text", response_format = "text", store, tool_choice = "none", tools,
@@ -116,30 +124,15 @@ macro_rules! request {
         }
     };
     (@build $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
+     common { $($common:ident: $common_type:ty,)* }
      unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
         $(#[$doc])*
         #[derive(serde::Deserialize)]
         pub(crate) struct $name {
             $($(#[$field_doc])* pub(crate) $field: Option<$type>,)*
             pub(crate) model: Option<String>,
-            n: Option<crate::request::fields::Whole>,
-            stream: Option<bool>,
-            stream_options: Option<crate::request::options::StreamOptions>,
             max_tokens: Option<crate::request::fields::Whole>,
-            min_tokens: Option<crate::request::fields::Whole>,
-            temperature: Option<f64>,
-            top_p: Option<f64>,
-            top_k: Option<crate::request::fields::Whole>,
-            min_p: Option<f64>,
-            frequency_penalty: Option<f64>,
-            presence_penalty: Option<f64>,
-            repetition_penalty: Option<f64>,
-            logit_bias: Option<crate::request::fields::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>>,
-            seed: Option<crate::request::fields::Whole>,
-            stop: Option<crate::request::fields::Stop>,
-            stop_token_ids: Option<crate::request::fields::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>>,
-            ignore_eos: Option<bool>,
-            cache_salt: Option<String>,
+            $($common: Option<$common_type>,)*
             $(#[serde(default)] $unsupported: crate::request::unsupported::Setting,)*
         }
 
@@ -147,25 +140,7 @@ macro_rules! request {
             /// Refuses unsupported parameters, and moves out those of both endpoints.
             fn take_common(&mut self) -> Result<crate::request::options::Common, crate::error::ApiError> {
                 $(crate::request::unsupported::check(stringify!($unsupported), &self.$unsupported, &[$($accepted.into())*])?;)*
-                Ok(crate::request::options::Common {
-                    n: self.n,
-                    stream: self.stream,
-                    stream_options: self.stream_options.take(),
-                    min_tokens: self.min_tokens,
-                    temperature: self.temperature,
-                    top_p: self.top_p,
-                    top_k: self.top_k,
-                    min_p: self.min_p,
-                    frequency_penalty: self.frequency_penalty,
-                    presence_penalty: self.presence_penalty,
-                    repetition_penalty: self.repetition_penalty,
-                    logit_bias: self.logit_bias.take(),
-                    seed: self.seed,
-                    stop: self.stop.take(),
-                    stop_token_ids: self.stop_token_ids.take(),
-                    ignore_eos: self.ignore_eos,
-                    cache_salt: self.cache_salt.take(),
-                })
+                Ok(crate::request::options::Common { $($common: self.$common.take(),)* })
             }
         }
     };

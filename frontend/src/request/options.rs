@@ -58,7 +58,7 @@ pub(crate) struct Options {
     pub(crate) stream: Option<StreamUsage>,
 }
 
-/// Where a streamed answer has usage.
+/// The chunks of a streamed answer that have usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamUsage {
     /// In a chunk of its own at the end.
@@ -115,7 +115,7 @@ pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
 /// Checks `min_tokens` against the request's limit.
 ///
 /// # Errors
-/// It is greater.
+/// `min_tokens` is greater than the limit.
 pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Result<(), ApiError> {
     if max_tokens.is_some_and(|max_tokens| options.sampling.min_tokens > max_tokens) {
         return Err(ApiError::invalid("min_tokens", Problem::Rule { rule: "must not be above 'max_tokens'" }));

@@ -24,13 +24,13 @@ pub(super) struct Samples {
 struct Sample {
     detokenizer: Detokenizer,
     stop: StopMatcher,
-    /// All that came before its end, for a resume.
+    /// All tokens before its end, for a resume.
     tokens: Vec<TokenId>,
     /// Characters decoded, whether emitted or held back.
     text_len: usize,
     /// Characters emitted.
     emitted_len: usize,
-    /// Of tokens whose text is held back.
+    /// The logprobs of tokens whose text is held back.
     logprobs: VecDeque<TokenLogprobs>,
     ended: bool,
 }
@@ -73,7 +73,7 @@ impl Samples {
     /// Takes a reply in.
     ///
     /// # Errors
-    /// The worker reports a failure, or sends what it must not send: its attempt has failed for this reason.
+    /// The worker reports a failure, or its reply is invalid: its attempt has failed for this reason.
     pub(super) fn apply(&mut self, reply: Message) -> Result<(), FailureReason> {
         match reply {
             Message::Tokens(tokens) => self.tokens(tokens),

@@ -150,9 +150,9 @@ async fn bodies_beyond_the_budget_are_refused_until_it_is_released() {
     assert_eq!(refusal.json().await.1["error"]["code"], "body_budget");
     let never_fits = cluster.post(CHAT, &large(300_000)).await;
     assert_eq!(never_fits.status(), StatusCode::PAYLOAD_TOO_LARGE, "trying again would not help");
-    for (filler, gone) in [(0, None), (200_000, Some(unfinished))] {
-        let waits_for_budget = gone.is_some();
-        drop(gone);
+    for (filler, disconnected) in [(0, None), (200_000, Some(unfinished))] {
+        let waits_for_budget = disconnected.is_some();
+        drop(disconnected);
         if waits_for_budget {
             cluster.counted("tandem_frontend_reading_requests 0").await;
         }

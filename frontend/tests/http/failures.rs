@@ -45,7 +45,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     let (_, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
-    assert_eq!(cluster.received().await, received_failure("gone-instance", FailureReason::Unspecified));
+    assert_eq!(cluster.received().await, received_failure("lost-instance", FailureReason::Unspecified));
     assert_eq!(cluster.received().await, received_failure("p0-instance", FailureReason::PrefillLost));
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::PrefillFinished(_))));
     assert_eq!(cluster.received().await, Received::Closed);
@@ -259,7 +259,7 @@ async fn one_failed_prompt_ends_the_whole_batch() {
 #[tokio::test]
 async fn disconnect_closes_both_streams_and_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
-    let mut gone = 0;
+    let mut cancelled = 0;
     for stream in [false, true] {
         for phase in 0..3 {
             let mut reply = cluster.ask(CHAT, chat(json!({ "stream": stream })));
@@ -278,8 +278,8 @@ async fn disconnect_closes_both_streams_and_releases_everything() {
             }
             call.closed().await;
             cluster.routes_closed(1).await;
-            gone += 1;
-            cluster.counted(&format!("tandem_frontend_cancelled_total {gone}")).await;
+            cancelled += 1;
+            cluster.counted(&format!("tandem_frontend_cancelled_total {cancelled}")).await;
             cluster.counted("tandem_frontend_inflight_requests 0").await;
         }
     }

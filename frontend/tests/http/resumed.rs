@@ -163,7 +163,7 @@ async fn resumes_are_bounded_and_end_with_an_error_event() {
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     call.fail(Status::unavailable("killed")).await;
     let (events, _) = soon(reply).await.expect("the client lives").events().await;
-    assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "nobody is left");
+    assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "no worker is left");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
@@ -194,7 +194,7 @@ async fn silent_worker_costs_one_attempt_timeout() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
     let reply = cluster.ask(CHAT, chat(json!({})));
     let hung = cluster.call().await;
-    assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker may say first who is late");
+    assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker reports first which process is late");
     hung.closed().await;
     let second = cluster.call().await;
     // A prefill that has begun is not bounded by the attempt's timeout.

@@ -23,7 +23,7 @@ use tonic::{Status, Streaming};
 enum Mode {
     Well,
     /// It refuses streams and reports that it is not ready.
-    Unready,
+    NotReady,
     /// It takes streams and answers nothing.
     Silent,
 }
@@ -63,7 +63,7 @@ impl Router for Fake {
         self.opened.send(Opened { router: self.number, prompt, requests, replies }).ok();
         match mode {
             Mode::Well => Ok(tonic::Response::new(ReceiverStream::new(stream))),
-            Mode::Unready => Err(Status::unavailable("not yet")),
+            Mode::NotReady => Err(Status::unavailable("not yet")),
             Mode::Silent => std::future::pending().await,
         }
     }
@@ -77,7 +77,7 @@ impl Router for Fake {
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
         match *self.mode.lock().expect("not poisoned") {
             Mode::Well => Ok(tonic::Response::new(ExplainReply { explanation: self.number.to_string(), ..Default::default() })),
-            Mode::Unready | Mode::Silent => Err(Status::unavailable("not now")),
+            Mode::NotReady | Mode::Silent => Err(Status::unavailable("not now")),
         }
     }
 
@@ -85,7 +85,7 @@ impl Router for Fake {
         let mode = *self.mode.lock().expect("not poisoned");
         let unavailable_reason = match mode {
             Mode::Well => None,
-            Mode::Unready => Some("no decode worker".to_owned()),
+            Mode::NotReady => Some("no decode worker".to_owned()),
             Mode::Silent => std::future::pending().await,
         };
         Ok(tonic::Response::new(WorkersReply { unavailable_reason, ..Default::default() }))
@@ -156,7 +156,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
         seen[opened.router] += 1;
         if refused && opened.router == 0 {
             opened = routers.opened().await;
-            assert_eq!(opened.router, 1, "the other one is asked at once");
+            assert_eq!(opened.router, 1, "the other one is asked immediately");
             seen[1] += 1;
         }
         opened.place(cluster.decode).await;
@@ -171,7 +171,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
     assert_eq!(seen, [2, 2]);
     cluster.counted("tandem_frontend_routers 2").await;
 
-    routers.set(0, Mode::Unready);
+    routers.set(0, Mode::NotReady);
     for _ in 0..5 {
         ask(&mut cluster, &mut routers, true).await;
     }
@@ -180,7 +180,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
     assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one is enough");
     let explained = cluster.send(hyper::Method::POST, CHAT, &[("x-tandem-explain", "true")], chat(json!({})).to_string()).await;
     assert_eq!(explained.json().await.1["prompts"][0]["explanation"], "1");
-    routers.set(1, Mode::Unready);
+    routers.set(1, Mode::NotReady);
     let (status, body) = cluster.get("/ready").await;
     assert_eq!((status, &body["status"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("no decode worker")));
 
@@ -237,7 +237,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     // Before the first token.
-    routers.set(first.router, Mode::Unready);
+    routers.set(first.router, Mode::NotReady);
     drop(first.replies);
     let mut second = routers.opened().await;
     if second.router == first.router {
@@ -248,7 +248,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     call.send(tokens(0, b"ab")).await;
     assert_eq!(second.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: Some(0) })));
     // And after it. At first no router is available: the answer continues.
-    routers.set(second.router, Mode::Unready);
+    routers.set(second.router, Mode::NotReady);
     cluster.counted("tandem_frontend_rebooked_total 1").await;
     drop(second.replies);
     cluster.counted("tandem_frontend_routers 0").await;
@@ -262,7 +262,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     cluster.counted("tandem_frontend_rebooked_total 2").await;
     // The worker is lost, too: this router re-routes the request.
     call.fail(Status::unavailable("killed")).await;
-    let Some(Message::Failed(failed)) = third.receives().await else { panic!("it hears of the failure") };
+    let Some(Message::Failed(failed)) = third.receives().await else { panic!("it receives the failure") };
     assert_eq!((failed.instance_id.as_str(), failed.generated_tokens), ("d0-instance", 4));
     third.place(cluster.decode).await;
     let call = cluster.call().await;
@@ -285,21 +285,21 @@ async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker(
     let first = routers.opened().await;
     first.place(cluster.decode).await;
     let call = cluster.call().await;
-    routers.set(first.router, Mode::Unready);
+    routers.set(first.router, Mode::NotReady);
     // Both at the same time: the frontend may notice either first.
     drop(first.replies);
     call.send(tandem_proto::v1::generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
-    let heard = loop {
+    let received = loop {
         let mut second = routers.opened().await;
         if second.router != first.router
-            && let Some(heard) = second.receives().await
+            && let Some(received) = second.receives().await
         {
             assert_eq!(second.prompt.existing, existing(true));
             second.place(cluster.decode).await;
-            break (heard, second);
+            break (received, second);
         }
     };
-    let (Message::Failed(failed), _second) = heard else { panic!("it hears of the failure: {:?}", heard.0) };
+    let (Message::Failed(failed), _second) = received else { panic!("it receives the failure: {:?}", received.0) };
     assert_eq!(failed.instance_id, "p0-instance");
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
@@ -316,8 +316,8 @@ async fn draining_router_keeps_requests_until_they_are_rebooked() {
     call.begin(Some(0)).await;
     call.send(tokens(0, b"ab")).await;
     assert!(matches!(first.receives().await, Some(Message::PrefillFinished(_))));
-    routers.set(0, Mode::Unready);
-    routers.set(1, Mode::Unready);
+    routers.set(0, Mode::NotReady);
+    routers.set(1, Mode::NotReady);
     cluster.counted("tandem_frontend_routers 0").await;
     first.send(route_reply::Message::Draining(Draining {})).await;
     // No other router is available: the draining one re-routes once more.
@@ -333,7 +333,7 @@ async fn draining_router_keeps_requests_until_they_are_rebooked() {
     while second.router != other || second.prompt.existing != existing(false) {
         second = routers.opened().await;
     }
-    assert_eq!(first.receives().await, None, "it is let go once another has the booking");
+    assert_eq!(first.receives().await, None, "its stream is closed when another router has the booking");
     call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = soon(reply).await.expect("the client lives").events().await;
     assert!(done);

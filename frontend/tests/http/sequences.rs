@@ -80,5 +80,5 @@ async fn requests_without_an_account_count_for_their_address() {
     let second = cluster.ask(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
     let reply = soon(second).await.expect("the client lives");
-    assert_eq!(reply.status(), StatusCode::OK, "a client that has gone gives its sequences back");
+    assert_eq!(reply.status(), StatusCode::OK, "a disconnected client releases its sequences");
 }

@@ -199,7 +199,7 @@ impl Cluster {
 
     /// A placement on a decode worker that is not reachable.
     pub fn unreachable(&self) -> route_reply::Message {
-        let decode = Candidate { worker: Some(worker("gone", "127.0.0.1:1")), ..Candidate::default() };
+        let decode = Candidate { worker: Some(worker("lost", "127.0.0.1:1")), ..Candidate::default() };
         route_reply::Message::Placement(Placement { decode: Some(decode), prefill: None, block_size: 16 })
     }
 
@@ -325,7 +325,7 @@ impl Reply {
 
     /// The next bytes of a stream.
     pub async fn more(&mut self) -> String {
-        let frame = soon(self.response.body_mut().frame()).await.expect("the stream goes on").expect("it is whole");
+        let frame = soon(self.response.body_mut().frame()).await.expect("the stream continues").expect("it is whole");
         String::from_utf8(frame.into_data().expect("it has no trailers").to_vec()).expect("events are text")
     }
 

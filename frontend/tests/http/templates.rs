@@ -62,7 +62,7 @@ async fn messages_too_many_for_a_quadratic_template_are_refused() {
     let template = "{% for m in messages %}{% for o in messages %}{% set x = o.content %}{% endfor %}{% endfor %}x";
     let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "" }); 10_000]).await;
     assert_eq!((status, &error["code"], &error["param"]), (StatusCode::BAD_REQUEST, &json!("too_many"), &json!("messages")));
-    assert!(error["message"].as_str().is_some_and(|message| message.contains("Send fewer or shorter messages")), "{error}");
+    assert!(error["message"].as_str().is_some_and(|message| message.contains("send fewer or shorter messages")), "{error}");
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! The cache against a naive model: a list of cached prefixes, searched from end to end for everything.
+//! The cache against a naive model: a list of cached prefixes that every operation searches completely.
 
 use super::tests::wanted;
 use super::{CacheSettings, Counts, Full, PrefixCache};
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCK_SIZE: usize = 2;
 
-/// Numbers choose among what there is at that moment, wrapping around.
+/// Numbers are indices into what exists when the operation runs, modulo its length.
 #[derive(Clone, Debug)]
 enum Op {
     Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },
@@ -41,7 +41,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A prefix of whole blocks, with everything that decides who may reuse it.
+/// A prefix of full blocks, with its namespace.
 #[derive(Clone, Debug, PartialEq)]
 struct Prefix {
     namespace: usize,
@@ -58,7 +58,7 @@ struct Entry {
     prefix: Prefix,
     hash: SequenceHash,
     block: BlockId,
-    /// The last step after which somebody held it or a prefix that continues it.
+    /// The last step in which it or a continuation of it was in use.
     used_at: usize,
 }
 
@@ -67,7 +67,7 @@ struct Sequence {
     namespace: usize,
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
-    /// Leading blocks that were found or committed, with or without success.
+    /// Leading blocks that were found, or for which a commit was tried.
     committed: usize,
 }
 
@@ -82,9 +82,9 @@ struct Model {
     hash_mask: u64,
     entries: Vec<Entry>,
     sequences: Vec<Sequence>,
-    /// Single blocks pinned once more.
+    /// Blocks with an additional pin.
     pins: Vec<BlockId>,
-    /// In use at the last clear, and since.
+    /// Blocks in use at the last clear and ever since.
     outdated: BTreeSet<BlockId>,
     step: usize,
 }
@@ -98,7 +98,7 @@ impl Model {
         self.entries.iter().find(|entry| entry.prefix == *prefix)
     }
 
-    /// The chained hash, weakened at each step as the cache weakens it.
+    /// The chained hash, masked at each step as in the cache.
     fn hash(&self, prefix: &Prefix) -> SequenceHash {
         let first = namespace(prefix.namespace).root(&HashKey::NONE);
         let blocks = prefix.tokens.chunks(BLOCK_SIZE);
@@ -109,7 +109,7 @@ impl Model {
         self.pins.contains(&block) || self.sequences.iter().any(|sequence| sequence.blocks.contains(&block))
     }
 
-    /// Somebody holds it or a prefix that continues it.
+    /// It or a continuation of it is in use.
     fn is_used(&self, prefix: &Prefix) -> bool {
         self.entries.iter().any(|entry| prefix.begins(&entry.prefix) && self.is_held(entry.block))
     }
@@ -134,7 +134,7 @@ impl Model {
         (1..=reuse_max).take_while(is_cached).count()
     }
 
-    /// Evicts for `blocks` fresh ones: the leaf that is longest out of use, again and again.
+    /// Evicts the least recently used leaf until `blocks` fresh ones are free.
     fn evict_for(&mut self, blocks: usize) {
         while (self.counts().free as usize) < blocks {
             let is_leaf = |entry: &Entry| {
@@ -157,7 +157,7 @@ impl Model {
     }
 }
 
-/// What a router knows: the parent of every hash.
+/// A router's view: the parent of every hash.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Replica {
     at_event_id: u64,
@@ -204,7 +204,7 @@ impl Replica {
 struct Run {
     cache: PrefixCache,
     model: Model,
-    /// The first has heard everything from the start, the others joined with a snapshot.
+    /// The first one has received all events, the others started from a snapshot.
     replicas: Vec<Replica>,
 }
 
@@ -295,13 +295,13 @@ impl Run {
 
     fn took_fresh(&mut self, block: BlockId, owner: usize) {
         let model = &mut self.model;
-        assert!(!model.blocks_in_use().contains(&block), "a block of somebody else was given away");
-        assert!(!model.entries.iter().any(|entry| entry.block == block), "a cached block was given away");
+        assert!(!model.blocks_in_use().contains(&block), "a block in use was allocated again");
+        assert!(!model.entries.iter().any(|entry| entry.block == block), "a cached block was allocated without eviction");
         model.outdated.remove(&block);
         model.sequences[owner].blocks.push(block);
     }
 
-    /// The next full block of the sequence.
+    /// Commits the next full block of the sequence.
     fn commit(&mut self, number: usize) {
         let model = &mut self.model;
         let sequence = &model.sequences[number];
@@ -322,7 +322,7 @@ impl Run {
         let foreign = foreign.map(|entry| entry.prefix.clone());
         let cached = may_be_shared && !foreign.as_ref().is_some_and(|foreign| model.is_used(foreign));
         if cached && let Some(foreign) = foreign {
-            // It makes room, with all that continues it.
+            // It is evicted with its continuations.
             model.entries.retain(|entry| !foreign.begins(&entry.prefix));
         }
         assert_eq!(stands, equal.filter(|_| cached).unwrap_or(block));
@@ -334,7 +334,7 @@ impl Run {
         sequence.committed += 1;
     }
 
-    /// A second owner of the full blocks.
+    /// Adds a second owner of the full blocks.
     fn fork(&mut self, number: usize) {
         let sequence = &self.model.sequences[number];
         let full = sequence.tokens.len() / BLOCK_SIZE;
@@ -380,17 +380,17 @@ impl Run {
         }
         let expected = Replica::from_snapshot(&self.cache.snapshot());
         for replica in &self.replicas {
-            assert_eq!(*replica, expected, "events lead to what the snapshot says");
+            assert_eq!(*replica, expected, "the events lead to the content of the snapshot");
         }
     }
 
     fn check(&self) {
         self.cache.check_invariants().unwrap();
         assert_eq!(self.cache.counts(), self.model.counts());
-        // Not from a snapshot: that would keep the pending event from growing.
+        // Not from a snapshot, which would end the merging of changes into the pending event.
         let found: BTreeSet<_> = self.cache.index.iter().map(|(hash, block)| (*hash, *block)).collect();
         let expected = self.model.entries.iter().map(|entry| (entry.hash, entry.block)).collect();
-        assert_eq!(found, expected, "the cache holds what the model holds");
+        assert_eq!(found, expected, "the cache equals the model");
     }
 }
 
@@ -402,22 +402,22 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_cache_does_what_the_model_does(capacity in 1..16_u32, ops in vec(op(), 1..120)) {
+    fn cache_equals_the_naive_model(capacity in 1..16_u32, ops in vec(op(), 1..120)) {
         Run::new(settings(capacity, true), 64).play(ops);
     }
 
     #[test]
-    fn collisions_are_never_hits_and_unpinned_blocks_yield_their_hash(capacity in 1..16_u32, hash_bits in 0..4_u32, ops in vec(op(), 1..120)) {
+    fn cache_with_collisions_equals_the_naive_model(capacity in 1..16_u32, hash_bits in 0..4_u32, ops in vec(op(), 1..120)) {
         Run::new(settings(capacity, true), hash_bits).play(ops);
     }
 
     #[test]
-    fn without_caching_blocks_only_come_and_go(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
+    fn cache_that_is_off_equals_the_naive_model(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
         Run::new(settings(capacity, false), 64).play(ops);
     }
 
     #[test]
-    fn the_events_name_blocks_by_the_hashes_that_a_router_is_asked_for(prompt in vec(any::<TokenId>(), 0..20)) {
+    fn events_have_the_hashes_of_sequence_hashes(prompt in vec(any::<TokenId>(), 0..20)) {
         let mut run = Run::new(settings(16, true), 64);
         run.play_one(Op::Acquire { namespace: 0, prompt: [prompt.clone(), vec![0]].concat(), reuse: true });
         run.play_one(Op::Commit { sequence: 0, blocks: prompt.len() / BLOCK_SIZE });

@@ -1,4 +1,4 @@
-//! One behaviour a test. Blocks have two tokens.
+//! One behaviour per test. Blocks have two tokens.
 
 use super::{CacheSettings, Counts, Full, PrefixCache};
 use crate::{BlockId, Change, HashKey, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
@@ -96,7 +96,7 @@ fn reuse_is_bounded_by_the_caller_and_by_full_blocks() {
 }
 
 #[test]
-fn namespaces_share_nothing() {
+fn namespaces_share_no_blocks() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let other = cache.acquire(&other_namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap();
@@ -104,7 +104,7 @@ fn namespaces_share_nothing() {
 }
 
 #[test]
-fn the_longest_unused_goes_first() {
+fn least_recently_used_block_is_evicted_first() {
     let mut cache = PrefixCache::new(SETTINGS);
     for prompt in [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5, 6, 6]] {
         run_and_release(&mut cache, &prompt);
@@ -120,7 +120,7 @@ fn the_longest_unused_goes_first() {
 }
 
 #[test]
-fn leaves_go_before_their_parents_in_whatever_order_they_were_released() {
+fn leaves_are_evicted_before_their_parents_in_any_order_of_release() {
     let all = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
     for order in all {
         let mut cache = PrefixCache::new(SETTINGS);
@@ -139,7 +139,7 @@ fn leaves_go_before_their_parents_in_whatever_order_they_were_released() {
 }
 
 #[test]
-fn a_used_prefix_outlives_its_unused_continuations() {
+fn used_prefix_stays_when_its_unused_continuations_are_evicted() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     run_and_release(&mut cache, &[1, 1, 3, 3]);
@@ -153,7 +153,7 @@ fn a_used_prefix_outlives_its_unused_continuations() {
 }
 
 #[test]
-fn a_block_is_in_use_while_one_after_it_is() {
+fn block_is_in_use_while_a_descendant_is() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     release(&mut cache, &blocks[..2]);
@@ -167,14 +167,14 @@ fn a_block_is_in_use_while_one_after_it_is() {
 }
 
 #[test]
-fn acquire_takes_all_or_nothing() {
+fn acquire_allocates_all_blocks_or_none() {
     let mut cache = PrefixCache::new(SETTINGS);
     let held = run(&mut cache, &namespace(), &[9, 9, 8, 8]);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let (events, counts) = (cache.last_event_id(), cache.counts());
     assert_eq!(counts, Counts { free: 2, cached: 2, in_use: 2 });
 
-    // The two found blocks cannot be evicted for the prompt that wants them: two free ones are all there is.
+    // The two found blocks cannot be evicted for the prompt that reuses them, so only two free ones are left.
     let prompt = [1, 1, 2, 2, 3, 3, 4, 4, 5];
     assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, 5)), Err(Full));
     assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, u32::MAX)), Err(Full));
@@ -183,7 +183,7 @@ fn acquire_takes_all_or_nothing() {
     assert_eq!((cache.last_event_id(), cache.counts()), (events, counts));
 
     let sparing = Wanted { spare_blocks: 1, ..wanted(3, 4) };
-    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "it would leave none for others");
+    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "it would leave no spare blocks");
     cache.check_invariants().unwrap();
 
     let fits = cache.acquire(&namespace(), &prompt[..7], wanted(3, 4)).unwrap();
@@ -195,7 +195,7 @@ fn acquire_takes_all_or_nothing() {
 }
 
 #[test]
-fn a_refused_prompt_does_not_refresh_what_it_found() {
+fn failed_acquire_does_not_refresh_the_blocks_it_found() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);
@@ -206,7 +206,7 @@ fn a_refused_prompt_does_not_refresh_what_it_found() {
 }
 
 #[test]
-fn nothing_is_evicted_while_there_are_free_blocks() {
+fn free_blocks_are_used_before_cached_ones_are_evicted() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let acquired = cache.acquire(&other_namespace(), &[7; 8], wanted(0, 4)).unwrap();
@@ -216,7 +216,7 @@ fn nothing_is_evicted_while_there_are_free_blocks() {
 }
 
 #[test]
-fn equal_blocks_are_merged_and_told_once() {
+fn equal_blocks_are_merged_and_stored_once() {
     let mut cache = PrefixCache::new(SETTINGS);
     // Both begin before either has committed, as two requests in one step do.
     let first = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
@@ -230,7 +230,7 @@ fn equal_blocks_are_merged_and_told_once() {
     assert_eq!(cache.counts(), Counts { free: 4, cached: 0, in_use: 2 });
     assert_eq!(changes(&mut cache), [stored(None, &hashes(&[1, 1, 2, 2]))]);
 
-    // Each request releases what it was given.
+    // Each request releases the blocks that it got.
     release(&mut cache, &[root, second[1]]);
     assert_eq!(cache.counts().in_use, 2);
     release(&mut cache, &[root, second[1]]);
@@ -238,7 +238,7 @@ fn equal_blocks_are_merged_and_told_once() {
 }
 
 #[test]
-fn merging_pins_a_block_that_was_out_of_use() {
+fn merging_pins_an_unused_block() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
@@ -266,10 +266,10 @@ fn a_shared_block_committed_by_both_owners_stays_one_block() {
 
 #[test]
 fn a_collision_is_never_a_hit() {
-    // With no bits at all, every block has hash 0.
+    // With 0 bits, every block has hash 0.
     let mut cache = PrefixCache::with_hash_bits(SETTINGS, 0);
     let first = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
-    assert_eq!(cache.take_events().len(), 1, "only the first block has got the hash");
+    assert_eq!(cache.take_events().len(), 1, "only the first block has the hash");
     let tenant = other_namespace();
     for (namespace, prompt, expected) in [
         (&namespace(), [1, 1, 2, 2], 1),
@@ -287,7 +287,7 @@ fn a_collision_is_never_a_hit() {
 }
 
 #[test]
-fn foreign_block_yields_its_hash_when_unpinned() {
+fn colliding_block_is_evicted_when_unpinned() {
     let mut cache = PrefixCache::with_hash_bits(SETTINGS, 0);
     let foreign = run(&mut cache, &namespace(), &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);
@@ -302,9 +302,9 @@ fn foreign_block_yields_its_hash_when_unpinned() {
 }
 
 #[test]
-fn evicted_foreign_block_takes_its_descendants_along() {
+fn colliding_block_is_evicted_with_its_descendants() {
     let mut cache = PrefixCache::new(SETTINGS);
-    // A tree that forks after its second block, out of use in an order of its own.
+    // A tree that forks after its second block, and whose branches become unused in another order.
     let short = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     run_and_release(&mut cache, &[1, 1, 2, 2, 4, 4]);
     release(&mut cache, &short);
@@ -313,11 +313,11 @@ fn evicted_foreign_block_takes_its_descendants_along() {
     let second = cache.find(&namespace(), &[1, 1, 2, 2], u32::MAX)[1];
     cache.evict_with_descendants(second);
     cache.check_invariants().unwrap();
-    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event tells all") };
+    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all") };
     let (three, four) = (hashes(&[1, 1, 2, 2, 3, 3])[2], hashes(&[1, 1, 2, 2, 4, 4])[2]);
-    assert!(removed[..2].contains(&three) && removed[..2].contains(&four), "children go first");
+    assert!(removed[..2].contains(&three) && removed[..2].contains(&four), "children are evicted first");
     assert_eq!(removed[2..], hashes(&[1, 1, 2, 2])[1..]);
-    assert_eq!((overlap(&cache, &[1, 1, 2, 2]), overlap(&cache, &[9, 9])), (1, 1), "nothing else goes");
+    assert_eq!((overlap(&cache, &[1, 1, 2, 2]), overlap(&cache, &[9, 9])), (1, 1), "no other block is evicted");
     assert_eq!(cache.counts(), Counts { free: 4, cached: 2, in_use: 0 });
 }
 
@@ -333,7 +333,7 @@ fn a_child_of_a_private_block_is_private() {
 }
 
 #[test]
-fn with_caching_off_nothing_is_found_kept_or_told() {
+fn cache_that_is_off_finds_keeps_and_reports_nothing() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);
@@ -346,7 +346,7 @@ fn with_caching_off_nothing_is_found_kept_or_told() {
 }
 
 #[test]
-fn what_is_in_use_when_cleared_is_private_from_then_on() {
+fn blocks_in_use_at_a_clear_stay_private() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[5, 5]);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2, 3, 3], wanted(0, 3)).unwrap().blocks;
@@ -367,21 +367,21 @@ fn what_is_in_use_when_cleared_is_private_from_then_on() {
     assert_eq!(cache.commit(&namespace(), None, blocks[2], &[3, 3]), blocks[2]);
     assert_eq!(cache.take_events(), []);
 
-    // The same prompt, computed anew, is.
-    let anew = run(&mut cache, &namespace(), &[1, 1]);
+    // The same prompt, computed again, is.
+    let again = run(&mut cache, &namespace(), &[1, 1]);
     assert_eq!(overlap(&cache, &[1, 1]), 1);
     release(&mut cache, &blocks);
     release(&mut cache, &[after]);
-    release(&mut cache, &anew);
+    release(&mut cache, &again);
     assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
 
-    // An old block that came back through the pool is as good as any.
+    // A block that was freed and allocated again is not outdated.
     run_and_release(&mut cache, &[6, 6, 7, 7, 8, 8, 9, 9, 4, 4]);
     assert_eq!(cache.counts(), Counts { free: 0, cached: 6, in_use: 0 });
 }
 
 #[test]
-fn clear_frees_a_block_held_only_through_the_one_after_it() {
+fn clear_frees_a_block_pinned_only_by_its_child() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     cache.release(blocks[0]);
@@ -393,7 +393,7 @@ fn clear_frees_a_block_held_only_through_the_one_after_it() {
 }
 
 #[test]
-fn neighbouring_changes_become_one_event() {
+fn successive_changes_are_merged_into_one_event() {
     let mut cache = PrefixCache::new(CacheSettings { capacity_blocks: 3, ..SETTINGS });
     run_and_release(&mut cache, &[1, 1, 2, 2, 3, 3]);
     run_and_release(&mut cache, &[1, 1, 4, 4, 5, 5]);
@@ -404,11 +404,11 @@ fn neighbouring_changes_become_one_event() {
     );
     assert_eq!(cache.last_event_id(), 3);
     run_and_release(&mut cache, &[6, 6, 7, 7]);
-    assert_eq!(changes(&mut cache).len(), 2, "the next events have neighbours again");
+    assert_eq!(changes(&mut cache).len(), 2, "later changes are merged again");
 }
 
 #[test]
-fn only_a_continuation_shares_an_event() {
+fn only_continuations_are_merged_into_a_stored_event() {
     let mut cache = PrefixCache::new(SETTINGS);
     for prompt in [&[1, 1][..], &[2, 2], &[1, 1, 3, 3]] {
         run_and_release(&mut cache, prompt);
@@ -419,21 +419,21 @@ fn only_a_continuation_shares_an_event() {
 }
 
 #[test]
-fn an_event_does_not_grow_after_its_id_was_told() {
+fn event_does_not_grow_after_its_id_was_returned() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     cache.commit(&namespace(), None, blocks[0], &[1, 1]);
     let snapshot = cache.snapshot();
     cache.commit(&namespace(), Some(blocks[0]), blocks[1], &[2, 2]);
 
-    // Who starts from the snapshot skips event 1, so the second block must come with event 2.
+    // A subscriber that starts from the snapshot skips event 1, so the second block must come with event 2.
     assert_eq!(snapshot.at_event_id, 1);
     let ids: Vec<_> = cache.take_events().iter().map(|event| event.event_id).collect();
     assert_eq!(ids, [1, 2]);
 }
 
 #[test]
-fn a_snapshot_has_as_few_chains_as_leaves() {
+fn snapshot_has_one_chain_per_leaf() {
     let mut cache = PrefixCache::new(CacheSettings { capacity_blocks: 16, ..SETTINGS });
     for prompt in [&[1, 1, 2, 2, 3, 3][..], &[1, 1, 2, 2, 4, 4], &[1, 1, 5, 5], &[6, 6]] {
         run_and_release(&mut cache, prompt);
@@ -456,7 +456,7 @@ fn a_snapshot_has_as_few_chains_as_leaves() {
 
 #[test]
 #[should_panic(expected = "released as often as it was pinned")]
-fn a_block_released_twice_is_noticed() {
+fn releasing_a_block_twice_panics() {
     let mut cache = PrefixCache::new(SETTINGS);
     let block = cache.allocate().unwrap();
     cache.release(block);
@@ -465,7 +465,7 @@ fn a_block_released_twice_is_noticed() {
 
 #[test]
 #[should_panic(expected = "only full blocks are shared")]
-fn a_partial_block_is_not_committed() {
+fn committing_a_partial_block_panics() {
     let mut cache = PrefixCache::new(SETTINGS);
     let block = cache.allocate().unwrap();
     cache.commit(&namespace(), None, block, &[1]);
@@ -473,7 +473,7 @@ fn a_partial_block_is_not_committed() {
 
 #[test]
 #[should_panic(expected = "a cached block keeps its content")]
-fn a_cached_block_is_not_committed_as_another() {
+fn committing_other_content_for_a_cached_block_panics() {
     let mut cache = PrefixCache::new(SETTINGS);
     let block = cache.allocate().unwrap();
     cache.commit(&namespace(), None, block, &[1, 1]);
@@ -482,13 +482,13 @@ fn a_cached_block_is_not_committed_as_another() {
 
 #[test]
 #[should_panic(expected = "only an owner of a block can share it")]
-fn a_free_block_is_not_pinned() {
+fn pinning_a_free_block_panics() {
     let mut cache = PrefixCache::new(SETTINGS);
     cache.pin(BlockId(0));
 }
 
 #[test]
-fn a_cache_without_blocks_refuses_everything() {
+fn cache_without_blocks_is_always_full() {
     let mut cache = PrefixCache::new(CacheSettings { capacity_blocks: 0, ..SETTINGS });
     assert_eq!(cache.allocate(), Err(Full));
     assert_eq!(cache.acquire(&namespace(), &[1], wanted(0, 1)), Err(Full));

@@ -1,4 +1,4 @@
-//! etcd: where it is, who we are to it, and connections to it.
+//! Connections to etcd: settings, errors and reconnection.
 
 use crate::Secret;
 use etcd_client::{Certificate, Channel, Client, ConnectOptions, Identity, TlsOptions};
@@ -12,82 +12,82 @@ use std::{
 use tandem_proto::ClusterKey;
 use tonic::transport::Endpoint;
 
-/// etcd answers in milliseconds; who does not within this time is tried later, and another endpoint first.
+/// Timeout of a call; etcd answers in milliseconds. After it, the next endpoint is tried.
 pub(super) const CALL_WAIT: Duration = Duration::from_secs(3);
-/// Pauses between tries: a restart of etcd is noticed within a second, and its absence costs nearly nothing.
+/// Backoff between attempts to connect: a restart of etcd is noticed within two seconds, and its absence costs next to nothing.
 pub(super) const PAUSE_MIN: Duration = Duration::from_millis(100);
 pub(super) const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// A silent connection is given up after both. etcd closes connections that ping more often than every 5 s.
+/// A silent connection is closed after both. etcd closes connections that ping more often than every 5 s.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How etcd is used.
+/// Settings of the connection to etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdSettings {
-    /// `host:port` of its members; any of them will do.
+    /// `host:port` of its servers; one that can be reached suffices.
     pub endpoints: Vec<String>,
-    /// Name and password, if it wants to know who asks.
+    /// User name and password; absent: no authentication.
     pub user: Option<(String, Secret)>,
-    /// Encrypted, if there is something here.
+    /// Settings of TLS; absent: connections are not encrypted.
     pub tls: Option<EtcdTls>,
-    /// The cluster's name: part of every key.
+    /// The cluster's name, which is part of every key.
     pub cluster: String,
     /// The key with which registrations are signed. Registrations without its signature are ignored, so that a program that may write to
     /// etcd cannot make this cluster's processes connect to it and send it their bearer token.
     pub key: ClusterKey,
-    /// A process that is not heard of for so long is taken off the list.
+    /// A process that does not renew its lease for this long is deregistered.
     pub lease_ttl: Duration,
 }
 
-/// PEM files. They are read at every connection, so that they may be replaced.
+/// PEM files. They are read at every connection, so they may be replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTls {
-    /// Who vouches for etcd.
+    /// The CA certificate for verifying etcd.
     pub ca: PathBuf,
-    /// Who we are: a certificate and its key.
+    /// The client certificate and its key.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
-/// Why etcd cannot be used now.
+/// Why etcd cannot be used at present.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    /// A file of [`EtcdTls`].
+    /// A file of [`EtcdTls`] cannot be read.
     #[error("{} cannot be read; check --etcd-ca, --etcd-cert and --etcd-key", .path.display())]
     File {
-        /// As it was set.
+        /// As given in the settings.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         #[source]
         cause: io::Error,
     },
-    /// What is in the files, or an endpoint that is none.
+    /// The content of a file, or an endpoint, is invalid.
     #[error("etcd at {endpoint} cannot be used with these settings")]
     Settings {
-        /// Which of them.
+        /// The endpoint.
         endpoint: String,
-        /// What is wrong.
+        /// The error.
         #[source]
         cause: tonic::transport::Error,
     },
-    /// Nobody there, or nobody we trust.
+    /// The endpoint cannot be reached, or its certificate is not trusted.
     #[error("etcd at {endpoint} cannot be reached")]
     Unreachable {
-        /// Which of them.
+        /// The endpoint.
         endpoint: String,
-        /// Why.
+        /// The error.
         #[source]
         cause: tonic::transport::Error,
     },
-    /// It answers with an error.
-    #[error("etcd refuses or fails")]
+    /// etcd answered with an error.
+    #[error("etcd answered with an error")]
     Failed(#[from] etcd_client::Error),
-    /// It does not answer.
+    /// etcd did not answer in time.
     #[error("etcd did not answer in {CALL_WAIT:?}")]
     Silent,
-    /// A stream has ended.
+    /// etcd closed a stream.
     #[error("etcd has closed the stream")]
     Closed,
-    /// A watch has ended: history it needs is gone, or etcd has lost its leader.
+    /// etcd cancelled the watch: its revision was compacted, or etcd has lost its leader.
     #[error("etcd has cancelled the watch")]
     Cancelled,
     /// The lease has expired, or etcd has lost it.
@@ -96,7 +96,10 @@ pub enum EtcdError {
 }
 
 impl EtcdSettings {
-    /// Whether they could be used, as far as one can tell without etcd.
+    /// Checks the settings as far as possible without a connection.
+    ///
+    /// # Errors
+    /// A file cannot be read, or a file or endpoint is invalid.
     pub fn check(&self) -> Result<(), EtcdError> {
         self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop))
     }
@@ -122,7 +125,7 @@ fn read(path: &Path) -> Result<Vec<u8>, EtcdError> {
     fs::read(path).map_err(|cause| EtcdError::File { path: path.to_owned(), cause })
 }
 
-/// Connects to one endpoint after the other: the next when one fails.
+/// Connects to the endpoints in turn.
 #[derive(Debug)]
 pub(super) struct Connector {
     pub(super) settings: EtcdSettings,
@@ -130,7 +133,7 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// Begins with any, so that not all processes ask the same one.
+    /// Begins with a random endpoint, so that the processes use all of them.
     pub(super) fn new(settings: EtcdSettings) -> Self {
         Self { settings, next: RandomState::new().hash_one(0) as usize % 1_024 }
     }
@@ -141,7 +144,7 @@ impl Connector {
         self.next = self.next.wrapping_add(1);
         let channel = self.settings.endpoint(address)?.connect().await;
         let channel = channel.map_err(|cause| EtcdError::Unreachable { endpoint: address.clone(), cause })?;
-        // A member that is cut off from the others says so instead of showing an old state.
+        // A server without a leader fails instead of returning an old state.
         let mut options = ConnectOptions::new().with_require_leader(true);
         if let Some((name, password)) = &self.settings.user {
             options = options.with_user(name, password.expose()).with_auto_token_refresh(true);
@@ -150,7 +153,7 @@ impl Connector {
     }
 }
 
-/// An answer, or the lack of one.
+/// Applies [`CALL_WAIT`] to a call.
 pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, etcd_client::Error>>) -> Result<T, EtcdError> {
     Ok(tokio::time::timeout(CALL_WAIT, answer).await.map_err(|_| EtcdError::Silent)??)
 }

@@ -1,7 +1,7 @@
-//! A list, or a file with one that is read again while the process runs.
+//! A static member list, or a file with one that is polled while the process runs.
 //!
-//! A file that changes badly changes nothing: the last good list stays until there is another. One that is just being written
-//! is not half believed: a change counts when two looks in a row see the same.
+//! If the file becomes invalid, the last valid list stays in use. A file may be read while it is being written, so a change counts only when two polls
+//! in a row read the same text.
 
 use super::{ADDRESSES_MAX, DiscoveryError};
 use std::{
@@ -13,52 +13,52 @@ use std::{
 };
 use tandem_proto::channel::{self, InvalidAddress};
 
-/// Between two looks at a file: a worker that is added is found within two of them, and a look costs next to nothing.
-const LOOK: Duration = Duration::from_millis(500);
-/// A file of so many addresses is not a list of workers.
+/// Interval between polls of a file: an added worker is found within two of them, and a poll costs next to nothing.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Largest file that is read.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// A file that is looked at again and again.
+/// A file that is polled.
 #[derive(Debug)]
 pub(super) struct Watched {
     path: PathBuf,
-    /// As it was read last.
+    /// Its text at the last poll.
     text: String,
-    /// What was wrong with it then, so that it is logged once.
-    told: Option<DiscoveryError>,
+    /// The last error that was logged, so that it is logged once.
+    reported: Option<DiscoveryError>,
 }
 
 impl Watched {
-    /// Reads it for the first time.
+    /// Reads the file for the first time.
     pub(super) fn open(path: PathBuf) -> Result<(BTreeSet<String>, Self), DiscoveryError> {
         let text = read(&path)?;
-        Ok((parsed(&text)?, Self { path, text, told: None }))
+        Ok((parsed(&text)?, Self { path, text, reported: None }))
     }
 
-    /// Resolves when it lists others than these. Cancel-safe.
+    /// Resolves when the file lists other addresses than `now`. Cancel-safe.
     pub(super) async fn changed(&mut self, now: &BTreeSet<String>) -> BTreeSet<String> {
         loop {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let path = self.path.clone();
-            let look = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
-            let listed = match look {
-                // Another text than before may be half of what is to come.
+            let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
+            let listed = match polled {
+                // The file may still be being written.
                 Ok(text) if text != self.text => {
                     self.text = text;
                     continue;
                 }
-                look => look.and_then(|text| parsed(&text)),
+                polled => polled.and_then(|text| parsed(&text)),
             };
             match listed {
                 Ok(listed) => {
-                    self.told = None;
+                    self.reported = None;
                     if listed != *now {
                         return listed;
                     }
                 }
-                Err(error) if self.told.as_ref() != Some(&error) => {
-                    tracing::warn!("the list stays as it was: {error}");
-                    self.told = Some(error);
+                Err(error) if self.reported.as_ref() != Some(&error) => {
+                    tracing::warn!("member list unchanged: {error}");
+                    self.reported = Some(error);
                 }
                 Err(_) => {}
             }
@@ -96,15 +96,15 @@ mod tests {
     use super::*;
     use crate::{
         Metrics,
-        discovery::{Members, Workers},
+        discovery::{MemberSource, Members},
     };
 
     fn list(addresses: &[&str]) -> BTreeSet<String> {
         addresses.iter().map(|address| (*address).to_owned()).collect()
     }
 
-    fn open(workers: Workers) -> Result<Members, DiscoveryError> {
-        workers.open(&Metrics::default())
+    fn open(source: MemberSource) -> Result<Members, DiscoveryError> {
+        source.open(&Metrics::default())
     }
 
     fn write(path: &Path, text: &str) {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_checked_and_said_twice_is_said_once() {
+    fn lists_are_checked_and_deduplicated() {
         let members = open(["a:1", "b:2", "a:1"].map(str::to_owned).into_iter().collect()).expect("valid");
         assert_eq!(*members.now(), list(&["a:1", "b:2"]));
         assert_eq!(parsed("# all\n a:1 # first\n\nb:2\r\n"), Ok(list(&["a:1", "b:2"])));
@@ -122,10 +122,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_at_the_start_is_told_at_the_start() {
+    fn open_rejects_invalid_files() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
-        let opened = || open(Workers::File(path.clone())).map(drop).map_err(|error| error.to_string());
+        let opened = || open(MemberSource::File(path.clone())).map(drop).map_err(|error| error.to_string());
         assert!(opened().is_err_and(|error| error.contains("cannot be read")));
         write(&path, "worker-1\n");
         assert!(opened().is_err_and(|error| error.contains("write host:port")));
@@ -136,20 +136,20 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_file_is_followed_and_its_mistakes_change_nothing() {
+    async fn file_changes_are_found_and_invalid_files_change_nothing() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");
-        let mut members = open(Workers::File(path.clone())).expect("valid");
+        let mut members = open(MemberSource::File(path.clone())).expect("valid");
         for (text, then) in [("a:1\nb:2\n", list(&["a:1", "b:2"])), ("b:2\n", list(&["b:2"])), ("", list(&[]))] {
             write(&path, text);
             members.changed().await;
             assert_eq!(*members.now(), then, "{text:?}");
         }
         write(&path, "nonsense");
-        assert!(tokio::time::timeout(LOOK * 5, members.changed()).await.is_err());
+        assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err());
         std::fs::remove_file(&path).expect("ours");
-        assert!(tokio::time::timeout(LOOK * 5, members.changed()).await.is_err());
+        assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err());
         assert_eq!(*members.now(), list(&[]));
         write(&path, "c:3");
         members.changed().await;
@@ -157,16 +157,16 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_text_that_is_still_growing_is_waited_for() {
+    async fn file_that_is_still_being_written_does_not_count() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\nb:2\n");
-        let mut members = open(Workers::File(path.clone())).expect("valid");
+        let mut members = open(MemberSource::File(path.clone())).expect("valid");
         let mut changed = Box::pin(members.changed());
         for text in ["", "a:1\n", "a:1\nb:2\n", "a:1\nb:2\nc:3\n"] {
             write(&path, text);
-            let one_look = LOOK + Duration::from_millis(1);
-            assert!(tokio::time::timeout(one_look, changed.as_mut()).await.is_err(), "{text:?}");
+            let one_poll = POLL_INTERVAL + Duration::from_millis(1);
+            assert!(tokio::time::timeout(one_poll, changed.as_mut()).await.is_err(), "{text:?}");
         }
         changed.await;
         assert_eq!(*members.now(), list(&["a:1", "b:2", "c:3"]));

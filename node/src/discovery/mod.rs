@@ -1,67 +1,68 @@
-//! Who is in the cluster: a list, a file, or etcd.
+//! Discovery: the addresses of peers, from a list, a file or etcd.
 
-mod card;
 mod etcd;
-mod follow;
 mod list;
+mod record;
 mod register;
+mod watch;
 
-pub use card::{Card, Role};
 pub use etcd::{EtcdError, EtcdSettings, EtcdTls};
+pub use record::{MemberRecord, Role};
 pub use register::register;
 
 use crate::Metrics;
 use std::{collections::BTreeSet, path::PathBuf};
 use tandem_proto::ClusterKey;
-use tokio::{sync::watch, task::JoinSet};
+use tokio::{sync::watch::Receiver, task::JoinSet};
 
-/// Addresses that one process follows. A router keeps a connection to each; more than these want several clusters.
+/// Addresses that one process may have as peers. A router keeps a connection to each; larger clusters must be divided.
 const ADDRESSES_MAX: usize = 1_024;
 
-/// Where it is said who is there.
+/// Where the addresses of peers come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Workers {
-    /// `host:port` of each, for the process's life.
+pub enum MemberSource {
+    /// A static list of `host:port`.
     List(Vec<String>),
-    /// A file with one `host:port` a line; what follows a `#` is for people.
+    /// A file with one `host:port` per line and comments after `#`. It is read again while the process runs.
     File(PathBuf),
-    /// Whoever registers there with one of these roles.
+    /// The processes that are registered in etcd with one of these roles.
     Etcd(EtcdSettings, Vec<Role>),
 }
 
-impl FromIterator<String> for Workers {
+impl FromIterator<String> for MemberSource {
     fn from_iter<I: IntoIterator<Item = String>>(addresses: I) -> Self {
         Self::List(addresses.into_iter().collect())
     }
 }
 
-/// Why a list cannot be used.
+/// Why the addresses cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
     /// Not `host:port`.
     #[error("the address {address:?} cannot be used; write host:port")]
     Address {
-        /// As it was given.
+        /// As given in the settings.
         address: String,
     },
-    /// More than one process can follow.
-    #[error("{found} addresses are listed, {ADDRESSES_MAX} are possible; make several clusters of them")]
+    /// There are more addresses than one process can have as peers.
+    #[error("{found} addresses are listed, at most {ADDRESSES_MAX} are allowed; divide them into several clusters")]
     TooMany {
-        /// How many.
+        /// Their number.
         found: usize,
     },
     /// The file cannot be read.
-    #[error("the list {} cannot be read ({problem}); write it, one host:port a line", .path.display())]
+    #[error("the member list {} cannot be read ({problem}); write one host:port per line", .path.display())]
     File {
-        /// As it was given.
+        /// As given in the settings.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         problem: String,
     },
 }
 
-impl Workers {
-    /// The same among processes with this key: registrations in etcd count only if they are signed with it. Listed addresses need no signature.
+impl MemberSource {
+    /// Returns the same source for a cluster with this key: registrations in etcd count only if they are signed with it. Listed addresses need no
+    /// signature.
     pub fn with_key(self, key: ClusterKey) -> Self {
         match self {
             Self::Etcd(settings, roles) => Self::Etcd(EtcdSettings { key, ..settings }, roles),
@@ -69,7 +70,10 @@ impl Workers {
         }
     }
 
-    /// Reads the list for the first time: what is wrong now is told now. etcd is asked from now on, and may be away.
+    /// Opens the source. A list or file is read now; etcd is watched from now on, and may be unreachable.
+    ///
+    /// # Errors
+    /// The list or file cannot be used.
     pub fn open(self, metrics: &Metrics) -> Result<Members, DiscoveryError> {
         let (now, source) = match self {
             Self::List(list) => (list::checked(list.into_iter())?, Source::List),
@@ -78,7 +82,7 @@ impl Workers {
                 (now, Source::File(file))
             }
             Self::Etcd(settings, roles) => {
-                let (addresses, task) = follow::follow(settings, roles, metrics);
+                let (addresses, task) = watch::watch(settings, roles, metrics);
                 (BTreeSet::new(), Source::Etcd { addresses, _task: task })
             }
         };
@@ -86,7 +90,7 @@ impl Workers {
     }
 }
 
-/// Who is listed now.
+/// The current addresses of a [`MemberSource`].
 #[derive(Debug)]
 pub struct Members {
     now: BTreeSet<String>,
@@ -97,28 +101,28 @@ pub struct Members {
 enum Source {
     List,
     File(list::Watched),
-    Etcd { addresses: watch::Receiver<BTreeSet<String>>, _task: JoinSet<()> },
+    Etcd { addresses: Receiver<BTreeSet<String>>, _task: JoinSet<()> },
 }
 
 impl Members {
-    /// Their addresses.
+    /// Returns the addresses as of the last [`Members::changed`].
     pub fn now(&self) -> &BTreeSet<String> {
         &self.now
     }
 
-    /// Whether being listed no more is only a hint: etcd may have lost its data, or be cut off from a process that lives. The
-    /// operator's list is an order.
-    pub fn are_hints(&self) -> bool {
+    /// Whether a removal is only advisory: a process that is deregistered from etcd may still be running, because etcd may have lost its data or
+    /// its connection to it. A removal from the operator's list is an order.
+    pub fn are_advisory(&self) -> bool {
         matches!(self.source, Source::Etcd { .. })
     }
 
-    /// Resolves when they have changed; never for a list. Cancel-safe.
+    /// Resolves when the addresses have changed; never for a static list. Cancel-safe.
     pub async fn changed(&mut self) {
         self.now = match &mut self.source {
             Source::List => std::future::pending().await,
             Source::File(file) => file.changed(&self.now).await,
             Source::Etcd { addresses, .. } => {
-                addresses.changed().await.expect("the task tells until it is dropped");
+                addresses.changed().await.expect("the task keeps the sender until it is dropped");
                 addresses.borrow_and_update().clone()
             }
         };

@@ -1,74 +1,74 @@
-//! A process's own key in etcd, under a lease: kept alive, put again when it is lost, taken away when the process drains.
+//! Registration: a process's own key in etcd, under a lease that is kept alive. A lost key is put again; a process that drains deregisters.
 
 use super::{
-    card::Card,
     etcd::{self, Connector, EtcdError, EtcdSettings, in_time},
-    follow::connected,
+    record::MemberRecord,
+    watch::connected_gauge,
 };
-use crate::{Metrics, Shutdown, Tries, retry::complaint};
+use crate::{Backoff, Metrics, Shutdown, retry::error_chain};
 use etcd_client::{Client, Compare, CompareOp, PutOptions, Txn, TxnOp};
 use metrics::{Counter, Gauge};
 use tokio::time::{sleep, timeout};
 
-/// Keeps the process on the list until the shutdown drains, and takes it off then. etcd may be away, at the start or later: the
-/// process is put on the list whenever it is there, and nobody waits for that. Dropped, the lease runs out by itself.
-pub async fn register(settings: EtcdSettings, card: Card, metrics: &Metrics, shutdown: &Shutdown) {
+/// Keeps the process registered until it drains, then deregisters it. etcd may be unreachable at any time: the process is registered as soon as etcd
+/// can be reached. If the future is dropped, the lease expires by itself.
+pub async fn register(settings: EtcdSettings, record: MemberRecord, metrics: &Metrics, shutdown: &Shutdown) {
     let again = metrics.counter(
         "tandem_discovery_reregistrations_total",
-        "Times the process was put on etcd's list again, as its lease or the connection was lost.",
+        "Times the process was registered in etcd again, because its lease or connection was lost.",
         &[],
     );
-    let connected = connected(metrics, "registration");
-    let mut registrar = Registrar { connector: Connector::new(settings), card, connected, again, held: None };
-    let mut tries = Tries::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
+    let connected = connected_gauge(metrics, "registration");
+    let mut registrar = Registrar { connector: Connector::new(settings), record, connected, again, held: None };
+    let mut backoff = Backoff::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
     loop {
         let error = tokio::select! {
             () = shutdown.draining() => break,
-            kept = registrar.keep(&mut tries) => match kept {
+            kept = registrar.keep(&mut backoff) => match kept {
                 Ok(never) => match never {},
                 Err(error) => error,
             },
         };
         registrar.connected.set(0.0);
-        let complaint = complaint(&error);
-        if tries.is_news(&complaint) {
-            tracing::warn!("not on etcd's list, trying again: {complaint}");
+        let error = error_chain(&error);
+        if backoff.is_new_error(&error) {
+            tracing::warn!("registration in etcd failed, retrying: {error}");
         }
         tokio::select! {
             () = shutdown.draining() => break,
-            () = sleep(tries.pause()) => {}
+            () = sleep(backoff.next_delay()) => {}
         }
     }
-    registrar.leave().await;
+    registrar.deregister().await;
 }
 
 struct Registrar {
     connector: Connector,
-    card: Card,
+    record: MemberRecord,
     connected: Gauge,
     again: Counter,
-    /// The newest lease and where it was granted.
+    /// The newest lease, and the client that it was granted to.
     held: Option<(Client, i64)>,
 }
 
 impl Registrar {
-    /// One lease's life. A lease that is left behind has no key any more and runs out.
-    async fn keep(&mut self, tries: &mut Tries) -> Result<std::convert::Infallible, EtcdError> {
+    /// Registers under a new lease and keeps it alive; returns why it was lost. An older lease has no key any more, and expires.
+    async fn keep(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let EtcdSettings { cluster, lease_ttl, key: cluster_key, .. } = &self.connector.settings;
-        let (key, value) = (self.card.key(cluster), self.card.clone().signed(cluster, cluster_key).to_json());
+        let (key, value) = (self.record.key(cluster), self.record.clone().signed(cluster, cluster_key).to_json());
         let lease = in_time(client.lease_grant(lease_ttl.as_secs().max(1) as i64, None)).await?.id();
         let again = self.held.replace((client.clone(), lease)).is_some();
         let put = || TxnOp::put(&*key, &*value, Some(PutOptions::new().with_lease(lease)));
         in_time(client.txn(Txn::new().and_then([put()]))).await?;
         self.again.increment(u64::from(again));
         self.connected.set(1.0);
-        tracing::info!(key, address = %self.card.address, again, "on etcd's list");
+        tracing::info!(key, address = %self.record.address, again, "registered in etcd");
         let (mut keeper, mut replies) = in_time(client.lease_keep_alive(lease)).await?;
         loop {
             tokio::select! {
                 () = sleep(*lease_ttl / 3) => {}
-                // Nothing was asked: it is the stream's end.
+                // No request is open, so this is the end of the stream.
                 end = replies.message() => {
                     end?;
                     return Err(EtcdError::Closed);
@@ -76,22 +76,22 @@ impl Registrar {
             }
             in_time(keeper.keep_alive()).await?;
             let reply = in_time(replies.message()).await?.ok_or(EtcdError::Closed)?;
-            // etcd says so instead of an error.
+            // etcd reports a lost lease so, not as an error.
             if reply.ttl() <= 0 {
                 return Err(EtcdError::LeaseLost);
             }
-            tries.reset();
-            // Somebody may have deleted the key, or restored an older state, with the lease in it.
+            backoff.reset();
+            // The key may have been deleted, or an older state of etcd restored, without the lease being lost.
             let absent = Compare::version(&*key, CompareOp::Equal, 0);
             in_time(client.txn(Txn::new().when([absent]).and_then([put()]))).await?;
         }
     }
 
-    async fn leave(&mut self) {
+    async fn deregister(&mut self) {
         let Some((mut client, lease)) = self.held.take() else { return };
         match timeout(etcd::CALL_WAIT, client.lease_revoke(lease)).await {
-            Ok(Ok(_)) => tracing::info!("off etcd's list"),
-            _ => tracing::info!("etcd cannot be told that the process leaves; its lease runs out by itself"),
+            Ok(Ok(_)) => tracing::info!("deregistered from etcd"),
+            _ => tracing::info!("etcd cannot be reached to deregister; the lease expires by itself"),
         }
         self.connected.set(0.0);
     }

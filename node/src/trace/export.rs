@@ -1,4 +1,4 @@
-//! Ended spans on their way to the collector: a bounded queue, and a task that sends batches of it.
+//! Export of ended spans: a bounded queue, and a task that sends batches to the collector.
 
 use super::Metrics;
 use metrics::Counter;
@@ -17,18 +17,18 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// Spans that wait for the collector: some seconds of a busy process, a few megabytes.
-const WAITING_MAX: usize = 4_096;
-/// In one message.
+/// Spans queued for the collector: those of some seconds of a busy process, a few megabytes.
+const QUEUE_MAX: usize = 4_096;
+/// Spans in one message.
 const BATCH_MAX: usize = 512;
-/// The oldest span of a batch waits for so long.
-const GATHER: Duration = Duration::from_secs(1);
-/// A collector that takes longer for a batch is away.
+/// The longest time that a span waits for its batch to fill.
+const BATCH_WAIT: Duration = Duration::from_secs(1);
+/// Timeout for one batch.
 const SEND_WAIT: Duration = Duration::from_secs(10);
 
-/// The collector's address cannot be used.
+/// The collector's address is invalid.
 #[derive(Debug, thiserror::Error)]
-#[error("--otlp-endpoint {endpoint} cannot be used; write http://host:4317, the gRPC address of a collector")]
+#[error("invalid --otlp-endpoint {endpoint}; write http://host:4317, the gRPC address of a collector")]
 pub struct TraceError {
     endpoint: String,
     #[source]
@@ -40,20 +40,20 @@ enum Item {
     Flush(oneshot::Sender<()>),
 }
 
-/// Takes what has ended. Never waits.
+/// Queues ended spans. Never waits.
 #[derive(Clone, Debug)]
 pub(super) struct Queue {
     items: mpsc::Sender<Item>,
     lost: Counter,
 }
 
-/// Sends what is in the queue.
-struct Sending {
+/// Sends the queued spans.
+struct Exporter {
     items: mpsc::Receiver<Item>,
     exporter: SpanExporter,
     sent: Counter,
     lost: Counter,
-    is_well: bool,
+    is_healthy: bool,
 }
 
 pub(super) fn start(
@@ -72,16 +72,15 @@ pub(super) fn start(
     }
     let mut exporter = builder.build().map_err(|cause| unusable(Some(cause)))?;
     exporter.set_resource(resource);
-    let spans =
-        |result| metrics.counter("tandem_trace_spans_total", "Ended spans, by what became of them.", &[("result", result)]);
-    let (sender, items) = mpsc::channel(WAITING_MAX);
+    let spans = |result| metrics.counter("tandem_trace_spans_total", "Ended spans, by result.", &[("result", result)]);
+    let (sender, items) = mpsc::channel(QUEUE_MAX);
     let (sent, lost) = (spans("sent"), spans("lost"));
     let queue = Queue { items: sender, lost: lost.clone() };
-    Ok((queue, Sending { items, exporter, sent, lost, is_well: true }.run()))
+    Ok((queue, Exporter { items, exporter, sent, lost, is_healthy: true }.run()))
 }
 
 impl Queue {
-    /// Resolves when all that has ended so far is sent or lost.
+    /// Resolves when all spans that have ended are sent or lost.
     pub(super) async fn flush(&self) {
         let (done, is_done) = oneshot::channel();
         if self.items.send(Item::Flush(done)).await.is_ok() {
@@ -94,7 +93,7 @@ impl SpanProcessor for Queue {
     fn on_start(&self, _: &mut Span, _: &Context) {}
 
     fn on_end(&self, span: SpanData) {
-        tell(&span);
+        log(&span);
         if self.items.try_send(Item::Span(Box::new(span))).is_err() {
             self.lost.increment(1);
         }
@@ -109,26 +108,26 @@ impl SpanProcessor for Queue {
     }
 }
 
-/// The log's line of a request that is sampled: one from each process that had to do with it.
-fn tell(span: &SpanData) {
+/// Logs a line for each sampled request; each process that serves the request logs one.
+fn log(span: &SpanData) {
     if span.parent_span_id != SpanId::INVALID && !span.parent_span_is_remote {
         return;
     }
     let duration = span.end_time.duration_since(span.start_time).unwrap_or_default();
-    let facts = span.attributes.iter().map(|fact| format!("{}={}", fact.key, fact.value));
+    let attributes = span.attributes.iter().map(|attribute| format!("{}={}", attribute.key, attribute.value));
     tracing::info!(
         target: "tandem_trace",
         trace_id = %span.span_context.trace_id(),
         span_id = %span.span_context.span_id(),
         parent_span_id = %span.parent_span_id,
         duration_ms = duration.as_secs_f64() * 1e3,
-        facts = facts.collect::<Vec<_>>().join(" "),
+        attributes = attributes.collect::<Vec<_>>().join(" "),
         "{}", span.name,
     );
 }
 
-impl Sending {
-    /// Until nobody makes spans any more.
+impl Exporter {
+    /// Runs until all tracers are dropped.
     async fn run(mut self) {
         let (mut batch, mut due) = (Vec::new(), Instant::now());
         loop {
@@ -137,7 +136,7 @@ impl Sending {
                 item = self.items.recv() => match item {
                     Some(Item::Span(span)) => {
                         if batch.is_empty() {
-                            due = Instant::now() + GATHER;
+                            due = Instant::now() + BATCH_WAIT;
                         }
                         batch.push(*span);
                         if batch.len() < BATCH_MAX {
@@ -153,7 +152,7 @@ impl Sending {
                 self.send(std::mem::take(&mut batch)).await;
             }
             if let Some(done) = flushed {
-                // Who asked may have given up.
+                // The caller may have stopped waiting.
                 let _ = done.send(());
             }
             if ended {
@@ -164,18 +163,18 @@ impl Sending {
 
     async fn send(&mut self, batch: Vec<SpanData>) {
         let spans = batch.len() as u64;
-        let problem = match timeout(SEND_WAIT, self.exporter.export(batch)).await {
+        let error = match timeout(SEND_WAIT, self.exporter.export(batch)).await {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(error.to_string()),
-            Err(_) => Some("it does not answer".to_owned()),
+            Err(_) => Some("timeout".to_owned()),
         };
-        match (&problem, self.is_well) {
-            (Some(problem), true) => tracing::warn!(problem, "the OTLP collector takes no spans; they are lost until it does"),
-            (None, false) => tracing::info!("the OTLP collector takes spans again"),
+        match (&error, self.is_healthy) {
+            (Some(error), true) => tracing::warn!(error, "OTLP export failed; spans are lost until it succeeds"),
+            (None, false) => tracing::info!("OTLP export succeeded again"),
             _ => {}
         }
-        self.is_well = problem.is_none();
-        if self.is_well { &self.sent } else { &self.lost }.increment(spans);
+        self.is_healthy = error.is_none();
+        if self.is_healthy { &self.sent } else { &self.lost }.increment(spans);
     }
 }
 
@@ -185,7 +184,7 @@ mod tests {
     use crate::trace::{TraceSettings, Tracer};
 
     #[tokio::test]
-    async fn without_a_collector_spans_are_lost_and_counted() {
+    async fn spans_without_a_collector_are_lost_and_counted() {
         let metrics = Metrics::default();
         let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
         let endpoint = format!("http://{closed}");
@@ -199,7 +198,7 @@ mod tests {
         tracer.flush(Duration::from_secs(60)).await;
         let page = metrics.render();
         assert!(page.contains("tandem_trace_spans_total{result=\"lost\"} 3"), "{page}");
-        // Nobody takes them from the queue yet.
+        // Nothing is taken from the queue.
         let settings = TraceSettings {
             endpoint: format!("http://{closed}"),
             sample_ratio: 1.0,
@@ -207,14 +206,14 @@ mod tests {
             instance: "i".to_owned(),
         };
         let (tracer, _sending) = Tracer::new(settings, &metrics).expect("an address");
-        (0..2 * WAITING_MAX).for_each(|_| drop(tracer.request("", "request")));
+        (0..2 * QUEUE_MAX).for_each(|_| drop(tracer.request("", "request")));
         let page = metrics.render();
-        assert!(page.contains(&format!("tandem_trace_spans_total{{result=\"lost\"}} {}", 3 + WAITING_MAX)), "{page}");
+        assert!(page.contains(&format!("tandem_trace_spans_total{{result=\"lost\"}} {}", 3 + QUEUE_MAX)), "{page}");
         assert!(page.contains("tandem_trace_spans_total{result=\"sent\"} 0"), "{page}");
     }
 
     #[tokio::test]
-    async fn an_address_that_is_none_is_refused() {
+    async fn invalid_endpoint_is_refused() {
         for endpoint in ["collector:4317", "http://two words:4317", ""] {
             let endpoint = endpoint.to_owned();
             let settings = TraceSettings { endpoint, sample_ratio: 1.0, service: "tandem-test", instance: "i".to_owned() };

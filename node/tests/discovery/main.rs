@@ -1,4 +1,4 @@
-//! Discovery through an etcd server: who registers is found, etcd may come, go and forget, and nobody is lost by that.
+//! Discovery through an etcd server: registration, watch, leases, reconnection, authentication, and loss of etcd's data.
 
 #[path = "../servers/certificates.rs"]
 mod certificates;
@@ -11,7 +11,7 @@ use servers::{PATIENCE, Server};
 use std::{collections::BTreeSet, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::{Card, EtcdSettings, EtcdTls, Members, Role, Workers, register},
+    discovery::{EtcdSettings, EtcdTls, MemberRecord, MemberSource, Members, Role, register},
 };
 use tandem_proto::ClusterKey;
 use tokio::time::{Instant, sleep, timeout};
@@ -30,8 +30,8 @@ fn settings(endpoints: &[String]) -> EtcdSettings {
     }
 }
 
-fn card(role: Role, address: &str) -> Card {
-    Card {
+fn record(role: Role, address: &str) -> MemberRecord {
+    MemberRecord {
         role,
         address: address.to_owned(),
         instance_id: format!("of {address}"),
@@ -46,7 +46,7 @@ fn card(role: Role, address: &str) -> Card {
     }
 }
 
-/// A process on the list.
+/// A registered process.
 struct Registered {
     metrics: Metrics,
     shutdown: Shutdown,
@@ -55,8 +55,8 @@ struct Registered {
 impl Registered {
     fn start(settings: &EtcdSettings, role: Role, address: &str) -> Self {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-        let (settings, card, own, until) = (settings.clone(), card(role, address), metrics.clone(), shutdown.clone());
-        shutdown.spawn(async move { register(settings, card, &own, &until).await });
+        let (settings, own_record, own, until) = (settings.clone(), record(role, address), metrics.clone(), shutdown.clone());
+        shutdown.spawn(async move { register(settings, own_record, &own, &until).await });
         Self { metrics, shutdown }
     }
 
@@ -83,20 +83,20 @@ async fn until(metrics: &Metrics, series: &str, wanted: f64) {
     }
 }
 
-/// Somebody who wants to know where the workers are.
-struct Follower {
+/// A process that watches the workers.
+struct Watching {
     members: Members,
     metrics: Metrics,
 }
 
-impl Follower {
+impl Watching {
     fn start(settings: &EtcdSettings) -> Self {
         let metrics = Metrics::default();
-        let members = Workers::Etcd(settings.clone(), ROLES.to_vec()).open(&metrics).expect("etcd is not asked yet");
+        let members = MemberSource::Etcd(settings.clone(), ROLES.to_vec()).open(&metrics).expect("etcd is not asked yet");
         Self { members, metrics }
     }
 
-    /// Resolves when it knows these, and no others.
+    /// Resolves when the members are these.
     async fn knows(&mut self, addresses: &[&str]) {
         let wanted: BTreeSet<String> = addresses.iter().map(|address| (*address).to_owned()).collect();
         let known = async {
@@ -118,48 +118,46 @@ async fn admin(server: &Server) -> etcd_client::Client {
 }
 
 #[tokio::test]
-async fn who_registers_is_found_by_those_who_look_for_its_role_until_it_drains() {
+async fn registered_processes_are_found_by_role_until_they_drain() {
     let server = Server::etcd(&[]);
-    let settings = settings(&[server.address()]);
+    // A lease that does not expire within the test, so that processes are removed by their deregistration only.
+    let settings = EtcdSettings { lease_ttl: 4 * PATIENCE, ..settings(&[server.address()]) };
     let decode = Registered::start(&settings, Role::DecodeWorker, "d:1");
     let _frontend = Registered::start(&settings, Role::Frontend, "f:1");
     let _of_others = Registered::start(&EtcdSettings { cluster: "cc".to_owned(), ..settings.clone() }, Role::DecodeWorker, "x:1");
-    let mut follower = Follower::start(&settings);
-    follower.knows(&["d:1"]).await;
-    assert!(follower.members.are_hints());
+    let mut watching = Watching::start(&settings);
+    watching.knows(&["d:1"]).await;
+    assert!(watching.members.are_advisory());
     let prefill = Registered::start(&settings, Role::PrefillWorker, "p:1");
-    follower.knows(&["d:1", "p:1"]).await;
+    watching.knows(&["d:1", "p:1"]).await;
 
     let mut client = admin(&server).await;
     let key = "/tandem/c/prefill-worker/of p:1";
     let read = client.get(key, None).await.expect("it answers");
-    let text = read.kvs().first().expect("it is there").value_str().expect("text");
+    let text = read.kvs().first().expect("the key exists").value_str().expect("text");
     assert_eq!(
         text,
         r#"{"role":"prefill-worker","address":"p:1","instance_id":"of p:1","version":"0.1.0","model":"m","revision":"r","block_size":16}"#
     );
-    // Broken ones are skipped and hinder nobody.
+    // Invalid records are ignored.
     client.put("/tandem/c/decode-worker/broken", "{", None).await.expect("it answers");
     client.put("/tandem/c/decode-worker/later", r#"{"role":"decode-worker","address":"l:1","new":1}"#, None).await.expect("so");
-    follower.knows(&["d:1", "l:1", "p:1"]).await;
+    watching.knows(&["d:1", "l:1", "p:1"]).await;
     client.delete("/tandem/c/decode-worker/later", None).await.expect("it answers");
-    follower.knows(&["d:1", "p:1"]).await;
+    watching.knows(&["d:1", "p:1"]).await;
 
-    // An end in order is known long before a lease runs out.
-    let started = Instant::now();
     prefill.shutdown.run(Duration::from_secs(5)).await;
-    follower.knows(&["d:1"]).await;
-    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    watching.knows(&["d:1"]).await;
     decode.shutdown.run(Duration::from_secs(5)).await;
-    follower.knows(&[]).await;
+    watching.knows(&[]).await;
 }
 
 #[tokio::test]
-async fn only_what_a_process_with_the_key_has_registered_is_followed() {
+async fn registrations_without_a_valid_signature_are_ignored() {
     let server = Server::etcd(&[]);
     let keyed = |key: &ClusterKey| EtcdSettings { key: key.clone(), ..settings(&[server.address()]) };
     let key = ClusterKey::random();
-    let mut follower = Follower::start(&keyed(&key));
+    let mut watching = Watching::start(&keyed(&key));
     let strangers = [ClusterKey::default(), ClusterKey::random()];
     let _strangers = [("0:1", &strangers[0]), ("00:1", &strangers[1])]
         .map(|(address, key)| Registered::start(&keyed(key), Role::DecodeWorker, address));
@@ -167,82 +165,82 @@ async fn only_what_a_process_with_the_key_has_registered_is_followed() {
         stranger.connected().await;
     }
     let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
-    follower.knows(&["ours:1"]).await;
-    // A registration that is signed, but at another place or for another address.
+    watching.knows(&["ours:1"]).await;
+    // A signed record under another key, or with another address.
     let mut client = admin(&server).await;
     let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("it answers");
-    let signed = read.kvs().first().expect("it is there").value_str().expect("text").to_owned();
+    let signed = read.kvs().first().expect("the key exists").value_str().expect("text").to_owned();
     client.put("/tandem/c/decode-worker/copied", &*signed, None).await.expect("it answers");
     client.put("/tandem/c/decode-worker/of ours:1", signed.replace("ours:1", "mine:1"), None).await.expect("it answers");
-    follower.knows(&[]).await;
+    watching.knows(&[]).await;
     client.put("/tandem/c/decode-worker/of ours:1", signed, None).await.expect("it answers");
-    follower.knows(&["ours:1"]).await;
+    watching.knows(&["ours:1"]).await;
 }
 
 #[tokio::test]
-async fn a_sudden_end_is_known_when_the_lease_has_run_out_and_a_deleted_key_comes_back() {
+async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again() {
     let server = Server::etcd(&[]);
     let settings = EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[server.address()]) };
-    let mut follower = Follower::start(&settings);
+    let mut watching = Watching::start(&settings);
     let stays = Registered::start(&settings, Role::DecodeWorker, "stays:1");
     let mut dies = tokio::task::JoinSet::new();
     let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
     let own = settings.clone();
-    dies.spawn(async move { register(own, card(Role::DecodeWorker, "dies:1"), &metrics, &shutdown).await });
-    follower.knows(&["dies:1", "stays:1"]).await;
+    dies.spawn(async move { register(own, record(Role::DecodeWorker, "dies:1"), &metrics, &shutdown).await });
+    watching.knows(&["dies:1", "stays:1"]).await;
     dies.shutdown().await;
-    follower.knows(&["stays:1"]).await;
+    watching.knows(&["stays:1"]).await;
     let again = "tandem_discovery_reregistrations_total";
     assert_eq!(value(&stays.metrics, again), Some(0.0), "its lease was kept alive all the time");
 
     let mut client = admin(&server).await;
     client.delete("/tandem/c/decode-worker/of stays:1", None).await.expect("it answers");
-    follower.knows(&[]).await;
-    follower.knows(&["stays:1"]).await;
+    watching.knows(&[]).await;
+    watching.knows(&["stays:1"]).await;
     // The same with the lease.
     let lease = client.leases().await.expect("it answers").leases().first().expect("one").id();
     client.lease_revoke(lease).await.expect("it answers");
-    follower.knows(&[]).await;
-    follower.knows(&["stays:1"]).await;
-    // The follower may hear of it before the process does.
+    watching.knows(&[]).await;
+    watching.knows(&["stays:1"]).await;
+    // The watch may show the new key before the process has noticed.
     stays.connected().await;
     assert_eq!(value(&stays.metrics, again), Some(1.0));
 }
 
 #[tokio::test]
-async fn etcd_may_come_late_go_and_forget_everything() {
+async fn members_survive_a_late_start_a_restart_and_data_loss_of_etcd() {
     let mut server = Server::etcd(&[]);
     server.kill();
     let settings = settings(&[server.address()]);
-    let mut follower = Follower::start(&settings);
+    let mut watching = Watching::start(&settings);
     let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
-    follower.connected(false).await;
-    assert_eq!(*follower.members.now(), BTreeSet::new());
+    watching.connected(false).await;
+    assert_eq!(*watching.members.now(), BTreeSet::new());
     server.start();
-    follower.knows(&["d:1"]).await;
+    watching.knows(&["d:1"]).await;
     process.connected().await;
     let mut client = admin(&server).await;
-    client.put("/tandem/c/decode-worker/gone", r#"{"role":"decode-worker","address":"gone:1"}"#, None).await.expect("it answers");
-    follower.knows(&["d:1", "gone:1"]).await;
+    client.put("/tandem/c/decode-worker/lost", r#"{"role":"decode-worker","address":"lost:1"}"#, None).await.expect("it answers");
+    watching.knows(&["d:1", "lost:1"]).await;
 
     server.kill();
-    follower.connected(false).await;
+    watching.connected(false).await;
     server.lose_data();
     server.start();
-    // Nobody is taken for gone before there was time to register again; who does not is forgotten then.
+    // Members stay for the time of a lease, in which they can register again; others are removed then.
     let restarted = Instant::now();
-    follower.connected(true).await;
+    watching.connected(true).await;
     process.connected().await;
-    timeout(PATIENCE, follower.members.changed()).await.expect("one is forgotten");
+    timeout(PATIENCE, watching.members.changed()).await.expect("one is removed");
     assert!(restarted.elapsed() > Duration::from_secs(4), "{:?}", restarted.elapsed());
-    follower.knows(&["d:1"]).await;
+    watching.knows(&["d:1"]).await;
     assert_eq!(value(&process.metrics, "tandem_discovery_reregistrations_total"), Some(1.0));
     let keys = admin(&server).await.get("/tandem/c/decode-worker/of d:1", None).await.expect("it answers");
     assert_eq!(keys.count(), 1);
 }
 
 #[tokio::test]
-async fn what_was_compacted_away_is_not_needed() {
+async fn watch_continues_after_compaction() {
     let server = Server::etcd(&[]);
     let wire = Wire::to(&server.address()).await;
     let mut client = admin(&server).await;
@@ -250,12 +248,12 @@ async fn what_was_compacted_away_is_not_needed() {
         |name: &str| (format!("/tandem/c/decode-worker/{name}"), format!(r#"{{"role":"decode-worker","address":"{name}:1"}}"#));
     let (key, card) = put("one");
     client.put(key, card, None).await.expect("it answers");
-    let mut follower = Follower::start(&EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[wire.address()]) });
-    follower.knows(&["one:1"]).await;
-    follower.connected(true).await;
+    let mut watching = Watching::start(&EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[wire.address()]) });
+    watching.knows(&["one:1"]).await;
+    watching.connected(true).await;
 
     wire.cut();
-    follower.connected(false).await;
+    watching.connected(false).await;
     for name in ["two", "three"] {
         let (key, card) = put(name);
         client.put(key, card, None).await.expect("it answers");
@@ -263,20 +261,20 @@ async fn what_was_compacted_away_is_not_needed() {
     let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("it answers");
     let revision = deleted.header().expect("always").revision();
     client.compact(revision, None).await.expect("it answers");
-    // What it reads is let through, and the watch that follows is held back until its revision is compacted, too.
+    // The read passes, and the watch that follows it is held back until its revision is compacted, too.
     wire.hold_after(b"/tandem/c/decode-worker/two");
     wire.mend();
-    follower.knows(&["one:1", "three:1", "two:1"]).await;
+    watching.knows(&["one:1", "three:1", "two:1"]).await;
     let (key, card) = put("four");
     client.put(key, card, None).await.expect("it answers");
     let deleted = client.delete("/tandem/c/decode-worker/two", None).await.expect("it answers");
     client.compact(deleted.header().expect("always").revision(), None).await.expect("it answers");
     wire.mend();
-    follower.knows(&["four:1", "three:1"]).await;
-    // It is followed as before.
+    watching.knows(&["four:1", "three:1"]).await;
+    // The watch continues as before.
     let (key, card) = put("five");
     client.put(key, card, None).await.expect("it answers");
-    follower.knows(&["five:1", "four:1", "three:1"]).await;
+    watching.knows(&["five:1", "four:1", "three:1"]).await;
 }
 
 #[tokio::test]
@@ -284,14 +282,14 @@ async fn one_endpoint_of_several_is_enough() {
     let server = Server::etcd(&[]);
     let dead = format!("127.0.0.1:{}", servers::port());
     let settings = settings(&[dead.clone(), server.address(), dead]);
-    let mut follower = Follower::start(&settings);
+    let mut watching = Watching::start(&settings);
     let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
-    follower.knows(&["d:1"]).await;
+    watching.knows(&["d:1"]).await;
     process.connected().await;
 }
 
 #[tokio::test]
-async fn etcd_that_asks_who_we_are_is_told() {
+async fn client_authenticates_by_password() {
     let server = Server::etcd(&[]);
     let mut client = admin(&server).await;
     client.user_add("root", "right", None).await.expect("it answers");
@@ -301,12 +299,12 @@ async fn etcd_that_asks_who_we_are_is_told() {
         user: Some(("root".to_owned(), password.to_owned().into())),
         ..settings(&[server.address()])
     };
-    let (wrong, nobody) = (Follower::start(&with("wrong")), Follower::start(&settings(&[server.address()])));
+    let (wrong, anonymous) = (Watching::start(&with("wrong")), Watching::start(&settings(&[server.address()])));
     let process = Registered::start(&with("right"), Role::DecodeWorker, "d:1");
-    let mut follower = Follower::start(&with("right"));
-    follower.knows(&["d:1"]).await;
+    let mut watching = Watching::start(&with("right"));
+    watching.knows(&["d:1"]).await;
     process.connected().await;
-    for refused in [&wrong, &nobody] {
+    for refused in [&wrong, &anonymous] {
         assert_eq!(*refused.members.now(), BTreeSet::new());
         refused.connected(false).await;
     }
@@ -314,7 +312,7 @@ async fn etcd_that_asks_who_we_are_is_told() {
 }
 
 #[tokio::test]
-async fn connections_are_encrypted_and_both_sides_prove_who_they_are() {
+async fn tls_verifies_server_and_client() {
     let files = Certificates::new();
     let path = |path: &std::path::Path| path.to_str().expect("text").to_owned();
     let arg = |name: &str, file| format!("--{name}={}", path(file));
@@ -325,18 +323,21 @@ async fn connections_are_encrypted_and_both_sides_prove_who_they_are() {
     let good = with(Some(EtcdTls { ca: files.ca.clone(), identity: identity.clone() }));
     good.check().expect("the files are there");
     let process = Registered::start(&good, Role::DecodeWorker, "d:1");
-    let mut follower = Follower::start(&good);
-    follower.knows(&["d:1"]).await;
+    let mut watching = Watching::start(&good);
+    watching.knows(&["d:1"]).await;
     process.connected().await;
+    /// In etcd's log.
+    const REJECTED: &str = "rejected connection";
     let strangers = Certificates::new();
     for refused in [
         with(None),
         with(Some(EtcdTls { ca: files.ca.clone(), identity: None })),
         with(Some(EtcdTls { ca: strangers.ca.clone(), identity })),
     ] {
-        let follower = Follower::start(&refused);
-        sleep(Duration::from_millis(300)).await;
-        follower.connected(false).await;
+        let before = server.log().matches(REJECTED).count();
+        let watching = Watching::start(&refused);
+        server.wait_for_log(REJECTED, before + 1);
+        watching.connected(false).await;
     }
     for (key, told) in [(files.ca.with_file_name("none"), "cannot be read"), (files.ca.clone(), "cannot be used")] {
         let identity = Some((files.certificate.clone(), key));

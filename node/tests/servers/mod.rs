@@ -1,4 +1,4 @@
-//! Servers for tests of several crates: on ports of their own, with data of their own, gone at the end.
+//! Servers for tests of several crates, each with its own port and data, which are removed at the end.
 #![allow(dead_code, reason = "not all tests use all of it")]
 
 use std::{
@@ -12,11 +12,11 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// What ought to happen happens within this time, or never.
+/// Timeout for what a test expects of a server.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A port that stays free while nobody listens there: below those that the system gives to whoever asks for any, and below
-/// those that other tests take. Every process has some of its own.
+/// Returns a port that stays free until it is bound: below those that the system assigns, and below those of other tests. Each process has its own
+/// range.
 pub fn port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 2_000 + (std::process::id() % 300) as u16 * 25;
@@ -31,7 +31,7 @@ pub fn port() -> u16 {
 /// A server's process. Dropping it kills it.
 pub struct Server {
     program: &'static str,
-    /// What it logs when it serves. Its port is open before, and an etcd that is killed before does not survive that.
+    /// The text in its log when it serves. Its port is open earlier, but an etcd that is killed before this loses its data.
     ready: &'static str,
     args: Vec<String>,
     folder: tempfile::TempDir,
@@ -40,7 +40,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// An etcd of one member, with these arguments beside those that it needs.
+    /// An etcd of one member, with these arguments in addition to those that it needs.
     pub fn etcd(args: &[&str]) -> Self {
         let scheme = if args.iter().any(|arg| arg.contains("cert-file")) { "https" } else { "http" };
         let (port, peers) = (port(), port());
@@ -61,7 +61,7 @@ impl Server {
         )
     }
 
-    /// A NATS server, with these arguments beside its port.
+    /// A NATS server, with these arguments in addition to its port.
     pub fn nats(args: &[&str]) -> Self {
         let port = port();
         let own = ["--addr=127.0.0.1".to_owned(), format!("--port={port}")];
@@ -86,7 +86,7 @@ impl Server {
         self.folder.path().join("data")
     }
 
-    /// Starts it again with what it has on its disk, and waits until it serves.
+    /// Starts the server with the data on its disk, and waits until it serves.
     pub fn start(&mut self) {
         assert!(self.process.is_none(), "it runs");
         let log = fs::File::create(self.folder.path().join("log")).expect("a temporary file");
@@ -101,9 +101,14 @@ impl Server {
             ),
             Err(error) => panic!("{} does not start: {error}", self.program),
         };
+        self.wait_for_log(self.ready, 1);
+    }
+
+    /// Waits until the log has a text this many times.
+    pub fn wait_for_log(&self, text: &str, times: usize) {
         let started = Instant::now();
-        while !self.log().contains(self.ready) {
-            assert!(started.elapsed() < PATIENCE, "{} does not serve: {}", self.program, self.log());
+        while self.log().matches(text).count() < times {
+            assert!(started.elapsed() < PATIENCE, "{} does not log {text:?}: {}", self.program, self.log());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -112,20 +117,20 @@ impl Server {
         fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Such as `-STOP` and `-CONT`.
+    /// Sends a signal, such as `-STOP` or `-CONT`.
     pub fn signal(&self, signal: &str) {
         let id = self.process.as_ref().expect("it runs").id().to_string();
         assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
     }
 
-    /// Ends it without a warning.
+    /// Kills the process.
     pub fn kill(&mut self) {
         let Some(mut process) = self.process.take() else { return };
         process.kill().expect("it is our child");
         process.wait().expect("it is our child");
     }
 
-    /// Deletes all it knew. It must not run.
+    /// Deletes the server's data. It must not run.
     pub fn lose_data(&self) {
         assert!(self.process.is_none(), "it runs");
         fs::remove_dir_all(self.data()).expect("it has data");

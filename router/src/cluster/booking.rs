@@ -52,7 +52,7 @@ impl Booking {
         std::iter::once((&self.decode, on_decode)).chain(prefill)
     }
 
-    /// Returns what peers are told of the booking. `unreported` is the load that its workers' reports do not include.
+    /// Returns the booking record for peers. `unreported` is the load that its workers' reports do not include.
     pub(super) fn record(&self, unreported: LoadByRole) -> BookingRecord {
         let hashes = match self.prefilling {
             false => [].into(),

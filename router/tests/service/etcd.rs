@@ -6,7 +6,7 @@ pub mod servers;
 use crate::fake::{FakeWorker, TestRouter, prompt, worker};
 use servers::Server;
 use std::time::Duration;
-use tandem_node::discovery::{EtcdSettings, Role, Workers};
+use tandem_node::discovery::{EtcdSettings, MemberSource, Role};
 use tandem_proto::v1::worker_info;
 use tandem_router::{PrefillPlace, RouterSettings};
 
@@ -27,7 +27,7 @@ impl Scenario {
             key: Default::default(),
             lease_ttl: Duration::from_secs(1),
         };
-        let workers = Workers::Etcd(etcd, vec![Role::PrefillWorker, Role::DecodeWorker]);
+        let workers = MemberSource::Etcd(etcd, vec![Role::PrefillWorker, Role::DecodeWorker]);
         (Self { server, client }, RouterSettings { workers, prefill: PrefillPlace::Local, ..Default::default() })
     }
 

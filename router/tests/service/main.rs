@@ -10,7 +10,7 @@ mod peers;
 use fake::{BLOCK, FakeWorker, TestRouter, chain, chosen, hashes, prompt, soon, stored, worker};
 use std::time::Duration;
 use tandem_kv::{Change, Load, Snapshot};
-use tandem_node::{Metrics, Shutdown, discovery::Workers};
+use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     snapshot_chunks,
     v1::{FailureReason, RoutePrompt, WorkerRef, route_request, watch_reply, worker_info::Role},
@@ -383,7 +383,7 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
 #[tokio::test]
 async fn invalid_worker_address_fails_immediately() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let settings = RouterSettings { workers: Workers::List(vec!["not an address".to_owned()]), ..Default::default() };
+    let settings = RouterSettings { workers: MemberSource::List(vec!["not an address".to_owned()]), ..Default::default() };
     let error = tandem_router::run(listener, settings, Metrics::default(), Shutdown::default()).await.expect_err("it cannot run");
     assert!(error.to_string().contains("\"not an address\" cannot be used; write host:port"), "{error:?}");
 }

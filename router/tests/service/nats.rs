@@ -17,7 +17,7 @@ use tokio::time::sleep;
 async fn broker(server: &Server, key: &ClusterKey, metrics: &Metrics) -> Broker {
     let settings = NatsSettings {
         servers: vec![server.address()],
-        auth: NatsAuth::Nobody,
+        auth: NatsAuth::None,
         ca: None,
         identity: None,
         cluster: "c".to_owned(),

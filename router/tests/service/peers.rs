@@ -5,7 +5,7 @@ use crate::{
     local, remote,
 };
 use std::time::Duration;
-use tandem_node::discovery::Workers;
+use tandem_node::discovery::MemberSource;
 use tandem_proto::v1::{BookingsRequest, ExistingPlacement, Identity, RoutePrompt, WorkersReply, worker_info::Role};
 use tandem_router::RouterSettings;
 use tokio::net::TcpListener;
@@ -18,7 +18,7 @@ async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettin
         listeners.push(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
     }
     let address = |listener: &TcpListener| listener.local_addr().expect("bound").to_string();
-    let peers: Workers = listeners.iter().map(address).collect();
+    let peers: MemberSource = listeners.iter().map(address).collect();
     let mut routers = Vec::new();
     for listener in listeners {
         let settings = RouterSettings { peers: peers.clone(), ..settings.clone() };
@@ -134,7 +134,7 @@ async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers()
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let mut late = FakeWorker::start(Role::Decode, "late").await;
     for alone in [true, false] {
-        let peers = if alone { Workers::List(vec![]) } else { ["127.0.0.1:1".to_owned()].into_iter().collect() };
+        let peers = if alone { MemberSource::List(vec![]) } else { ["127.0.0.1:1".to_owned()].into_iter().collect() };
         let router = TestRouter::start(&[&decode, &late], RouterSettings { peers, ..local() }).await;
         let (_decode, slow) = (decode.join().await, late.watched().await);
         let view = router.until(|view| view.workers.len() == 1).await;

@@ -26,10 +26,10 @@ pub enum StartError {
     #[error(transparent)]
     Discovery(#[from] DiscoveryArgsError),
     /// The file of the cluster key cannot be used.
-    #[error("{}", tandem_node::retry::complaint(.0))]
+    #[error("{}", tandem_node::retry::error_chain(.0))]
     Key(#[from] KeyFileError),
     /// The settings of NATS cannot be used.
-    #[error("{}", tandem_node::retry::complaint(.0))]
+    #[error("{}", tandem_node::retry::error_chain(.0))]
     Nats(#[from] NatsError),
     /// The collector of traces cannot be used.
     #[error(transparent)]

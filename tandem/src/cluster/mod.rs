@@ -16,7 +16,7 @@ use crate::{
 use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
-use tandem_node::{Metrics, Shutdown, discovery::Workers};
+use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
     channel::{self, Channel, Network},
@@ -87,7 +87,7 @@ impl Cluster {
     }
 
     async fn start_with(settings: UpSettings, withhold_cached_tokens: bool) -> Result<Self, StartError> {
-        let config = EngineConfig::from(&settings);
+        let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
             return Err(StartError::NoPrefillWorker);
@@ -180,7 +180,7 @@ impl Cluster {
         let router = local_address(&router_listener)?;
         let (model_id, address) = (loaded.served.id().to_owned(), local_address(&frontend)?);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
-        let peers = Workers::List(Vec::new());
+        let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &metrics, &back);
         // The frontend refuses a prompt that does not fit on any worker.
         let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();

@@ -7,7 +7,7 @@ use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::Workers,
+    discovery::MemberSource,
     events::Broker,
     new_instance_id,
     trace::{TraceSettings, Tracer},
@@ -45,8 +45,8 @@ pub(super) struct Parts {
     pub(super) broker: Option<Broker>,
     /// Set by tests of a cluster whose workers do not report cached tokens.
     pub(super) withhold_cached_tokens: bool,
-    ends: mpsc::UnboundedReceiver<StartError>,
-    reports: mpsc::UnboundedSender<StartError>,
+    ends: mpsc::Receiver<StartError>,
+    reports: mpsc::Sender<StartError>,
     /// Background tasks of metrics and traces.
     _upkeep: JoinSet<()>,
 }
@@ -55,7 +55,7 @@ pub(super) struct Parts {
 struct Report {
     part: String,
     cause: Option<Box<dyn std::error::Error + Send + Sync>>,
-    reports: mpsc::UnboundedSender<StartError>,
+    reports: mpsc::Sender<StartError>,
 }
 
 impl Parts {
@@ -67,7 +67,8 @@ impl Parts {
         settings: &CommonArgs,
         metrics: &Metrics,
     ) -> Result<Self, StartError> {
-        let (reports, ends) = mpsc::unbounded_channel();
+        // The first end stops the process; later ones are not needed.
+        let (reports, ends) = mpsc::channel(1);
         let mut upkeep = JoinSet::new();
         upkeep.spawn(metrics.clone().upkeep());
         let TelemetryArgs { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
@@ -165,7 +166,7 @@ impl Parts {
     pub(super) fn router(
         &self,
         listener: TcpListener,
-        (workers, peers): (Workers, Workers),
+        (workers, peers): (MemberSource, MemberSource),
         model: Option<&str>,
         args: &RouterArgs,
         metrics: &Metrics,
@@ -192,7 +193,7 @@ impl Parts {
     pub(super) fn frontend(
         &self,
         (listener, admin): (TcpListener, Option<TcpListener>),
-        routers: Workers,
+        routers: MemberSource,
         args: FrontendArgs,
         (model, sequences_max): (ServedModel, u32),
         metrics: &Metrics,
@@ -257,6 +258,6 @@ impl Drop for Report {
             None => StartError::PartEnded(part),
         };
         // There is no receiver after the cluster was dropped: then all parts end.
-        let _ = self.reports.send(end);
+        let _ = self.reports.try_send(end);
     }
 }

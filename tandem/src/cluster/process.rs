@@ -9,7 +9,7 @@ use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
     Metrics, Shutdown, admin,
-    discovery::{self, Card, EtcdSettings, Workers},
+    discovery::{self, EtcdSettings, MemberRecord, MemberSource},
     new_instance_id,
 };
 use tandem_proto::{
@@ -64,7 +64,7 @@ impl Process {
         let address = local_address(&listener)?;
         let (routers, url) = (settings.routers(), format!("http://{}", reachable(address)));
         let listed = match &routers {
-            Workers::List(list) => list.join(", "),
+            MemberSource::List(list) => list.join(", "),
             _ => format!("registered in etcd at {}", settings.discovery.etcd.join(", ")),
         };
         process.places = vec![("OpenAI API", url), ("routers", listed)];
@@ -116,7 +116,7 @@ impl Process {
     }
 
     async fn worker(role: Role, service: &'static str, settings: WorkerProcess) -> Result<Self, StartError> {
-        let config = EngineConfig::from(&settings);
+        let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         let discovery = &settings.process.discovery;
         let mut process = Self::new(service, &discovery.cluster, &settings.common)?;
@@ -133,13 +133,13 @@ impl Process {
         process.parts.worker(&worker, listener, &config, &loaded.served, &process.metrics, &process.service);
         if let Some((etcd, advertised)) = registration {
             let own = own_channel(address, &process.parts.key);
-            process.register(etcd, async move { Card::of_worker(&description(own).await, advertised) });
+            process.register(etcd, async move { MemberRecord::of_worker(&description(own).await, advertised) });
         }
         Ok(process)
     }
 
     /// Registers the process in etcd until it drains.
-    fn register(&self, etcd: EtcdSettings, card: impl Future<Output = Card> + Send + 'static) {
+    fn register(&self, etcd: EtcdSettings, card: impl Future<Output = MemberRecord> + Send + 'static) {
         let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
         let (metrics, shutdown) = (self.metrics.clone(), self.registration.clone());
         self.registration.spawn(async move {
@@ -234,7 +234,7 @@ fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
 }
 
 /// The member record of a frontend or router.
-fn card(role: discovery::Role, address: String, model: &str, settings: &CommonArgs) -> Card {
+fn card(role: discovery::Role, address: String, model: &str, settings: &CommonArgs) -> MemberRecord {
     let info = WorkerInfo {
         instance_id: new_instance_id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -242,7 +242,7 @@ fn card(role: discovery::Role, address: String, model: &str, settings: &CommonAr
         block_size: settings.block_size,
         ..Default::default()
     };
-    Card { role, ..Card::of_worker(&info, address) }
+    MemberRecord { role, ..MemberRecord::of_worker(&info, address) }
 }
 
 /// Reads the description of the process's own worker, trying until it succeeds.

@@ -3,9 +3,9 @@
 use super::StartError;
 use crate::{
     model::{Store, StoredModel},
-    settings::{EngineKind, ModelArgs, UpSettings, WorkerArgs, WorkerProcess},
+    settings::{CommonArgs, EngineKind, ModelArgs, WorkerArgs},
 };
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 use tandem_engine::{
     Engine, EngineSettings,
     cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
@@ -41,21 +41,12 @@ enum Device {
     Sim(Vocabulary),
 }
 
-impl From<&UpSettings> for EngineConfig {
-    fn from(UpSettings { common, model, worker, .. }: &UpSettings) -> Self {
-        let served_model_name = common.served_model_name.clone();
-        Self { model: model.clone(), worker: worker.clone(), block_size: common.block_size, served_model_name }
-    }
-}
-
-impl From<&WorkerProcess> for EngineConfig {
-    fn from(WorkerProcess { common, model, worker, .. }: &WorkerProcess) -> Self {
-        let served_model_name = common.served_model_name.clone();
-        Self { model: model.clone(), worker: worker.clone(), block_size: common.block_size, served_model_name }
-    }
-}
-
 impl EngineConfig {
+    pub(super) fn new(common: &CommonArgs, model: &ModelArgs, worker: &WorkerArgs) -> Self {
+        let served_model_name = common.served_model_name.clone();
+        Self { model: model.clone(), worker: worker.clone(), block_size: common.block_size, served_model_name }
+    }
+
     /// Checks that the device exists, before a model is downloaded for it.
     pub(super) fn check_device(&self) -> Result<(), StartError> {
         match self.model.engine {
@@ -214,8 +205,8 @@ fn open(
     Ok((file, served))
 }
 
-fn unservable(path: &std::path::Path, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
-    StartError::Unservable { path: PathBuf::from(path), cause }
+fn unservable(path: &Path, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
+    StartError::Unservable { path: path.to_owned(), cause }
 }
 
 /// A model's tokens for the simulator: it answers with plain words if the model has any, and ends as the model does.

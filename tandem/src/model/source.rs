@@ -1,4 +1,4 @@
-//! How a model is named on the command line.
+//! The names of models on the command line.
 
 use serde::{Serialize, Serializer};
 use std::{fmt, path::PathBuf, str::FromStr};
@@ -14,7 +14,7 @@ pub enum Source {
         package: String,
         /// The newest version when absent.
         version: Option<String>,
-        /// What the wheel's SHA-256 must be, in 64 lowercase hex digits; not checked when absent.
+        /// The expected SHA-256 of the wheel, in 64 lowercase hex digits; not checked when absent.
         sha256: Option<String>,
     },
     /// `hf:ORG/NAME[@REVISION][/FILE]`
@@ -28,9 +28,9 @@ pub enum Source {
     },
 }
 
-/// The text is no model source.
+/// The text is not a model source.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no model source; write a path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]")]
+#[error("`{0}` is not a model source; write a path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]")]
 pub struct InvalidSource(String);
 
 impl Default for Source {
@@ -60,7 +60,7 @@ impl FromStr for Source {
     }
 }
 
-/// What follows `pypi:`.
+/// Parses the text after `pypi:`.
 fn pypi(requirement: &str) -> Option<Source> {
     let (requirement, sha256) = cut(requirement, "#sha256=");
     let (package, version) = cut(requirement, "==");
@@ -74,7 +74,7 @@ fn pypi(requirement: &str) -> Option<Source> {
     })
 }
 
-/// What follows `hf:`. A revision with slashes (`refs/pr/1`) cannot be told from a file: its commit can be given instead.
+/// Parses the text after `hf:`. A revision with slashes (`refs/pr/1`) looks like a file; use its commit instead.
 fn hub(path: &str) -> Option<Source> {
     let (organisation, path) = path.split_once('/')?;
     let (repository, file) = cut(path, "/");
@@ -88,7 +88,7 @@ fn hub(path: &str) -> Option<Source> {
     })
 }
 
-/// What is before and behind the first `mark`.
+/// The text before and after the first `mark`.
 fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, Option<&'a str>) {
     text.split_once(mark).map_or((text, None), |(before, behind)| (before, Some(behind)))
 }
@@ -141,7 +141,7 @@ pub(super) fn is_path(text: &str) -> bool {
     text.split('/').all(is_name)
 }
 
-/// What may stand in a command line, a URL and a path without meaning anything else there.
+/// Whether the text is safe in a command line, a URL and a path.
 fn is_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '!'))

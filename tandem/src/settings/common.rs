@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 use std::{fmt::Display, net::SocketAddr, time::Duration};
 use tandem_proto::channel;
 
-/// What `tandem up` and all roles take.
+/// The settings of `tandem up` and of every role.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "Process")]
 #[serde(rename_all = "kebab-case")]

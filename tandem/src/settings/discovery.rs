@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use tandem_node::{
     Secret,
-    discovery::{EtcdError, EtcdSettings, EtcdTls, Role, Workers},
+    discovery::{EtcdError, EtcdSettings, EtcdTls, MemberSource, Role},
 };
 use tandem_proto::ClusterKey;
 
@@ -78,7 +78,7 @@ pub enum DiscoveryArgsError {
     )]
     NoAdvertisedAddress(SocketAddr),
     /// A file for the connection to etcd cannot be used.
-    #[error("{}", tandem_node::retry::complaint(.0))]
+    #[error("{}", tandem_node::retry::error_chain(.0))]
     Etcd(#[source] EtcdError),
 }
 
@@ -117,10 +117,10 @@ impl DiscoveryArgs {
     }
 
     /// The source of the members of these roles: etcd if it is set, else the list.
-    pub(super) fn members(&self, roles: &[Role], list: Vec<String>) -> Workers {
+    pub(super) fn members(&self, roles: &[Role], list: Vec<String>) -> MemberSource {
         match self.etcd() {
-            Some(etcd) => Workers::Etcd(etcd, roles.to_vec()),
-            None => Workers::List(list),
+            Some(etcd) => MemberSource::Etcd(etcd, roles.to_vec()),
+            None => MemberSource::List(list),
         }
     }
 

@@ -109,7 +109,7 @@ impl NatsArgs {
             (None, Self { nats_token: Some(token), .. }) => NatsAuth::Token(token),
             (None, Self { nats_creds: Some(file), .. }) => NatsAuth::Credentials(file),
             (None, Self { nats_nkey: Some(file), .. }) => NatsAuth::Nkey(file),
-            _ => NatsAuth::Nobody,
+            _ => NatsAuth::None,
         };
         NatsSettings {
             servers: self.nats.clone(),
@@ -150,7 +150,7 @@ mod tests {
         std::fs::write(file.path(), "hidden\n").expect("ours");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());
         for (args, auth) in [
-            ("", NatsAuth::Nobody),
+            ("", NatsAuth::None),
             ("--nats-user u --nats-password hidden", NatsAuth::User("u".to_owned(), "hidden".to_owned().into())),
             (&from_file, NatsAuth::User("u".to_owned(), "hidden".to_owned().into())),
             ("--nats-token hidden", NatsAuth::Token("hidden".to_owned().into())),

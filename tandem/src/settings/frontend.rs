@@ -5,7 +5,7 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// What `tandem up` and frontends take.
+/// The settings of `tandem up` and of frontends.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "Frontend")]
 #[serde(rename_all = "kebab-case")]

@@ -28,28 +28,28 @@ pub struct KeyArgs {
     pub cluster_key_file: Option<PathBuf>,
 }
 
-/// Why the file cannot be used.
+/// Why the file of the cluster key cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
     /// The file does not exist, or this process may not read it.
     #[error("--cluster-key-file {} cannot be read; make one with: openssl rand -hex 32", .path.display())]
     Read {
-        /// As it was given.
+        /// The path of the file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         #[source]
         cause: io::Error,
     },
     /// The file is too long to be a secret.
     #[error("--cluster-key-file {} has more than {FILE_BYTES_MAX} bytes: that is no cluster key", .path.display())]
     TooLong {
-        /// As it was given.
+        /// The path of the file.
         path: PathBuf,
     },
     /// The secret is too short.
     #[error("--cluster-key-file {} cannot be used", .path.display())]
     TooShort {
-        /// As it was given.
+        /// The path of the file.
         path: PathBuf,
         /// The secret's length.
         #[source]

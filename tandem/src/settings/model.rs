@@ -17,7 +17,7 @@ pub struct ModelArgs {
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     pub model: Option<Source>,
 
-    /// Where models are stored and downloaded from.
+    /// The store of models.
     #[command(flatten)]
     #[serde(flatten)]
     pub store: StoreArgs,

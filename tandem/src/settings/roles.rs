@@ -8,7 +8,7 @@ use super::{
 use clap::Args;
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf};
-use tandem_node::discovery::{Role as Member, Workers};
+use tandem_node::discovery::{MemberSource, Role as Member};
 
 /// A subcommand that serves.
 pub trait Role: Args + Serialize {
@@ -26,12 +26,12 @@ pub trait Role: Args + Serialize {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
-    /// What every role takes.
+    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
 
-    /// What frontends and workers take.
+    /// The settings of frontends and workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
@@ -44,17 +44,17 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_DECODE_WORKERS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub decode_workers: u32,
 
-    /// What workers take.
+    /// The settings of workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub worker: WorkerArgs,
 
-    /// What routers take.
+    /// The settings of routers.
     #[command(flatten)]
     #[serde(flatten)]
     pub router: RouterArgs,
 
-    /// What frontends take.
+    /// The settings of frontends.
     #[command(flatten)]
     #[serde(flatten)]
     pub frontend: FrontendArgs,
@@ -64,12 +64,12 @@ pub struct UpSettings {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct FrontendProcess {
-    /// What every role takes.
+    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
 
-    /// What frontends and workers take.
+    /// The settings of frontends and workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
@@ -84,12 +84,12 @@ pub struct FrontendProcess {
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS")]
     pub admin_listen: Option<SocketAddr>,
 
-    /// How it is found, and how it finds others.
+    /// Discovery.
     #[command(flatten)]
     #[serde(flatten)]
     pub discovery: DiscoveryArgs,
 
-    /// What frontends take.
+    /// The settings of frontends.
     #[command(flatten)]
     #[serde(flatten)]
     pub frontend: FrontendArgs,
@@ -99,12 +99,12 @@ pub struct FrontendProcess {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RouterProcess {
-    /// What every role takes.
+    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
 
-    /// What routers and workers take.
+    /// The settings of routers and workers as processes.
     #[command(flatten)]
     #[serde(flatten)]
     pub process: ProcessArgs,
@@ -125,7 +125,7 @@ pub struct RouterProcess {
     #[serde(serialize_with = "with_commas")]
     peers: Vec<String>,
 
-    /// What routers take.
+    /// The settings of routers.
     #[command(flatten)]
     #[serde(flatten)]
     pub router: RouterArgs,
@@ -135,17 +135,17 @@ pub struct RouterProcess {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct WorkerProcess {
-    /// What every role takes.
+    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
 
-    /// What routers and workers take.
+    /// The settings of routers and workers as processes.
     #[command(flatten)]
     #[serde(flatten)]
     pub process: ProcessArgs,
 
-    /// What frontends and workers take.
+    /// The settings of frontends and workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
@@ -154,13 +154,13 @@ pub struct WorkerProcess {
     #[arg(long, env = "TANDEM_WORKER_ID", value_name = "NAME", value_parser = worker_name)]
     pub worker_id: Option<String>,
 
-    /// What workers take.
+    /// The settings of workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub worker: WorkerArgs,
 }
 
-/// What routers and workers take as processes of their own.
+/// The settings of routers and workers as processes.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ProcessArgs {
@@ -169,12 +169,12 @@ pub struct ProcessArgs {
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:9000")]
     pub admin_listen: SocketAddr,
 
-    /// How it is found, and how it finds others.
+    /// Discovery.
     #[command(flatten)]
     #[serde(flatten)]
     pub discovery: DiscoveryArgs,
 
-    /// How KV events travel.
+    /// KV events over NATS.
     #[command(flatten)]
     #[serde(flatten)]
     pub events: NatsArgs,
@@ -242,16 +242,16 @@ impl Role for WorkerProcess {
 
 impl FrontendProcess {
     /// The source of the routers' addresses.
-    pub fn routers(&self) -> Workers {
+    pub fn routers(&self) -> MemberSource {
         self.discovery.members(&[Member::Router], or_default(&self.router, &["127.0.0.1:7000"]))
     }
 }
 
 impl RouterProcess {
     /// The source of the workers' addresses.
-    pub fn workers(&self) -> Workers {
+    pub fn workers(&self) -> MemberSource {
         match &self.workers_file {
-            Some(file) => Workers::File(file.clone()),
+            Some(file) => MemberSource::File(file.clone()),
             None => {
                 let list = or_default(&self.workers, &["127.0.0.1:7100", "127.0.0.1:7200"]);
                 self.process.discovery.members(&[Member::PrefillWorker, Member::DecodeWorker], list)
@@ -260,7 +260,7 @@ impl RouterProcess {
     }
 
     /// The source of the other routers' addresses.
-    pub fn peers(&self) -> Workers {
+    pub fn peers(&self) -> MemberSource {
         self.process.discovery.members(&[Member::Router], self.peers.clone())
     }
 }

@@ -3,7 +3,7 @@
 use super::*;
 use clap::CommandFactory;
 use std::{ffi::OsString, io::Write};
-use tandem_node::discovery::{Role as Member, Workers};
+use tandem_node::discovery::{MemberSource, Role as Member};
 
 fn command(args: &[&str]) -> Result<Command, String> {
     let args = ["tandem"].iter().chain(args).map(OsString::from).collect();
@@ -135,10 +135,10 @@ fn roles_listen_on_different_ports_and_find_each_other_by_default() {
     let Ok(Command::DecodeWorker(decode)) = command(&["decode-worker"]) else { panic!("defaults") };
     assert_eq!((decode.role.common.listen.port(), decode.role.process.admin_listen.port()), (7200, 9200));
     let Ok(Command::Frontend(frontend)) = command(&["frontend"]) else { panic!("defaults") };
-    let routers = Workers::List(vec!["127.0.0.1:7000".to_owned()]);
+    let routers = MemberSource::List(vec!["127.0.0.1:7000".to_owned()]);
     assert_eq!((frontend.role.common.listen.port(), frontend.role.routers()), (8000, routers));
     let workers = [prefill.role.common.listen, decode.role.common.listen].map(|address| address.to_string());
-    assert_eq!(router.workers(), Workers::List(workers.to_vec()));
+    assert_eq!(router.workers(), MemberSource::List(workers.to_vec()));
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn one_file_serves_all_roles_and_printed_settings_of_a_role_can_be_read_back() {
     let path = config.path().to_str().expect("the path is text");
     let settings = router(&["--config", path]).expect("all of it is known");
     assert_eq!(settings.role.common.block_size, 64);
-    let list = |list: &[&str]| list.iter().map(|&address| address.to_owned()).collect::<Workers>();
+    let list = |list: &[&str]| list.iter().map(|&address| address.to_owned()).collect::<MemberSource>();
     assert_eq!((settings.role.workers(), settings.role.peers()), (list(&["a:1", "b:2"]), list(&["r:2"])));
     let Ok(Command::Frontend(frontend)) = command(&["frontend", "--config", path]) else { panic!("all of it is known") };
     assert_eq!(frontend.role.routers(), list(&["r:1", "r:2"]));
@@ -204,7 +204,7 @@ fn one_file_serves_all_roles_and_printed_settings_of_a_role_can_be_read_back() {
 fn etcd_replaces_lists_and_passwords_are_not_shown() {
     let args = "--etcd e:1,f:2 --cluster c --etcd-user u --etcd-password hidden --etcd-ca ca --etcd-cert cert --etcd-key key";
     let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("valid");
-    let Workers::Etcd(etcd, roles) = settings.role.workers() else { panic!("etcd is set") };
+    let MemberSource::Etcd(etcd, roles) = settings.role.workers() else { panic!("etcd is set") };
     assert_eq!((etcd.endpoints.join(" "), &*etcd.cluster, etcd.lease_ttl.as_secs()), ("e:1 f:2".to_owned(), "c", 10));
     assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden")));
     assert!(etcd.tls.is_some_and(|tls| tls.identity.is_some()));

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// What `tandem up` and both kinds of workers take.
+/// The settings of `tandem up` and of both kinds of workers.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "Workers")]
 #[serde(rename_all = "kebab-case")]

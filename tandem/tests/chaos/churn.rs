@@ -1,7 +1,7 @@
 //! Thousands of requests while workers die all the time and a fifth of the clients leaves.
 
 use crate::{
-    requests::{Told, largest_gap, recovery, request, told, undisturbed},
+    requests::{AnswerText, answer_text, largest_gap, recovery, request, undisturbed},
     rig::{Rig, Shape},
     table::{Form, Memory, Row},
 };
@@ -18,7 +18,7 @@ use tokio::{task::JoinSet, time::Instant};
 
 /// What differs from request to request: prompts, lengths, sampling. Each comes many times, so that caches matter.
 const DISTINCT: usize = 100;
-/// Those who die in turn; `p0` and `d0` live on, so that their memory can be followed.
+/// The workers that are killed in turn; `p0` and `d0` keep running, so that their memory can be measured.
 const VICTIMS: [&str; 4] = ["d1", "p1", "d2", "p2"];
 
 struct Scale {
@@ -57,7 +57,7 @@ fn nth(number: usize) -> (serde_json::Value, bool) {
 /// What one client has seen of an answer it waited for.
 struct Seen {
     which: usize,
-    told: Option<Told>,
+    answer_text: Option<AnswerText>,
     asked: Instant,
     arrivals: Vec<Instant>,
 }
@@ -68,10 +68,10 @@ async fn ask(client: Client, number: usize) -> Option<Seen> {
     let (path, asked) = (Endpoint::Chat.path(), Instant::now());
     if stays {
         let outcome = client.ask(path, &request).await;
-        let told = told(&outcome);
+        let answer_text = answer_text(&outcome);
         return Some(Seen {
             which: number % DISTINCT,
-            told,
+            answer_text,
             asked,
             arrivals: outcome.map(|answer| answer.arrivals).unwrap_or_default(),
         });
@@ -91,7 +91,7 @@ pub fn play(form: Form) -> (Row, Memory) {
     let scale = if form == Form::Short { SHORT } else { LONG };
     let args = ["--sim-speedup", scale.speedup, "--kv-capacity-tokens", "32768"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { prefill_workers: 3, decode_workers: 3, args, ..Shape::default() });
-    // By themselves, those who live on meet the most that they ever will.
+    // Alone, the remaining workers reach their highest load.
     VICTIMS.iter().for_each(|victim| rig.kill(victim));
     rig.plan.joined(&["d0", "p0"]);
     let expected = undisturbed(&rig.outcomes(rig.ask(&(0..DISTINCT).map(|number| nth(number).0).collect::<Vec<_>>())));
@@ -142,13 +142,13 @@ pub fn play(form: Form) -> (Row, Memory) {
     assert!(strikes.len() >= VICTIMS.len(), "it ended after {} kills", strikes.len());
     let lived = |name: &&String| !VICTIMS.contains(&name.as_str());
     let resident = warm.keys().filter(lived).map(|name| (name.clone(), [warm[name], memory[name]])).collect();
-    let wrong = |seen: &&Seen| seen.told.as_ref().is_some_and(|told| *told != expected[seen.which]);
+    let wrong = |seen: &&Seen| seen.answer_text.as_ref().is_some_and(|answer_text| *answer_text != expected[seen.which]);
     let recoveries =
         seen.iter().flat_map(|seen| strikes.iter().filter_map(|struck| recovery(seen.asked, &seen.arrivals, *struck)));
     let row = Row {
         fault: format!("{} kills, one every {:?}; 20 % of the clients leave", strikes.len(), scale.kill_every),
         requests: scale.requests,
-        failed: seen.iter().filter(|seen| seen.told.is_none()).count(),
+        failed: seen.iter().filter(|seen| seen.answer_text.is_none()).count(),
         asked_again: 0,
         resumed: rig.resumed(),
         retried: rig.retried(),

@@ -2,7 +2,7 @@
 
 use crate::{
     cluster::{series, until},
-    requests::{largest_gap, recovery, request, told, undisturbed},
+    requests::{answer_text, largest_gap, recovery, request, undisturbed},
     rig::{Rig, Shape},
     table::Row,
 };
@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 const STREAMS: usize = 50;
 
-/// What happens to whom, and when.
+/// A fault: the process it happens to, and its time.
 struct Fault {
     name: &'static str,
     victim: &'static str,
@@ -51,7 +51,7 @@ fn prefilling(rig: &Rig) {
 const KEEP_ALIVE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT);
 const SHORT_STOP: Duration = Duration::from_secs(5);
 const LONG_STOP: Duration = Duration::from_secs(25);
-/// For what follows the loss of a worker: another placement, what it has to compute anew, and its transfer.
+/// The time after the loss of a worker for another placement, for computing the prompt again, and for its transfer.
 const RESUME: Duration = Duration::from_millis(500);
 
 const DECODE_KILLED: Fault = Fault {
@@ -93,7 +93,7 @@ pub fn prefill_stopped() -> Row {
     strike(&Fault { name: "SIGSTOP of a prefill worker for 5 s", hurt, gap_max, ..PREFILL_KILLED })
 }
 
-/// Those who are connected to it give it up.
+/// The time after which connected processes close their connections to it.
 pub fn decode_stopped_for_long() -> Row {
     let (hurt, gap_max) = (Hurt::Stop(LONG_STOP), KEEP_ALIVE + RESUME);
     strike(&Fault { name: "SIGSTOP of a decode worker for 25 s", hurt, gap_max, ..DECODE_KILLED })
@@ -144,11 +144,13 @@ fn strike(fault: &Fault) -> Row {
     Row {
         fault: fault.name.to_owned(),
         requests: 2 * STREAMS,
-        failed: of_both().filter(|(outcome, _)| told(outcome).is_none()).count(),
+        failed: of_both().filter(|(outcome, _)| answer_text(outcome).is_none()).count(),
         asked_again: 0,
         resumed,
         retried,
-        wrong_texts: of_both().filter(|(outcome, expected)| told(outcome).is_some_and(|told| told != **expected)).count(),
+        wrong_texts: of_both()
+            .filter(|(outcome, expected)| answer_text(outcome).is_some_and(|answer_text| answer_text != **expected))
+            .count(),
         wrong_counts: books.wrong,
         unverified: books.unverified,
         leaked_blocks: books.leaked_blocks,

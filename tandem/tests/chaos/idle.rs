@@ -1,4 +1,4 @@
-//! What a cluster costs when nobody asks for anything, and what a thousand workers cost a router.
+//! The cost of an idle cluster, and of a thousand workers for a router.
 
 use crate::{
     cluster::{Plan, series, until},
@@ -10,7 +10,7 @@ use crate::{
 use std::{fs, net::Ipv4Addr, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::{Card, EtcdSettings, register},
+    discovery::{EtcdSettings, MemberRecord, register},
 };
 use tandem_proto::{
     ClusterKey, channel,
@@ -42,7 +42,7 @@ const BLOCKS: u32 = 4_096;
 const RESIDENT_MAX_KIB: f64 = 1_048_576.0;
 /// Heartbeats of a worker, and what each process of a cluster promises routers.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Linux tells times of processes in hundredths of a second.
+/// Linux reports times of processes in hundredths of a second.
 const TICKS: f64 = 100.0;
 
 /// Seconds that a process has computed since its start.
@@ -61,10 +61,10 @@ pub fn cluster() {
     let (before, since) = (now(), Instant::now());
     std::thread::sleep(WATCHED);
     let (after, seconds) = (now(), since.elapsed().as_secs_f64());
-    table::tell("\n| idle process | of a core |\n|---|--:|");
+    table::print_line("\n| idle process | of a core |\n|---|--:|");
     let shares = before.into_iter().zip(after).map(|((name, before), (_, after))| (name, (after - before) / seconds));
     let shares: Vec<(String, f64)> = shares.collect();
-    shares.iter().for_each(|(name, share)| table::tell(&format!("| {name} | {:.2} % |", share * 100.0)));
+    shares.iter().for_each(|(name, share)| table::print_line(&format!("| {name} | {:.2} % |", share * 100.0)));
     for (name, share) in shares {
         assert!(share < IDLE_MAX, "{name} computes {:.2} % of the time and has nothing to do", share * 100.0);
     }
@@ -136,7 +136,7 @@ fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metr
     for number in 0..WORKERS {
         let worker = Worker::new(number, key);
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
-        let card = Card::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
+        let card = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
         let (etcd, metrics, leaves) = (etcd.clone(), metrics.clone(), shutdown.clone());
         let _entered = runtime.enter();
         let server = channel::server().add_service(ControlServer::new(worker));
@@ -176,7 +176,7 @@ pub fn router() {
     let resident = crate::rig::resident(&router);
     assert_eq!(joined(), f64::from(WORKERS));
     let blocks = series(&router, "tandem_router_index_blocks");
-    table::tell(&format!(
+    table::print_line(&format!(
         "\nA router with {WORKERS} workers and {blocks} blocks: all joined after {:.1} s; {:.0} MiB resident; {:.1} % of a core.",
         all_joined.as_secs_f64(),
         resident / 1024.0,

@@ -1,7 +1,7 @@
 //! Clients that ask one thing after the other, of whichever frontend there is.
 
 use crate::{
-    requests::{Told, request, told},
+    requests::{AnswerText, answer_text, request},
     rig::{Outcome, Rig},
 };
 use std::{
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 pub struct Seen {
     /// Which of the different requests it was.
     pub which: usize,
-    pub told: Option<Told>,
+    pub answer_text: Option<AnswerText>,
     pub asked: Instant,
     pub arrivals: Vec<Instant>,
     /// Times it had to ask another frontend.
@@ -102,10 +102,11 @@ async fn ask(frontends: &[Client], number: usize, salt: &str) -> Seen {
             tokio::time::sleep(PAUSE * u32::from(asked_again > 0)).await;
             continue;
         }
-        let told = told(&outcome);
-        let problem = told.is_none().then(|| format!("request {number} of {salt}, asked {asked_again} times more: {outcome:?}"));
+        let answer_text = answer_text(&outcome);
+        let problem =
+            answer_text.is_none().then(|| format!("request {number} of {salt}, asked {asked_again} times more: {outcome:?}"));
         let arrivals = outcome.map(|answer| answer.arrivals).unwrap_or_default();
-        return Seen { which: number % DISTINCT, told, asked, arrivals, asked_again, problem };
+        return Seen { which: number % DISTINCT, answer_text, asked, arrivals, asked_again, problem };
     }
     unreachable!("the last time counts, whatever comes of it")
 }

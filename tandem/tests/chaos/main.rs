@@ -24,7 +24,7 @@ use parking_lot::{Mutex, MutexGuard};
 use table::{Form, Row};
 
 fn hold(row: &Row) {
-    table::tell(&row.line());
+    table::print_line(&row.line());
     row.hold(Form::Short);
 }
 

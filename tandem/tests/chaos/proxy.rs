@@ -1,4 +1,4 @@
-//! A network that can fail: who is reached through a proxy can be cut off from everybody, or from one process.
+//! A network that can fail: a process behind a proxy can be cut off from all others, or from one.
 
 use std::{fs, net::SocketAddr};
 use tokio::{
@@ -22,7 +22,7 @@ pub enum Gate {
     Broken(Whose),
 }
 
-/// The connections of whom.
+/// The connections that are cut off.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Whose {
     Everybody,
@@ -47,9 +47,9 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Listens at `at` for whoever is at `target`, who need not be there yet.
+    /// Listens at `at` for the process at `target`, which may start later.
     pub fn start(at: SocketAddr, target: SocketAddr, runtime: &Handle) -> Self {
-        let (gate, told) = watch::channel(Gate::Open);
+        let (gate, state) = watch::channel(Gate::Open);
         let listener = runtime.block_on(TcpListener::bind(at)).expect("the address is free");
         let mut accepting = JoinSet::new();
         let accept = async move {
@@ -58,7 +58,7 @@ impl Proxy {
                 // Out of files, perhaps: the next one may be taken again.
                 let Ok((stream, from)) = listener.accept().await else { continue };
                 while connections.try_join_next().is_some() {}
-                connections.spawn(carry(stream, target, dialler(from.port(), at.port()), told.clone()));
+                connections.spawn(carry(stream, target, dialler(from.port(), at.port()), state.clone()));
             }
         };
         accepting.spawn_on(accept, runtime);

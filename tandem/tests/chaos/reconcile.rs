@@ -1,5 +1,5 @@
-//! Two thousand requests, a fifth of whose clients leave, and a worker that dies and comes back: what the clients were told adds up to
-//! what the frontend counts, series by series, and the books agree.
+//! Two thousand requests, a fifth of whose clients leave, and a worker that dies and comes back: the usage that clients received
+//! equals the frontend's counters, series by series, and usage, ledgers and metrics reconcile.
 
 use crate::{
     cluster::{series, until},
@@ -50,12 +50,12 @@ impl AddAssign for Account {
 impl Account {
     fn replied(&mut self, endpoint: Endpoint, model: &str, code: u16) {
         let endpoint = endpoint.path().trim_start_matches("/v1/").replace('/', "_");
-        // Whether a request that was left had been read so far as to know its model is nobody's business.
+        // It does not matter whether a request that was closed early had been read far enough to know its model.
         let model = if code == 499 { "" } else { model };
         *self.requests.entry([endpoint, model.to_owned(), code.to_string()]).or_default() += 1;
     }
 
-    fn told(&mut self, answer: &Answer) {
+    fn received(&mut self, answer: &Answer) {
         let details = answer.details();
         let prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
         let mut by_tier = 0;
@@ -154,7 +154,7 @@ async fn ask(client: &Client, number: usize) -> anyhow::Result<Account> {
             let answer = client.ask(endpoint.path(), &body).await?;
             anyhow::ensure!(answer.status == code && answer.done, "request {number}: {answer:?}");
             if code == 200 {
-                account.told(&answer);
+                account.received(&answer);
             }
         }
     }
@@ -187,15 +187,15 @@ fn clients_sums_equal_counters_under_failures() {
     until("it generates", || series(rig.up("d0"), "tandem_worker_kv_blocks{worker=\"d0\",state=\"in_use\"}"), |held| *held > 0.0);
     rig.kill("d0");
     rig.restart("d0");
-    let mut told = Account::default();
+    let mut received = Account::default();
     for account in rig.plan.runtime.block_on(clients.join_all()) {
-        told += account.expect("every request has its reply");
+        received += account.expect("every request has its reply");
     }
     rig.whole();
-    assert_eq!(told.requests.values().sum::<u64>(), REQUESTS as u64);
-    assert!(told.cached.values().sum::<u64>() > 0 && rig.resumed() + rig.retried() > 0, "{told:#?}");
+    assert_eq!(received.requests.values().sum::<u64>(), REQUESTS as u64);
+    assert!(received.cached.values().sum::<u64>() > 0 && rig.resumed() + rig.retried() > 0, "{received:#?}");
     let frontend = rig.up("f0");
     until("nothing runs", || series(frontend, "tandem_frontend_inflight_requests"), |running| *running == 0.0);
-    assert_eq!(Account::counted(&frontend.get("/metrics")), told);
+    assert_eq!(Account::counted(&frontend.get("/metrics")), received);
     assert_eq!(rig.close().wrong, [""; 0]);
 }

@@ -18,9 +18,9 @@ pub fn request(number: usize, salt: &str, prompt_tokens: usize, max_tokens: usiz
     Endpoint::Chat.request("sim", &text, options)
 }
 
-/// All that a client is told that may not depend on what happens to workers: text, why it ended, tokens.
+/// The part of an answer that must not depend on faults: text, finish reason, tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct AnswerText {
     text: String,
     finish_reason: String,
     prompt_tokens: u64,
@@ -28,10 +28,10 @@ pub struct Told {
 }
 
 /// `None`: it has failed.
-pub fn told(outcome: &Outcome) -> Option<Told> {
+pub fn answer_text(outcome: &Outcome) -> Option<AnswerText> {
     let answer = outcome.as_ref().ok().filter(|answer| answer.status == 200 && answer.done)?;
     let finish = answer.frames.iter().find_map(|frame| frame["choices"][0]["finish_reason"].as_str())?;
-    Some(Told {
+    Some(AnswerText {
         text: answer.text(0),
         finish_reason: finish.to_owned(),
         prompt_tokens: answer.usage("/prompt_tokens"),
@@ -53,6 +53,6 @@ pub fn recovery(asked: Instant, arrivals: &[Instant], struck: Instant) -> Option
 }
 
 /// What answers are without a fault.
-pub fn undisturbed(outcomes: &[Outcome]) -> Vec<Told> {
-    outcomes.iter().map(|outcome| told(outcome).unwrap_or_else(|| panic!("nothing disturbed it: {outcome:?}"))).collect()
+pub fn undisturbed(outcomes: &[Outcome]) -> Vec<AnswerText> {
+    outcomes.iter().map(|outcome| answer_text(outcome).unwrap_or_else(|| panic!("nothing disturbed it: {outcome:?}"))).collect()
 }

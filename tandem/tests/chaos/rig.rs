@@ -35,7 +35,7 @@ pub struct Shape {
     pub routers: usize,
     pub prefill_workers: usize,
     pub decode_workers: usize,
-    /// All find each other through etcd and tell events over NATS; without, by lists.
+    /// With etcd and NATS; without, processes are listed and events are streamed.
     pub services: bool,
     /// Of every worker.
     pub args: Vec<String>,
@@ -57,7 +57,7 @@ pub struct Rig {
     lost: BTreeSet<String>,
     /// What frontends that have ended had counted, by series.
     counted: BTreeMap<&'static str, f64>,
-    /// Everybody who asks, by frontend.
+    /// The clients of each frontend.
     pub clients: Vec<Client>,
 }
 
@@ -257,12 +257,12 @@ impl Rig {
         (now + self.counted.get(name).copied().unwrap_or_default()) as u64
     }
 
-    /// Resident memory of all who run, in KiB.
+    /// Resident memory of all running processes, in KiB.
     pub fn memory(&self) -> BTreeMap<String, f64> {
         self.running().map(|(name, process)| (name.to_owned(), resident(process))).collect()
     }
 
-    /// All who run, by name.
+    /// All running processes, by name.
     pub fn running(&self) -> impl Iterator<Item = (&str, &Up)> {
         self.members.iter().filter_map(|(name, member)| Some((name.as_str(), member.process.as_ref()?)))
     }
@@ -306,8 +306,8 @@ impl Rig {
         }
         let output = evidence.iter().fold(&mut audit, |audit, (flag, value)| audit.arg(flag).arg(value)).output();
         let output = output.expect("the binary runs");
-        let told = String::from_utf8(output.stdout).expect("text");
-        let mut wrong: Vec<String> = told.lines().map(str::to_owned).collect();
+        let printed = String::from_utf8(output.stdout).expect("text");
+        let mut wrong: Vec<String> = printed.lines().map(str::to_owned).collect();
         let sum = wrong.pop().unwrap_or_default();
         let before = sum.split(" counted by killed workers").next().and_then(|text| text.rsplit(' ').next());
         let unverified = before.and_then(|number| number.parse().ok());
@@ -315,7 +315,7 @@ impl Rig {
             wrong.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
-        // Faults are no errors of those who meet them.
+        // Processes must not log faults of others as errors.
         wrong.extend(self.members.keys().flat_map(|name| self.errors(name)));
         Books { wrong, unverified, leaked_blocks }
     }
@@ -323,7 +323,7 @@ impl Rig {
     /// What a process has logged that no operator should have to read.
     fn errors(&self, name: &str) -> Vec<String> {
         let log = self.plan.log(name);
-        let told = log.lines().filter(|line| line.contains("ERROR") || line.contains("panicked"));
-        told.map(|line| format!("{name} logs: {line}")).collect()
+        let errors = log.lines().filter(|line| line.contains("ERROR") || line.contains("panicked"));
+        errors.map(|line| format!("{name} logs: {line}")).collect()
     }
 }

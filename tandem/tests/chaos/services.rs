@@ -21,7 +21,7 @@ pub struct Services {
     to_nats: Proxy,
     /// By name.
     to_workers: BTreeMap<String, Proxy>,
-    /// Of the proxies; clients have another, so that arrivals are told as they are.
+    /// The proxies' runtime; clients have another one, so that times of arrival are exact.
     _runtime: Runtime,
 }
 
@@ -35,15 +35,15 @@ impl Services {
         Self { etcd, nats, to_etcd, to_nats, to_workers, _runtime: runtime }
     }
 
-    /// What a process is told to find the others and be found.
+    /// The arguments with which a process finds the others and is found.
     pub fn args_of(&self, name: &str, role: &str) -> Vec<String> {
         let mut args = vec![("--etcd", self.to_etcd.at)];
         if role != "frontend" {
             args.push(("--nats", self.to_nats.at));
         }
         args.extend(self.to_workers.get(name).map(|proxy| ("--advertise", proxy.at)));
-        let told = args.into_iter().flat_map(|(flag, at)| [flag.to_owned(), at.to_string()]);
-        told.chain(["--lease-ttl".to_owned(), LEASE.as_secs().to_string()]).collect()
+        let flags = args.into_iter().flat_map(|(flag, at)| [flag.to_owned(), at.to_string()]);
+        flags.chain(["--lease-ttl".to_owned(), LEASE.as_secs().to_string()]).collect()
     }
 
     /// Between everybody and etcd.

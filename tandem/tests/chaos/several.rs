@@ -4,7 +4,7 @@ use crate::{
     cluster::{series, until},
     load::{self, Load, Seen},
     proxy::{Gate, Whose},
-    requests::{Told, largest_gap, recovery, undisturbed},
+    requests::{AnswerText, largest_gap, recovery, undisturbed},
     rig::{Rig, Shape},
     services::{LEASE, Services},
     table::{Form, Row},
@@ -17,7 +17,7 @@ use std::{
 use tandem_proto::channel::{PING_INTERVAL, PING_TIMEOUT};
 use tokio::time::Instant;
 
-/// As long as this a process may be stopped, or cut off, and nobody gives it up.
+/// A process may be stopped or cut off for this time without being given up by the others.
 const SHORT_STOP: Duration = Duration::from_secs(5);
 /// What the keep-alive of connections promises, and a little more.
 const SILENCE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT).saturating_add(Duration::from_secs(1));
@@ -33,7 +33,7 @@ struct Story {
     fault: &'static str,
     /// Played in the short form, too.
     short: bool,
-    /// Tells when the fault was over; has seen that somebody noticed.
+    /// Returns the end of the fault, after another process has noticed it.
     happens: fn(&mut Rig, Form) -> Instant,
     /// Frontends end, and their clients have to ask others.
     frontends_end: bool,
@@ -46,7 +46,7 @@ impl Story {
     }
 }
 
-/// Those that nobody dies of come first: the audit can hold every counter against the ledgers as long as nobody was lost.
+/// Faults that kill no process come first: the audit can compare every counter with the ledgers while no process was lost.
 const STORIES: [Story; 13] = [
     Story { gap_max: CLOSES.saturating_add(RESUME), ..Story::new("SIGSTOP of a router", true, router_stopped) },
     Story { gap_max: SHORT_STOP.saturating_add(RESUME), ..Story::new("SIGSTOP of a frontend", true, frontend_stopped) },
@@ -120,8 +120,8 @@ fn workers(rig: &Rig) -> impl Iterator<Item = (&str, &crate::up::Up)> {
     rig.running().filter(|(name, _)| name.starts_with(['p', 'd']))
 }
 
-/// How many workers the first router hears by this way.
-fn heard_by(rig: &Rig, way: &str) -> f64 {
+/// The number of workers whose events the first router receives on this path.
+fn workers_by(rig: &Rig, way: &str) -> f64 {
     let page = rig.up("r0").get("/metrics");
     let of_way = |line: &&str| line.starts_with("tandem_router_event_plane") && line.contains(way);
     page.lines().filter(of_way).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
@@ -129,13 +129,17 @@ fn heard_by(rig: &Rig, way: &str) -> f64 {
 
 fn without_nats(rig: &mut Rig, hurt: impl FnOnce(&mut Rig), heal: impl FnOnce(&mut Rig)) -> Instant {
     let count = workers(rig).count() as f64;
-    until("all are heard over NATS", || heard_by(rig, "\"nats\""), |heard| *heard == count);
+    until("all events come over NATS", || workers_by(rig, "\"nats\""), |workers| *workers == count);
     hurt(rig);
     workers(rig).for_each(|(name, worker)| rig.connected(name, worker, NATS, 0.0));
-    until("all are heard directly", || (heard_by(rig, "\"direct\""), rig.plan.view_of(0).bookings), |heard| heard.0 == count);
+    until(
+        "all events come directly",
+        || (workers_by(rig, "\"direct\""), rig.plan.view_of(0).bookings),
+        |workers| workers.0 == count,
+    );
     heal(rig);
     let healed = Instant::now();
-    until("all are heard over NATS again", || heard_by(rig, "\"nats\""), |heard| *heard == count);
+    until("all events come over NATS again", || workers_by(rig, "\"nats\""), |workers| *workers == count);
     healed
 }
 
@@ -152,7 +156,7 @@ fn workers_without_nats(rig: &mut Rig, form: Form) -> Instant {
     )
 }
 
-/// Everybody loses the lease, and nobody is lost: first those whose keys others see vanish, then those others.
+/// All processes lose their leases and none is deregistered: first those whose keys the others see vanish, then the others.
 fn all_without_etcd(rig: &mut Rig, form: Form) -> Instant {
     let again = registered_again(rig);
     let services = rig.services.as_ref().expect("there are some");
@@ -228,14 +232,14 @@ pub fn play(form: Form, mut row: impl FnMut(Row)) {
         if form == Form::Long && story.fault.contains("each kind") {
             continue;
         }
-        row(tell(&mut rig, form, story, &expected));
+        row(play_story(&mut rig, form, story, &expected));
     }
     if form == Form::Long {
         row(kills(&mut rig, &expected));
     }
 }
 
-fn tell(rig: &mut Rig, form: Form, story: &Story, expected: &[Told]) -> Row {
+fn play_story(rig: &mut Rig, form: Form, story: &Story, expected: &[AnswerText]) -> Row {
     let clients = if form == Form::Short { 12 } else { 50 };
     let before = Before::of(rig);
     let load = Load::start(rig, clients, usize::MAX, story.fault);
@@ -251,7 +255,7 @@ fn tell(rig: &mut Rig, form: Form, story: &Story, expected: &[Told]) -> Row {
 }
 
 /// Any process may be next, etcd and NATS included.
-fn kills(rig: &mut Rig, expected: &[Told]) -> Row {
+fn kills(rig: &mut Rig, expected: &[AnswerText]) -> Row {
     const REQUESTS: usize = 5_000;
     const EVERY: Duration = Duration::from_secs(5);
     const VICTIMS: [&str; 11] = ["d0", "r0", "p0", "f0", "etcd", "d1", "p1", "r1", "nats", "f1", "p2"];
@@ -308,7 +312,7 @@ impl Before {
         rig: &Rig,
         fault: String,
         seen: &[Seen],
-        expected: &[Told],
+        expected: &[AnswerText],
         strikes: &[Instant],
         whole: Duration,
         gap_max: Duration,
@@ -317,16 +321,19 @@ impl Before {
         let recoveries =
             seen.iter().flat_map(|seen| strikes.iter().filter_map(|struck| recovery(seen.asked, &seen.arrivals, *struck)));
         for problem in seen.iter().filter_map(|seen| seen.problem.as_ref()) {
-            crate::table::tell(&format!("{fault}: {problem}"));
+            crate::table::print_line(&format!("{fault}: {problem}"));
         }
         Row {
             fault,
             requests: seen.len(),
-            failed: seen.iter().filter(|seen| seen.told.is_none()).count(),
+            failed: seen.iter().filter(|seen| seen.answer_text.is_none()).count(),
             asked_again: seen.iter().map(|seen| seen.asked_again).sum(),
             resumed: rig.resumed() - self.resumed,
             retried: rig.retried() - self.retried,
-            wrong_texts: seen.iter().filter(|seen| seen.told.as_ref().is_some_and(|told| *told != expected[seen.which])).count(),
+            wrong_texts: seen
+                .iter()
+                .filter(|seen| seen.answer_text.as_ref().is_some_and(|answer_text| *answer_text != expected[seen.which]))
+                .count(),
             wrong_counts: books.wrong,
             unverified: books.unverified - self.unverified,
             leaked_blocks: books.leaked_blocks,

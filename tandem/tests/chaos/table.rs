@@ -53,7 +53,7 @@ impl Row {
         let owners_lost = self.resumed + self.retried;
         assert!(self.unverified <= owners_lost, "{fault}: {} answers cannot be verified", self.unverified);
         assert_eq!(self.leaked_blocks, 0.0, "{fault}: blocks leaked");
-        assert!(self.felt, "{fault}: nobody felt it, so it shows nothing");
+        assert!(self.felt, "{fault}: no request was affected, so it shows nothing");
         let max = if form == Form::Short { self.gap_max + BUSY } else { self.gap_max };
         assert!(self.largest_gap < max, "{fault}: a gap of {:?}, more than {max:?}", self.largest_gap);
     }
@@ -84,10 +84,10 @@ impl Memory {
     /// Its own table there.
     pub fn print(&self) {
         let [early, late] = self.at;
-        tell(&format!("\n| process | resident at request {early} | at request {late} | growth |\n|---|--:|--:|--:|"));
+        print_line(&format!("\n| process | resident at request {early} | at request {late} | growth |\n|---|--:|--:|--:|"));
         for (name, resident) in &self.resident {
             let [early, late] = resident.map(|kib| kib / 1024.0);
-            tell(&format!("| {name} | {early:.1} MiB | {late:.1} MiB | {:.1} % |", Self::growth(*resident) * 100.0));
+            print_line(&format!("| {name} | {early:.1} MiB | {late:.1} MiB | {:.1} % |", Self::growth(*resident) * 100.0));
         }
     }
 
@@ -118,11 +118,11 @@ pub fn print(rows: &[Row]) {
         "recovery",
         "whole again",
     ];
-    tell(&format!("\n| {} |\n|---{}|", head.join(" | "), "|--:".repeat(head.len() - 1)));
-    rows.iter().for_each(|row| tell(&row.line()));
+    print_line(&format!("\n| {} |\n|---{}|", head.join(" | "), "|--:".repeat(head.len() - 1)));
+    rows.iter().for_each(|row| print_line(&row.line()));
 }
 
-#[expect(clippy::print_stdout, reason = "who asks for figures reads them")]
-pub fn tell(line: &str) {
+#[expect(clippy::print_stdout, reason = "the figures are for the person that runs the test")]
+pub fn print_line(line: &str) {
     println!("{line}");
 }

@@ -1,4 +1,4 @@
-//! Whom a request is for: told by a header, kept in the ledger, summed for invoices.
+//! Accounts: set by a header, recorded in the ledger, summed for invoices.
 
 use crate::{
     cluster::{Plan, address, ready, until},
@@ -61,7 +61,7 @@ fn report_sums_the_usage_of_each_account() {
         plan.worker("decode", "d", workers[1], &["--ledger", &ledgers[1]]),
     ];
     ready(&frontend);
-    let mut told: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
+    let mut reported: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
     for (turn, account) in ["acme", "", "acme", "zoo:7", "acme", "zoo:7"].into_iter().enumerate() {
         let text = format!("{account}: {}", "what is asked again is partly cached ".repeat(4 + turn));
         let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 3 });
@@ -69,7 +69,7 @@ fn report_sums_the_usage_of_each_account() {
         let (answer, _) = post_chat(&frontend, &headers, &body);
         let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
         let usage = |pointer| answer["usage"].pointer(pointer).and_then(Value::as_u64).expect("the usage says it");
-        let sums = told.entry(if account.is_empty() { "-" } else { account }).or_default();
+        let sums = reported.entry(if account.is_empty() { "-" } else { account }).or_default();
         for (sum, tokens) in sums.iter_mut().zip([1, usage("/prompt_tokens"), usage("/prompt_tokens_details/cached_tokens")]) {
             *sum += tokens;
         }
@@ -96,10 +96,10 @@ fn report_sums_the_usage_of_each_account() {
             *sum += line[key].as_u64().expect("a number");
         }
     }
-    assert_eq!((ok, &counted), (true, &told));
-    assert!(told.values().any(|[_, _, cached]| *cached > 0), "{told:?}");
+    assert_eq!((ok, &counted), (true, &reported));
+    assert!(reported.values().any(|[_, _, cached]| *cached > 0), "{reported:?}");
     let (ok, csv) = report(&ledgers, "--csv");
     assert!(ok && csv.starts_with("day,account,model,") && csv.lines().count() == lines.len() + 1, "{csv}");
-    let (ok, told) = report(&[plan.file("none").to_str().expect("text").to_owned()], "--csv");
-    assert!(!ok && told.contains("cannot be read"), "{told}");
+    let (ok, printed) = report(&[plan.file("none").to_str().expect("text").to_owned()], "--csv");
+    assert!(!ok && printed.contains("cannot be read"), "{printed}");
 }

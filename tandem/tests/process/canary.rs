@@ -1,4 +1,4 @@
-//! What users write and what models answer is in no log line, at any level, of any part or library.
+//! The text of prompts and answers is in no log line, at any level, of any part or library.
 
 use crate::up::Up;
 use std::{fs::File, path::Path};
@@ -37,7 +37,7 @@ fn no_line_tells(up: Up, model: &str, log: &Path) {
             format!(r#"{{"model":"{model}","max_tokens":30,"prompt":["{long}","{CANARY}"],"echo":true,"logprobs":2}}"#),
         ),
         ("/v1/completions", format!(r#"{{"model":"{model}","max_tokens":3,"prompt":{IDS:?},"cache_salt":"{CANARY}"}}"#)),
-        // What is refused is not told either.
+        // The text of refused requests is not logged either.
         ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{CANARY}","temperature":"{CANARY}"}}"#)),
         ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{CANARY}","#)),
         ("/v1/chat/completions", format!(r#"{{"model":"{model}","messages":[{{"role":"{CANARY}","content":"{CANARY}"}}]}}"#)),
@@ -63,8 +63,8 @@ fn no_line_tells(up: Up, model: &str, log: &Path) {
         .extend(letters.windows(16).map(|stretch| stretch.iter().collect::<String>()).filter(|stretch| !stretch.contains('\\')));
     assert!(forbidden.len() > 40, "there were answers: {answered}");
     for word in forbidden {
-        let told = log.lines().find(|line| line.contains(&word));
-        assert!(told.is_none(), "{word:?} is told in: {}", told.unwrap_or_default());
+        let found = log.lines().find(|line| line.contains(&word));
+        assert!(found.is_none(), "{word:?} is logged in: {}", found.unwrap_or_default());
     }
 }
 
@@ -80,7 +80,7 @@ fn logs_hold_no_text_on_the_simulator() {
 #[test]
 fn logs_hold_no_text_on_the_real_model() {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
-        #[expect(clippy::print_stderr, reason = "who runs the tests must see it")]
+        #[expect(clippy::print_stderr, reason = "a skipped test must be visible")]
         {
             eprintln!("SKIPPED: needs the default model; set TANDEM_MODEL to what `tandem model fetch` prints");
         }

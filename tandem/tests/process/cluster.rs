@@ -17,13 +17,13 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// What ought to happen happens within this time, or never.
+/// The limit on anything that must happen; only a failing test waits this long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What the cluster's key is made of.
+/// The secret of the cluster key.
 pub const SECRET: &str = "the secret of a cluster of processes, in a test";
 
-/// Looks until `holds` does; says what it saw last if it never does.
+/// Looks until `holds` is true; panics with the last value if it never is.
 pub fn until<T: std::fmt::Debug>(what: &str, look: impl Fn() -> T, holds: impl Fn(&T) -> bool) -> T {
     let started = Instant::now();
     loop {
@@ -36,8 +36,8 @@ pub fn until<T: std::fmt::Debug>(what: &str, look: impl Fn() -> T, holds: impl F
     }
 }
 
-/// An address on this machine that stays free for the test's process, also while nobody listens there: below those that the
-/// system gives to whoever asks for any.
+/// Reserves an address on this machine for the test's process, also while no process listens there: below the ports that the system assigns
+/// to port 0.
 pub fn address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 10_000 + (std::process::id() % 200) as u16 * 100;
@@ -49,24 +49,24 @@ pub fn address() -> SocketAddr {
     }
 }
 
-/// Where everybody is, and what everybody is told.
+/// The addresses of a cluster's processes, and the arguments of all of them.
 pub struct Plan {
     folder: tempfile::TempDir,
-    /// Where each router listens.
+    /// The addresses of the routers.
     pub routers: Vec<SocketAddr>,
-    /// Of the cluster; in the file `key`.
+    /// The cluster key, also in the file `key`.
     pub key: ClusterKey,
-    /// Of whoever asks.
+    /// The runtime of requests to routers.
     pub runtime: tokio::runtime::Runtime,
 }
 
 impl Plan {
-    /// Nobody runs yet, and the list of workers is empty.
+    /// Prepares a cluster with one router and an empty list of workers; no process runs yet.
     pub fn new() -> Self {
         Self::with_routers(1)
     }
 
-    /// The same with several routers, which know each other.
+    /// Prepares a cluster with several routers, which know each other.
     pub fn with_routers(count: usize) -> Self {
         // With a thread of its own: connections that were used are closed also while nothing is asked.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
@@ -78,7 +78,7 @@ impl Plan {
         plan
     }
 
-    /// Where something of this cluster is kept.
+    /// The path of a file of this cluster.
     pub fn file(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -96,7 +96,7 @@ impl Plan {
         fs::write(self.file("workers"), text).expect("a temporary file");
     }
 
-    /// Any role with the cluster's key, told nothing but this. Its log is in the file of its name.
+    /// Starts a role with the cluster's key and these arguments only. Its log is in the file of its name.
     pub fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let key = self.file("key");
         let key = ["--cluster-key-file", key.to_str().expect("text")];
@@ -110,17 +110,17 @@ impl Plan {
         Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
     }
 
-    /// The list of all routers.
+    /// The routers' addresses as the flags take them.
     pub fn router_list(&self) -> String {
         self.routers.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
     }
 
-    /// A router that prefills on prefill workers only, so that both kinds matter, unless the arguments say otherwise.
+    /// Starts the router. Prompts are computed on prefill workers only, so that both kinds matter, unless the arguments say otherwise.
     pub fn router(&self, args: &[&str]) -> Up {
         self.router_at(0, args)
     }
 
-    /// One of several.
+    /// Starts one of several routers.
     pub fn router_at(&self, number: usize, args: &[&str]) -> Up {
         let (list, peers) = (self.file("workers"), self.router_list());
         let own = ["--admin-listen", "127.0.0.1:0", "--workers-file", list.to_str().expect("text"), "--prefill", "remote"];
@@ -140,17 +140,17 @@ impl Plan {
         self.start(&format!("{role}-worker"), name, listen, &[&own, args].concat())
     }
 
-    /// What a process has logged.
+    /// Returns the log of a process.
     pub fn log(&self, name: &str) -> String {
         fs::read_to_string(self.file(name)).expect("the log is text")
     }
 
-    /// The router's view; empty while it does not answer.
+    /// Returns the router's view; empty while it does not answer.
     pub fn view(&self) -> WorkersReply {
         self.view_of(0)
     }
 
-    /// One router's of several.
+    /// Returns the view of one of several routers.
     pub fn view_of(&self, number: usize) -> WorkersReply {
         let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("an address");
         let network = Network::tcp(self.key.clone());
@@ -158,7 +158,7 @@ impl Plan {
         self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }
 
-    /// Resolves when these have joined, and nobody else.
+    /// Waits until these workers have joined, and no others.
     pub fn joined(&self, names: &[&str]) -> WorkersReply {
         let known = |view: &WorkersReply| {
             let mut known: Vec<String> =
@@ -170,7 +170,7 @@ impl Plan {
     }
 }
 
-/// Resolves when a request could be served.
+/// Waits until a request could be served.
 pub fn ready(process: &Up) {
     until("it gets ready", || process.get("/ready"), |answer| answer.starts_with("HTTP/1.1 200"));
 }

@@ -1,4 +1,4 @@
-//! The binary as its users meet it: what it prints, what it answers, how it ends.
+//! The binary as its users see it: its output, its answers, its exit code.
 
 use crate::up::{Up, tandem};
 use std::{
@@ -69,7 +69,7 @@ fn second_signal_ends_the_grace_period() {
         let started = tokio::time::Instant::now();
         up.signal("-INT");
         if second {
-            // The first is heard when new requests are refused.
+            // The process has received the first signal when it refuses new requests.
             let refused = || {
                 let mut answer = String::new();
                 let read = up.ask(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
@@ -101,11 +101,11 @@ fn ready_reports_readiness_by_its_exit_code() {
         &["router", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", "127.0.0.1:1"],
         Stdio::piped(),
     );
-    let (code, told) = check(router.address());
-    assert!(code == Some(1) && told.contains("no decode worker has joined"), "{told}");
-    let nobody = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").to_string();
-    let (code, told) = check(&nobody);
-    assert!(code == Some(1) && told.contains("--admin-listen"), "{told}");
+    let (code, errors) = check(router.address());
+    assert!(code == Some(1) && errors.contains("no decode worker has joined"), "{errors}");
+    let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").to_string();
+    let (code, errors) = check(&unused);
+    assert!(code == Some(1) && errors.contains("--admin-listen"), "{errors}");
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn port_in_use_is_reported_in_one_line() {
 fn mistakes_are_reported_in_one_line_and_by_the_exit_code() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
-    for (args, code, told) in [
+    for (args, code, expected) in [
         (&["up", "--engine", "cuda", "--device", "4294967295"][..], 1, no_gpu),
         (&["up", "--engine", "sim", "--model", "x.gguf"], 1, "there is no model"),
         (&["up", "--prefill", "remote", "--prefill-workers", "0"], 1, "--prefill-workers"),
@@ -141,7 +141,7 @@ fn mistakes_are_reported_in_one_line_and_by_the_exit_code() {
         let output = ended(&args);
         let errors = text(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {errors}");
-        assert!(errors.contains(told), "{args:?}: {errors}");
+        assert!(errors.contains(expected), "{args:?}: {errors}");
         if code == 1 {
             assert_eq!(errors.lines().filter(|line| line.starts_with("tandem: ")).count(), 1, "{args:?}: {errors}");
         }

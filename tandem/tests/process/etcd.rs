@@ -1,4 +1,4 @@
-//! Processes that are told nothing but where etcd is, and perhaps NATS.
+//! Processes that know only the addresses of etcd and, in one test, of NATS.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 mod servers;
@@ -11,12 +11,12 @@ use crate::{
 use servers::Server;
 use std::net::SocketAddr;
 
-/// A router that has no list.
+/// Starts a router without a list.
 fn router_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("router", "router", plan.routers[0], &[&["--admin-listen", "127.0.0.1:0", "--prefill", "remote"], args].concat())
 }
 
-/// A frontend that has no list.
+/// Starts a frontend without a list.
 fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&["--engine", "sim"], args].concat())
 }
@@ -25,12 +25,12 @@ fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
 fn processes_find_each_other_through_etcd_and_survive_its_loss() {
     let mut etcd = Server::etcd(&[]);
     let (plan, at, anywhere) = (Plan::new(), etcd.address(), SocketAddr::from(([127, 0, 0, 1], 0)));
-    let told = ["--cluster", "blue", "--etcd", &at];
+    let discovery = ["--cluster", "blue", "--etcd", &at];
     etcd.kill();
-    let router = router_by(&plan, &told);
-    let worker = |role, name| plan.worker(role, name, anywhere, &told);
+    let router = router_by(&plan, &discovery);
+    let worker = |role, name| plan.worker(role, name, anywhere, &discovery);
     let (prefill, decode) = (worker("prefill", "p"), worker("decode", "d"));
-    let frontend = frontend_by(&plan, &told);
+    let frontend = frontend_by(&plan, &discovery);
     let connected = |process| metric(process, r#"tandem_discovery_etcd_connected{for="registration"}"#);
     assert_eq!((connected(&prefill), connected(&router)), (Some(0.0), Some(0.0)), "they run without it");
     etcd.start();
@@ -61,29 +61,29 @@ fn processes_find_each_other_through_etcd_and_survive_its_loss() {
 fn index_is_complete_with_and_without_nats() {
     let (etcd, mut nats) = (Server::etcd(&[]), Server::nats(&["--user=u", "--pass=hidden"]));
     let (plan, etcd_at, nats_at) = (Plan::new(), etcd.address(), nats.address());
-    let told = ["--etcd", &etcd_at, "--nats", &nats_at, "--nats-user", "u", "--nats-password"];
-    let good = [&told[..], &["hidden"]].concat();
+    let discovery = ["--etcd", &etcd_at, "--nats", &nats_at, "--nats-user", "u", "--nats-password"];
+    let good = [&discovery[..], &["hidden"]].concat();
     let router = router_by(&plan, &good);
     let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
     let _prefill = plan.worker("prefill", "p", anywhere, &good);
-    // One that NATS does not let in tells its events by its stream.
-    let _decode = plan.worker("decode", "d", anywhere, &[&told[..], &["wrong"]].concat());
-    let frontend = frontend_by(&plan, &told[..2]);
+    // A worker that NATS refuses sends its events on its own stream.
+    let _decode = plan.worker("decode", "d", anywhere, &[&discovery[..], &["wrong"]].concat());
+    let frontend = frontend_by(&plan, &discovery[..2]);
     plan.joined(&["d", "p"]);
     ready(&frontend);
     let plane = |router: &Up, worker: &str, plane: &str| {
         metric(router, &format!("tandem_router_event_plane{{worker=\"{worker}\",plane=\"{plane}\"}}"))
     };
     let over = |worker: &'static str, way: &'static str| {
-        let what = format!("{worker} is heard by {way}");
+        let what = format!("{worker} sends its events by {way}");
         let mut turn = 0;
         // Each answer makes events.
-        let heard = || {
+        let events = || {
             turn += 1;
             ask(&frontend, &format!("{what} {turn} {}", "and on and on ".repeat(20)));
             plane(&router, worker, way)
         };
-        until_mut(&what, heard);
+        until_mut(&what, events);
     };
     over("p", "nats");
     over("d", "direct");

@@ -1,4 +1,4 @@
-//! The cluster key as an operator meets it.
+//! The cluster key as an operator sees it.
 
 use crate::{
     cluster::{Plan, SECRET, address, ready, until},
@@ -56,10 +56,10 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
 
     let (at, key) = (plan.routers[0].to_string(), plan.file("key"));
     let key = key.to_str().expect("text");
-    let (code, told) = ran(&["top", &at, "--once"]);
-    assert!(code == Some(1) && told.contains("--cluster-key-file") && told.lines().count() == 1, "{told}");
-    let (code, told) = ran(&["top", &at, "--once", "--interval", "0.1", "--cluster-key-file", key]);
-    assert!(code == Some(0) && told.contains("2 of 4 workers"), "{told}");
+    let (code, output) = ran(&["top", &at, "--once"]);
+    assert!(code == Some(1) && output.contains("--cluster-key-file") && output.lines().count() == 1, "{output}");
+    let (code, output) = ran(&["top", &at, "--once", "--interval", "0.1", "--cluster-key-file", key]);
+    assert!(code == Some(0) && output.contains("2 of 4 workers"), "{output}");
 
     let (_, printed) = ran(&["router", "--print-config", "--cluster-key-file", key]);
     assert!(printed.contains("cluster-key-file = "), "{printed}");
@@ -72,14 +72,14 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
 fn unusable_key_file_ends_the_process_with_advice() {
     let plan = Plan::new();
     plan.secret("short", "0123456789abcdef\n");
-    for (name, told) in [("short", "has 16 bytes, but needs at least 32"), ("missing", "openssl rand -hex 32")] {
+    for (name, expected) in [("short", "has 16 bytes, but needs at least 32"), ("missing", "openssl rand -hex 32")] {
         let path = plan.file(name);
         let key = ["--listen", "127.0.0.1:0", "--cluster-key-file", path.to_str().expect("text")];
         for role in
             [&["up", "--engine", "sim"][..], &["frontend", "--engine", "sim"], &["router", "--admin-listen", "127.0.0.1:0"]]
         {
             let (code, said) = ran(&[role, &key].concat());
-            assert!(code == Some(1) && said.contains(told) && !said.contains("0123"), "{role:?}: {said}");
+            assert!(code == Some(1) && said.contains(expected) && !said.contains("0123"), "{role:?}: {said}");
         }
     }
 }

@@ -99,8 +99,8 @@ fn promtool(page: &str) -> String {
         command.spawn().expect("promtool is missing: apt-get install prometheus, or leave it out: -- --skip a_real_");
     process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("it reads");
     let output = process.wait_with_output().expect("it ends");
-    let told = [output.stdout, output.stderr].concat();
-    if output.status.success() { String::new() } else { String::from_utf8_lossy(&told).into_owned() }
+    let printed = [output.stdout, output.stderr].concat();
+    if output.status.success() { String::new() } else { String::from_utf8_lossy(&printed).into_owned() }
 }
 
 #[test]

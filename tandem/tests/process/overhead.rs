@@ -1,4 +1,4 @@
-//! What it costs a frontend to tell all it can tell, at its defaults.
+//! The cost of a frontend's telemetry with default settings.
 
 use crate::{
     cluster::{Plan, address, ready},
@@ -15,7 +15,7 @@ use tokio::time::Instant;
 const ROUNDS: usize = 120;
 /// In each turn of each frontend.
 const REQUESTS: usize = 50;
-/// As Prometheus does unless it is told otherwise.
+/// Prometheus' default.
 const SCRAPED_EVERY: Duration = Duration::from_secs(15);
 const AT_ONCE: usize = 8;
 const PROMPT_TOKENS: usize = 600;
@@ -56,7 +56,7 @@ fn quartiles(mut values: Vec<f64>) -> [f64; 3] {
 }
 
 #[expect(clippy::print_stdout, reason = "what is asked for")]
-fn tell(line: &str) {
+fn print_line(line: &str) {
     println!("{line}");
 }
 
@@ -111,15 +111,15 @@ fn figures_of_telemetry() {
     let per_request = |which: usize, kind: usize| sum(which, kind) / (ROUNDS * REQUESTS) as f64;
     let user = |which: usize| sum(which, 0) / sum(0, 0);
     let all = |which: usize| quartiles(spent[which].iter().zip(&spent[0]).map(|(this, off)| this[1] / off[1]).collect());
-    tell("| frontend | user, ms a request | user and system | ratio, user | ratio, user and system |");
-    tell("|---|--:|--:|--:|--:|");
+    print_line("| frontend | user, ms a request | user and system | ratio, user | ratio, user and system |");
+    print_line("|---|--:|--:|--:|--:|");
     for (which, name) in ["all off", "all on, 1 % traced", "all on, every request traced"].into_iter().enumerate() {
         let ([low, middle, high], user) = (all(which), user(which));
         let times = format!("{:.3} | {:.3}", per_request(which, 0), per_request(which, 1));
-        tell(&format!("| {name} | {times} | {user:.3} | **{middle:.3}** ({low:.3}..{high:.3}) |"));
+        print_line(&format!("| {name} | {times} | {user:.3} | **{middle:.3}** ({low:.3}..{high:.3}) |"));
     }
     let traced = collector.spans().iter().filter(|(service, _)| service == "tandem-frontend").count();
-    tell(&format!("{traced} of {} requests were traced.", 3 * (ROUNDS + 1) * REQUESTS));
+    print_line(&format!("{traced} of {} requests were traced.", 3 * (ROUNDS + 1) * REQUESTS));
     assert!(traced > (ROUNDS + 1) * REQUESTS, "the collector has seen the traces of one frontend whole, and some of the other");
     assert!(user(1) <= GOAL && all(1)[1] <= GOAL, "more than {GOAL} times the CPU time");
 }

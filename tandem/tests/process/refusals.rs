@@ -1,4 +1,4 @@
-//! Who does not belong to the cluster is told so, and gets no traffic.
+//! Incompatible processes get no traffic and log the reason.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -16,7 +16,7 @@ use tandem_proto::{
 };
 use tonic::{Request, Response, Status, codegen::tokio_stream::Stream};
 
-/// A worker of a version that is not built yet.
+/// A worker of a future version.
 struct FromTheFuture {
     key_fingerprint: String,
 }
@@ -41,13 +41,13 @@ impl Control for FromTheFuture {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        Err(Status::internal("nobody is to ask for this"))
+        Err(Status::internal("this must not be called"))
     }
 
     type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;
 
     async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
-        Err(Status::internal("nobody is to ask for this"))
+        Err(Status::internal("this must not be called"))
     }
 }
 
@@ -70,9 +70,9 @@ fn incompatible_workers_get_no_requests() {
         ("c", &["--cluster", "other"][..], "its cluster is other, the cluster's is tandem"),
         ("m", &["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
         ("b", &["--block-size", "32"], "its block size is 32, the cluster's is 16"),
-        ("d", &[], "is called d, too; give each a --worker-id"),
+        ("d", &[], "has the same id d; give each a --worker-id"),
     ]
-    .map(|(name, args, told)| (address(), name, args, told));
+    .map(|(name, args, expected)| (address(), name, args, expected));
     let future = serve_future(&plan, &runtime);
     // The strangers are first: they must not decide for all.
     let _strangers = strangers.each_ref().map(|(at, name, args, _)| plan.worker("decode", name, *at, args));
@@ -85,13 +85,13 @@ fn incompatible_workers_get_no_requests() {
     plan.list(&[&[prefill, decode, future], &all[..]].concat());
     let refused = |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count();
     let view = until("the others are refused", || plan.view(), |view| refused(view) == 5);
-    for (at, _, _, told) in &strangers {
-        let reason = &view.unavailable.iter().find(|absent| absent.address == at.to_string()).expect("it is told").reason;
-        assert!(reason.contains(told), "{told}: {reason}");
+    for (at, _, _, expected) in &strangers {
+        let reason = &view.unavailable.iter().find(|absent| absent.address == at.to_string()).expect("it is in the view").reason;
+        assert!(reason.contains(expected), "{expected}: {reason}");
         let log = plan.log("router");
-        assert!(log.lines().any(|line| line.contains("WARN") && line.contains(told)), "{told}: {log}");
+        assert!(log.lines().any(|line| line.contains("WARN") && line.contains(expected)), "{expected}: {log}");
     }
-    let reason = &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("it is told").reason;
+    let reason = &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("it is in the view").reason;
     assert!(reason.contains("its version is 99.0.0, the cluster's is"), "{reason}");
 
     ready(&frontend);
@@ -101,7 +101,7 @@ fn incompatible_workers_get_no_requests() {
     let placed = |labels| metric(&router, &format!("tandem_router_placements_total{{{labels}}}"));
     let fitting = [r#"worker="p",kind="prefill""#, r#"worker="d",kind="decode""#];
     assert_eq!(fitting.map(placed), [Some(8.0), Some(8.0)]);
-    assert_eq!(series(&router, "tandem_router_placements_total"), 16.0, "nobody else got any");
+    assert_eq!(series(&router, "tandem_router_placements_total"), 16.0, "no other worker got requests");
 }
 
 #[test]
@@ -111,22 +111,22 @@ fn incompatible_frontends_serve_nothing() {
     plan.list(&[prefill, decode]);
     let _parts = (plan.router(&[]), plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
-    for (args, told) in [
+    for (args, expected) in [
         (["--cluster", "other"], "its cluster is other, the cluster's is tandem"),
         (["--block-size", "32"], "its block size is 32, the cluster's is 16"),
         (["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
     ] {
         let frontend = plan.frontend(&args);
         let unready = frontend.get("/ready");
-        assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(told), "{args:?}: {unready}");
+        assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(expected), "{args:?}: {unready}");
         let request =
             chat("hello", 8, false).replace("\"sim\"", &format!("\"{}\"", if args[1] == "llama" { "llama" } else { "sim" }));
         let refused = frontend.answer("/v1/chat/completions", &request);
         assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{args:?}: {refused}");
         until(
-            "the log tells it",
+            "the log names the reason",
             || plan.log("frontend"),
-            |log| log.lines().any(|line| line.contains("WARN") && line.contains(told)),
+            |log| log.lines().any(|line| line.contains("WARN") && line.contains(expected)),
         );
     }
 }
@@ -137,7 +137,7 @@ fn failed_start_advises_the_operator() {
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let taken = taken.local_addr().expect("bound").to_string();
-    for (args, told) in [
+    for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
         (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
@@ -151,6 +151,6 @@ fn failed_start_advises_the_operator() {
         let errors = String::from_utf8(output.stderr).expect("text");
         let last = errors.lines().last().unwrap_or_default();
         assert_eq!(output.status.code(), Some(1), "{args:?}: {errors}");
-        assert!(last.starts_with("tandem: ") && last.contains(told), "{args:?}: {errors}");
+        assert!(last.starts_with("tandem: ") && last.contains(expected), "{args:?}: {errors}");
     }
 }

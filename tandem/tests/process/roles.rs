@@ -121,7 +121,7 @@ fn draining_workers_lose_no_answer() {
         let (frontend, both_left) = (&frontend, &both_left);
         for client in 0..12 {
             scope.spawn(move || {
-                // Without an end, a failure here would never be told.
+                // Without a bound, a failure here would never be reported.
                 for turn in 0..1_000 {
                     let last = both_left.load(Ordering::Relaxed);
                     stream(frontend, &prompt(&format!("{client} {turn}")), 400);

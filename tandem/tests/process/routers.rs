@@ -72,7 +72,7 @@ fn under_load(cluster: &mut Cluster, clients: usize, happens: impl FnOnce(&mut C
         for client in 0..clients {
             let (over, answers, frontend) = (&over, &answers, &frontends[client % 2]);
             scope.spawn(move || {
-                // Without an end, a failure here would never be told.
+                // Without a bound, a failure here would never be reported.
                 for turn in 0..1_000 {
                     let last = over.load(Ordering::Relaxed);
                     stream(frontend, &prompt(&format!("{client} {turn}")), 200);

@@ -1,4 +1,4 @@
-//! Requests over plain sockets, and single series, as the stories of this target make them.
+//! Requests over plain sockets, and the values of series.
 
 use crate::up::Up;
 use std::{
@@ -13,7 +13,7 @@ impl Up {
         Self::spawn(&[&["up", "--listen", "127.0.0.1:0"], args].concat(), stderr)
     }
 
-    /// Sends a request; what is given is read while the answer comes.
+    /// Sends a request; the reader returns the answer as it comes.
     pub fn ask(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
         let mut stream = TcpStream::connect(self.address())?;
         let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address());
@@ -60,7 +60,7 @@ pub fn stream(frontend: &Up, text: &str, max_tokens: u32) {
     assert!(whole, "the answer is not whole: {}", &answer[answer.len().saturating_sub(500)..]);
 }
 
-/// A chat with headers: the answer's body, and what the client was told its request is called.
+/// Sends a chat with headers; returns the answer and the request's id.
 pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
     let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("it listens"), body.to_string());
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());

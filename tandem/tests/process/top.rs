@@ -16,8 +16,8 @@ fn top(plan: &Plan, args: &[&str]) -> (Option<i32>, String) {
 #[test]
 fn top_shows_every_worker_and_unreachable_addresses() {
     let plan = Plan::new();
-    let (prefill, decode, nobody) = (address(), address(), address());
-    plan.list(&[prefill, decode, nobody]);
+    let (prefill, decode, unused) = (address(), address(), address());
+    plan.list(&[prefill, decode, unused]);
     let (_router, frontend) = (plan.router(&[]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     ready(&frontend);
@@ -32,16 +32,20 @@ fn top_shows_every_worker_and_unreachable_addresses() {
         let line = table.lines().find(|line| line.split_whitespace().next() == Some(name)).map(str::to_owned);
         line.unwrap_or_else(|| panic!("{name} is not in {table}")).split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
-    let p = until("the worker has told its hits", || line("p"), |cells| cells[6] != "-" && cells[6] != "0.0%" && cells[8] != "0");
+    let p =
+        until("the worker has reported its hits", || line("p"), |cells| cells[6] != "-" && cells[6] != "0.0%" && cells[8] != "0");
     assert_eq!(p[1..3], ["prefill", "healthy"]);
     assert_eq!(line("d")[1..3], ["decode", "healthy"]);
-    assert_eq!(line(&nobody.to_string())[1..3], ["?", "unreachable"]);
+    assert_eq!(line(&unused.to_string())[1..3], ["?", "unreachable"]);
     // No terminal is as good as --once.
     let (code, table) = top(&plan, &[&router, "--interval", "0.1", "--sort", "role", "--reverse"]);
     let order: Vec<&str> = table.lines().skip(3).take(2).filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!((code, order), (Some(0), vec!["p", "d"]), "{table}");
     assert!(table.starts_with("tandem serves sim: 2 of 3 workers"), "{table}");
 
-    let (code, told) = top(&plan, &[&nobody.to_string(), "--once"]);
-    assert!(code == Some(1) && told.contains(&format!("no router answers at {nobody}")) && told.lines().count() == 1, "{told}");
+    let (code, printed) = top(&plan, &[&unused.to_string(), "--once"]);
+    assert!(
+        code == Some(1) && printed.contains(&format!("no router answers at {unused}")) && printed.lines().count() == 1,
+        "{printed}"
+    );
 }

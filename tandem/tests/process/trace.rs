@@ -1,4 +1,4 @@
-//! Traces: every process of a cluster tells a collector its part of a request, and the parts make one tree.
+//! Traces: every process of a cluster sends its spans of a request to a collector, and the spans make one tree.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -29,7 +29,7 @@ impl TraceService for Collector {
     async fn export(&self, request: Request<ExportTraceServiceRequest>) -> Result<Response<ExportTraceServiceResponse>, Status> {
         let mut received = self.0.lock().expect("not poisoned");
         for of_service in request.into_inner().resource_spans {
-            let resource = of_service.resource.expect("who it is").attributes;
+            let resource = of_service.resource.expect("a resource").attributes;
             let service = text(&resource, "service.name");
             let spans = of_service.scope_spans.into_iter().flat_map(|scope| scope.spans);
             received.extend(spans.map(|span| (service.clone(), span)));
@@ -174,14 +174,14 @@ fn trace_is_one_tree_across_processes_without_text() {
         let of = |name: &str| &trace.iter().find(|(_, span)| span.name == name).expect("it is in the tree").1;
         let (root, prefill) = (of("chat sim"), of("prefill"));
         let (answer, completion) = &asked[&text(&root.attributes, "gen_ai.response.id")];
-        let told = |key: &str| {
+        let usage = |key: &str| {
             let number = answer.rsplit(&format!("\"{key}\":")).next().and_then(|rest| rest.split([',', '}']).next());
             number.and_then(|number| number.parse::<i64>().ok()).expect("the usage says it")
         };
         assert_eq!(number(root, "gen_ai.usage.output_tokens"), *completion);
-        assert_eq!(number(root, "gen_ai.usage.input_tokens"), told("prompt_tokens"));
-        assert_eq!(number(root, "gen_ai.usage.cache_read.input_tokens"), told("cached_tokens"));
-        assert_eq!(number(prefill, "tandem.cached_tokens"), told("cached_tokens"));
+        assert_eq!(number(root, "gen_ai.usage.input_tokens"), usage("prompt_tokens"));
+        assert_eq!(number(root, "gen_ai.usage.cache_read.input_tokens"), usage("cached_tokens"));
+        assert_eq!(number(prefill, "tandem.cached_tokens"), usage("cached_tokens"));
         assert_eq!(number(root, "http.response.status_code"), 200);
         assert_eq!(text(&of("route").attributes, "tandem.prefill_worker"), "p");
         assert!(number(of("transfer"), "tandem.kv_transfer_bytes") > 0);
@@ -230,7 +230,7 @@ fn unresponsive_collector_delays_no_request() {
         if collector == gone {
             let lost = || series(&frontend, "tandem_trace_spans_total{result=\"lost\"}");
             until("what is lost is counted", lost, |lost| *lost >= 10.0);
-            assert!(plan.log("frontend").contains("takes no spans"), "and told");
+            assert!(plan.log("frontend").contains("takes no spans"), "and logged");
         }
         for process in [frontend, router].into_iter().chain(workers) {
             process.signal("-TERM");

@@ -36,9 +36,13 @@ impl Up {
         Self { process, stdout, introduction }
     }
 
-    /// Of the OpenAI API, or else of the admin endpoint: the URL that is told first.
+    /// The address in the first URL of the introduction: of the OpenAI API, or else of the admin endpoint.
     pub fn address(&self) -> &str {
-        self.introduction.split("http://").nth(1).and_then(|rest| rest.split_whitespace().next()).expect("its URL is told")
+        self.introduction
+            .split("http://")
+            .nth(1)
+            .and_then(|rest| rest.split_whitespace().next())
+            .expect("the introduction has a URL")
     }
 
     /// What a GET answers, its head included.

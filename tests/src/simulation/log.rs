@@ -27,7 +27,7 @@ impl Log {
     }
 
     /// Records a line to read.
-    pub(super) fn tell(&self, what: Arguments<'_>) {
+    pub(super) fn record(&self, what: Arguments<'_>) {
         let mut state = self.lock();
         let line = format!("{:10.3}  {what}", state.start.elapsed().as_secs_f64());
         state.trace = state.trace.wrapping_add(hash(line.as_bytes()));

@@ -4,8 +4,8 @@
 //! `client` (answers) and `world` (nothing is held, the router's index is right); usage is audited as by an operator.
 
 mod client;
+mod coverage;
 mod log;
-mod met;
 mod network;
 mod oracle;
 mod plan;
@@ -14,13 +14,13 @@ mod world;
 
 use anyhow::{Context, Result};
 use client::{Allowed, Seen, ask};
-pub use met::Met;
+pub use coverage::Coverage;
 use parking_lot::Mutex;
 
 use log::Log;
 use oracle::Expected;
 use plan::{BLOCK_SIZE, Fault, Plan, Role, Wanted};
-use random::Random;
+pub use random::Random;
 use std::{
     cell::Cell,
     collections::BTreeMap,
@@ -46,7 +46,7 @@ const REQUEST_MAX: Duration = Duration::from_secs(180);
 /// How long after the last request everything must be released and every process must know the state of the others.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
 /// Interval of polling for that.
-const GLANCE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A frontend closes a connection whose request head is incomplete after this time from its acceptance: a client that a fault
 /// delays for longer finds its connection closed.
 const HEAD_MAX: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ pub struct Report {
     /// Hash of all events, including the time of each byte: equal in every run of the seed.
     pub trace: u64,
     /// What it covered.
-    pub met: Met,
+    pub coverage: Coverage,
 }
 
 impl Report {
@@ -79,6 +79,8 @@ impl Report {
 pub fn run(seed: u64) -> Report {
     let panics = count_panics();
     let mut random = Random::new(seed);
+    // The jitter of retries comes from this thread's generator.
+    fastrand::seed(seed);
     let plan = Plan::of(&mut random);
     let expected = |requests: &[Wanted]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
     let expected = [expected(&plan.requests), expected(&plan.afterwards)];
@@ -86,36 +88,36 @@ pub fn run(seed: u64) -> Report {
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = folder.path().join("ledger");
-    let (log, metrics, lived) = runtime.block_on(async {
+    let (log, metrics, lifecycle) = runtime.block_on(async {
         let log = Log::new();
-        let (metrics, lived) = live(&plan, &expected, &ledger, &mut random, &log).await;
-        (log, metrics, lived)
+        let (metrics, lifecycle) = live(&plan, &expected, &ledger, &mut random, &log).await;
+        (log, metrics, lifecycle)
     });
     // After the last task has ended the ledger is closed and complete.
     drop(runtime);
     let (trace, mut lines) = log.end();
-    let (mut wrong, met) = match lived {
-        Ok(Lived { mut wrong, seen, settled }) => {
-            let met = Met::of(&seen, &metrics);
+    let (mut wrong, coverage) = match lifecycle {
+        Ok(Lifecycle { mut wrong, seen, settled }) => {
+            let coverage = Coverage::of(&seen, &metrics);
             if settled {
                 wrong.extend(audited(&seen, &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]));
             }
-            (wrong, met)
+            (wrong, coverage)
         }
-        Err(error) => (vec![format!("{error:#}")], Met::default()),
+        Err(error) => (vec![format!("{error:#}")], Coverage::default()),
     };
     if PANICS.get() > panics {
-        wrong.push("something panicked; it is told above".to_owned());
+        wrong.push("a task panicked; its message is above".to_owned());
     }
     if !wrong.is_empty() {
         lines.extend(std::fs::read_to_string(&ledger).unwrap_or_default().lines().map(str::to_owned));
     }
-    Report { seed, wrong, log: lines, trace, met }
+    Report { seed, wrong, log: lines, trace, coverage }
 }
 
-/// Simulates these seeds on all cores and passes each result to `tell`, in any order, until it returns false.
-pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + Send) {
-    let (next, tell) = (AtomicU64::new(seeds.start), Mutex::new(tell));
+/// Simulates these seeds on all cores and passes each result to `on_report`, in any order, until it returns false.
+pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> bool + Send) {
+    let (next, on_report) = (AtomicU64::new(seeds.start), Mutex::new(on_report));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..cores {
@@ -126,8 +128,8 @@ pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + S
                         return;
                     }
                     let report = run(seed);
-                    let mut tell = tell.lock();
-                    if !tell(report) {
+                    let mut on_report = on_report.lock();
+                    if !on_report(report) {
                         next.store(seeds.end, Relaxed);
                     }
                 }
@@ -136,7 +138,7 @@ pub fn run_all(seeds: std::ops::Range<u64>, tell: impl FnMut(Report) -> bool + S
     });
 }
 
-struct Lived {
+struct Lifecycle {
     wrong: Vec<String>,
     seen: Vec<Seen>,
     /// The time at which nothing ran any more.
@@ -149,15 +151,20 @@ async fn live(
     ledger: &Path,
     random: &mut Random,
     log: &Log,
-) -> (Metrics, Result<Lived>) {
+) -> (Metrics, Result<Lifecycle>) {
     let mut world = match World::new(plan, ledger, random, log.clone()) {
         Ok(world) => world,
         Err(error) => return (Metrics::default(), Err(error)),
     };
-    (world.metrics.clone(), story(plan, expected, &mut world, log).await)
+    (world.metrics.clone(), simulate(plan, expected, &mut world, log).await)
 }
 
-async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2], world: &mut World, log: &Log) -> Result<Lived> {
+async fn simulate(
+    plan: &Plan,
+    [expected, expected_afterwards]: &[Vec<Expected>; 2],
+    world: &mut World,
+    log: &Log,
+) -> Result<Lifecycle> {
     settle(world).await?.map_or(Ok(()), |why| Err(anyhow::anyhow!("the cluster does not come up: {why}")))?;
     let clients = send(world, &plan.requests, log);
     go_wrong(plan, world).await;
@@ -174,7 +181,7 @@ async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2]
     check(clients, &plan.requests, expected, allowed, &mut seen, &mut wrong).await;
     if let Some(why) = settle(world).await? {
         wrong.push(format!("all is well and no client is left, but {why}"));
-        return Ok(Lived { wrong, seen, settled: false });
+        return Ok(Lifecycle { wrong, seen, settled: false });
     }
     sleep(RECOVERY).await;
     let afterwards = send(world, &plan.afterwards, log);
@@ -188,9 +195,9 @@ async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2]
         &mut wrong,
     )
     .await;
-    let restless = settle(world).await?;
-    let settled = restless.is_none();
-    wrong.extend(restless.map(|why| format!("nothing runs any more, but {why}")));
+    let unsettled = settle(world).await?;
+    let settled = unsettled.is_none();
+    wrong.extend(unsettled.map(|reason| format!("the cluster is idle, but {reason}")));
     for wanted in plan.requests.iter().chain(&plan.afterwards) {
         let tokens: Vec<u32> = wanted.prompt.bytes().map(u32::from).collect();
         let namespace = Namespace::new("sim", "sim", "", "");
@@ -198,7 +205,7 @@ async fn story(plan: &Plan, [expected, expected_afterwards]: &[Vec<Expected>; 2]
         wrong.extend(world.check_index(&hashes, tokens.len() as u32).await.err());
     }
     wrong.dedup();
-    Ok(Lived { wrong, seen, settled })
+    Ok(Lifecycle { wrong, seen, settled })
 }
 
 /// Running clients, each with the number of its request.
@@ -211,7 +218,7 @@ fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
         let (wires, frontend, log) = (world.wires.clone(), frontend.clone(), log.clone());
         clients.spawn(async move {
             sleep(wanted.at).await;
-            log.tell(format_args!(
+            log.record(format_args!(
                 "request {number}: {} tokens, {} × {} to come, patience {:?}",
                 wanted.prompt.len(),
                 wanted.samples,
@@ -219,7 +226,7 @@ fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
                 wanted.patience
             ));
             let seen = ask(wires, frontend, wanted).await;
-            log.tell(format_args!("request {number}: {}", seen.summary()));
+            log.record(format_args!("request {number}: {}", seen.summary()));
             (number, seen)
         });
     }
@@ -275,11 +282,11 @@ async fn go_wrong(plan: &Plan, world: &mut World) {
 async fn settle(world: &World) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {
-        let restless = world.restless().await.context("the router does not answer")?;
-        if restless.is_none() || Instant::now() > deadline {
-            return Ok(restless);
+        let unsettled = world.unsettled().await.context("the router does not answer")?;
+        if unsettled.is_none() || Instant::now() > deadline {
+            return Ok(unsettled);
         }
-        sleep(GLANCE).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 

@@ -181,7 +181,7 @@ impl Wires {
         let (far, far_wire) = duplex(BUFFER_BYTES);
         if listener.is_none_or(|listener| listener.try_send(far).is_err()) {
             self.way(&to, &from)?.pass().await;
-            self.log.tell(format_args!("{from} → {to}: refused"));
+            self.log.record(format_args!("{from} → {to}: refused"));
             return Err(io::ErrorKind::ConnectionRefused.into());
         }
         let (near, near_wire) = duplex(BUFFER_BYTES);
@@ -278,7 +278,7 @@ struct Connection {
 impl Connection {
     async fn carry(self, near: DuplexStream, far: DuplexStream, mut out: Way, mut back: Way, breaks: oneshot::Receiver<Broken>) {
         let log = &self.wires.log;
-        log.tell(format_args!("{}: open", self.name));
+        log.record(format_args!("{}: open", self.name));
         let (mut near_reads, mut near_writes) = split(near);
         let (mut far_reads, mut far_writes) = split(far);
         let carried = async {
@@ -289,7 +289,7 @@ impl Connection {
         tokio::select! {
             biased;
             broken = breaks => {
-                log.tell(format_args!("{}: broken", self.name));
+                log.record(format_args!("{}: broken", self.name));
                 match broken {
                     Ok(Broken::Gone { dialled: true }) => {
                         drop((far_reads, far_writes));
@@ -304,7 +304,7 @@ impl Connection {
             }
             carried = carried => {
                 let how = if carried.is_ok() { "closed" } else { "closed from one side" };
-                log.tell(format_args!("{}: {how}", self.name));
+                log.record(format_args!("{}: {how}", self.name));
             }
         }
         self.wires.lock().connections.remove(&self.id);
@@ -354,7 +354,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(100);
 
     #[tokio::test(start_paused = true)]
-    async fn bytes_arrive_whole_in_order_and_no_sooner_than_the_link_lets_them() {
+    async fn bytes_arrive_complete_in_order_and_after_the_links_delay() {
         let mut two = two();
         let (mut near, mut far) = two.connect().await;
         two.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_partition_of_one_way_holds_bytes_up_until_it_heals() {
+    async fn partition_of_one_direction_delays_bytes_until_it_heals() {
         let mut two = two();
         let (mut near, mut far) = two.connect().await;
         two.set(0, Link { open: false, ..Link::CLEAR });
@@ -381,14 +381,14 @@ mod tests {
         assert_eq!(read(&mut near, LONG).await, b"answer");
         assert_eq!(read(&mut far, LONG).await, [0u8; 0]);
         let mut dialling = (two.dial)("b:1");
-        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "nobody hears it");
+        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes");
         two.set(0, Link::CLEAR);
         assert_eq!(read(&mut far, LONG).await, b"question");
         assert!(dialling.await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_host_that_is_gone_is_noticed_when_word_of_it_can_pass() {
+    async fn crashed_host_is_detected_once_packets_can_pass() {
         let mut two = two();
         let (mut near, _far) = two.connect().await;
         two.set(1, Link { open: false, ..Link::CLEAR });
@@ -397,12 +397,12 @@ mod tests {
         assert!(tokio::time::timeout(LONG, near.read(&mut byte)).await.is_err(), "no word of it has come");
         two.set(1, Link::CLEAR);
         assert_eq!(near.read(&mut byte).await.expect("an end"), 0);
-        let refused = (two.dial)("b:1").await.expect_err("nobody listens");
+        let refused = (two.dial)("b:1").await.expect_err("the port is closed");
         assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_cut_is_heard_of_at_both_ends_and_another_connection_can_be_made() {
+    async fn broken_connection_is_detected_at_both_ends_and_can_be_reopened() {
         let mut two = two();
         let (mut near, mut far) = two.connect().await;
         two.wires.cut(&two.names[1], &two.names[0]);

@@ -4,10 +4,11 @@ use std::{ops::Range, time::Duration};
 
 /// The generator SplitMix64.
 #[derive(Clone, Debug)]
-pub(super) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
-    pub(super) fn new(seed: u64) -> Self {
+    /// Creates a generator; equal seeds give equal numbers.
+    pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
@@ -22,8 +23,8 @@ impl Random {
         Self(self.next())
     }
 
-    /// The range is not empty.
-    pub(super) fn within(&mut self, range: Range<u64>) -> u64 {
+    /// Returns a number in the range, which must not be empty.
+    pub fn within(&mut self, range: Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }
 

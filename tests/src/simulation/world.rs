@@ -118,7 +118,7 @@ impl World {
     fn start(&mut self, host: usize) {
         let seed = self.random.next();
         let (role, name) = (self.hosts[host].role, self.hosts[host].name.clone());
-        self.log.tell(format_args!("{name} starts"));
+        self.log.record(format_args!("{name} starts"));
         let (listener, shutdown, metrics) = (self.wires.listen(&name), Shutdown::default(), self.metrics.clone());
         let mut tasks = JoinSet::new();
         let slower = self.hosts[host].slower.clone();
@@ -189,7 +189,7 @@ impl World {
     fn kill(&mut self, host: usize) {
         let Host { name, process, .. } = &mut self.hosts[host];
         if let Some(Process { shutdown, .. }) = process.take() {
-            self.log.tell(format_args!("{name} is gone"));
+            self.log.record(format_args!("{name} is down"));
             self.wires.stop(name);
             shutdown.stop();
         }
@@ -197,7 +197,7 @@ impl World {
 
     /// Starts a fault. A host that is down already stays down.
     pub(super) fn begin(&mut self, fault: Fault, lasts: Duration) {
-        self.log.tell(format_args!("begins, for {lasts:?}: {}", self.told(fault)));
+        self.log.record(format_args!("begins, for {lasts:?}: {}", self.describe(fault)));
         self.faults.push(fault);
         self.relink();
         match fault {
@@ -216,7 +216,7 @@ impl World {
 
     /// Ends a fault.
     pub(super) fn end(&mut self, fault: Fault) {
-        self.log.tell(format_args!("ends: {}", self.told(fault)));
+        self.log.record(format_args!("ends: {}", self.describe(fault)));
         if let Some(at) = self.faults.iter().position(|other| *other == fault) {
             self.faults.remove(at);
         }
@@ -250,7 +250,7 @@ impl World {
         self.hosts.get(host).map_or_else(|| CLIENT.into(), |host| host.name.clone())
     }
 
-    fn told(&self, fault: Fault) -> String {
+    fn describe(&self, fault: Fault) -> String {
         let name = |host| self.name(host);
         match fault {
             Fault::Slow { between: (one, other), delay } => {
@@ -279,7 +279,7 @@ impl World {
     }
 
     /// Returns what differs from an idle cluster, if anything does.
-    pub(super) async fn restless(&self) -> Result<Option<String>> {
+    pub(super) async fn unsettled(&self) -> Result<Option<String>> {
         let mut router = self.router()?;
         let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {
             Ok(view) => view.into_inner(),
@@ -325,14 +325,15 @@ impl World {
             router.explain(request).await.map_err(|status| format!("the router cannot explain: {status}"))?.into_inner();
         for Host { name, process, .. } in &self.hosts {
             let Some(engine) = process.as_ref().and_then(|process| process.engine.as_ref()) else { continue };
-            let (snapshot, _) = engine.watch().await.ok_or("an engine is gone")?;
+            let (snapshot, _) = engine.watch().await.ok_or("an engine has stopped")?;
             let cached: BTreeSet<SequenceHash> =
                 snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.iter().copied()).collect();
             let held = hashes.iter().take_while(|hash| cached.contains(hash)).count();
-            let told = explained.workers.iter().find(|of| of.worker.as_ref().is_some_and(|worker| *worker.worker_id == **name));
-            let told = told.map_or(0, |of| of.overlap_blocks as usize);
-            if told != held {
-                return Err(format!("{name} holds {held} blocks of a prompt, the router believes {told}"));
+            let indexed =
+                explained.workers.iter().find(|of| of.worker.as_ref().is_some_and(|worker| *worker.worker_id == **name));
+            let indexed = indexed.map_or(0, |of| of.overlap_blocks as usize);
+            if indexed != held {
+                return Err(format!("{name} holds {held} blocks of a prompt, the router has indexed {indexed}"));
             }
         }
         Ok(())

@@ -12,12 +12,12 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-/// A browser that starts on a machine full of other work takes seconds; one that says nothing for so long is stuck.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// How often something that cannot be awaited is looked at.
-const GLANCE: Duration = Duration::from_millis(30);
+/// Limit on a reply of the browser, which takes seconds to start on a busy machine.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Interval of polling for what cannot be awaited.
+const POLL_INTERVAL: Duration = Duration::from_millis(30);
 
-/// The protocol's pipes are its file descriptors 3 and 4.
+/// A shell command: the protocol's pipes are the file descriptors 3 and 4.
 const SHELL: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#;
 
 /// As root it needs `--no-sandbox`; it shows our own page only.
@@ -40,7 +40,7 @@ pub struct Browser {
     replies: mpsc::UnboundedReceiver<Value>,
     calls: u64,
     session: Option<String>,
-    /// What the page's console was told that is worse than information.
+    /// Warnings and errors on the page's console.
     complaints: Vec<String>,
     folder: TempDir,
 }
@@ -85,10 +85,10 @@ impl Browser {
             request["sessionId"] = session.as_str().into();
         }
         let sent = self.requests.write_all(format!("{request}\0").as_bytes());
-        sent.map_err(|_| self.gone())?;
+        sent.map_err(|_| self.closed_error())?;
         loop {
-            let reply = timeout(PATIENCE, self.replies.recv()).await.with_context(|| format!("{method} takes too long"))?;
-            let Some(reply) = reply else { return Err(self.gone()) };
+            let reply = timeout(TIMEOUT, self.replies.recv()).await.with_context(|| format!("{method} takes too long"))?;
+            let Some(reply) = reply else { return Err(self.closed_error()) };
             if reply["id"] == self.calls {
                 ensure!(reply["error"].is_null(), "{method}: {}", reply["error"]);
                 return Ok(reply["result"].clone());
@@ -97,7 +97,7 @@ impl Browser {
         }
     }
 
-    fn gone(&mut self) -> anyhow::Error {
+    fn closed_error(&mut self) -> anyhow::Error {
         let log = fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
         anyhow!("Chromium has ended ({:?}); is it installed? apt-get install chromium\n{log}", self.process.try_wait())
     }
@@ -108,11 +108,11 @@ impl Browser {
         Ok(())
     }
 
-    /// What an expression (a promise's value, if it is one) is in the page.
+    /// Evaluates an expression in the page, and awaits it if it is a promise.
     pub async fn value(&mut self, expression: &str) -> Result<Value> {
         let params = json!({
             "expression": expression, "awaitPromise": true, "returnByValue": true,
-            // What the page's policy forbids is forbidden here, too.
+            // The page's content security policy applies here, too.
             "allowUnsafeEvalBlockedByCSP": false,
         });
         let found = self.call("Runtime.evaluate", params).await?;
@@ -124,13 +124,13 @@ impl Browser {
 
     /// Waits until an expression is true.
     pub async fn until(&mut self, expression: &str) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while self.value(expression).await? != true {
             if Instant::now() > deadline {
                 let page = self.value("document.body.innerText").await?;
                 bail!("in vain: {expression}\n{:?}\n{}", self.complaints, page.as_str().unwrap_or_default());
             }
-            sleep(GLANCE).await;
+            sleep(POLL_INTERVAL).await;
         }
         Ok(())
     }
@@ -152,7 +152,7 @@ impl Browser {
         self.call("Input.dispatchKeyEvent", event).await.map(drop)
     }
 
-    /// Types a text where the focus is.
+    /// Types a text into the focused element.
     pub async fn write(&mut self, text: &str) -> Result<()> {
         self.call("Input.insertText", json!({ "text": text })).await.map(drop)
     }
@@ -165,13 +165,13 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", scheme).await.map(drop)
     }
 
-    /// The window, or with `whole` all of the page, as a PNG.
+    /// Returns a screenshot of the window, or with `whole` of the page, as a PNG.
     pub async fn picture(&mut self, whole: bool) -> Result<Vec<u8>> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": whole })).await?;
         Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("a picture")?)?)
     }
 
-    /// Errors and warnings so far.
+    /// Returns errors and warnings so far.
     pub fn complaints(&self) -> &[String] {
         &self.complaints
     }
@@ -185,7 +185,7 @@ impl Drop for Browser {
     }
 }
 
-/// What an event says that should not be.
+/// Returns the error or warning that an event reports.
 fn complaint(event: &Value) -> Option<String> {
     let params = &event["params"];
     let bad = match event["method"].as_str()? {

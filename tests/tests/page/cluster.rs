@@ -15,7 +15,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 
-/// Tokens of a prompt in a step, at most.
+/// Limit on prompt tokens of a step.
 pub const CHUNK_BUDGET: u32 = 64;
 const SOON: Duration = Duration::from_secs(60);
 
@@ -31,7 +31,7 @@ fn sim() -> SimSettings {
 }
 
 impl Parts {
-    /// Starts a cluster; prompts are computed on its prefill workers. Gives the frontend's address, too.
+    /// Starts a cluster that prefills remotely. Returns the frontend's address, too.
     pub async fn start(model: &str, prefill: &[&str], decode: &[&str]) -> Result<(Self, std::net::SocketAddr)> {
         let parts = Self { metrics: Metrics::default(), shutdown: Shutdown::default(), model: model.to_owned() };
         let mut workers = Vec::new();

@@ -1,6 +1,6 @@
-//! The page at `/dashboard`, as its viewers meet it: in a real browser, beside a cluster that has worked.
+//! The page at `/dashboard` in a real browser, on a cluster that has served requests.
 //!
-//! `PAGE_SHOTS=FOLDER` keeps what the browser shows: light, dark, as wide as a phone, and a request's timeline.
+//! `PAGE_SHOTS=FOLDER` keeps screenshots: light, dark, as wide as a phone, and a request's timeline.
 
 mod browser;
 mod cluster;
@@ -15,23 +15,23 @@ use std::time::Duration;
 use tandem_tests::{Client, Endpoint, prose, sum, within};
 use tokio::time::Instant;
 
-/// Names that would be markup if anybody took them for it.
+/// Names that are markup if they are not escaped.
 const MODEL: &str = r#"<img src="x" onerror="document.title='owned'">"#;
 const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
-/// In every prompt, and nowhere on the page.
+/// A text in every prompt that must not appear on the page.
 const SECRET: &str = "wisteria";
-/// The page shows within this time what is counted, or never.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// How often it is looked at.
-const GLANCE: Duration = Duration::from_millis(100);
+/// Limit on the page's update.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Interval of polling the page.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const PHONE: (u32, u32) = (390, 844);
 const DESK: (u32, u32) = (1280, 900);
 
-/// Sixty prompts about seven documents; one client leaves, one asks for what nobody can hold.
+/// Sixty prompts about seven documents; one client disconnects, one sends a prompt that fits no worker.
 async fn traffic(client: &Client) -> Result<()> {
     let ask = async |number: u64| {
-        // Each has an end of its own, longer than a block: there is always something to compute and to send.
+        // Each has a unique end longer than a block, so that there is always something to compute and to transfer.
         let document = prose(&(number % 7).to_string(), 100 + 60 * (number as usize % 7));
         let text = format!("{document} {number} {SECRET} {}", prose(&format!("end {number}"), 20));
         let endpoint = if number.is_multiple_of(3) { Endpoint::Chat } else { Endpoint::Completions };
@@ -52,7 +52,7 @@ async fn traffic(client: &Client) -> Result<()> {
     within("all have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
 }
 
-/// The number in each field of every row or tile that `selector` finds, by the row's worker.
+/// Returns the numbers in every row or tile that `selector` finds, by worker.
 async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(String, String), String>> {
     let cells = browser
         .value(&format!(
@@ -64,7 +64,7 @@ async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(Strin
     Ok(cells.into_iter().map(|(worker, field, text)| ((worker, field), text.replace(',', ""))).collect())
 }
 
-/// What the page says and `/metrics` does not.
+/// Returns the differences between the page and `/metrics`.
 async fn differences(browser: &mut Browser, client: &Client) -> Result<Vec<String>> {
     let mut shown = fields(browser, "#workers").await?;
     shown.extend(fields(browser, "#tiles").await?);
@@ -118,19 +118,19 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
-    // A worker tells its totals once a second, and the page asks every two.
-    let deadline = Instant::now() + PATIENCE;
+    // Workers report their totals every second, and the page polls every two.
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let wrong = differences(browser, client).await?;
         if wrong.is_empty() {
             return Ok(());
         }
         ensure!(Instant::now() < deadline, "{}", wrong.join("\n"));
-        tokio::time::sleep(GLANCE).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// Each request that was answered has a row with what its client was told.
+/// Asserts that each answered request has a row with the usage that its client received.
 async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()> {
     browser.until("document.getElementById('requests-sum').textContent === '25 of 61 shown'").await?;
     let mut steps = 0;
@@ -143,22 +143,22 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
         Object.fromEntries([...row.querySelectorAll('[data-field]')].map((cell) => [cell.dataset.field, cell.textContent]))]))";
     let rows = browser.value(rows).await?;
     assert_eq!(rows.as_object().context("rows")?.len(), 61);
-    let mut told = 0;
+    let mut answered = 0;
     for line in client.lines() {
         let (Some(id), Some(answer)) = (line.request_id, line.usage) else { continue };
         let row = &rows[format!("{id}-0")];
         let number = |field: &str| row[field].as_str().and_then(|text| text.replace(',', "").parse::<u64>().ok());
         assert_eq!((number("prompt_tokens"), number("cached_tokens")), (Some(answer.prompt_tokens), Some(answer.cached_tokens)));
         assert_eq!((&row["status"], &row["decode_worker"]), (&json!("200"), &json!(DECODE)), "{row}");
-        told += 1;
+        answered += 1;
     }
-    assert_eq!(told, 60);
+    assert_eq!(answered, 60);
     let left = rows.as_object().into_iter().flatten().filter(|(_, row)| row["status"] == "client disconnected").count();
     assert_eq!(left, 1);
     Ok(())
 }
 
-/// Without a mouse: to a request by Tab, into its timeline by Enter, out of it by Escape.
+/// Asserts keyboard use: Tab selects a request, Enter opens its timeline, Escape closes it.
 async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     browser.value("document.getElementById('order').value = 'total'").await?;
     browser.value("document.getElementById('order').dispatchEvent(new Event('change'))").await?;
@@ -194,14 +194,17 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// In how many steps a prompt was computed, and when.
+/// Asserts in how many steps a prompt was computed, and when.
 async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     let remembered: Value = serde_json::from_str(&client.get("/dashboard/requests").await?.1)?;
     let chunks = |request: &Value| request["steps"]["chunks"].as_array().cloned().unwrap_or_default();
     let cut = remembered["requests"].as_array().into_iter().flatten().max_by_key(|request| chunks(request).len());
     let cut = cut.context("there are requests")?;
-    let told: Vec<Value> = chunks(cut).iter().map(|chunk| chunk["tokens"].clone()).collect();
-    ensure!(told.len() > 2 && told.contains(&json!(cluster::CHUNK_BUDGET)), "prompts are longer than a chunk: {told:?}");
+    let shown_tokens: Vec<Value> = chunks(cut).iter().map(|chunk| chunk["tokens"].clone()).collect();
+    ensure!(
+        shown_tokens.len() > 2 && shown_tokens.contains(&json!(cluster::CHUNK_BUDGET)),
+        "prompts are longer than a chunk: {shown_tokens:?}"
+    );
     let filter = |by: &Value| {
         format!("filter = document.getElementById('filter'), filter.value = {by}, filter.dispatchEvent(new Event('input'))")
     };
@@ -211,18 +214,18 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     browser.value("document.querySelector('#request summary').click()").await?;
     let shown =
         "[...document.querySelectorAll('#chunks tbody tr')].map((row) => Number(row.lastChild.textContent.replace(',', '')))";
-    assert_eq!(browser.value(shown).await?, json!(told));
+    assert_eq!(browser.value(shown).await?, json!(shown_tokens));
     if let Ok(folder) = std::env::var("PAGE_SHOTS") {
         std::fs::write(format!("{folder}/chunks.png"), browser.picture(false).await?)?;
     }
     browser.press("Escape").await?;
     browser.until("!document.getElementById('request').open").await?;
-    // Others look at the whole list.
+    // The other checks use the whole list.
     browser.value(&filter(&json!(""))).await?;
     Ok(())
 }
 
-/// The page says what the frontend answers the command line.
+/// Asserts that the page shows the same as the command line.
 async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     let text = format!("{}{SECRET} again", prose("3", 280));
     let body = Endpoint::Completions.request(MODEL, &text, json!({ "max_tokens": 1 }));
@@ -252,7 +255,7 @@ async fn fits_every_window(browser: &mut Browser) -> Result<()> {
         let back = browser.value("getComputedStyle(document.body).backgroundColor").await?;
         let expected = if scheme == "dark" { "rgb(18, 22, 27)" } else { "rgb(246, 247, 249)" };
         assert_eq!(back, expected, "{name}");
-        // Charts are drawn anew for the width.
+        // Charts are redrawn for the width.
         browser.until("document.documentElement.scrollWidth <= window.innerWidth").await?;
         if let Some(folder) = &shots {
             std::fs::write(format!("{folder}/{name}.png"), browser.picture(true).await?)?;
@@ -261,7 +264,7 @@ async fn fits_every_window(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Neither names nor prompts become markup, and what came in by any other way would not run.
+/// Asserts that names and prompts are escaped, and that the content security policy blocks foreign scripts.
 async fn runs_nothing_of_others(browser: &mut Browser, client: &Client) -> Result<()> {
     assert_eq!(browser.value("document.getElementById('model').textContent").await?, MODEL);
     let markup = "document.querySelectorAll('img').length + document.querySelectorAll('body script').length";
@@ -275,7 +278,7 @@ async fn runs_nothing_of_others(browser: &mut Browser, client: &Client) -> Resul
     for forbidden in ["eval('1')", "document.body.innerHTML = '<b>x</b>'", "document.createElement('script').text = '1'"] {
         ensure!(browser.value(forbidden).await.is_err(), "{forbidden} does not fail");
     }
-    // That nobody listens there is no reason of the page's: it is the policy that must forbid it.
+    // The policy must forbid the connection, whether or not the port is open.
     let elsewhere = "new Promise((done) => {
         document.addEventListener('securitypolicyviolation', (event) => {
             if (event.effectiveDirective === 'connect-src') done(event.blockedURI);
@@ -288,7 +291,7 @@ async fn runs_nothing_of_others(browser: &mut Browser, client: &Client) -> Resul
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_real_browser_shows_the_cluster_as_it_is() -> Result<()> {
+async fn page_matches_metrics_in_a_real_browser() -> Result<()> {
     let (_cluster, address) = Parts::start(MODEL, &["prefill-0", "prefill-1"], &[DECODE]).await?;
     let client = Client::new(address);
     within("the cluster is ready", async || {

@@ -1,10 +1,10 @@
-//! Clients that go away. Whatever was taken is given back, on both workers.
+//! Clients that disconnect. Both workers release all that was taken for the request.
 
 use crate::harness::{Cluster, Setup, prompt};
 use tandem_proto::v1::generate_reply::Message;
 
 #[tokio::test]
-async fn while_the_prompt_waits_on_the_prefill_worker() {
+async fn blocks_are_released_when_the_client_leaves_a_queued_prefill() {
     let mut slow = Setup::slow();
     slow.engine.batch_max = 1;
     let cluster = Cluster::start(slow, Setup::default()).await;
@@ -14,13 +14,13 @@ async fn while_the_prompt_waits_on_the_prefill_worker() {
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
     drop(second);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
-    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first goes on");
+    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first continues");
     drop(first);
     cluster.idle().await;
 }
 
 #[tokio::test]
-async fn while_the_prompt_is_computed_and_sent() {
+async fn blocks_are_released_when_the_client_leaves_during_prefill_and_transfer() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
     replies.scheduled().await;
@@ -30,7 +30,7 @@ async fn while_the_prompt_is_computed_and_sent() {
 }
 
 #[tokio::test]
-async fn while_decode_has_no_blocks_for_it() {
+async fn blocks_are_released_when_the_client_leaves_while_decode_has_no_blocks() {
     let mut full = Setup::default();
     full.sim.capacity_blocks = 80;
     full.sim.speedup = 1.0;
@@ -48,13 +48,13 @@ async fn while_decode_has_no_blocks_for_it() {
 }
 
 #[tokio::test]
-async fn while_tokens_are_generated() {
+async fn blocks_are_released_when_the_client_leaves_during_generation() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     for request in [cluster.remote(prompt(1, 100), 30_000), cluster.local(prompt(2, 100), 30_000)] {
         let mut replies = cluster.open(request).await;
         replies.scheduled().await;
         replies.started().await;
-        // When a remote prompt's chunks are told nobody waits for them.
+        // The report of a remote prompt's chunks is not awaited.
         let said = match replies.next().await {
             Some(Message::PrefillTimeline(_)) => replies.next().await,
             said => said,
@@ -67,13 +67,13 @@ async fn while_tokens_are_generated() {
 }
 
 #[tokio::test]
-async fn in_numbers_and_the_others_on_their_connection_do_not_notice() {
+async fn many_cancelled_requests_do_not_affect_others_on_their_connection() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut stays = cluster.open(cluster.local(prompt(1, 50), 3_000)).await;
     stays.scheduled().await;
     stays.started().await;
     for _ in 0..3 {
-        // Half of them are answered before they leave, half have only just been sent.
+        // Half of them disconnect after their first answer, half right after sending.
         let opened = (0..100).map(|number| cluster.open(cluster.local(prompt(number, 50), 100)));
         let opened = futures::future::join_all(opened).await;
         let mut sent: Vec<_> = (0..100).map(|number| Box::pin(cluster.open(cluster.local(prompt(number, 50), 100)))).collect();
@@ -90,7 +90,7 @@ async fn in_numbers_and_the_others_on_their_connection_do_not_notice() {
 }
 
 #[tokio::test]
-async fn at_any_moment() {
+async fn blocks_are_released_whenever_clients_leave() {
     let setup = Setup { sim: tandem_engine::sim::SimSettings { speedup: 20.0, ..Default::default() }, ..Setup::default() };
     let cluster = Cluster::start(setup.clone(), setup).await;
     let requests = (0..60_u32).map(|number| {
@@ -99,11 +99,11 @@ async fn at_any_moment() {
             let prompt = prompt(number % 7, 50 + number * 11);
             let request = if number % 3 == 0 { cluster.local(prompt, 40) } else { cluster.remote(prompt, 40) };
             let mut replies = cluster.open(request).await;
-            // Every second client leaves after as many messages as its number says.
+            // Every second client disconnects after as many messages as its number.
             let patience = if number % 2 == 0 { number as usize / 2 } else { usize::MAX };
-            let mut heard = 0;
-            while heard < patience && replies.next().await.is_some() {
-                heard += 1;
+            let mut received = 0;
+            while received < patience && replies.next().await.is_some() {
+                received += 1;
             }
         }
     });

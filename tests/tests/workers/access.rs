@@ -1,5 +1,5 @@
-//! Processes that are on the cluster's network and ask for the way to a worker's GPU memory. Only a ticket under which blocks have landed
-//! gives access to it.
+//! Processes on the cluster's network that request access to a worker's GPU memory. Only a ticket under which blocks were written
+//! gives access.
 
 use crate::{
     failures::Played,
@@ -77,7 +77,7 @@ async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
     for number in 0..3 {
         let ticket = asking_for_all(&cluster.decode.address, number);
         assert_eq!(give(&cluster, number, ticket).await, Err(FailureReason::PrefillLost), "the decode worker refuses its blocks");
-        // Without blocks, nothing shows that there is a reservation.
+        // Without blocks there is no proof of a reservation.
         let ticket = v1::Ticket { missing_blocks: Vec::new(), ..asking_for_all(&cluster.decode.address, number) };
         assert_eq!(give(&cluster, number, ticket).await.expect("nothing is to be sent").ipc_handle, b"");
     }
@@ -168,7 +168,7 @@ async fn joins_of_many_peers_are_bounded() {
         peer.linked().await;
     }
     assert_eq!(*reach.joined.borrow(), JOINS_MAX, "the others' blocks went over TCP, and no join waits in line");
-    // There is room again.
+    // There is capacity again.
     let last = Taking::start().await;
     give(&cluster, 100, asking_for_all(&last.address, 100)).await.expect("its blocks are taken");
     joined(&reach, JOINS_MAX + 1).await;

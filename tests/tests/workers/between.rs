@@ -1,4 +1,4 @@
-//! A process between the workers that sees what they say to each other: how a ticket comes to a stranger.
+//! A relay between the workers that sees their messages: how an attacker obtains a ticket.
 
 use std::sync::{Arc, Mutex};
 use tandem_proto::v1::{
@@ -18,7 +18,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// Passes on what the real prefill worker is asked and says, and tells each ticket that goes by.
+/// Relays the requests and replies of the real prefill worker, and reports each ticket.
 #[derive(Clone)]
 struct Relay {
     to: Channel,
@@ -26,13 +26,13 @@ struct Relay {
     passing: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// A ticket on its way to the prefill worker. It goes on when this is dropped.
+/// A ticket that the relay holds back until this value is dropped.
 pub struct Seen {
     pub ticket: v1::Ticket,
     _held: oneshot::Sender<()>,
 }
 
-/// As long as it is held, the relay runs.
+/// The relay, which runs until it is dropped.
 pub struct Between {
     pub address: String,
     tickets: mpsc::UnboundedReceiver<Seen>,
@@ -54,7 +54,7 @@ impl Between {
         Self { address, tickets, _serving: serving }
     }
 
-    /// The next ticket that goes by, held until the returned value is dropped.
+    /// Returns the next ticket, which is held back until the returned value is dropped.
     pub async fn ticket(&mut self) -> Seen {
         tokio::time::timeout(crate::harness::SOON, self.tickets.recv()).await.expect("soon").expect("the relay runs")
     }
@@ -71,7 +71,7 @@ impl Seen {
     }
 }
 
-/// Writes the same bytes as each of these blocks, under a ticket that the test makes up or has seen.
+/// Writes the same bytes as each of these blocks, under a guessed or stolen ticket.
 pub async fn write(address: &str, ticket: [u8; 16], indices: &[u32], payload: Vec<u8>) -> Result<(), Status> {
     let write = |index: &u32| v1::PushRequest {
         ticket: ticket.to_vec(),
@@ -95,10 +95,10 @@ impl Prefill for Relay {
         self.passing.lock().expect("not poisoned").spawn(async move {
             while let Ok(Some(message)) = messages.message().await {
                 if let Some(Message::Ticket(ticket)) = &message.message {
-                    let (held, gone) = oneshot::channel();
-                    // A test that is over looks at no tickets.
+                    let (held, released) = oneshot::channel();
+                    // The test has ended.
                     let _ = seen.send(Seen { ticket: ticket.clone(), _held: held });
-                    let _ = gone.await;
+                    let _ = released.await;
                 }
                 if passed.send(message).await.is_err() {
                     break;

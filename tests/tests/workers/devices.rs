@@ -61,7 +61,7 @@ async fn until_reached(cluster: &Cluster, reach: &Reach, first: u32) -> u32 {
 }
 
 #[tokio::test]
-async fn text_equals_that_of_a_local_prefill_on_every_path() {
+async fn every_transfer_path_gives_the_text_of_local_prefill() {
     for (reach, way) in [(shared(), "cuda_ipc"), (linked(), "nccl"), (Reach::default(), "tcp")] {
         let (cluster, alone) = (cluster(&reach).await, Cluster::start(Setup::default(), Setup::default()).await);
         if way != "tcp" {
@@ -87,7 +87,7 @@ async fn text_equals_that_of_a_local_prefill_on_every_path() {
 }
 
 #[tokio::test]
-async fn workers_without_a_device_path_in_common_use_tcp() {
+async fn workers_that_may_not_or_cannot_use_device_paths_use_tcp() {
     let tcp_only = |reach| Setup { transfer_mode: TransferMode::Tcp, ..setup(reach) };
     let both = Reach { shares: true, links: true, ..Reach::default() };
     for (prefill, decode) in [
@@ -106,7 +106,7 @@ async fn workers_without_a_device_path_in_common_use_tcp() {
 }
 
 #[tokio::test]
-async fn blocks_being_written_stay_in_use_until_the_write_ends() {
+async fn blocks_being_written_are_kept_until_the_write_ends() {
     for reach in [shared(), linked()] {
         let cluster = cluster(&reach).await;
         until_reached(&cluster, &reach, 100).await;
@@ -132,7 +132,7 @@ async fn blocks_being_written_stay_in_use_until_the_write_ends() {
 }
 
 #[tokio::test]
-async fn prefill_worker_that_dies_during_a_copy_is_reported_lost() {
+async fn prefill_worker_that_crashes_during_a_copy_is_reported_lost() {
     let reach = shared();
     let mut cluster = cluster(&reach).await;
     until_reached(&cluster, &reach, 100).await;
@@ -141,7 +141,7 @@ async fn prefill_worker_that_dies_during_a_copy_is_reported_lost() {
     replies.scheduled().await;
     reach.gate.reached().await;
     cluster.prefill.kill();
-    let Some(Message::Failure(failure)) = replies.next().await else { panic!("the copy is not confirmed") };
+    let Some(Message::Failure(failure)) = replies.next().await else { panic!("the copied blocks must not be confirmed") };
     assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
     reach.gate.open();
     cluster.decode.idle().await;
@@ -170,7 +170,7 @@ async fn batches_of_spent_tickets_are_discarded_without_harm_to_others() {
     until_reached(&cluster, &reach, 100).await;
     for round in 0..5 {
         reach.gate.close();
-        // Several chunks each, so that there is more to tell when the client has left.
+        // Several chunks each, so that there are more messages after the client has disconnected.
         let mut leave = Vec::new();
         for number in 0..3 {
             let mut leaves = cluster.open(cluster.remote(prompt(round * 10 + number, 300), 4)).await;
@@ -214,7 +214,7 @@ async fn engine_that_fails_during_a_copy_confirms_nothing() {
     // Another prompt's step fails, and with it goes all that the engine holds.
     assert!(cluster.answer(cluster.remote(prompt(2, 30), 4)).await.failure.is_some());
     reach.gate.open();
-    let Some(Message::Failure(failure)) = replies.next().await else { panic!("the copy is not confirmed") };
+    let Some(Message::Failure(failure)) = replies.next().await else { panic!("the copied blocks must not be confirmed") };
     assert_eq!(failure.instance_id, cluster.prefill.info.instance_id);
     cluster.idle().await;
     assert_eq!(cluster.answer(cluster.local(prompt(1, 60), 4)).await.cached_tokens(), Some(0));
@@ -233,12 +233,12 @@ async fn clients_that_disconnect_at_any_moment_leak_nothing_and_break_no_communi
             async move {
                 let mut replies = cluster.open(cluster.remote(prompt(number % 7, 50 + number * 11), 40)).await;
                 let patience = if number % 2 == 0 { number as usize / 4 } else { usize::MAX };
-                let mut heard = 0;
-                while heard < patience
+                let mut received = 0;
+                while received < patience
                     && let Some(message) = replies.next().await
                 {
                     assert!(!matches!(message, Message::Failure(_)), "{message:?}");
-                    heard += 1;
+                    received += 1;
                 }
             }
         });

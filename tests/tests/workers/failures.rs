@@ -1,4 +1,4 @@
-//! What breaks, and how it is told.
+//! Failures of workers and transfers, and the reasons that are reported.
 
 use crate::{
     between::write,
@@ -14,7 +14,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
-/// A decode worker that the test plays.
+/// A decode worker played by the test.
 pub struct Played {
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
@@ -78,21 +78,21 @@ fn ticket(address: &str, missing_blocks: Vec<u32>) -> prefill_request::Message {
 }
 
 #[tokio::test]
-async fn a_prefill_worker_that_is_not_there_is_lost() {
+async fn unreachable_prefill_worker_is_reported_lost() {
     let mut cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
-    // Once connected to, once not.
+    // One attempt with an open connection, one without.
     cluster.answer(cluster.remote(prompt(1, 50), 1)).await;
     cluster.prefill.kill();
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 50), 1)).await, lost);
-    let nowhere = WorkerRef { instance_id: "nobody".to_owned(), address: "no address".to_owned(), ..Default::default() };
+    let unreachable = WorkerRef { instance_id: "unknown".to_owned(), address: "no address".to_owned(), ..Default::default() };
     let mut request = cluster.remote(prompt(1, 50), 1);
-    request.prefill = Some(nowhere);
-    assert_eq!(cluster.failure(request).await, (FailureReason::PrefillLost, "nobody".to_owned()));
+    request.prefill = Some(unreachable);
+    assert_eq!(cluster.failure(request).await, (FailureReason::PrefillLost, "unknown".to_owned()));
     cluster.decode.idle().await;
 }
 
-/// A prefill worker of a later build: it says something new, and then that it leaves.
+/// A prefill worker of a later version: it sends a message of an unknown kind, and then that it drains.
 struct Later;
 
 #[tonic::async_trait]
@@ -107,7 +107,7 @@ impl prefill_server::Prefill for Later {
 }
 
 #[tokio::test]
-async fn what_a_later_prefill_worker_says_besides_is_skipped() {
+async fn unknown_messages_of_a_newer_prefill_worker_are_skipped() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let address = listener.local_addr().expect("it is bound").to_string();
@@ -121,7 +121,7 @@ async fn what_a_later_prefill_worker_says_besides_is_skipped() {
 }
 
 #[tokio::test]
-async fn a_prefill_worker_that_dies_before_it_has_begun_is_lost() {
+async fn prefill_worker_that_crashes_before_starting_is_reported_lost() {
     let mut slow = Setup::slow();
     slow.engine.batch_max = 1;
     let mut cluster = Cluster::start(slow, Setup::default()).await;
@@ -136,7 +136,7 @@ async fn a_prefill_worker_that_dies_before_it_has_begun_is_lost() {
 }
 
 #[tokio::test]
-async fn a_prefill_worker_that_dies_in_the_middle_is_lost() {
+async fn prefill_worker_that_crashes_during_prefill_is_reported_lost() {
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
     replies.scheduled().await;
@@ -149,7 +149,7 @@ async fn a_prefill_worker_that_dies_in_the_middle_is_lost() {
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_dies_sets_the_prefill_worker_free() {
+async fn crashed_decode_worker_releases_the_prefill_worker() {
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
     replies.scheduled().await;
@@ -159,7 +159,7 @@ async fn a_decode_worker_that_dies_sets_the_prefill_worker_free() {
 }
 
 #[tokio::test]
-async fn no_ticket_in_time_lets_go_and_keeps_what_is_computed() {
+async fn prefill_without_a_ticket_in_time_is_released_and_stays_cached() {
     let setup = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
     let cluster = Cluster::start(setup, Setup::default()).await;
     let mut played = Played::start(&cluster, prompt(1, 100)).await;
@@ -170,7 +170,7 @@ async fn no_ticket_in_time_lets_go_and_keeps_what_is_computed() {
 }
 
 #[tokio::test]
-async fn a_decode_worker_without_blocks_is_the_one_to_leave_out() {
+async fn failure_names_the_decode_worker_without_blocks() {
     let quick = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
     let mut full = Setup::default();
     full.sim = SimSettings { capacity_blocks: 80, speedup: 1.0, ..full.sim };
@@ -184,7 +184,7 @@ async fn a_decode_worker_without_blocks_is_the_one_to_leave_out() {
 }
 
 #[tokio::test]
-async fn kv_that_does_not_land_in_time_is_given_up() {
+async fn transfer_that_misses_its_deadline_is_given_up() {
     let impatient = Setup { receive_timeout: Duration::from_millis(300), ..Setup::default() };
     let cluster = Cluster::start(Setup::slow(), impatient).await;
     let failure = cluster.failure(cluster.remote(prompt(1, 10_000), 10)).await;
@@ -193,7 +193,7 @@ async fn kv_that_does_not_land_in_time_is_given_up() {
 }
 
 #[tokio::test]
-async fn another_instance_is_named_as_the_culprit() {
+async fn failure_names_the_restarted_instance() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let wrong = (FailureReason::WrongInstance, "before".to_owned());
     let mut request = cluster.remote(prompt(1, 50), 1);
@@ -205,7 +205,7 @@ async fn another_instance_is_named_as_the_culprit() {
 }
 
 #[tokio::test]
-async fn full_queues_refuse() {
+async fn full_queues_refuse_requests() {
     let mut slow = Setup::slow();
     (slow.engine.batch_max, slow.engine.queue_max) = (1, 1);
     let decode = Setup { remote_waiting_max: 2, ..slow.clone() };
@@ -225,7 +225,7 @@ async fn full_queues_refuse() {
     let another = cluster.open(cluster.remote(prompt(4, 10_000), 1)).await;
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
     let full = (FailureReason::AtCapacity, decode);
-    assert_eq!(cluster.failure(cluster.remote(prompt(5, 100), 1)).await, full, "those who wait for a prefill");
+    assert_eq!(cluster.failure(cluster.remote(prompt(5, 100), 1)).await, full, "requests that wait for a prefill count");
     drop((waiting, another));
     cluster.idle().await;
 
@@ -239,7 +239,7 @@ async fn full_queues_refuse() {
 }
 
 #[tokio::test]
-async fn what_breaks_the_protocol_is_an_error() {
+async fn protocol_violations_are_errors() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let no_start = Played::open(&cluster, ticket("a:1", vec![])).await.err().expect("a ticket is no start");
     assert_eq!(no_start.code(), Code::InvalidArgument);
@@ -260,10 +260,10 @@ async fn what_breaks_the_protocol_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_refuses_or_is_gone_ends_the_prefill() {
+async fn prefill_ends_when_the_decode_worker_refuses_or_is_lost() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let gone = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").to_string();
-    for address in [cluster.decode.address.clone(), gone] {
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").to_string();
+    for address in [cluster.decode.address.clone(), closed] {
         let mut played = Played::start(&cluster, prompt(1, 50)).await;
         played.scheduled().await;
         played.say(ticket(&address, vec![0, 1, 2, 3])).await;
@@ -273,7 +273,7 @@ async fn a_decode_worker_that_refuses_or_is_gone_ends_the_prefill() {
 }
 
 #[tokio::test]
-async fn nobody_writes_without_a_ticket() {
+async fn writes_without_a_ticket_are_refused() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut replies = cluster.open(cluster.remote(prompt(1, 300), 4)).await;
     replies.scheduled().await;
@@ -288,8 +288,8 @@ async fn nobody_writes_without_a_ticket() {
 }
 
 #[tokio::test]
-async fn draining_finishes_what_runs_and_refuses_the_rest() {
-    // Long enough to drain in the middle: 3 chunks of 320 ms.
+async fn draining_worker_finishes_running_requests_and_refuses_new_ones() {
+    // Long enough to drain during the prefill: 3 chunks of 320 ms.
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut running = cluster.open(cluster.remote(prompt(1, 200), 10)).await;
     running.scheduled().await;
@@ -314,7 +314,7 @@ async fn draining_finishes_what_runs_and_refuses_the_rest() {
 }
 
 #[tokio::test]
-async fn after_the_grace_period_what_runs_ends_with_an_error() {
+async fn running_requests_fail_after_the_grace_period() {
     let cluster = Cluster::start(Setup::default(), Setup::slow()).await;
     let mut running = cluster.open(cluster.local(prompt(1, 10_000), 10)).await;
     running.scheduled().await;

@@ -1,5 +1,5 @@
-//! An attacker on the cluster's network writes forged KV into the decode worker's memory. Neither a guessed nor a stolen ticket changes an
-//! answer, and the forged blocks are never found in the cache.
+//! An attacker on the cluster's network writes forged KV into the decode worker's memory. Neither a guessed nor a stolen ticket changes
+//! an answer, and forged blocks are never cached.
 
 use crate::{
     between::{Between, write},
@@ -22,7 +22,7 @@ fn garbage() -> Vec<u8> {
 }
 
 impl Cluster {
-    /// Prefilled on the prefill worker, as far as the decode worker knows.
+    /// A request for which the decode worker expects a prefill on the prefill worker.
     fn through(&self, between: &Between, prompt: Vec<u32>) -> GenerateRequest {
         let prefill = WorkerRef { address: between.address.clone(), ..self.prefill.reference() };
         let cache_namespace = b"a secret salt of its own".to_vec();
@@ -38,14 +38,14 @@ impl Cluster {
     }
 }
 
-/// What the request's answer is without an attack.
+/// Returns the request's answer without an attack.
 async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     let local = GenerateRequest { prefill: None, instance_id: alone.decode.info.instance_id.clone(), ..request.clone() };
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// What tickets once were: a counter that went through SplitMix64's finaliser twice, which can be turned back.
+/// How tickets used to be made: a counter passed through SplitMix64's finaliser twice, which is invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;
@@ -65,7 +65,7 @@ fn successor(ticket: u64) -> u64 {
     mix(mix(unmix(unmix(ticket) ^ WORD).wrapping_add(1)) ^ WORD)
 }
 
-/// The tickets that an attacker would try after seeing some.
+/// Returns the tickets that an attacker would guess after seeing some.
 fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
     let last = *seen.last().expect("one was seen");
     let number = u128::from_le_bytes(last);
@@ -122,7 +122,7 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
         let indices: Vec<u32> = forged.clone().collect();
         write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket is the victim's own");
         drop(seen);
-        // The true blocks come, and the forged ones are where they belong.
+        // The genuine blocks arrive after the forged ones were written in their place.
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks are not confirmed") };
         assert_eq!((failure.reason(), &failure.instance_id), (FailureReason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
@@ -143,7 +143,7 @@ async fn forged_blocks_are_dropped_when_nothing_confirms_them() {
     let seen = between.ticket().await;
     let all: Vec<u32> = (0..BLOCKS).collect();
     write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket is the victim's own");
-    // All blocks are there, and nothing starts: the worker that was chosen has not said a word.
+    // All blocks are written, and decoding does not start: the chosen prefill worker has sent nothing.
     assert_eq!(cluster.decode.engine.load().running_sequences, 1);
     let twin = cluster.answer(GenerateRequest { prefill: None, samples: 2, ..request.clone() });
     let leaving = async {
@@ -154,7 +154,7 @@ async fn forged_blocks_are_dropped_when_nothing_confirms_them() {
     assert_eq!((twin.cached_tokens(), &twin.tokens[&0]), (Some(0), &answer_alone(&request).await));
     drop(seen);
     cluster.idle().await;
-    assert_eq!(cluster.refused_live_writes(), 0.0, "honest blocks that come late are told from an attack");
+    assert_eq!(cluster.refused_live_writes(), 0.0, "late genuine blocks do not count as an attack");
 }
 
 #[tokio::test]
@@ -173,7 +173,7 @@ async fn write_of_another_block_or_size_ends_reservation() {
     }
 }
 
-/// The stranger sees all prefill workers: the client never notices, also where there is one to repeat the attempt on.
+/// The attacker sees the traffic of all prefill workers; the client never notices.
 #[tokio::test]
 async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
     for prefill_workers in [1, 2] {
@@ -181,7 +181,7 @@ async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
     }
 }
 
-/// A whole cluster whose prompts are prefilled remotely only.
+/// A whole cluster that prefills remotely only.
 async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let second = Worker::prefill(&Setup { number: 1, ..Setup::default() }).await;
@@ -226,7 +226,7 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
     };
     let (answer, ()) = tokio::join!(ask("the victim's"), attacking);
     assert_eq!((answer.status, cluster.refused_writes("not_missing")), (200, 1.0));
-    // Where nobody interferes, the answer is the same, with the victim's salt and with another one.
+    // Without an attack the answer is the same, with the victim's salt and with another one.
     for salt in ["the victim's", "another"] {
         let (again, ()) = tokio::join!(ask(salt), async { drop(ticket().await) });
         assert_eq!(again.text(0), answer.text(0), "salt {salt}");

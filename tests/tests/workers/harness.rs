@@ -31,15 +31,15 @@ use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
 
-/// Time in which everything happens on the slowest machine.
+/// Limit on anything that must happen, on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
 
 pub const BLOCK_BYTES: u64 = 128;
 
-/// What a test may want otherwise.
+/// What a test may change.
 #[derive(Clone)]
 pub struct Setup {
-    /// Which of its role the worker is.
+    /// The worker's number within its role.
     pub number: usize,
     pub sim: SimSettings,
     pub engine: EngineSettings,
@@ -77,7 +77,7 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// So slow that nothing of length ends within a test.
+    /// A device so slow that no long request ends within a test.
     pub fn slow() -> Self {
         let sim = SimSettings { prefill_tokens_per_second: 200.0, ..SimSettings::default() };
         Self { sim, ..Self::default() }
@@ -106,7 +106,7 @@ impl Setup {
     }
 }
 
-/// Closed, no step passes it.
+/// A gate before the engine's steps: while it is closed, none runs.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
@@ -127,19 +127,19 @@ impl Gate {
         self.0.2.send_modify(|waiting| *waiting -= 1);
     }
 
-    /// The next step that passes fails.
+    /// Lets the next step fail.
     pub fn fail_next(&self) {
         self.0.3.store(true, Ordering::Relaxed);
     }
 
-    /// Returns when somebody waits for it to open.
+    /// Waits until a step waits at the closed gate.
     pub async fn reached(&self) {
         let mut waiting = self.0.2.subscribe();
         tokio::time::timeout(SOON, waiting.wait_for(|waiting| *waiting > 0)).await.expect("soon").expect("the gate is there");
     }
 }
 
-/// A simulated device that can hang, and whose memory others may reach.
+/// A simulated device that can hang, and whose memory other workers may access.
 struct Gated {
     engine: SimEngine,
     gate: Gate,
@@ -189,12 +189,12 @@ impl Engine for Gated {
     }
 }
 
-/// A worker in a runtime of its own, which can die.
+/// A worker in its own runtime, which can be killed.
 pub struct Worker {
     pub info: WorkerInfo,
     pub address: String,
     pub engine: EngineHandle,
-    /// Of its engine's steps.
+    /// The gate of its engine's steps.
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
@@ -249,7 +249,7 @@ impl Worker {
         runtime.spawn(async move {
             let listener = TcpListener::from_std(listener).expect("a runtime");
             let ok = run(listener, parts.0, parts.1, parts.2).await;
-            // A test that does not ask has dropped the receiver.
+            // A test that does not wait has dropped the receiver.
             let _ = end.send(ok);
         });
         let mut control = ControlClient::new(channel(&address).await);
@@ -257,10 +257,10 @@ impl Worker {
         Self { info, address, engine, gate, metrics, shutdown, ended, runtime: Some(runtime) }
     }
 
-    /// Answers nothing from now on, as a process that is stopped; until the returned value is dropped.
+    /// Stops answering, like a stopped process, until the returned value is dropped.
     pub fn hang(&mut self) -> std::sync::mpsc::Sender<()> {
         let (awake, asleep) = std::sync::mpsc::channel();
-        // The one thread of its runtime.
+        // Blocks the only thread of its runtime.
         self.runtime.as_ref().expect("it lives").spawn(async move { asleep.recv() });
         awake
     }
@@ -274,12 +274,12 @@ impl Worker {
         }
     }
 
-    /// Closes every connection at once, as a process that is killed does.
+    /// Closes every connection, like a killed process.
     pub fn kill(&mut self) {
         self.runtime.take().expect("killed once").shutdown_background();
     }
 
-    /// All blocks are given back and nothing waits.
+    /// Waits until all blocks are released and no request waits.
     pub async fn idle(&self) {
         tandem_tests::engine_idle(&self.engine).await.unwrap_or_else(|held| panic!("{}: {held:#}", self.info.worker_id));
     }
@@ -288,7 +288,7 @@ impl Worker {
         tokio::time::timeout(SOON, self.engine.wait_for_load(condition)).await.expect("it comes to that");
     }
 
-    /// A metric's value; 0 when there is no such line.
+    /// Returns a metric's value; 0 if it is not exported.
     pub fn metric(&self, series: &str) -> f64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
@@ -336,7 +336,7 @@ impl Cluster {
         self.decode.idle().await;
     }
 
-    /// Prefilled on the decode worker.
+    /// Returns a request that is prefilled on the decode worker.
     pub fn local(&self, prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
         GenerateRequest {
             request_id: "request".to_owned(),
@@ -357,7 +357,7 @@ impl Cluster {
         }
     }
 
-    /// Prefilled on the prefill worker.
+    /// Returns a request that is prefilled on the prefill worker.
     pub fn remote(&self, prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
         GenerateRequest { prefill: Some(self.prefill.reference()), ..self.local(prompt, max_tokens) }
     }
@@ -366,12 +366,12 @@ impl Cluster {
         Replies(self.client.clone().generate(request).await.expect("it is taken").into_inner())
     }
 
-    /// Runs a request to its end.
+    /// Runs a request and returns its answer.
     pub async fn answer(&self, request: GenerateRequest) -> Answer {
         self.open(request).await.answer().await
     }
 
-    /// Runs a request that fails.
+    /// Runs a request that must fail.
     pub async fn failure(&self, request: GenerateRequest) -> (FailureReason, String) {
         let failure = self.answer(request).await.failure.expect("it fails");
         (failure.reason(), failure.instance_id)
@@ -400,18 +400,18 @@ impl Replies {
         }
     }
 
-    /// The tokens of all that is still to come.
+    /// Returns the tokens of the remaining messages.
     pub async fn tokens(&mut self) -> Vec<u32> {
         let mut tokens = Vec::new();
         while let Some(message) = self.next().await {
-            if let Message::Tokens(told) = message {
-                tokens.extend(told.tokens.into_iter().map(|token| token.token));
+            if let Message::Tokens(chunk) = message {
+                tokens.extend(chunk.tokens.into_iter().map(|token| token.token));
             }
         }
         tokens
     }
 
-    /// Takes all that comes, and holds the order of a stream.
+    /// Takes all messages, and checks their order.
     pub async fn answer(mut self) -> Answer {
         let mut answer = Answer::default();
         while let Some(message) = self.next().await {
@@ -450,7 +450,7 @@ impl Replies {
     }
 }
 
-/// All that a stream said.
+/// All messages of a stream, combined.
 #[derive(Debug, Default)]
 pub struct Answer {
     pub scheduled: Option<Scheduled>,
@@ -477,7 +477,7 @@ impl Answer {
     }
 }
 
-/// A prompt that shares no block with those of other numbers.
+/// Returns a prompt that shares no block with those of other numbers.
 pub fn prompt(number: u32, len: u32) -> Vec<u32> {
     (0..len).map(|position| (number * 31 + position * 7) % 250).collect()
 }

@@ -1,4 +1,4 @@
-//! Requests that are prefilled where they are decoded; what the worker tells about itself.
+//! Requests that are prefilled on their decode worker; a worker's description, cache and load.
 
 use crate::harness::{Cluster, SOON, Setup, prompt};
 use tandem_kv::{HashKey, KvBatch, Namespace, sequence_hashes};
@@ -9,7 +9,7 @@ use tandem_proto::{
 use tonic::Code;
 
 #[tokio::test]
-async fn a_prompt_is_counted_cold_then_warm() {
+async fn prompt_is_counted_cold_then_warm() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let cold = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
     assert_eq!((cold.cached_tokens(), cold.kv_transfer_bytes()), (Some(0), 0));
@@ -33,7 +33,7 @@ async fn a_prompt_is_counted_cold_then_warm() {
 }
 
 #[tokio::test]
-async fn samples_draw_as_requests_of_their_own_and_are_counted_once() {
+async fn samples_equal_separate_requests_and_count_their_prompt_once() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut three = cluster.local(prompt(1, 50), 12);
     three.samples = 3;
@@ -48,7 +48,7 @@ async fn samples_draw_as_requests_of_their_own_and_are_counted_once() {
 }
 
 #[tokio::test]
-async fn a_preempted_prompt_is_reported_and_counted_once() {
+async fn preempted_prompt_is_reported_and_counted_once() {
     let mut small = Setup::default();
     small.sim.capacity_blocks = 20;
     let cluster = Cluster::start(Setup::default(), small).await;
@@ -58,7 +58,10 @@ async fn a_preempted_prompt_is_reported_and_counted_once() {
         assert_eq!(answer.tokens[&0].len(), 100);
     }
     cluster.idle().await;
-    assert!(cluster.decode.metric(r#"tandem_worker_preemptions_total{worker="decode-0"}"#) > 0.0, "they do not all fit");
+    assert!(
+        cluster.decode.metric(r#"tandem_worker_preemptions_total{worker="decode-0"}"#) > 0.0,
+        "they do not all fit into the cache"
+    );
     for (series, value) in [
         (r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#, 360.0),
         (r#"tandem_worker_cached_tokens_total{worker="decode-0",tier="device"}"#, 0.0),
@@ -69,11 +72,11 @@ async fn a_preempted_prompt_is_reported_and_counted_once() {
 }
 
 #[tokio::test]
-async fn a_stop_token_ends_a_sample_and_is_told_but_not_as_output() {
+async fn stop_token_ends_a_sample_and_is_reported_but_not_output() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let whole = cluster.answer(cluster.local(prompt(1, 50), 12)).await.tokens.remove(&0).expect("a sample");
     let stop = whole[5];
-    let first = whole.iter().position(|token| *token == stop).expect("it is there");
+    let first = whole.iter().position(|token| *token == stop).expect("the token is generated");
     let mut request = cluster.local(prompt(1, 50), 12);
     request.sampling.as_mut().expect("set").stop_token_ids = vec![stop];
     let stopped = cluster.answer(request).await;
@@ -82,36 +85,36 @@ async fn a_stop_token_ends_a_sample_and_is_told_but_not_as_output() {
 }
 
 #[tokio::test]
-async fn logprobs_come_for_tokens_and_prompt_when_asked_for() {
+async fn logprobs_of_tokens_and_prompt_are_sent_on_request() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     cluster.answer(cluster.local(prompt(1, 50), 1)).await;
     let mut request = cluster.local(prompt(1, 50), 0);
     request.prompt_logprobs = Some(2);
     let answer = cluster.answer(request).await;
     assert_eq!(answer.cached_tokens(), Some(0), "computed without cache reads");
-    let told = answer.prompt_logprobs.expect("asked for").tokens;
-    assert_eq!(told.iter().map(|token| token.token).collect::<Vec<_>>(), prompt(1, 50));
-    assert!(told[0].logprob.is_none() && told[1..].iter().all(|token| token.logprob.is_some() && token.top.len() == 2));
+    let logprobs = answer.prompt_logprobs.expect("they were requested").tokens;
+    assert_eq!(logprobs.iter().map(|token| token.token).collect::<Vec<_>>(), prompt(1, 50));
+    assert!(logprobs[0].logprob.is_none() && logprobs[1..].iter().all(|token| token.logprob.is_some() && token.top.len() == 2));
     assert!(answer.tokens.is_empty());
     assert_eq!(answer.finished[&0].reason(), FinishReason::Length);
 }
 
 #[tokio::test]
-async fn a_worker_that_reports_nothing_says_so_by_silence() {
+async fn worker_that_reports_no_cached_tokens_leaves_the_field_unset() {
     let silent = Setup { report_cached_tokens: false, ..Setup::default() };
     let cluster = Cluster::start(silent.clone(), silent).await;
     for request in [cluster.local(prompt(1, 100), 4), cluster.remote(prompt(2, 100), 4)] {
         for _ in 0..2 {
-            let scheduled = cluster.answer(request.clone()).await.scheduled.expect("it comes all the same");
+            let scheduled = cluster.answer(request.clone()).await.scheduled.expect("it is sent all the same");
             assert_eq!((scheduled.cached_tokens, scheduled.cached_tokens_by_tier.len()), (None, 0));
         }
     }
     let series = r#"tandem_worker_cached_tokens_total{worker="prefill-0",tier="device"}"#;
-    assert_eq!(cluster.prefill.metric(series), 96.0, "its own counters know");
+    assert_eq!(cluster.prefill.metric(series), 96.0, "its own counters include them");
 }
 
 #[tokio::test]
-async fn with_caching_off_zero_is_reported() {
+async fn worker_without_prefix_caching_reports_zero_cached_tokens() {
     let mut setup = Setup::default();
     setup.engine.prefix_caching = false;
     let cluster = Cluster::start(setup.clone(), setup).await;
@@ -123,7 +126,7 @@ async fn with_caching_off_zero_is_reported() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_holds_up_nobody_else() {
+async fn slow_client_does_not_delay_others() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut unread = cluster.local(prompt(1, 100), 20_000);
     unread.samples = 2;
@@ -136,7 +139,7 @@ async fn a_client_that_does_not_read_holds_up_nobody_else() {
 }
 
 #[tokio::test]
-async fn many_clients_that_do_not_read_hold_up_nobody_on_their_connection() {
+async fn many_slow_clients_do_not_delay_others_on_their_connection() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut unread = Vec::new();
     for number in 0..15 {
@@ -151,12 +154,12 @@ async fn many_clients_that_do_not_read_hold_up_nobody_on_their_connection() {
 }
 
 #[tokio::test]
-async fn what_can_never_run_is_refused_as_invalid() {
+async fn requests_that_can_never_run_are_refused_as_invalid() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let decode = cluster.decode.info.instance_id.clone();
     let mut requests = vec![cluster.local(prompt(1, 50), u32::MAX), cluster.local(vec![], 1), cluster.local(vec![u32::MAX], 1)];
     requests.extend([cluster.remote(vec![u32::MAX], 1), cluster.local(prompt(1, 70_000), 1)]);
-    // Decode can never take these: nobody computes their prompts for nothing.
+    // The decode worker can never take these, so no worker computes their prompts.
     let mut samples = cluster.remote(prompt(1, 50), 1_000);
     samples.samples = 128;
     requests.extend([cluster.remote(prompt(1, 50), u32::MAX), cluster.remote(prompt(1, 70_000), 1), samples]);
@@ -171,7 +174,7 @@ async fn what_can_never_run_is_refused_as_invalid() {
 }
 
 #[tokio::test]
-async fn workers_tell_what_they_are_and_what_they_hold() {
+async fn workers_report_their_description_and_cache_contents() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let info = &cluster.decode.info;
     assert_eq!((info.role(), info.worker_id.as_str(), info.block_size, info.block_bytes), (Role::Decode, "decode-0", 16, 128));

@@ -3,7 +3,7 @@
 use crate::harness::{BLOCK_BYTES, Cluster, Setup, prompt};
 
 #[tokio::test]
-async fn a_remote_prefill_gives_the_tokens_of_a_local_one() {
+async fn remote_prefill_gives_the_tokens_of_local_prefill() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     for (number, len) in [(1, 1), (2, 2), (3, 16), (4, 17), (5, 33), (6, 100), (7, 1_000)] {
@@ -25,12 +25,12 @@ async fn a_remote_prefill_gives_the_tokens_of_a_local_one() {
 }
 
 #[tokio::test]
-async fn the_prefill_workers_count_is_the_answer_and_only_it_counts() {
+async fn cached_tokens_are_those_of_the_prefill_worker_only() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    // Decode comes to hold the whole prompt; the prefill worker has never seen it.
+    // The decode worker caches the whole prompt; the prefill worker has never seen it.
     cluster.answer(cluster.local(prompt(1, 100), 4)).await;
     let first = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
-    assert_eq!(first.cached_tokens(), Some(0), "never decode's own match");
+    assert_eq!(first.cached_tokens(), Some(0), "the decode worker's overlap does not count");
     let second = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
     assert_eq!(second.cached_tokens(), Some(96));
     cluster.idle().await;
@@ -41,24 +41,24 @@ async fn the_prefill_workers_count_is_the_answer_and_only_it_counts() {
 }
 
 #[tokio::test]
-async fn blocks_that_decode_holds_are_not_sent() {
+async fn blocks_cached_on_decode_are_not_transferred() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let cold = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
     assert_eq!((cold.kv_transfer_bytes(), cold.prefilled_tokens()), (7 * BLOCK_BYTES, 99));
     let warm = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
-    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the block that is not full");
+    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the incomplete block");
     assert_eq!(warm.tokens, cold.tokens);
     let longer: Vec<u32> = prompt(1, 64).into_iter().chain(prompt(9, 65)).collect();
     let longer = cluster.answer(cluster.remote(longer, 4)).await;
     assert_eq!((longer.cached_tokens(), longer.kv_transfer_bytes()), (Some(64), 4 * BLOCK_BYTES));
-    // All 97 - 1 tokens are full blocks that decode holds: nothing is sent, and the prefill worker is not waited for.
+    // The 97 - 1 tokens are full blocks that the decode worker has cached: nothing is sent.
     let whole = cluster.answer(cluster.remote(prompt(1, 97), 4)).await;
     assert_eq!((whole.cached_tokens(), whole.kv_transfer_bytes(), whole.chunks), (Some(96), 0, None));
     cluster.idle().await;
 }
 
 #[tokio::test]
-async fn many_requests_at_once_are_all_answered_as_if_alone() {
+async fn concurrent_requests_get_the_same_answers_as_alone() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     let requests = (0..24).map(|number| cluster.answer(cluster.remote(prompt(number, 40 + number * 13), 16)));
@@ -71,11 +71,11 @@ async fn many_requests_at_once_are_all_answered_as_if_alone() {
 }
 
 #[tokio::test]
-async fn blocks_are_sent_while_later_chunks_compute() {
-    // A chunk of 64 tokens takes 320 ms: the first of 4 has long landed when the last is computed.
+async fn blocks_are_transferred_while_later_chunks_are_computed() {
+    // A chunk of 64 tokens takes 320 ms: the first of 4 is written long before the last is computed.
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let answer = cluster.answer(cluster.remote(prompt(1, 257), 1)).await;
     let started = answer.started.expect("it ran");
-    assert!(started.kv_transfer_ms > 600.0, "the first block landed {} ms before the last", started.kv_transfer_ms);
+    assert!(started.kv_transfer_ms > 600.0, "the first block was written {} ms before the last", started.kv_transfer_ms);
     cluster.idle().await;
 }

@@ -1,4 +1,4 @@
-//! Workers that die or hang while a frontend and a router serve clients from them: every answer is what it would have been.
+//! Workers that crash or hang while a frontend and a router use them: every answer is the same as without the fault.
 
 use crate::harness::{SOON, Setup, Worker};
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use tandem_proto::{
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Answer, Client, Endpoint, prose};
-use tokio::{net::TcpListener, task::JoinSet, time::Instant};
+use tokio::{net::TcpListener, task::JoinSet};
 
 struct Cluster {
     prefills: Vec<Worker>,
@@ -41,17 +41,17 @@ impl Cluster {
         let (router, frontend) = (address(&router_listener).to_string(), address(&listener));
         let workers = prefills.iter().chain(&decodes).map(|worker| worker.address.clone()).collect();
         let settings = RouterSettings { workers, prefill, ..Default::default() };
-        let (told, stop) = (metrics.clone(), shutdown.clone());
-        shutdown.track(async move { tandem_router::run(router_listener, settings, told, stop).await.expect("it routes") });
+        let (registry, stop) = (metrics.clone(), shutdown.clone());
+        shutdown.track(async move { tandem_router::run(router_listener, settings, registry, stop).await.expect("it routes") });
         let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
-        let (told, stop) = (metrics, shutdown.clone());
-        shutdown.track(async move { tandem_frontend::run(listener, settings, told, stop).await.expect("it serves") });
+        let (registry, stop) = (metrics, shutdown.clone());
+        shutdown.track(async move { tandem_frontend::run(listener, settings, registry, stop).await.expect("it serves") });
         let cluster = Self { prefills, decodes, frontend, router, shutdown };
         cluster.members(4).await;
         cluster
     }
 
-    /// Waits until the router has so many workers, and no bookings.
+    /// Waits until the router has this many workers and no bookings.
     async fn members(&self, count: usize) {
         let waiting = async {
             loop {
@@ -64,7 +64,7 @@ impl Cluster {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(SOON, waiting).await.expect("the router sees its workers and lets go of bookings");
+        tokio::time::timeout(SOON, waiting).await.expect("the router knows its workers and has released all bookings");
     }
 
     fn client(&self) -> Client {
@@ -83,7 +83,7 @@ impl Cluster {
         asking
     }
 
-    /// Texts of all samples, and tokens.
+    /// The texts of all samples, and their tokens.
     async fn answers(&self, mut asking: JoinSet<(usize, Answer)>) -> Vec<(Vec<String>, u64)> {
         let mut answers = Vec::new();
         while let Some(answer) = tokio::time::timeout(SOON, asking.join_next()).await.expect("answers come") {
@@ -102,7 +102,7 @@ impl Cluster {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(SOON, counting).await.unwrap_or_else(|_| panic!("{name} does not come to {at_least}"));
+        tokio::time::timeout(SOON, counting).await.unwrap_or_else(|_| panic!("{name} does not reach {at_least}"));
     }
 
     async fn stop(self) {
@@ -129,20 +129,20 @@ fn requests(count: usize, prompt_tokens: usize, max_tokens: u32) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_decode_worker_that_dies_in_the_middle_of_streams_changes_no_answer() {
+async fn answers_survive_a_decode_worker_that_crashes_during_streams() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut cluster = Cluster::start(10.0, place).await;
         let requests = requests(16, 300, 600);
         let expected = cluster.answers(cluster.ask_all(&requests)).await;
         assert_eq!(cluster.client().metric("tandem_frontend_migrations_total", "").await.expect("it answers"), 0.0);
         let asking = cluster.ask_all(&requests);
-        // All have begun.
+        // All have started.
         cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
         cluster.decodes[0].kill();
-        assert!(cluster.answers(asking).await == expected, "{place:?}: an answer is another");
+        assert!(cluster.answers(asking).await == expected, "{place:?}: an answer differs");
         cluster.counted("tandem_frontend_migrations_total", 1.0).await;
         cluster.counted("tandem_frontend_request_cached_tokens_count", 32.0).await;
-        // Nothing fails afterwards, and nothing is held.
+        // Later requests succeed, and nothing is held.
         assert!(cluster.answers(cluster.ask_all(&requests)).await == expected);
         cluster.members(3).await;
         cluster.decodes[1].idle().await;
@@ -153,7 +153,7 @@ async fn a_decode_worker_that_dies_in_the_middle_of_streams_changes_no_answer() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_prefill_worker_that_dies_in_the_middle_of_prompts_changes_no_answer() {
+async fn answers_survive_a_prefill_worker_that_crashes_during_prompts() {
     let mut cluster = Cluster::start(2.0, PrefillPlace::Remote).await;
     let requests = requests(12, 3_000, 20);
     let asking = cluster.ask_all(&requests);
@@ -161,7 +161,7 @@ async fn a_prefill_worker_that_dies_in_the_middle_of_prompts_changes_no_answer()
     cluster.prefills[0].kill();
     let answers = cluster.answers(asking).await;
     cluster.counted("tandem_frontend_attempts_failed_total", 1.0).await;
-    assert!(cluster.answers(cluster.ask_all(&requests)).await == answers, "nothing fails afterwards");
+    assert!(cluster.answers(cluster.ask_all(&requests)).await == answers, "later requests succeed");
     cluster.members(3).await;
     cluster.decodes[0].idle().await;
     cluster.decodes[1].idle().await;
@@ -169,17 +169,16 @@ async fn a_prefill_worker_that_dies_in_the_middle_of_prompts_changes_no_answer()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_decode_worker_that_hangs_is_left_within_the_keep_alive_limit() {
+async fn requests_fail_over_from_a_hung_decode_worker_within_the_keep_alive_limit() {
     let mut cluster = Cluster::start(1.0, PrefillPlace::Local).await;
     let requests = requests(8, 100, 100);
     let expected = cluster.answers(cluster.ask_all(&requests)).await;
     let asking = cluster.ask_all(&requests);
     cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 16.0).await;
-    let hung = Instant::now();
     let awake = cluster.decodes[0].hang();
-    assert!(cluster.answers(asking).await == expected, "an answer is another");
     let limit = PING_INTERVAL + PING_TIMEOUT + Duration::from_secs(5);
-    assert!(hung.elapsed() < limit, "it took {:?}", hung.elapsed());
+    let answers = tokio::time::timeout(limit, cluster.answers(asking)).await.expect("requests fail over within the limit");
+    assert!(answers == expected, "an answer differs");
     cluster.counted("tandem_frontend_migrations_total", 1.0).await;
     drop(awake);
     cluster.decodes[0].idle().await;
@@ -187,9 +186,9 @@ async fn a_decode_worker_that_hangs_is_left_within_the_keep_alive_limit() {
     cluster.stop().await;
 }
 
-/// Its process answers pings and calls as ever.
+/// The process of the engine still answers pings and calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_that_hangs_is_left_and_used_again_when_it_moves() {
+async fn hung_engine_is_avoided_and_used_again_after_recovery() {
     let mut impatient = Setup::default();
     impatient.engine.step_max = Duration::from_secs(3);
     let cluster = Cluster::start_with(10.0, PrefillPlace::Remote, impatient).await;
@@ -201,12 +200,14 @@ async fn an_engine_that_hangs_is_left_and_used_again_when_it_moves() {
             cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
         }
         hangs.gate.close();
-        let hung = Instant::now();
-        // Nobody listens to it any more, and it is not routed to.
-        cluster.members(3).await;
-        assert!(cluster.answers(asking).await == expected, "{}: an answer is another", hangs.info.worker_id);
-        assert!(hung.elapsed() < SOON, "it took {:?}", hung.elapsed());
-        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected, "nothing fails while it hangs");
+        let answers = async {
+            // The router has removed it.
+            cluster.members(3).await;
+            cluster.answers(asking).await
+        };
+        let answers = tokio::time::timeout(SOON, answers).await.expect("requests fail over");
+        assert!(answers == expected, "{}: an answer differs", hangs.info.worker_id);
+        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected, "requests succeed while it hangs");
         hangs.gate.open();
         cluster.members(4).await;
         hangs.idle().await;

@@ -1,4 +1,4 @@
-//! The golden models again, as Hugging Face's libraries save them: the same logits.
+//! The golden models in the layout of Hugging Face's libraries give the same logits.
 
 use super::{goldens, *};
 use safetensors::{Dtype, tensor::TensorView};
@@ -28,14 +28,14 @@ fn hf_name(name: &str) -> String {
     })
 }
 
-/// A conversion of a Llama to GGUF has put row `i` and row `i + half` of each head side by side; this takes them apart.
-fn apart(data: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
+/// Reverts the permutation of the conversion from Llama to GGUF, which makes the rows `i` and `i + half` of each head adjacent.
+fn unpermuted(data: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
     let (row, half) = (data.len() / rows, head_dim / 2);
     let from = |at: usize| at / head_dim * head_dim + at % head_dim % half * 2 + at % head_dim / half;
     (0..rows).flat_map(|at| data[from(at) * row..][..row].to_vec()).collect()
 }
 
-/// The model of a GGUF file, in as many files of weights as asked.
+/// Saves the model of a GGUF file with its weights in `shards` files.
 fn save(gguf: &Gguf, rope: &str, shards: usize, into: &Path) {
     let config = ModelConfig::read(gguf).unwrap();
     let family = gguf.str("general.architecture").unwrap();
@@ -57,7 +57,7 @@ fn save(gguf: &Gguf, rope: &str, shards: usize, into: &Path) {
             other => unreachable!("{other:?}"),
         };
         let turned = family == "llama" && (name.ends_with("attn_q.weight") || name.ends_with("attn_k.weight"));
-        let data = if turned { apart(tensor.data, tensor.shape[1] as usize, head_dim) } else { tensor.data.to_vec() };
+        let data = if turned { unpermuted(tensor.data, tensor.shape[1] as usize, head_dim) } else { tensor.data.to_vec() };
         tensors.push((hf_name(name), dtype, tensor.shape.iter().rev().map(|length| *length as usize).collect(), data));
     }
     tensors.sort_by(|first, second| first.0.cmp(&second.0));
@@ -83,7 +83,7 @@ fn model(name: &str) -> Gguf {
 }
 
 #[test]
-fn directories_give_the_references_logits() {
+fn directories_give_the_logits_of_the_reference() {
     const YARN: &str = r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":24}"#;
     const LINEAR: &str = r#"{"type":"linear","factor":4.0}"#;
     for (name, rope, shards) in [
@@ -107,7 +107,7 @@ fn directories_give_the_references_logits() {
 }
 
 #[test]
-fn what_a_directory_lacks_is_named() {
+fn error_names_what_a_directory_lacks() {
     let folder = tempfile::tempdir().unwrap();
     save(&model("qwen3-bf16"), "null", 1, folder.path());
     let weights = folder.path().join("model.safetensors");
@@ -119,7 +119,7 @@ fn what_a_directory_lacks_is_named() {
     }
     let config = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
     std::fs::write(&weights, &whole).unwrap();
-    for (from, to, told) in [
+    for (from, to, named) in [
         ("\"qwen3\"", "\"gemma3\"", "gemma3"),
         ("\"qwen3\"", "\"qwen2\"", "attn_q_norm.weight"),
         ("\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"longrope\"}", "rope_scaling.rope_type"),
@@ -137,7 +137,7 @@ fn what_a_directory_lacks_is_named() {
         std::fs::write(folder.path().join("config.json"), config.replace(from, to)).unwrap();
         let opened = HfDirectory::open(folder.path()).map_err(CpuError::from);
         let error = opened.and_then(|directory| CpuModel::load(&directory)).err().expect(to).to_string();
-        assert!(error.contains(told), "{to}: {error}");
+        assert!(error.contains(named), "{to}: {error}");
     }
     std::fs::write(folder.path().join("config.json"), config).unwrap();
     std::fs::write(folder.path().join("model.safetensors.index.json"), r#"{"weight_map":{"a":"../x.safetensors"}}"#).unwrap();

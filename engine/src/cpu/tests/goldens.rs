@@ -1,4 +1,4 @@
-//! Small random models against references that are not ours: `ci/goldens/make_small.py`, that is numpy, checked by llama.cpp.
+//! Small random models against independent references: `ci/goldens/make_small.py` (numpy), checked with llama.cpp.
 
 use super::*;
 use serde::Deserialize;
@@ -6,10 +6,10 @@ use serde::Deserialize;
 #[derive(Deserialize)]
 pub(crate) struct Golden {
     pub model: String,
-    /// The SHA-256 of the file that the reference was given.
+    /// The SHA-256 of the model file that the reference read.
     revision: String,
     pub tokens: Vec<TokenId>,
-    /// After the last token.
+    /// The logits of the last token.
     pub logits: Vec<f64>,
 }
 
@@ -25,10 +25,10 @@ pub(crate) const LLAMA: Sizes = Sizes {
     kind: kind::F32,
     tied: false,
 };
-/// Blocks of 256 numbers, in heads that are longer than the width would give.
+/// Multiples of 256, and heads that are longer than width ÷ heads.
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
-/// Every type of weight, every family, every way to stretch a context.
+/// Every weight format, every family, every method of context extension.
 pub(crate) fn models() -> Vec<(&'static str, Writer)> {
     let llama = |kind| file(Sizes { kind, ..LLAMA }, 21);
     let qwen2 = |kind| file(Sizes { family: "qwen2", kind, ..LLAMA }, 22);
@@ -63,7 +63,7 @@ pub(crate) fn goldens() -> Vec<Golden> {
     serde_json::from_str(include_str!("../../../../ci/goldens/small.json")).unwrap()
 }
 
-/// Runs a model's golden tokens and compares the last logits; gives back all.
+/// Runs a model's golden tokens and compares the last logits; returns all logits.
 pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
     let golden = goldens().into_iter().find(|golden| golden.model == name).unwrap();
     let all = run(engine, &golden.tokens, &scattered(0, 1), &[]);
@@ -82,7 +82,7 @@ fn sha256(file: &[u8]) -> String {
 }
 
 #[test]
-fn small_models_give_the_references_logits() {
+fn small_models_give_the_logits_of_the_reference() {
     let (goldens, models) = (goldens(), models());
     assert_eq!(goldens.len(), models.len());
     for (golden, (name, writer)) in goldens.iter().zip(models) {
@@ -92,7 +92,7 @@ fn small_models_give_the_references_logits() {
     }
 }
 
-/// What `make_small.py` reads; it says how.
+/// Writes the models for `make_small.py`, which documents the procedure.
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
 fn write_small_models() {

@@ -1,4 +1,4 @@
-//! The step machine on this back end: whatever a request shares a worker with, its tokens and probabilities are the same bits.
+//! The scheduler on this back end: a request's tokens and probabilities have the same bits, whatever runs on the worker with it.
 
 use super::*;
 use crate::{
@@ -9,24 +9,24 @@ use proptest::{prelude::*, test_runner::TestRunner};
 use std::{cell::Cell, collections::BTreeMap, time::Duration};
 use tandem_kv::{HashKey, Namespace};
 
-/// A worker without its thread.
+/// An engine and its scheduler, without a thread.
 struct Worker {
     machine: Machine,
     engine: CpuEngine,
-    heard: BTreeMap<JobId, Vec<Event>>,
+    events: BTreeMap<JobId, Vec<Event>>,
     now: Duration,
 }
 
 impl Worker {
     fn new(engine: CpuEngine, settings: EngineSettings) -> Self {
         let machine = Machine::new(engine.describe(), settings, crate::ticket::from_seed(1));
-        Self { machine, engine, heard: BTreeMap::new(), now: Duration::ZERO }
+        Self { machine, engine, events: BTreeMap::new(), now: Duration::ZERO }
     }
 
     fn act(&mut self) {
         for action in self.machine.take_actions() {
             match action {
-                Action::Emit(job, event) => self.heard.entry(job).or_default().push(event),
+                Action::Emit(job, event) => self.events.entry(job).or_default().push(event),
                 Action::Copy { from, to } => {
                     let mut payload = vec![0; self.engine.describe().block_bytes];
                     self.engine.read_block(from, &mut payload).unwrap();
@@ -38,7 +38,7 @@ impl Worker {
         self.machine.check_invariants().unwrap();
     }
 
-    /// One step; false when there was nothing to do.
+    /// Runs a step; false if there was nothing to compute.
     fn step(&mut self) -> bool {
         self.now += Duration::from_millis(1);
         let plan = self.machine.plan(self.now);
@@ -50,18 +50,18 @@ impl Worker {
         true
     }
 
-    /// What a job's samples have said: tokens, and the bits of their probabilities and their rivals'.
-    fn said(&self, job: JobId) -> Vec<(u32, TokenId, Vec<u32>)> {
-        let said = |event: &Event| match event {
+    /// The generated tokens of a job, with the bits of their logprobs and the alternatives'.
+    fn generated(&self, job: JobId) -> Vec<(u32, TokenId, Vec<u32>)> {
+        let token = |event: &Event| match event {
             Event::Token { sample, token, logprobs: Some(logprobs) } => {
                 let top = logprobs.top.iter().flat_map(|top| [top.token, top.logprob.to_bits()]);
                 Some((*sample, *token, [logprobs.logprob.to_bits()].into_iter().chain(top).collect()))
             }
             _ => None,
         };
-        let mut said: Vec<_> = self.heard.get(&job).into_iter().flatten().filter_map(said).collect();
-        said.sort_by_key(|(sample, ..)| *sample);
-        said
+        let mut generated: Vec<_> = self.events.get(&job).into_iter().flatten().filter_map(token).collect();
+        generated.sort_by_key(|(sample, ..)| *sample);
+        generated
     }
 
     fn cached(&self, job: JobId) -> u32 {
@@ -69,19 +69,19 @@ impl Worker {
             Event::Scheduled { cached_tokens } => Some(*cached_tokens),
             _ => None,
         };
-        self.heard[&job].iter().find_map(cached).expect("every job is scheduled")
+        self.events[&job].iter().find_map(cached).expect("every job is scheduled")
     }
 }
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// Prompts of a family begin alike.
+    /// Prompts of a family have a common beginning.
     family: u64,
     len: usize,
     max_tokens: u32,
     samples: u32,
     greedy: bool,
-    /// Steps before the next request comes.
+    /// Steps before the next request arrives.
     steps: usize,
 }
 
@@ -129,10 +129,10 @@ const SETTINGS: EngineSettings = EngineSettings {
     step_max: std::time::Duration::from_secs(60),
 };
 
-/// Cold, whole and alone on the one side; on the other cached, cut into chunks of any budget, in batches of any composition, preempted for
-/// want of blocks, on any number of threads.
+/// Compares requests that run alone, without cache and in one chunk, with requests that are cached, computed in chunks of any budget, in batches of any
+/// composition, preempted for lack of blocks, and on any number of threads.
 #[test]
-fn any_history_gives_the_bits_of_a_request_alone() {
+fn any_history_gives_the_bits_of_running_alone() {
     let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));
     let models: Vec<_> = [QUANTISED, BLOCKS, QWEN3].map(|sizes| (model(sizes), sizes.vocab)).into();
     let mut runner = TestRunner::new(ProptestConfig { cases: 256, ..ProptestConfig::default() });
@@ -149,12 +149,12 @@ fn any_history_gives_the_bits_of_a_request_alone() {
         }
         while worker.step() {}
         preemptions.set(preemptions.get() + worker.machine.load().preemptions);
-        for (job, request) in (0..).zip(&requests).filter(|(job, _)| worker.heard.contains_key(job)) {
+        for (job, request) in (0..).zip(&requests).filter(|(job, _)| worker.events.contains_key(job)) {
             let mut alone = Worker::new(engine_with(model, settings()), SETTINGS);
             alone.machine.generate(0, generate(request, *vocab), alone.now).expect("the job fits");
             while alone.step() {}
-            prop_assert_eq!(alone.said(0).len() as u32, request.max_tokens * request.samples);
-            prop_assert_eq!(worker.said(job), alone.said(0), "job {}", job);
+            prop_assert_eq!(alone.generated(0).len() as u32, request.max_tokens * request.samples);
+            prop_assert_eq!(worker.generated(job), alone.generated(0), "job {}", job);
             cached_tokens.set(cached_tokens.get() + worker.cached(job));
         }
         Ok(())

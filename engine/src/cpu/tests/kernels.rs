@@ -1,4 +1,4 @@
-//! Each kernel, compiled for the build's target and for all that this processor has: the same bits.
+//! Each kernel gives the same bits for all instruction sets of this processor.
 
 use super::*;
 use crate::cpu::{
@@ -8,7 +8,7 @@ use crate::cpu::{
 use proptest::prelude::*;
 use tandem_model::{Pairs, Rope};
 
-/// Numbers of all magnitudes, zeros of both signs among them.
+/// Numbers of all magnitudes, and zeros of both signs.
 fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     let number = |random: &mut Random| match random.below(8) {
         0 => 0.0,
@@ -20,7 +20,7 @@ fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| number(random)).collect()
 }
 
-/// The result of a kernel, which must be the same under every compilation.
+/// Returns the bits of a kernel's result, which must be equal for all instruction sets.
 fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     let mut results = Isa::available().into_iter().map(|isa| {
         let mut out = vec![0.0; len];
@@ -34,7 +34,7 @@ fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     result
 }
 
-/// Every type of weight that has a kernel, and how many numbers share a scale.
+/// Every weight format that has a kernel, and how many numbers share a scale.
 const KINDS: [(u32, usize); 8] = [
     (kind::Q4_0, 32),
     (kind::Q4_1, 32),
@@ -50,7 +50,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn matrices(seed in any::<u64>(), rows in 1usize..80, groups in 1usize..4, outputs in 1usize..80) {
+    fn matrix_kernels_give_equal_bits(seed in any::<u64>(), rows in 1usize..80, groups in 1usize..4, outputs in 1usize..80) {
         let mut random = Random::new(seed);
         for (kind, block_len) in KINDS {
             let inputs = if block_len == 1 { groups * 32 - random.below(20) as usize } else { groups * block_len };
@@ -77,7 +77,7 @@ proptest! {
     }
 
     #[test]
-    fn norms_and_gates(seed in any::<u64>(), rows in 1usize..5, width in 1usize..100) {
+    fn norm_and_gate_kernels_give_equal_bits(seed in any::<u64>(), rows in 1usize..5, width in 1usize..100) {
         let mut random = Random::new(seed);
         let (x, y, weight) = (wild(&mut random, rows * width), wild(&mut random, rows * width), wild(&mut random, width));
         let len = rows * width;
@@ -90,7 +90,7 @@ proptest! {
     }
 
     #[test]
-    fn attention(
+    fn attention_kernel_gives_equal_bits(
         seed in any::<u64>(), before in 0usize..60, new in 1usize..30, kv_heads in 1usize..3, group in 1usize..4, pairs in 1usize..20,
         block_size in 1usize..40,
     ) {
@@ -116,7 +116,7 @@ proptest! {
             attend(isa, &layout, &kv, Place { start: before, ..place }, 0..kv_heads, out, &mut Scratch::default());
         });
         prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "what lies beyond the positions has no part");
-        // Every head of every token by itself.
+        // Each head of each token computed separately.
         let group_len = group * head_dim;
         let alone: Vec<u32> = (0..new * kv_heads).flat_map(|piece| same(group_len, |isa, out| {
             let (token, head) = (piece / kv_heads, piece % kv_heads);
@@ -130,7 +130,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_beyond_half_precision_is_kept_finite() {
+fn keys_and_values_beyond_half_precision_are_clamped() {
     let sizes = Sizes { kind: kind::F32, ..ODD };
     let huge = vec![1e30f32; (sizes.width * sizes.kv_heads * sizes.head_dim) as usize];
     let data: Vec<u8> = huge.iter().flat_map(|number| number.to_le_bytes()).collect();

@@ -1,4 +1,4 @@
-//! The bits of a result depend on tokens, positions and the KV before them only.
+//! The bits of a result depend only on tokens, positions and the KV before them.
 
 use super::*;
 use proptest::prelude::*;
@@ -25,7 +25,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn chunks_begin_anywhere(seed in any::<u64>(), len in 1usize..90, lens in prop::collection::vec(1usize..24, 1..12)) {
+    fn bits_do_not_depend_on_chunks(seed in any::<u64>(), len in 1usize..90, lens in prop::collection::vec(1usize..24, 1..12)) {
         for sizes in all_sizes() {
             let model = model(sizes);
             let tokens = tokens(seed, len, sizes.vocab);
@@ -38,12 +38,12 @@ proptest! {
     }
 
     #[test]
-    fn batches_have_any_composition(seed in any::<u64>(), shapes in prop::collection::vec((0usize..30, 1usize..12), 1..6)) {
+    fn bits_do_not_depend_on_the_batch(seed in any::<u64>(), shapes in prop::collection::vec((0usize..30, 1usize..12), 1..6)) {
         for sizes in all_sizes() {
             let model = model(sizes);
             let sequences: Vec<_> = shapes.iter().enumerate().map(|(i, (before, new))| (tokens(seed ^ i as u64, before + new, sizes.vocab), *before)).collect();
             let all_blocks: Vec<_> = (0..sequences.len()).map(|i| scattered(i as u32, 6)).collect();
-            // Blocks of a sixth of the memory hold 40 tokens.
+            // A sixth of the memory has blocks for 40 tokens.
             let sequences: Vec<_> = sequences.into_iter().map(|(mut tokens, before)| { tokens.truncate(40); (tokens, before.min(29)) }).collect();
             let mut together = engine(&model);
             let mut expected = Vec::new();
@@ -62,7 +62,7 @@ proptest! {
 }
 
 #[test]
-fn logits_come_for_the_tokens_that_ask() {
+fn logits_are_returned_for_the_requested_tokens() {
     let model = model(QUANTISED);
     let vocab = QUANTISED.vocab as usize;
     let tokens = tokens(5, 9, QUANTISED.vocab);
@@ -77,7 +77,7 @@ fn logits_come_for_the_tokens_that_ask() {
 }
 
 #[test]
-fn copied_blocks_continue_with_the_same_bits() {
+fn copied_blocks_give_the_same_bits() {
     let model = model(QUANTISED);
     let tokens = tokens(9, 61, QUANTISED.vocab);
     let (from, to) = (scattered(0, 2), scattered(1, 2));
@@ -96,7 +96,7 @@ fn copied_blocks_continue_with_the_same_bits() {
     let logits = decode.step(&[last]).unwrap().into_logits();
     assert_eq!(bits(&logits), bits(&expected[60 * QUANTISED.vocab as usize..]));
 
-    // And the KV does matter: one number changed changes the answer.
+    // The KV does matter: another number in it gives other logits.
     let mut block = vec![0; payload.len()];
     decode.read_block(to[3], &mut block).unwrap();
     block[1] ^= 0x40;
@@ -105,7 +105,7 @@ fn copied_blocks_continue_with_the_same_bits() {
 }
 
 #[test]
-fn a_block_is_one_extent_of_layers_keys_and_values() {
+fn block_layout_is_layers_then_keys_and_values() {
     let model = model(ODD);
     let engine = engine(&model);
     let info = engine.describe();
@@ -116,8 +116,8 @@ fn a_block_is_one_extent_of_layers_keys_and_values() {
 }
 
 #[test]
-fn weights_are_as_small_as_in_the_file() {
-    // Multiples of 32 throughout, so that no panel is padded.
+fn packed_weights_are_as_small_as_in_the_file() {
+    // All dimensions are multiples of 32, so that no panel is padded.
     let sizes = Sizes { vocab: 128, heads: 4, kv_heads: 2, head_dim: 32, width: 128, ..QUANTISED };
     let file = file(sizes, 1).finish();
     let model = CpuModel::load(&Gguf::from_bytes(file.clone()).unwrap()).unwrap();
@@ -125,7 +125,7 @@ fn weights_are_as_small_as_in_the_file() {
 }
 
 #[test]
-fn neither_the_processor_nor_the_threads_matter() {
+fn bits_do_not_depend_on_instruction_set_or_threads() {
     for sizes in all_sizes() {
         let model = model(sizes);
         let tokens = tokens(11, 70, sizes.vocab);

@@ -1,11 +1,11 @@
-//! Against plain arithmetic in double precision on the file's own bytes.
+//! Comparison with arithmetic in double precision on the file's bytes.
 
 use super::*;
 use crate::cpu::weights::Matrix;
 
-/// Rows of a matrix product within the error that 8-bit activations may bring.
+/// The error is within what 8-bit activations may cause.
 #[test]
-fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
+fn each_weight_format_multiplies_like_its_dequantised_numbers() {
     for (kind, inputs) in [
         (kind::Q4_0, 96),
         (kind::Q4_1, 96),
@@ -28,7 +28,7 @@ fn each_type_of_weight_multiplies_as_its_dequantised_numbers() {
             quantise(Isa::detect(), &x, inputs, &mut quants);
             linear(&Threads::new(1).unwrap(), Isa::detect(), (&x, inputs, &quants), [(&matrix, &mut out)]);
             for (out, x) in out.chunks(outputs).zip(x.chunks(inputs)) {
-                // Half a step of the largest number (here at most 1) for each product.
+                // Half a quantisation step of the largest number (here at most 1) for each product.
                 let step = if quantised { 0.5 / 127.0 } else { 1e-6 };
                 for (out, weights) in out.iter().zip(weights.chunks(inputs)) {
                     let expected: f64 = x.iter().zip(weights).map(|(x, weight)| f64::from(*x) * weight).sum();
@@ -49,7 +49,7 @@ fn is_quantised(kind: u32) -> bool {
     ![kind::F32, kind::F16, kind::BF16].contains(&kind)
 }
 
-/// GGUF's number of a type.
+/// GGUF's number of a format.
 fn number(kind: TensorType) -> u32 {
     match kind {
         TensorType::F32 => kind::F32,
@@ -64,7 +64,7 @@ fn number(kind: TensorType) -> u32 {
     }
 }
 
-/// A whole model in double precision, as plain as it can be written. All logits of one sequence.
+/// The simplest implementation of a complete model, in double precision. Returns all logits of one sequence.
 fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
     let weights = |name: &str| {
         let tensor = file.tensor(name).unwrap();
@@ -90,7 +90,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
             }
         }
     };
-    // With what the families do to it: biases, and norms of heads.
+    // With the families' additions: biases, and norms of heads.
     let project = |layer: u32, part: &str, x: &[f64]| -> Vec<f64> {
         let mut out = multiply(&format!("blk.{layer}.{part}.weight"), x);
         if sizes.family == "qwen2" {
@@ -143,7 +143,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
 }
 
 #[test]
-fn whole_models_give_the_logits_of_double_precision() {
+fn complete_models_give_the_logits_of_double_precision() {
     let floats = [kind::F32, kind::F16, kind::BF16].map(|kind| Sizes { kind, ..ODD });
     let tied = Sizes { kind: kind::F16, tied: true, ..QUANTISED };
     let quantised = [kind::Q4_0, kind::Q4_1, kind::Q8_0].map(|kind| Sizes { kind, ..QUANTISED });
@@ -155,7 +155,7 @@ fn whole_models_give_the_logits_of_double_precision() {
 }
 
 #[test]
-fn stretched_contexts_give_the_logits_of_double_precision() {
+fn extended_contexts_give_the_logits_of_double_precision() {
     let file = || file(QWEN3, 8).u32("qwen3.rope.scaling.original_context_length", 16).f32("qwen3.rope.scaling.factor", 4.0);
     compare(gguf(file().str("qwen3.rope.scaling.type", "yarn")), QWEN3);
     compare(gguf(file().str("qwen3.rope.scaling.type", "linear")), QWEN3);

@@ -1,4 +1,4 @@
-//! Models that cannot be run and steps that cannot be computed.
+//! Unsupported models and invalid steps.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn refused(writer: Writer) -> CpuError {
 }
 
 #[test]
-fn models_are_refused_by_what_is_wrong_with_them() {
+fn unsupported_models_are_refused_with_their_cause() {
     let original = || file(QUANTISED, 1);
     assert!(matches!(
         refused(original().str("general.architecture", "gemma3")),
@@ -34,7 +34,7 @@ fn models_are_refused_by_what_is_wrong_with_them() {
 }
 
 #[test]
-fn weights_that_are_not_finite_are_refused() {
+fn non_finite_weights_are_refused() {
     let damaged = |name: &str, kind: u32, inputs: u64, outputs: u64, mut data: Vec<u8>, at: usize, bytes: &[u8]| {
         data[at..at + bytes.len()].copy_from_slice(bytes);
         let sizes = if inputs == 256 { BLOCKS } else { QUANTISED };
@@ -46,7 +46,7 @@ fn weights_that_are_not_finite_are_refused() {
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 42, &f16::NAN.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q8_0, 96, 32, vec![0; 96 * 34], 34, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &infinite);
-    // Finite, but not its weights.
+    // A finite scale whose weights are not finite.
     damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &f16::MAX.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 144, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 146, &infinite);
@@ -70,7 +70,7 @@ fn impossible_kv_memories_are_refused() {
 }
 
 #[test]
-fn impossible_steps_are_refused_whole_and_change_nothing() {
+fn invalid_steps_are_refused_and_change_nothing() {
     let model = model(QUANTISED);
     let mut engine = engine(&model);
     let good = tokens(2, 8, QUANTISED.vocab);
@@ -89,7 +89,7 @@ fn impossible_steps_are_refused_whole_and_change_nothing() {
         (chunk(&good, 0, &blocks[..1]), "blocks"),
         (chunk(&good[..4], 0, &beyond_memory), "blocks"),
     ] {
-        // A good chunk before the bad one is not computed either.
+        // A valid chunk before the invalid one is not computed either.
         let error = engine.step(&[chunk(&other, 0, &blocks), bad]).expect_err(what);
         assert!(error.to_string().contains(what), "{error} does not say {what}");
         assert!(engine.kv == kv, "a refused step has written");
@@ -98,7 +98,7 @@ fn impossible_steps_are_refused_whole_and_change_nothing() {
 }
 
 #[test]
-#[should_panic(expected = "as many bytes as it has")]
-fn a_block_of_another_size_is_a_broken_invariant() {
+#[should_panic(expected = "the payload has the size of a block")]
+fn writing_a_block_of_wrong_size_panics() {
     engine(&model(QUANTISED)).write_block(BlockId(0), &[0; 3]).unwrap();
 }

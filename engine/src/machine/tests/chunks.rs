@@ -58,7 +58,7 @@ fn preempted_prefill_reports_the_chunks_after_its_preemption() {
     world.machine.send_blocks(1, vec![], BlockAccess::Copied);
     world.act();
     let computed: u32 = chunks(&world, 1).iter().map(|chunk| chunk.tokens).sum();
-    assert!((1..=499).contains(&computed), "{computed} tokens of 499 computed, by what is told");
+    assert!((1..=499).contains(&computed), "{computed} tokens of 499 computed, according to the chunks");
     world.machine.cancel(1);
     world.assert_idle();
 }

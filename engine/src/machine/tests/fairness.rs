@@ -18,7 +18,7 @@ fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
 /// The number of steps until a job has its first token.
 fn first_token(world: &mut World, job: JobId) -> usize {
     let before = world.steps;
-    while !world.events.get(&job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Token { .. }))) {
+    while !world.events.get(&job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Token { .. }))) {
         assert!(world.step() && world.steps < before + 1_000, "job {job} gets no token");
     }
     world.steps - before
@@ -135,7 +135,7 @@ fn prefill_tokens_are_shared_between_accounts() {
     world.machine.prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now).expect("it fits");
     world.machine.send_blocks(10, vec![], BlockAccess::Copied);
     let before = world.steps;
-    while !world.events.get(&10).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_)))) {
+    while !world.events.get(&10).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_)))) {
         assert!(world.step());
     }
     // 999 tokens at half of each step's 512.
@@ -162,7 +162,7 @@ fn long_prompt_does_not_starve() {
     world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("it fits");
     world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     let done =
-        |world: &World| world.events.get(&0).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Computed(_))));
+        |world: &World| world.events.get(&0).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_))));
     let mut next = 1;
     while !done(&world) {
         // A prompt with as many tokens as a step computes arrives in each step.

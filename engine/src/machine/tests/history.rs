@@ -112,13 +112,13 @@ proptest! {
                 Deed::Pause(index, behind) => world.machine.set_paused(index as u64 % (id + 1), behind),
                 Deed::Land { index, blocks } => {
                     let job = index as u64 % (id + 1);
-                    let (Some((generate, landed)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
+                    let (Some((generate, written)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
                         continue;
                     };
                     let kv = kv(&generate.prompt);
-                    for index in missing.iter().skip(*landed).take(blocks) {
+                    for index in missing.iter().skip(*written).take(blocks) {
                         // Refused: the reservation was revoked.
-                        *landed += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
+                        *written += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
                     }
                     world.confirm(ticket);
                 }
@@ -129,12 +129,12 @@ proptest! {
                 }
                 Deed::Begin { index, blocks } => {
                     let job = index as u64 % (id + 1);
-                    let (Some((generate, landed)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
+                    let (Some((generate, written)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
                         continue;
                     };
-                    let indices: Vec<u32> = missing.iter().skip(*landed).take(blocks).copied().collect();
+                    let indices: Vec<u32> = missing.iter().skip(*written).take(blocks).copied().collect();
                     if !indices.is_empty() && let Ok(begun) = world.begin(ticket, &indices) {
-                        *landed += indices.len();
+                        *written += indices.len();
                         writing.push((begun, generate.prompt.clone()));
                     }
                 }
@@ -159,7 +159,7 @@ proptest! {
             world.confirm(ticket);
         }
         // Prefills that are not fetched and remote prompts whose KV is not sent hold blocks: their clients disconnect.
-        remote.retain(|job, _| world.events.get(job).is_some_and(|heard| heard.iter().any(|event| matches!(event, Event::Started(_)))));
+        remote.retain(|job, _| world.events.get(job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Started(_)))));
         let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job) && !remote.contains_key(job)).collect();
         for job in jobs {
             world.machine.cancel(job);

@@ -12,9 +12,9 @@ fn paused_job_resumes_with_the_same_text_while_others_run() {
     }
     (0..5).for_each(|_| assert!(world.step()));
     world.machine.set_paused(0, true);
-    let heard = world.events[&0].len();
+    let count = world.events[&0].len();
     world.run();
-    assert_eq!(world.events[&0].len(), heard, "it gets no events while it is paused");
+    assert_eq!(world.events[&0].len(), count, "it gets no events while it is paused");
     assert_eq!(world.tokens(1, 0), alone(jobs[1].clone())[0], "others do not");
     assert!(world.machine.load().in_use_blocks > 0, "it keeps its blocks while no other job needs them");
     world.machine.set_paused(0, false);

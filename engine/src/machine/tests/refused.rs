@@ -1,4 +1,4 @@
-//! Writes that a ticket does not allow, and blocks written by an attacker who has a ticket.
+//! Writes that a ticket does not allow, and blocks written by an attacker with a ticket.
 
 use super::{receiving::reserved, *};
 

@@ -68,7 +68,7 @@ fn resumed_sample_at_its_limit_finishes_immediately() {
 
 #[test]
 fn kv_of_prompt_and_generated_tokens_may_be_received() {
-    for (kept, landed_blocks) in [(vec![Some(20)], 4), (vec![Some(20), None, Some(3)], 3)] {
+    for (kept, common_blocks) in [(vec![Some(20)], 4), (vec![Some(20), None, Some(3)], 3)] {
         let mut job = penalised(40, 60);
         job.samples = kept.len() as u32;
         let whole = alone(job.clone());
@@ -81,7 +81,7 @@ fn kv_of_prompt_and_generated_tokens_may_be_received() {
         destination.machine.generate(0, remote, destination.now).expect("the job fits");
         destination.run();
         let (ticket, missing) = destination.reserved(0).expect("blocks are available");
-        assert_eq!(missing.len(), landed_blocks, "what all samples have in common");
+        assert_eq!(missing.len(), common_blocks, "what all samples have in common");
         for (index, payload) in source.blocks(0) {
             destination.write(ticket, index, &payload).expect("the ticket allows it");
         }

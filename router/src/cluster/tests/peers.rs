@@ -234,8 +234,8 @@ fn burst_over_two_routers_goes_to_one_worker_after_replication() {
     one.state.on_prefilled(first, None);
     other.state.on_prefilled(second, None);
     replica.settle(&one.state, &mut other.state);
-    let (third, anew) = other.place_hashes(1_001, hashes(1, 0, 62));
-    assert_eq!(anew.prefill.map(|candidate| candidate.predicted_blocks), Some(0));
+    let (third, later) = other.place_hashes(1_001, hashes(1, 0, 62));
+    assert_eq!(later.prefill.map(|candidate| candidate.predicted_blocks), Some(0));
     one.state.release(first);
     other.state.release(second);
     other.state.release(third);

@@ -7,7 +7,7 @@ use tandem_node::Metrics;
 
 /// Counters over one seed or many.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Met {
+pub struct Coverage {
     /// Requests.
     pub requests: u64,
     /// Requests with a complete answer.
@@ -24,7 +24,7 @@ pub struct Met {
     pub transferred_bytes: u64,
 }
 
-impl Met {
+impl Coverage {
     pub(super) fn of(seen: &[Seen], metrics: &Metrics) -> Self {
         let mut samples = Samples::default();
         samples.add(&metrics.render());
@@ -47,11 +47,11 @@ impl Met {
 
     /// Whether every counter reaches its minimum.
     pub fn covers(mut self, mut least: Self) -> bool {
-        self.each().iter().zip(least.each()).all(|(met, least)| **met >= *least)
+        self.each().iter().zip(least.each()).all(|(coverage, least)| **coverage >= *least)
     }
 }
 
-impl AddAssign for Met {
+impl AddAssign for Coverage {
     fn add_assign(&mut self, mut other: Self) {
         self.each().into_iter().zip(other.each()).for_each(|(sum, more)| *sum += *more);
     }

@@ -1,4 +1,4 @@
-//! What a process tells about itself in etcd: a key `/tandem/<cluster>/<role>/<instance_id>` and a card in JSON under it.
+//! Member records: a process registers in etcd under the key `/tandem/<cluster>/<role>/<instance_id>`, with this record in JSON as the value.
 
 use serde::{Deserialize, Serialize};
 use tandem_proto::{
@@ -6,22 +6,22 @@ use tandem_proto::{
     v1::{WorkerInfo, worker_info},
 };
 
-/// What a process does in the cluster.
+/// The role of a process in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// Text in, text out.
+    /// Serves the HTTP API.
     Frontend,
-    /// Places requests.
+    /// Chooses workers for requests.
     Router,
-    /// Computes prompts.
+    /// Computes the KV of prompts.
     PrefillWorker,
-    /// Generates.
+    /// Generates tokens.
     DecodeWorker,
 }
 
 impl Role {
-    /// As in keys and on the command line.
+    /// Returns the name that keys and the command line use.
     pub fn name(self) -> &'static str {
         match self {
             Self::Frontend => "frontend",
@@ -32,27 +32,27 @@ impl Role {
     }
 }
 
-/// The card of one instance. Readers ignore fields they do not know and need no other than the address: who dials asks the
-/// process itself who it is, and that answer counts.
+/// The record of one instance. Readers ignore unknown fields and need only the address: a process that connects there asks for the description of
+/// the process itself, and relies on that alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Card {
-    /// What it does.
+pub struct MemberRecord {
+    /// The role of the process.
     pub role: Role,
-    /// `host:port` at which others reach it: gRPC, or HTTP of a frontend.
+    /// `host:port` at which other processes reach it: gRPC, or HTTP of a frontend.
     pub address: String,
     /// New at every start.
     #[serde(default)]
     pub instance_id: String,
-    /// Of Tandem.
+    /// The version of Tandem.
     #[serde(default)]
     pub version: String,
     /// A worker's stable name.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub worker_id: String,
-    /// The served model's id, if it is known there.
+    /// The served model's id, if the process knows it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub model: String,
-    /// What its weights are.
+    /// The version of the model's weights.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub revision: String,
     /// Tokens in a block.
@@ -74,19 +74,19 @@ fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
-/// Why a value of etcd is skipped.
+/// Why a record in etcd is ignored.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum BadCard {
-    #[error("it is not the JSON of a card")]
+pub(super) enum InvalidRecord {
+    #[error("invalid member record: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("its address is not host:port")]
+    #[error("invalid member record: its address is not host:port")]
     Address(#[from] channel::InvalidAddress),
-    #[error("it is not signed with this cluster's key; give all processes the same --cluster-key-file")]
+    #[error("the member record is not signed with this cluster's key; give all processes the same --cluster-key-file")]
     Unsigned,
 }
 
-impl Card {
-    /// A worker's, as it describes itself; reached at `address`.
+impl MemberRecord {
+    /// Returns the record of a worker that describes itself as `info` and is reached at `address`.
     pub fn of_worker(info: &WorkerInfo, address: String) -> Self {
         let role = match info.role() {
             worker_info::Role::Decode => Role::DecodeWorker,
@@ -113,33 +113,33 @@ impl Card {
         format!("{}{}/{}", prefix(cluster), self.role.name(), self.instance_id)
     }
 
-    /// This card, as a process with the key registers it.
+    /// Returns this record, signed as a process with the key registers it.
     pub(super) fn signed(mut self, cluster: &str, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Registration, &[self.key(cluster).as_bytes(), self.address.as_bytes()]);
         self
     }
 
     pub(super) fn to_json(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("a card is plain values")
+        serde_json::to_vec(self).expect("a record has only plain values")
     }
 
-    /// The card that was registered at `at`, which is signed if the cluster has a key.
-    pub(super) fn from_json(value: &[u8], at: &str, key: &ClusterKey) -> Result<Self, BadCard> {
-        let card: Self = serde_json::from_slice(value)?;
-        channel::endpoint(&card.address)?;
-        if !key.verifies(Purpose::Registration, &[at.as_bytes(), card.address.as_bytes()], &card.signature) {
-            return Err(BadCard::Unsigned);
+    /// Parses the record that was registered under the key `at`. It must be signed if the cluster has a key.
+    pub(super) fn from_json(value: &[u8], at: &str, key: &ClusterKey) -> Result<Self, InvalidRecord> {
+        let record: Self = serde_json::from_slice(value)?;
+        channel::endpoint(&record.address)?;
+        if !key.verifies(Purpose::Registration, &[at.as_bytes(), record.address.as_bytes()], &record.signature) {
+            return Err(InvalidRecord::Unsigned);
         }
-        Ok(card)
+        Ok(record)
     }
 }
 
-/// Of all keys of a cluster, and of no other's: its name has no slash.
+/// Returns the prefix of all keys of a cluster, and of no other cluster's keys: names of clusters have no slash.
 pub(super) fn prefix(cluster: &str) -> String {
     format!("/tandem/{cluster}/")
 }
 
-/// Whether it is the key of a process with one of these roles.
+/// Whether this is the key of a process with one of these roles.
 pub(super) fn is_of(key: &str, cluster: &str, roles: &[Role]) -> bool {
     let role = key.strip_prefix(&prefix(cluster)).and_then(|rest| rest.split_once('/'));
     role.is_some_and(|(role, instance)| !instance.is_empty() && roles.iter().any(|wanted| wanted.name() == role))
@@ -149,7 +149,7 @@ pub(super) fn is_of(key: &str, cluster: &str, roles: &[Role]) -> bool {
 mod tests {
     use super::*;
 
-    fn card() -> Card {
+    fn record() -> MemberRecord {
         let info = WorkerInfo {
             role: worker_info::Role::Decode.into(),
             instance_id: "i7".to_owned(),
@@ -158,16 +158,16 @@ mod tests {
             capacity_blocks: 9,
             ..Default::default()
         };
-        Card::of_worker(&info, "h:1".to_owned())
+        MemberRecord::of_worker(&info, "h:1".to_owned())
     }
 
     #[test]
-    fn a_card_comes_back_and_its_key_says_what_it_is() {
-        let text = String::from_utf8(card().to_json()).expect("text");
+    fn record_round_trips_and_its_key_names_cluster_and_role() {
+        let text = String::from_utf8(record().to_json()).expect("text");
         let expected = r#"{"role":"decode-worker","address":"h:1","instance_id":"i7","version":"","worker_id":"d","block_size":16,"capacity_blocks":9}"#;
         assert_eq!(text, expected);
-        assert_eq!(Card::from_json(text.as_bytes(), "", &ClusterKey::default()).expect("ours"), card());
-        let key = card().key("c");
+        assert_eq!(MemberRecord::from_json(text.as_bytes(), "", &ClusterKey::default()).expect("ours"), record());
+        let key = record().key("c");
         assert_eq!(key, "/tandem/c/decode-worker/i7");
         for (key, cluster, roles, is) in [
             (&*key, "c", &[Role::DecodeWorker][..], true),
@@ -185,23 +185,24 @@ mod tests {
     }
 
     #[test]
-    fn a_signature_holds_for_one_key_of_etcd_and_one_address() {
+    fn signature_is_valid_for_one_etcd_key_and_one_address() {
         let (key, stranger) = (ClusterKey::random(), ClusterKey::random());
-        let signed = card().signed("c", &key);
-        let read = |card: &Card, at: &str, key: &ClusterKey| Card::from_json(&card.to_json(), at, key).is_ok();
-        let at = card().key("c");
+        let signed = record().signed("c", &key);
+        let read =
+            |record: &MemberRecord, at: &str, key: &ClusterKey| MemberRecord::from_json(&record.to_json(), at, key).is_ok();
+        let at = record().key("c");
         assert!(read(&signed, &at, &key) && read(&signed, &at, &ClusterKey::default()));
-        assert!(!read(&card(), &at, &key) && !read(&signed, &at, &stranger));
+        assert!(!read(&record(), &at, &key) && !read(&signed, &at, &stranger));
         for elsewhere in ["/tandem/other/decode-worker/i7", "/tandem/c/router/i7", "/tandem/c/decode-worker/i8"] {
             assert!(!read(&signed, elsewhere, &key), "{elsewhere}");
         }
-        assert!(!read(&Card { address: "attacker:1".to_owned(), ..signed }, &at, &key));
+        assert!(!read(&MemberRecord { address: "attacker:1".to_owned(), ..signed }, &at, &key));
     }
 
     #[test]
-    fn what_is_not_known_is_ignored_and_what_is_broken_is_refused() {
+    fn unknown_fields_are_ignored_and_invalid_records_refused() {
         let later = br#"{"role":"router","address":"h:1","shoe_size":[44]}"#;
-        assert_eq!(Card::from_json(later, "", &ClusterKey::default()).expect("a later version's").address, "h:1");
+        assert_eq!(MemberRecord::from_json(later, "", &ClusterKey::default()).expect("a later version's").address, "h:1");
         for bad in [
             &b""[..],
             b"h:1",
@@ -210,7 +211,7 @@ mod tests {
             br#"{"role":"baker","address":"h:1"}"#,
             b"\xff",
         ] {
-            assert!(Card::from_json(bad, "", &ClusterKey::default()).is_err(), "{}", String::from_utf8_lossy(bad));
+            assert!(MemberRecord::from_json(bad, "", &ClusterKey::default()).is_err(), "{}", String::from_utf8_lossy(bad));
         }
     }
 }

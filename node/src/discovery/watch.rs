@@ -1,0 +1,239 @@
+//! Watches the members that are registered in etcd.
+//!
+//! Every connection begins by reading all keys, and watches from that revision on. So nothing depends on etcd's history: a compaction, a restart or
+//! another server of etcd only leads to another read. While etcd is unreachable, the last known members stay. An address that is not registered any
+//! more after a reconnection stays for the time of one lease: an etcd that has lost its data has forgotten processes that are running, and
+//! they register again within that time.
+
+use super::{
+    ADDRESSES_MAX,
+    etcd::{self, Connector, EtcdError, EtcdSettings, in_time},
+    record::{self, MemberRecord, Role},
+};
+use crate::{Backoff, Metrics, retry::error_chain};
+use etcd_client::{EventType, GetOptions, KeyValue, WatchOptions};
+use metrics::Gauge;
+use std::collections::{BTreeMap, BTreeSet};
+use tokio::{
+    sync::watch,
+    task::JoinSet,
+    time::{Instant, sleep, sleep_until},
+};
+
+/// Keys that are read: more than the addresses that can be used, so that exceeding that number is noticed and logged.
+const KEYS_MAX: i64 = 8 * ADDRESSES_MAX as i64;
+
+/// Returns the addresses of all processes that are registered with these roles, and the task that keeps them up to date until it is dropped.
+pub(super) fn watch(
+    settings: EtcdSettings,
+    roles: Vec<Role>,
+    metrics: &Metrics,
+) -> (watch::Receiver<BTreeSet<String>>, JoinSet<()>) {
+    let (members, addresses) = watch::channel(BTreeSet::new());
+    let watcher = Watcher {
+        connector: Connector::new(settings),
+        roles,
+        connected: connected_gauge(metrics, "members"),
+        registered: BTreeMap::new(),
+        missing: BTreeSet::new(),
+        members,
+    };
+    let mut task = JoinSet::new();
+    task.spawn(watcher.run());
+    (addresses, task)
+}
+
+/// Returns the gauge that says whether etcd is connected for this purpose.
+pub(super) fn connected_gauge(metrics: &Metrics, purpose: &'static str) -> Gauge {
+    let help = "1 while etcd is connected: to watch members, or to keep the process registered.";
+    let connected = metrics.gauge("tandem_discovery_etcd_connected", help, &[("for", purpose)]);
+    connected.set(0.0);
+    connected
+}
+
+struct Watcher {
+    connector: Connector,
+    roles: Vec<Role>,
+    connected: Gauge,
+    /// Addresses by key; `None` for an invalid record, which was logged.
+    registered: BTreeMap<String, Option<String>>,
+    /// Addresses that were not registered any more at the last reconnection.
+    missing: BTreeSet<String>,
+    members: watch::Sender<BTreeSet<String>>,
+}
+
+impl Watcher {
+    async fn run(mut self) {
+        let mut backoff = Backoff::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
+        loop {
+            let error = match self.connection(&mut backoff).await {
+                Ok(never) => match never {},
+                Err(error) => error,
+            };
+            self.connected.set(0.0);
+            let error = error_chain(&error);
+            if backoff.is_new_error(&error) {
+                tracing::warn!("etcd watch failed; keeping last known members: {error}");
+            }
+            sleep(backoff.next_delay()).await;
+        }
+    }
+
+    /// Watches over one connection; returns why it ended.
+    async fn connection(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
+        let mut client = self.connector.connect().await?;
+        let prefix = record::prefix(&self.connector.settings.cluster);
+        let all = in_time(client.get(&*prefix, Some(GetOptions::new().with_prefix().with_limit(KEYS_MAX)))).await?;
+        let revision = all.header().ok_or(EtcdError::Closed)?.revision();
+        self.replace(all.kvs());
+        let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
+        let mut events = in_time(client.watch(&*prefix, Some(options))).await?;
+        self.connected.set(1.0);
+        backoff.reset();
+        tracing::info!(members = self.members.borrow().len(), "watching etcd");
+        let forget_at = Instant::now() + self.connector.settings.lease_ttl;
+        loop {
+            let message = tokio::select! {
+                message = events.message() => message?.ok_or(EtcdError::Closed)?,
+                () = sleep_until(forget_at), if !self.missing.is_empty() => {
+                    self.missing.clear();
+                    self.publish();
+                    continue;
+                }
+            };
+            // Also if the revision was compacted; then there is no reason, nothing more comes, and the stream does not end.
+            if message.canceled() {
+                return Err(EtcdError::Cancelled);
+            }
+            for event in message.events() {
+                let Some(entry) = event.kv() else { continue };
+                match event.event_type() {
+                    EventType::Put => self.put(entry.key(), entry.value()),
+                    EventType::Delete => drop(self.registered.remove(&*String::from_utf8_lossy(entry.key()))),
+                }
+            }
+            self.publish();
+        }
+    }
+
+    fn replace(&mut self, all: &[KeyValue]) {
+        self.missing = self.members.borrow().clone();
+        let present: BTreeSet<&[u8]> = all.iter().map(KeyValue::key).collect();
+        // Invalid records stay, so that they are not logged again.
+        self.registered.retain(|key, address| address.is_none() && present.contains(key.as_bytes()));
+        all.iter().for_each(|entry| self.put(entry.key(), entry.value()));
+        self.publish();
+    }
+
+    fn put(&mut self, key: &[u8], value: &[u8]) {
+        let key = String::from_utf8_lossy(key);
+        if !record::is_of(&key, &self.connector.settings.cluster, &self.roles) {
+            return;
+        }
+        if !self.has_capacity(&key) {
+            return;
+        }
+        let address = match MemberRecord::from_json(value, &key, &self.connector.settings.key) {
+            Ok(record) => Some(record.address),
+            Err(error) => {
+                if !matches!(self.registered.get(&*key), Some(None)) {
+                    tracing::warn!(%key, "ignoring a key of etcd: {}", error_chain(&error));
+                }
+                None
+            }
+        };
+        self.registered.insert(key.into_owned(), address);
+    }
+
+    /// Whether the key can be kept, of at most [`KEYS_MAX`]. If there are more, an invalid one is dropped for it.
+    fn has_capacity(&mut self, key: &str) -> bool {
+        if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
+            return true;
+        }
+        let invalid = self.registered.iter().find(|(_, address)| address.is_none()).map(|(key, _)| key.clone());
+        invalid.is_some_and(|invalid| self.registered.remove(&invalid).is_some())
+    }
+
+    fn publish(&mut self) {
+        let mut now: BTreeSet<String> = self.registered.values().flatten().cloned().collect();
+        self.missing.retain(|address| !now.contains(address));
+        now.extend(self.missing.iter().cloned());
+        let found = now.len();
+        let now = bounded(now, &self.members.borrow());
+        let changed = self.members.send_if_modified(|members| std::mem::replace(members, now.clone()) != now);
+        if changed && found > ADDRESSES_MAX {
+            tracing::warn!(
+                found,
+                "too many processes are registered; only {ADDRESSES_MAX} are used, so remove unused registrations"
+            );
+        }
+    }
+}
+
+/// Returns at most [`ADDRESSES_MAX`] of the addresses. Those that are in use stay, so that a flood of registrations removes none of them.
+fn bounded(now: BTreeSet<String>, in_use: &BTreeSet<String>) -> BTreeSet<String> {
+    if now.len() <= ADDRESSES_MAX {
+        return now;
+    }
+    let (mut kept, new): (BTreeSet<String>, BTreeSet<String>) = now.into_iter().partition(|address| in_use.contains(address));
+    let free = ADDRESSES_MAX.saturating_sub(kept.len());
+    kept.extend(new.into_iter().take(free));
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn watcher() -> Watcher {
+        let settings = EtcdSettings {
+            endpoints: vec!["etcd:1".to_owned()],
+            user: None,
+            tls: None,
+            cluster: "c".to_owned(),
+            key: Default::default(),
+            lease_ttl: std::time::Duration::from_secs(1),
+        };
+        Watcher {
+            connector: Connector::new(settings),
+            roles: vec![Role::DecodeWorker],
+            connected: connected_gauge(&Metrics::default(), "members"),
+            registered: BTreeMap::new(),
+            missing: BTreeSet::new(),
+            members: watch::channel(BTreeSet::new()).0,
+        }
+    }
+
+    fn put(watcher: &mut Watcher, instance: &str, value: &str) {
+        watcher.put(format!("/tandem/c/decode-worker/{instance}").as_bytes(), value.as_bytes());
+    }
+
+    fn record(address: &str) -> String {
+        format!(r#"{{"role":"decode-worker","address":"{address}"}}"#)
+    }
+
+    #[test]
+    fn flood_of_registrations_removes_no_member_in_use() {
+        let mut watcher = watcher();
+        put(&mut watcher, "z", &record("real:1"));
+        watcher.publish();
+        for number in 0..2 * ADDRESSES_MAX {
+            put(&mut watcher, &format!("0.{number}"), &record(&format!("0.{number}:1")));
+        }
+        watcher.publish();
+        let members = watcher.members.borrow().clone();
+        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} are used", members.len());
+    }
+
+    #[test]
+    fn flood_of_invalid_records_is_bounded_and_valid_ones_are_kept() {
+        let mut watcher = watcher();
+        for number in 0..KEYS_MAX + 100 {
+            put(&mut watcher, &format!("0.{number}"), "nonsense");
+        }
+        put(&mut watcher, "z", &record("real:1"));
+        watcher.publish();
+        assert_eq!(watcher.registered.len(), KEYS_MAX as usize);
+        assert!(watcher.members.borrow().contains("real:1"));
+    }
+}
