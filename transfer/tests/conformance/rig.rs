@@ -3,7 +3,7 @@
 use crate::device::Device;
 use bytes::Bytes;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -267,10 +267,11 @@ impl Rig {
 
     pub async fn open(&self, ticket: u64) -> Sending {
         let mut negotiated = self.negotiated.lock().await;
-        if !negotiated.contains_key(&ticket) {
-            negotiated.insert(ticket, self.negotiate(PEER, ticket).await);
-        }
-        self.sending(negotiated[&ticket].0.clone())
+        let (issued, _) = match negotiated.entry(ticket) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(self.negotiate(PEER, ticket).await),
+        };
+        self.sending(issued.clone())
     }
 
     pub fn sending(&self, ticket: v1::Ticket) -> Sending {
