@@ -157,8 +157,15 @@ fn print_config_prints_effective_settings() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("tandem.toml");
     std::fs::write(&file, &printed).expect("ours");
-    let again = ended(&["up", "--config", file.to_str().expect("text"), "--print-config"]);
+    let from_file = ["up", "--config", file.to_str().expect("text"), "--print-config"];
+    let again = ended(&from_file);
     assert_eq!(text(&again.stdout), printed);
+    let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("runs");
+    assert!(
+        text(&overridden.stdout).contains("block-size = 64"),
+        "the environment overrides the file: {}",
+        text(&overridden.stdout)
+    );
 }
 
 #[test]
