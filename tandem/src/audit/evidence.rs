@@ -70,7 +70,7 @@ pub enum Source {
     Worker,
     /// Predicted by the router.
     RouterEstimate,
-    /// It is unknown who counted.
+    /// The source of the count is unknown.
     Unknown,
 }
 
