@@ -90,7 +90,7 @@ pub enum CacheIsolation {
 pub enum ExposeDetails {
     /// No client.
     Never,
-    /// Trusted peers.
+    /// Clients at an address in --trusted-proxies.
     #[default]
     Trusted,
     /// Every client.
