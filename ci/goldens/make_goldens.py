@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the golden files beside this script from references that are not ours.
+"""Makes the golden files in this directory from independent references.
 
     python3 -m venv /tmp/goldens && . /tmp/goldens/bin/activate
     pip install numpy gguf

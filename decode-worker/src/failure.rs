@@ -29,7 +29,7 @@ pub(crate) enum Ended {
     #[error("no blocks became free in time; try again later or elsewhere")]
     NoBlocks,
     #[error("the prompt's KV did not come in time; try another prefill worker")]
-    NotLanded { prefill: String },
+    NotReceived { prefill: String },
     #[error(
         "the worker refused a write that the prompt's ticket does not allow, and dropped the prompt's blocks; try another prefill worker"
     )]
@@ -56,7 +56,7 @@ impl Ended {
             Self::PrefillLost { prefill } => (FailureReason::PrefillLost, prefill),
             Self::WriteRefused { prefill } => (FailureReason::WriteRefused, prefill),
             Self::NotStarted { culprit } => (FailureReason::Timeout, culprit),
-            Self::NotLanded { prefill } => (FailureReason::Timeout, prefill),
+            Self::NotReceived { prefill } => (FailureReason::Timeout, prefill),
             Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
             Self::NoBlocks => (FailureReason::Timeout, instance_id.to_owned()),
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => {

@@ -1,24 +1,24 @@
-//! What a job tells, on its way to the client.
+//! Forwards a job's events to its client.
 
 use crate::{
+    client::Client,
     convert::{self, Output},
     failure::Ended,
-    service::Client,
 };
 use futures::FutureExt;
 use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
 use tandem_worker::{ClientGone, Job};
 
-/// Tokens in one message: what a slow client finds when it comes back.
+/// Tokens in one message: as many as a slow client receives at a time.
 const TOKENS_MAX: usize = 256;
 
-/// Tells the client everything to the last sample's end. A client that is slow makes this wait, never the engine.
+/// Forwards all events until the last sample has finished. A slow client makes this wait, never the engine.
 pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) -> Result<(), Ended> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
     while running > 0 {
-        // Tokens that are already there travel together; none waits for another.
+        // Tokens that have come together are sent together; none is held back for another.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {
@@ -27,7 +27,7 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) 
             }
         };
         match event {
-            // A stop token is no output; `Finished` tells it.
+            // A stop token is no output; `Finished` names it.
             Some(Event::Token { token, .. }) if output.stop_tokens.contains(&token) => {}
             Some(Event::Token { sample, token, logprobs }) => {
                 tokens.push(sample, convert::token(token, logprobs));
@@ -48,7 +48,7 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) 
             Some(Event::PromptLogprobs(logprobs)) => {
                 client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
             }
-            // Failed, or a thread that is gone; the others are not told to a generation that has started.
+            // `Failed`, or an engine that has ended; other events do not come after `Started`.
             _ => {
                 tokens.flush(client).await?;
                 return Err(Ended::Engine);

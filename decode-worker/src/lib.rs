@@ -1,31 +1,34 @@
-//! KV in, tokens out: serves `Decode`, which owns a request from its placement to its last token.
+//! The decode worker: serves `Decode`, which owns a request from its placement to its last token.
 //!
 //! - The stream of `Generate` is the request: closing it ends the request here and on the prefill worker.
-//! - `Scheduled` comes first and is the word of the worker that prefills: this one's for a local prefill, else the prefill
-//!   worker's, unchanged.
-//! - Nothing writes into this worker's memory without a ticket; the engine's own thread checks every block, and uses none of them before the
-//!   prefill worker has said `PrefillDone` on the stream that this worker opened.
+//! - `Scheduled` comes first, from the worker that prefills: this one for a local prefill, otherwise the prefill worker, whose message is
+//!   passed on unchanged.
+//! - No process writes into this worker's memory without a ticket; the engine's thread checks every block, and uses none of them before the
+//!   prefill worker has sent `PrefillDone` on the stream that this worker opened.
 
+mod client;
 mod convert;
 mod failure;
 mod forward;
+mod memory;
 mod prefill;
 mod remote;
 mod service;
-mod ways;
+mod worker;
 
-use service::{Service, Worker};
+use memory::EngineMemory;
+use service::Service;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{Channels, Listener, MESSAGE_BYTES_MAX},
-    v1::{TransferPath, decode_server::DecodeServer, worker_info::Role},
+    v1::{decode_server::DecodeServer, worker_info::Role},
 };
-use tandem_transfer::{TransferMode, TransferService};
+use tandem_transfer::{Lifetime, ReceivePaths, TransferMode};
 use tandem_worker::{Backend, Direction, WorkerError, WorkerSettings};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
-use ways::Ways;
+use worker::Worker;
 
 /// Settings of a decode worker.
 #[derive(Clone, Debug)]
@@ -37,7 +40,7 @@ pub struct DecodeWorkerSettings {
     /// Requests that wait for a prefill on another worker; more are refused. Each holds its prompt and a stream, but no blocks.
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
-    pub landing_wait: Duration,
+    pub receive_timeout: Duration,
     /// The transfer paths that it may use.
     pub transfer_mode: TransferMode,
 }
@@ -77,16 +80,19 @@ pub async fn run(
     let backend = Arc::new(backend);
     let worker = tandem_worker::Worker::new(Role::Decode, backend, &settings.worker, listener.network(), &metrics, shutdown);
     let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let devices = settings.transfer_mode == TransferMode::Auto;
-    let ways = Ways::new(worker.engine()?.clone(), devices, metrics.clone(), requests.clone(), shutdown);
+    let (engine, drained) = (worker.engine()?, requests.clone());
+    let lifetime = Lifetime::new(shutdown, async move { drained.drained().await });
+    let destination = EngineMemory::new(engine.clone(), Arc::clone(&metrics));
+    let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
+    let transfer_service = transfers.service();
     // The series exist before the first transfer.
-    metrics.transfer(ways::name(TransferPath::Tcp), Direction::Received);
+    metrics.transfer(ReceivePaths::fallback_label(), Direction::Received);
     let decode = Worker {
         instance_id: info.instance_id.clone(),
         address,
         backend,
         metrics,
-        ways: ways.clone(),
+        transfers,
         requests,
         ledger,
         channels: Channels::on(listener.network().clone()),
@@ -94,7 +100,7 @@ pub async fn run(
         settings,
     };
     let decode = DecodeServer::new(Service(Arc::new(decode))).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    let routes = Routes::default().add_service(decode).add_service(TransferService::server(ways.sink(), ways));
+    let routes = Routes::default().add_service(decode).add_service(transfer_service);
     Ok(worker.serve(listener, routes).await?)
 }
 

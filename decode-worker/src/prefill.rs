@@ -1,4 +1,4 @@
-//! The stream to the prefill worker. Dropping it lets go of everything there.
+//! The stream to the prefill worker. Dropping it cancels the prefill there.
 
 use crate::failure::Ended;
 use tandem_proto::{
@@ -15,26 +15,26 @@ use tonic::Streaming;
 /// One prompt's prefill on another worker.
 pub(crate) struct Prefill {
     instance_id: String,
-    /// Besides TCP; told before `Scheduled`, if there are any.
+    /// Its paths besides TCP; sent before `Scheduled`, if there are any.
     offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
 
-/// What the prefill worker says.
-pub(crate) enum Said {
+/// A message of the prefill worker.
+pub(crate) enum Reply {
     Scheduled(Scheduled),
     Done(PrefillDone),
     Failure(Failure),
 }
 
 impl Prefill {
-    /// Returns when the prefill worker has taken the stream.
+    /// Opens the stream; returns when the prefill worker has accepted it.
     pub(crate) async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, Ended> {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
-        // Room for all that is ever sent: the start and the ticket.
+        // Capacity for all that is ever sent: the start and the ticket.
         let (requests, receiver) = mpsc::channel(2);
         requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
         let replies = PrefillClient::new(channel)
@@ -42,37 +42,37 @@ impl Prefill {
             .prefill(ReceiverStream::new(receiver))
             .await
             .map_err(|status| {
-                tracing::debug!(%status, "the prefill worker did not take the stream");
+                tracing::debug!(%status, "the prefill worker did not accept the stream");
                 lost()
             })?
             .into_inner();
         Ok(Self { instance_id, offered: None, requests, replies })
     }
 
-    /// The next thing said that this build knows. A stream that breaks is a lost worker. Cancel-safe.
-    pub(crate) async fn next(&mut self) -> Result<Said, Ended> {
+    /// Returns the next message that this build knows. A broken stream counts as a lost worker. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {
                 tracing::debug!(%status, "the prefill stream broke");
                 None
             });
             return match reply.ok_or_else(|| self.lost())?.message {
-                Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Said::Scheduled(scheduled)),
-                Some(prefill_reply::Message::Done(done)) => Ok(Said::Done(done)),
-                Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Said::Failure),
-                Some(prefill_reply::Message::TransferCapabilities(ways)) => {
-                    self.offered = Some(ways);
+                Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Reply::Scheduled(scheduled)),
+                Some(prefill_reply::Message::Done(done)) => Ok(Reply::Done(done)),
+                Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Reply::Failure),
+                Some(prefill_reply::Message::TransferCapabilities(capabilities)) => {
+                    self.offered = Some(capabilities);
                     continue;
                 }
-                // Of a kind that came after this build.
+                // A kind of message that this build does not know.
                 None => continue,
             };
         }
     }
 
-    /// The right to write our blocks.
+    /// Sends the ticket.
     pub(crate) fn give(&self, ticket: Ticket) {
-        // A stream that has broken says so in `next`.
+        // `next` reports a broken stream.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
 
@@ -88,7 +88,7 @@ impl Prefill {
         &self.instance_id
     }
 
-    /// A reason that we do not know cannot be acted upon.
+    /// Checks a failure. One with an unknown reason counts as a lost worker.
     fn failure(&self, mut failure: Failure) -> Result<Failure, Ended> {
         if matches!(FailureReason::try_from(failure.reason), Err(_) | Ok(FailureReason::Unspecified)) {
             return Err(self.lost());

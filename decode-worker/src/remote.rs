@@ -1,22 +1,21 @@
-//! A prompt that is prefilled on another worker: asked for, reserved, landed, then continued here.
+//! A prompt that is prefilled on another worker: requested there, reserved and received here, then continued here.
 //!
-//! While the prompt waits on the prefill worker it holds nothing here but its place in the line. Blocks are taken when its
-//! prefill has begun, and given back with the job, whatever ends first.
+//! While the prompt is queued on the prefill worker it holds no blocks here. Blocks are allocated when its prefill has begun, and released with
+//! the job, however it ends.
 
 use crate::{
+    client::Client,
     convert::{self, Request},
     failure::Ended,
     forward::forward,
-    prefill::{Prefill, Said},
-    service::{Client, Worker, in_time},
-    ways::{self, Chosen},
+    prefill::{Prefill, Reply},
+    worker::{Worker, in_time},
 };
 use tandem_engine::{Event, Started};
-use tandem_kv::Ticket;
 use tandem_proto::v1::{
-    self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, TransferPath, WorkerRef, generate_reply::Message,
-    worker_info::Role,
+    self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, WorkerRef, generate_reply::Message, worker_info::Role,
 };
+use tandem_transfer::{Negotiated, ReceivePaths};
 use tandem_worker::{Direction, Job};
 use tokio::time::Instant;
 
@@ -42,94 +41,94 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     let starting = async {
         let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
         match prefill.next().await? {
-            Said::Scheduled(scheduled) => Ok((prefill, scheduled)),
-            Said::Failure(failure) => Err(Ended::Prefill(failure)),
-            Said::Done(_) => Err(prefill.lost()),
+            Reply::Scheduled(scheduled) => Ok((prefill, scheduled)),
+            Reply::Failure(failure) => Err(Ended::Prefill(failure)),
+            Reply::Done(_) => Err(prefill.lost()),
         }
     };
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
-    let deadline = Instant::now() + worker.settings.landing_wait;
-    // The ticket, and the way its blocks take. Dropped after the job: as long as the ticket is live, its blocks have a source.
-    let mut given: Option<(Ticket, Chosen)> = None;
+    let deadline = Instant::now() + worker.settings.receive_timeout;
+    // Dropped after the job: while the ticket is live, its blocks can be received.
+    let mut negotiated: Option<Negotiated> = None;
     let mut job = worker.backend.generate(generate).await?;
-    let landed = land(worker, &mut *job, &mut prefill, &mut given, deadline).await?;
-    drop(given);
+    let received = receive(worker, &mut *job, &mut prefill, &mut negotiated, deadline).await?;
+    let label = negotiated.as_ref().map_or(ReceivePaths::fallback_label(), Negotiated::label);
+    drop(negotiated);
     drop(waiting);
-    if landed.started.kv_transfer_bytes > 0 {
-        let received = worker.metrics.transfer(ways::name(landed.way), Direction::Received);
-        received.bytes.increment(landed.started.kv_transfer_bytes);
-        received.duration.record(landed.started.kv_transfer.as_secs_f64());
+    let ReceivedBlocks { started, chunks } = received;
+    if started.kv_transfer_bytes > 0 {
+        let metrics = worker.metrics.transfer(label, Direction::Received);
+        metrics.bytes.increment(started.kv_transfer_bytes);
+        metrics.duration.record(started.kv_transfer.as_secs_f64());
     }
-    client.send(Message::DecodeStarted(convert::started(&landed.started))).await?;
+    client.send(Message::DecodeStarted(convert::started(&started))).await?;
     // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
-    client.prefilled(landed.chunks).await?;
+    client.prefilled(chunks).await?;
     forward(&mut *job, output, client).await
 }
 
-struct Landed {
+struct ReceivedBlocks {
     started: Started,
-    way: TransferPath,
-    /// In which the prefill worker computed it; none if all was here before.
+    /// The chunks in which the prefill worker computed the prompt; none if all of it was cached here.
     chunks: Vec<PrefillChunk>,
 }
 
-/// Reserves blocks, lets the prefill worker write into those which are missing, and waits until it has confirmed that all of them
-/// are here. Until then the written blocks may be forged.
-async fn land(
+/// Reserves blocks, lets the prefill worker write into those that are missing, and waits until it has confirmed that all of them
+/// are written. Until then the written blocks may be forged.
+async fn receive(
     worker: &Worker,
     job: &mut dyn Job,
     prefill: &mut Prefill,
-    given: &mut Option<(Ticket, Chosen)>,
+    negotiated: &mut Option<Negotiated>,
     deadline: Instant,
-) -> Result<Landed, Ended> {
-    let not_landed = |prefill: &Prefill| Ended::NotLanded { prefill: prefill.instance_id().to_owned() };
+) -> Result<ReceivedBlocks, Ended> {
     let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
-            // What the engine has told counts before what the prefill worker says of it.
+            // An event of the engine counts before a message of the prefill worker about it.
             biased;
             event = job.next() => match event {
-                Some(Event::Reserved { ticket, missing_blocks }) => {
-                    // Nothing has to go any way.
+                Some(Event::Reserved { ticket: secret, missing_blocks }) => {
+                    // With no missing blocks, no path is needed.
                     let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
-                    let chosen = worker.ways.choose(prefill.instance_id(), offered, ticket).await;
-                    let (path, communicator) = (chosen.way.into(), chosen.communicator.clone());
-                    let wants_ipc_handle = chosen.wants_ipc_handle;
-                    *given = Some((ticket, chosen));
-                    let (ticket, address) = (ticket.as_bytes().to_vec(), worker.address.clone());
-                    let address_signature = Vec::new();
-                    let ticket =
-                        v1::Ticket { ticket, address, missing_blocks, path, communicator, wants_ipc_handle, address_signature };
+                    let address = worker.address.clone();
+                    let mut ticket =
+                        v1::Ticket { ticket: secret.as_bytes().to_vec(), address, missing_blocks, ..v1::Ticket::default() };
+                    *negotiated =
+                        Some(worker.transfers.negotiate(prefill.instance_id(), offered, secret, &mut ticket).await);
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
-                    let way = given.as_ref().map_or(TransferPath::Tcp, |(_, chosen)| chosen.way);
-                    return Ok(Landed { started, way, chunks: done.map(|done| done.chunks).unwrap_or_default() });
+                    return Ok(ReceivedBlocks { started, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
-                Some(Event::WriteRefused(why)) => {
+                Some(Event::WriteRefused(reason)) => {
                     let prefill = prefill.instance_id().to_owned();
-                    tracing::warn!(%why, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
+                    tracing::warn!(%reason, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
                     return Err(Ended::WriteRefused { prefill });
                 }
                 _ => return Err(Ended::Engine),
             },
-            said = prefill.next(), if done.is_none() => match said? {
-                Said::Done(said) => {
-                    let Some((ticket, chosen)) = given else { return Err(prefill.lost()) };
-                    worker.ways.confirm(*ticket).await;
-                    worker.ways.landed(chosen, prefill.instance_id(), &said);
-                    done = Some(said);
+            reply = prefill.next(), if done.is_none() => match reply? {
+                Reply::Done(confirmation) => {
+                    let Some(negotiated) = negotiated else { return Err(prefill.lost()) };
+                    negotiated.confirmed(&confirmation).await;
+                    done = Some(confirmation);
                 }
-                // It waited for our ticket, which waited for our blocks.
-                Said::Failure(failure) if given.is_none() && failure.reason() == FailureReason::Timeout => return Err(Ended::NoBlocks),
-                Said::Failure(failure) => return Err(Ended::Prefill(failure)),
-                Said::Scheduled(_) => return Err(prefill.lost()),
+                // It waited for the ticket, which waited for blocks of this worker.
+                Reply::Failure(failure) if negotiated.is_none() && failure.reason() == FailureReason::Timeout => {
+                    return Err(Ended::NoBlocks);
+                }
+                Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
+                Reply::Scheduled(_) => return Err(prefill.lost()),
             },
             () = tokio::time::sleep_until(deadline) => {
-                return Err(if given.is_none() { Ended::NoBlocks } else { not_landed(prefill) });
+                return Err(match negotiated {
+                    None => Ended::NoBlocks,
+                    Some(_) => Ended::NotReceived { prefill: prefill.instance_id().to_owned() },
+                });
             }
         }
     }

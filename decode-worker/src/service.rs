@@ -1,96 +1,21 @@
 //! The `Decode` service: checks a request, then runs it here or with a prefill worker.
 
-use crate::{DecodeWorkerSettings, convert::Request, failure::Ended, forward::forward, remote, ways::Ways};
-use std::{
-    sync::{Arc, Once},
-    time::Duration,
+use crate::{
+    client::Client,
+    convert::Request,
+    failure::Ended,
+    forward::forward,
+    remote,
+    worker::{Worker, in_time},
 };
+use std::sync::Arc;
 use tandem_engine::Event;
-use tandem_node::trace::Span;
-use tandem_proto::{
-    channel::Channels,
-    v1::{
-        GenerateReply, GenerateRequest, PrefillChunk, PrefillTimeline, Scheduled, decode_server::Decode, generate_reply::Message,
-    },
-};
-use tandem_worker::{
-    Backend, ClientGone, LedgerEntry, Replies, ReplySender, Requests, ScheduledPrompt, WorkerLedger, WorkerMetrics,
-};
-use tokio::sync::Semaphore;
+use tandem_proto::v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message};
+use tandem_worker::{ClientGone, Replies, ScheduledPrompt};
 use tonic::{Response, Status};
 use tracing::Instrument;
 
-/// What all requests share.
-pub(crate) struct Worker {
-    pub(crate) instance_id: String,
-    /// Where prefill workers send blocks.
-    pub(crate) address: String,
-    pub(crate) backend: Arc<dyn Backend>,
-    pub(crate) settings: DecodeWorkerSettings,
-    pub(crate) metrics: Arc<WorkerMetrics>,
-    pub(crate) ways: Ways,
-    pub(crate) requests: Requests,
-    pub(crate) ledger: WorkerLedger,
-    pub(crate) channels: Channels,
-    pub(crate) remote_waiting: Semaphore,
-}
-
 pub(crate) struct Service(pub(crate) Arc<Worker>);
-
-/// The client of one attempt.
-pub(crate) struct Client {
-    replies: ReplySender<GenerateReply>,
-    /// What it has seen of the attempt is the attempt's outcome.
-    entry: LedgerEntry,
-    /// The attempt's.
-    pub(crate) span: Span,
-    began: Once,
-}
-
-impl Client {
-    pub(crate) async fn send(&self, message: Message) -> Result<(), ClientGone> {
-        let outcome: Option<fn(&LedgerEntry)> = match &message {
-            Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => Some(LedgerEntry::began),
-            Message::Failure(_) => Some(LedgerEntry::failed),
-            Message::Scheduled(_) | Message::DecodeStarted(_) | Message::PrefillTimeline(_) => None,
-        };
-        match &message {
-            Message::Scheduled(_) => self.span.event("scheduled", &[]),
-            Message::DecodeStarted(_) => self.span.event("started", &[]),
-            Message::PrefillTimeline(_) => {}
-            Message::Failure(failure) => self.span.fail(failure.reason().label()),
-            _ => self.began.call_once(|| self.span.event("first token", &[])),
-        }
-        self.replies.send(GenerateReply { message: Some(message) }).await?;
-        if let Some(tell) = outcome {
-            tell(&self.entry);
-        }
-        Ok(())
-    }
-
-    /// What the prompt's prefill was cut into; says nothing of none.
-    pub(crate) async fn prefilled(&self, chunks: Vec<PrefillChunk>) -> Result<(), ClientGone> {
-        if chunks.is_empty() {
-            return Ok(());
-        }
-        self.span.set("tandem.prefill_chunks", chunks.len() as u64);
-        self.send(Message::PrefillTimeline(PrefillTimeline { chunks })).await
-    }
-}
-
-/// What makes a prefill begin, unless it takes longer than it may; `culprit` would be to blame.
-pub(crate) async fn in_time<T>(
-    limit: Option<Duration>,
-    starting: impl Future<Output = Result<T, Ended>>,
-    culprit: &str,
-) -> Result<T, Ended> {
-    match limit {
-        None => starting.await,
-        Some(limit) => {
-            tokio::time::timeout(limit, starting).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
-        }
-    }
-}
 
 #[tonic::async_trait]
 impl Decode for Service {
@@ -108,9 +33,7 @@ impl Decode for Service {
         }
         let logged = span.logged(&request.request_id, request.attempt);
         let entry = worker.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
-        let serve = |replies| {
-            async move { worker.serve(request, Client { replies, entry, span, began: Once::new() }).await }.instrument(logged)
-        };
+        let serve = |replies| async move { worker.serve(request, Client::new(replies, entry, span)).await }.instrument(logged);
         let replies = self.0.requests.start(serve);
         Ok(Response::new(replies))
     }

@@ -18,7 +18,7 @@ pub enum ChunkError {
         start: u32,
         /// The number of its tokens.
         tokens: usize,
-        /// The model's limit.
+        /// The model's context length, in tokens.
         context_length: u32,
     },
     /// A chunk has no block for one of its tokens, or one that is not in the KV memory.

@@ -36,21 +36,21 @@ pub enum CpuError {
     /// There is no kernel for a weight's number format.
     #[error("tensor {name} is stored as {kind:?}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
     WeightType {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
-        /// Its number format.
+        /// The number format of the tensor.
         kind: TensorType,
     },
     /// A weight is infinite or not a number.
     #[error("tensor {name} has a number that is not finite: the file is damaged, fetch it again")]
     NotFinite {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
     },
     /// A layer has a weight that models of its family do not have, and that the kernels would ignore.
     #[error("the model has the tensor {name}, which is not supported in its family: choose another model")]
     Unexpected {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
     },
     /// The KV memory would be empty, or larger than the address space.
@@ -64,9 +64,9 @@ pub enum CpuError {
     /// The threads could not be started.
     #[error("{count} threads cannot be started: choose fewer")]
     Threads {
-        /// The configured number.
+        /// The configured number of threads.
         count: usize,
-        /// The system's error.
+        /// The error of the operating system.
         source: std::io::Error,
     },
 }

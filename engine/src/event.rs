@@ -26,40 +26,40 @@ pub enum Event {
     BlocksReady(Vec<ReadyBlock>),
     /// Prefill: the prompt is computed, in these chunks, and every block asked for has been reported as ready.
     Computed(Vec<PrefillChunk>),
-    /// All of the prompt's KV is here, and confirmed if another worker computed it.
+    /// All of the prompt's KV is in this worker's memory. If another worker computed it, that worker has confirmed the transfer.
     Started(Started),
-    /// Of the prompt's tokens; the first has none.
+    /// The logprobs of the prompt's tokens; `None` for the first token, which has no preceding context.
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
-    /// A new token.
+    /// A new token was generated.
     Token {
-        /// The continuation, from 0.
+        /// Index of the continuation, from 0.
         sample: u32,
         /// The token; a stop token is reported as well.
         token: TokenId,
-        /// When asked for.
+        /// The logprobs of the token; `None` if the request does not want them.
         logprobs: Option<TokenLogprobs>,
     },
     /// A continuation has ended.
     Finished {
-        /// The continuation.
+        /// Index of the continuation, from 0.
         sample: u32,
-        /// Why it ended.
+        /// The reason for which it ended.
         reason: FinishReason,
     },
     /// The blocks reserved for another worker's KV were taken back, for sequences that already run.
     Revoked,
     /// A write that the ticket does not allow ended the reservation; the blocks written so far were dropped.
     WriteRefused(WriteRefused),
-    /// The engine failed.
+    /// The engine failed; the job cannot continue.
     Failed,
 }
 
 /// How a prompt's KV was obtained.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Started {
-    /// From submission to the allocation of blocks.
+    /// Time from submission to the allocation of blocks.
     pub queue: Duration,
-    /// From the first block written to the confirmation of all.
+    /// Time from the first block written to the confirmation of all.
     pub kv_transfer: Duration,
     /// Bytes written by another worker.
     pub kv_transfer_bytes: u64,
@@ -70,7 +70,7 @@ pub struct Started {
 /// The part of a prompt that one step computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillChunk {
-    /// From the allocation of blocks to the step's start.
+    /// Time from the allocation of blocks to the step's start.
     pub begun: Duration,
     /// Duration of the whole step, which may have computed other sequences, too.
     pub took: Duration,

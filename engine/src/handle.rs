@@ -127,7 +127,7 @@ impl EngineHandle {
     }
 
     async fn submit(&self, command: impl FnOnce(oneshot::Sender<Result<Accepted, Refusal>>) -> Command) -> Result<Job, Refusal> {
-        // If this future is dropped, the job's receiver is dropped unseen: the thread must check for that.
+        // If this future is dropped, so is the job's receiver: waking the thread makes it check for dropped receivers.
         let _wake = WakeOnDrop(&self.wake);
         let (id, events) = self.ask(command).await.ok_or(Refusal::Gone)??;
         Ok(Job { id, events, resume_below: self.resume_below, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })

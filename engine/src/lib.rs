@@ -89,7 +89,7 @@ pub struct EngineInfo {
 /// Consecutive tokens of one sequence, computed in one step.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
-    /// At least one.
+    /// The token ids, at least one.
     pub tokens: &'a [TokenId],
     /// The position of the first token in the sequence.
     pub start: u32,
@@ -102,26 +102,26 @@ pub struct Chunk<'a> {
 /// Which logits of a chunk a step returns.
 #[derive(Clone, Copy, Debug)]
 pub enum Logits<'a> {
-    /// None: only the KV is computed.
+    /// No logits: only the KV is computed.
     None,
-    /// Those of the last token.
+    /// The logits of the last token.
     Last,
-    /// Those of every token.
+    /// The logits of every token.
     All,
     /// A device that samples returns the next token in place of the last token's logits; any other device returns these logits.
     Sample(SampleRequest<'a>),
 }
 
-/// What a step returns. Logits are rows of `vocab_size` numbers, in the order of the chunks and of their tokens.
+/// The result of a step. Logits are rows of `vocab_size` numbers, in the order of the chunks and of their tokens.
 #[derive(Clone, Debug)]
 pub enum StepOutput {
-    /// From a device that does not sample: all rows that the chunks ask for.
+    /// The output of a device that does not sample: all rows that the chunks request.
     Logits(Vec<f32>),
-    /// From a device that samples.
+    /// The output of a device that samples.
     Sampled {
         /// One for each chunk with [`Logits::Sample`], in the order of the chunks.
         tokens: Vec<SampledToken>,
-        /// The rows that all other chunks ask for.
+        /// The rows that all other chunks request.
         logits: Vec<f32>,
     },
 }

@@ -61,11 +61,11 @@ pub(crate) struct Machine {
     info: EngineInfo,
     settings: EngineSettings,
     cache: PrefixCache,
-    /// Sequences without blocks.
+    /// Sequences that have no blocks: new ones and preempted ones.
     waiting: Waiting,
     /// Sequences with blocks whose KV another worker writes, the oldest first.
     reserved: Vec<Sequence>,
-    /// What remains of reservations that have ended.
+    /// Reservations that have ended, as far as late writes under their tickets must be recognised.
     ended_reservations: EndedReservations,
     /// Prompts whose KV is complete and whose samples have not all started, the oldest first.
     forking: Vec<Sequence>,
@@ -376,7 +376,7 @@ impl Machine {
         }
     }
 
-    /// Checks the invariants, counts a violation in the load, and logs it.
+    /// Checks the invariants. Logs a violation and counts it in `invariant_violations` of the reported load.
     pub fn audit(&mut self) {
         if let Err(violation) = self.check_invariants() {
             tracing::error!(%violation, "an invariant of the engine's state is violated: please report this with the log");

@@ -6,26 +6,26 @@ use tandem_kv::{Namespace, TokenId};
 /// A request to compute the KV of all tokens of a prompt but the last, and to hold it until the job is dropped.
 #[derive(Clone, Debug)]
 pub struct Prefill {
-    /// Reported with the first load that includes the request's work.
+    /// The request's id, which is reported with the first load that includes the request's work.
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
-    /// Only KV of the same namespace is reused.
+    /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
-    /// At least one token.
+    /// The token ids of the prompt, at least one.
     pub prompt: Vec<TokenId>,
 }
 
 /// A request to generate continuations of a prompt.
 #[derive(Clone, Debug)]
 pub struct Generate {
-    /// Reported with the first load that includes the request's work.
+    /// The request's id, which is reported with the first load that includes the request's work.
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
-    /// Only KV of the same namespace is reused.
+    /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
-    /// At least one token.
+    /// The token ids of the prompt, at least one.
     pub prompt: Vec<TokenId>,
     /// How tokens are sampled. Sample `i` equals a separate request with `seed + i`.
     pub sampling: Sampling,

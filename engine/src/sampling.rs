@@ -49,9 +49,9 @@ pub struct Sampling {
 /// A token and the log of its probability (before temperature and penalties).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLogprob {
-    /// The token.
+    /// The token's id.
     pub token: TokenId,
-    /// Natural logarithm.
+    /// The natural logarithm of the token's probability.
     pub logprob: f32,
 }
 
@@ -60,7 +60,7 @@ pub struct TokenLogprob {
 pub struct TokenLogprobs {
     /// The natural logarithm of the sampled token's probability.
     pub logprob: f32,
-    /// As many of the likeliest tokens as were requested.
+    /// The likeliest tokens, as many as were requested.
     pub top: Vec<TokenLogprob>,
 }
 

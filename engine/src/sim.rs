@@ -31,7 +31,7 @@ pub struct SimSettings {
     pub kv_bytes_per_token: f64,
     /// Bandwidth of simulated transfers between workers.
     pub transfer_bytes_per_second: f64,
-    /// Divides all durations.
+    /// Factor by which the simulation runs faster: all simulated durations are divided by it.
     pub speedup: f64,
 }
 

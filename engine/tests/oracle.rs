@@ -1,4 +1,4 @@
-//! The real model against references that are not ours (`ci/goldens/make_goldens.py`), and its bits against themselves.
+//! Compares a real model with independent references (`ci/goldens/make_goldens.py`), and its own results bit by bit.
 //!
 //! `TANDEM_MODEL=….gguf cargo test --release -p tandem-engine --test oracle`
 #![expect(clippy::print_stderr, reason = "a skipped test says so")]

@@ -39,25 +39,25 @@ pub enum AuditResultError {
     /// The file does not exist or cannot be read.
     #[error("{} cannot be read: {cause}", path.display())]
     Unreadable {
-        /// The file's path.
+        /// The path of the result file.
         path: PathBuf,
-        /// The cause.
+        /// The error of the operating system.
         #[source]
         cause: io::Error,
     },
     /// The file is not a result.
     #[error("{} is not what `tandem audit check --result` writes: {cause}", path.display())]
     Other {
-        /// The file's path.
+        /// The path of the result file.
         path: PathBuf,
-        /// The cause.
+        /// The error of the JSON parser.
         #[source]
         cause: serde_json::Error,
     },
     /// The disk takes too long.
     #[error("{} is still being read", path.display())]
     Slow {
-        /// The file's path.
+        /// The path of the result file.
         path: PathBuf,
     },
 }

@@ -107,7 +107,7 @@ pub(crate) enum ApiError {
     Dispatch(#[from] DispatchError),
 }
 
-/// What is wrong with a field; the text continues after the field's name.
+/// The problem with a field. Its text follows the field's name in the error message.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub(crate) enum Problem {
     #[error("is required")]
@@ -133,7 +133,7 @@ impl ApiError {
         Self::Invalid { param: param.into(), problem }
     }
 
-    /// The table.
+    /// Maps the error to the HTTP status and the fields of OpenAI's error body.
     fn parts(&self) -> Parts<'_> {
         const INVALID: &str = "invalid_request_error";
         let client = |status, param, code| Parts { status, kind: INVALID, param, code, retry_after: None };
@@ -196,7 +196,7 @@ impl ApiError {
         self.parts().status
     }
 
-    /// OpenAI's error body.
+    /// Returns the response body, in the form of OpenAI's errors.
     pub(crate) fn body(&self) -> ErrorBody<'_> {
         let Parts { kind, param, code, .. } = self.parts();
         ErrorBody { error: ErrorObject { message: shortened(&self.to_string()).into_owned(), kind, param, code } }

@@ -14,7 +14,7 @@ const WORKERS_MAX: usize = 4096;
 const CLIENT_CLOSED: &str = "499";
 /// The label of cached tokens whose tier is not known; not the name of a real tier.
 const TIER_UNKNOWN: &str = "unknown";
-/// The known tiers.
+/// Values of the label `tier`: the cache tiers in which a prompt's tokens can be found.
 const TIERS: [&str; 1] = ["device"];
 
 /// An endpoint that generates text.

@@ -43,7 +43,7 @@ pub(crate) struct Finished {
     pub(crate) samples: usize,
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// `None`: it ended before its first token.
+    /// Prompt tokens found in the prefix cache; `None`: the prompt ended before its first token.
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) block_size: Option<u32>,
     #[serde(flatten)]
@@ -58,7 +58,7 @@ pub(crate) struct PromptDetails {
     pub(crate) cached_tokens_source: CachedSource,
     pub(crate) cached_tokens_by_tier: BTreeMap<String, u32>,
     pub(crate) overlap_blocks: u32,
-    /// `None`: the decode worker prefilled.
+    /// Id of the prefill worker; `None`: the decode worker prefilled.
     pub(crate) prefill_worker: Option<String>,
     pub(crate) decode_worker: Option<String>,
     pub(crate) ttft_ms: f64,
@@ -68,14 +68,14 @@ pub(crate) struct PromptDetails {
     pub(crate) migrations: u32,
 }
 
-/// When each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before.
+/// The time at which each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before.
 #[derive(Debug, Serialize)]
 pub(crate) struct Stages {
     /// The request was tokenized, and a router was asked.
     pub(crate) asked_ms: Option<f64>,
     /// The attempt that brought the first token was placed.
     pub(crate) placed_ms: Option<f64>,
-    /// Its prefill began.
+    /// The prefill of that attempt began.
     pub(crate) scheduled_ms: Option<f64>,
     /// The chunks of the prefill. Empty: all tokens were cached, or the worker did not report them.
     pub(crate) chunks: Vec<Chunk>,

@@ -1,4 +1,4 @@
-//! How a frontend behaves.
+//! Settings of a frontend.
 
 use crate::model::ServedModel;
 use axum::http::HeaderName;
@@ -9,7 +9,7 @@ use std::{path::PathBuf, time::Duration};
 use tandem_node::{discovery::MemberSource, trace::Tracer};
 use tokio::net::TcpListener;
 
-/// How a frontend behaves. [`FrontendSettings::new`] has the defaults.
+/// The settings of a frontend. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
     /// The routers' gRPC addresses. Each request goes to a healthy one; any of them can take over what another has booked.
     pub routers: MemberSource,
@@ -19,8 +19,7 @@ pub struct FrontendSettings {
     pub model: ServedModel,
     /// Tokens in a block; equal in the whole cluster.
     pub block_size: u32,
-    /// Sequences (prompts × `n`) that run at a time; further requests are refused with 503. Bounds memory and the load that a cluster
-    /// can be given.
+    /// The most running sequences (prompts × `n`); further requests are refused with 503. Bounds memory and load of the cluster.
     pub concurrent_sequences: usize,
     /// Sequences of one client (an account, or else an address) that run at a time; its further requests are refused with 429.
     /// `None`: one client may use all.
@@ -30,9 +29,9 @@ pub struct FrontendSettings {
     /// Bytes of all bodies that are read or parsed at a time; further requests are refused with 503. The first 16 KiB of each
     /// body do not count.
     pub bodies_max_bytes: usize,
-    /// Open connections; further ones are closed with 503.
+    /// The most open connections; further ones are closed with 503.
     pub connections_max: usize,
-    /// Open connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no limit for one address.
+    /// The most open connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no limit for one address.
     pub connections_per_address_max: usize,
     /// Names accepted in `Host`, besides IP addresses and localhost. Checked where the listener is on a loopback address, and everywhere
     /// if the list is not empty: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
@@ -88,12 +87,12 @@ pub enum CacheIsolation {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExposeDetails {
-    /// No client.
+    /// No client may use them.
     Never,
-    /// Clients at an address in --trusted-proxies.
+    /// Clients at an address in --trusted-proxies may use them; without that list, only programs on this host.
     #[default]
     Trusted,
-    /// Every client.
+    /// Every client may use them.
     Always,
 }
 

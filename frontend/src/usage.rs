@@ -1,4 +1,4 @@
-//! What a request used: the only code that builds `usage`, for every endpoint, streamed or not.
+//! Builds the field `usage`, for every endpoint, streamed or not. No other code builds it.
 
 use crate::dispatch::placement::Placement;
 use serde::Serialize;
@@ -33,7 +33,7 @@ impl CachedSource {
 pub(crate) struct Cached {
     pub(crate) tokens: u32,
     pub(crate) source: CachedSource,
-    /// As the worker reported them; empty if it did not.
+    /// Cached tokens by cache tier, as the worker reported them; empty if it reported none.
     pub(crate) by_tier: BTreeMap<String, u32>,
 }
 

@@ -41,7 +41,7 @@ pub struct Full;
 /// Blocks allocated for a prompt. Each is pinned once for the caller and must be released once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Acquired {
-    /// In prompt order: first those found in the cache, then fresh ones.
+    /// The allocated blocks in prompt order: first those found in the cache, then fresh ones.
     pub blocks: Vec<BlockId>,
     /// How many of them were found in the cache.
     pub cached_blocks: u32,
@@ -61,7 +61,7 @@ pub struct Wanted {
 /// The number of blocks in each state; their sum is the capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Blocks without content.
+    /// Number of blocks without content.
     pub free: u32,
     /// Blocks with reusable KV and without pins; they may be evicted.
     pub cached: u32,
@@ -89,9 +89,9 @@ pub struct PrefixCache {
 struct Block {
     /// The callers' pins, and one for each pinned cached child.
     pins: u32,
-    /// Set while it is cached. `None` if it is free, or private to its owners.
+    /// Set while the block is cached; `None` if it is free, or private to its owners.
     content: Option<Content>,
-    /// It was in use when the cache was cleared, and stays private until it is free.
+    /// The block was in use when the cache was cleared, and stays private until it is free.
     outdated: bool,
 }
 
@@ -99,16 +99,16 @@ struct Content {
     hash: SequenceHash,
     prefix: Prefix,
     tokens: Box<[TokenId]>,
-    /// Its key in [`PrefixCache::unused`] while it has no pins.
+    /// The block's key in [`PrefixCache::unused`] while it has no pins.
     unused_since: u64,
 }
 
-/// What a block's KV depends on, besides its own tokens.
+/// What precedes a block's own tokens: its KV depends on both.
 #[derive(Clone, PartialEq, Eq)]
 enum Prefix {
     /// The block begins a prompt.
     Empty(Namespace),
-    /// Its parent, which is cached.
+    /// The parent block, which is cached.
     Block(BlockId),
 }
 

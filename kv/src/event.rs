@@ -8,14 +8,14 @@ use std::cell::Cell;
 pub struct KvEvent {
     /// The number of this change among all changes of the cache.
     pub event_id: u64,
-    /// What changed.
+    /// The change of the set of cached hashes.
     pub change: Change,
 }
 
 /// A change of the set of cached hashes. A block whose hash is cached already is not stored again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// Blocks became reusable.
+    /// Blocks were stored in the cache and may be reused.
     Stored(StoredChain),
     /// Blocks were dropped, children before their parents.
     Removed(Vec<SequenceHash>),
@@ -26,9 +26,9 @@ pub enum Change {
 /// Consecutive blocks under `parent` (`None`: they begin a prompt).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredChain {
-    /// The block before the first of them.
+    /// The hash of the block before the first of these blocks; `None` if they begin a prompt.
     pub parent: Option<SequenceHash>,
-    /// In prompt order.
+    /// The hashes of the blocks, in the order of the prompt.
     pub sequence_hashes: Vec<SequenceHash>,
 }
 

@@ -20,16 +20,16 @@ pub enum BlockAccess {
 pub struct ReadyBlock {
     /// The block's position in the prompt, from 0.
     pub index: u32,
-    /// Its place in the KV memory.
+    /// The block's index in the KV memory.
     pub block: BlockId,
-    /// Its bytes, if they were asked for ([`BlockAccess::Copied`]); otherwise empty.
+    /// A copy of the block's bytes if the job uses [`BlockAccess::Copied`]; otherwise empty.
     pub content: Vec<u8>,
 }
 
 /// Blocks of a reservation that a thread or device writes while the engine runs steps. They stay in use until this is dropped, whatever becomes
 /// of the reservation, so it must not be dropped before the last write has ended.
 pub trait BlockWrite: Send {
-    /// The blocks to write, in the order of the indices that were asked for.
+    /// Returns the blocks to write, in the order of the requested indices.
     fn blocks(&self) -> &[BlockId];
 
     /// Ends the write: every block was written. If this is not called, none counts as written.
@@ -93,9 +93,9 @@ pub trait KvCommunicator: Send + Sync {
 /// An end of a communicator: blocks move in one direction only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommunicatorEnd {
-    /// Sends blocks.
+    /// The end that sends blocks.
     Sender,
-    /// Receives blocks.
+    /// The end that receives blocks.
     Receiver,
 }
 

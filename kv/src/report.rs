@@ -1,18 +1,18 @@
-//! What a worker reports after a step: its cache's changes, and its load.
+//! The report of a worker after a step: the changes of its cache, and its load.
 
 use crate::KvEvent;
 use std::time::Duration;
 
-/// What the router scores by.
+/// The load of a worker, from which the router estimates costs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
     /// Sequences with blocks: they are in the running batch, or another worker sends their KV.
     pub running_sequences: u32,
-    /// Sequences without blocks.
+    /// Sequences that wait for blocks.
     pub waiting_requests: u32,
     /// Prompt tokens still to be computed, of waiting and running sequences.
     pub pending_prefill_tokens: u64,
-    /// Blocks without content.
+    /// Number of blocks without content.
     pub free_blocks: u32,
     /// Blocks with reusable KV that no sequence uses.
     pub cached_blocks: u32,
@@ -32,12 +32,12 @@ pub struct Load {
     pub invariant_violations: u32,
 }
 
-/// What one engine step computed.
+/// The work of one engine step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepStats {
-    /// Prompt tokens.
+    /// Number of prompt tokens computed.
     pub prefill_tokens: u32,
-    /// Decoding sequences: one token each.
+    /// Number of tokens computed for decoding sequences, one for each.
     pub decode_tokens: u32,
     /// Device time, simulated time included.
     pub duration: Duration,
@@ -48,11 +48,11 @@ pub struct StepStats {
 pub struct KvBatch {
     /// Id of the last change made, those of `events` included.
     pub last_event_id: u64,
-    /// In order of their ids.
+    /// Changes of the cache, in the order of their ids.
     pub events: Vec<KvEvent>,
     /// The load after these changes.
     pub load: Load,
-    /// Requests whose work `load` has come to include.
+    /// Requests whose work this load includes and the load of the previous batch did not.
     pub included_request_ids: Vec<String>,
     /// The step that ended with this batch, if one did.
     pub step: Option<StepStats>,

@@ -8,11 +8,11 @@ use crate::{
 /// The configuration of a Llama or Qwen model: all sizes are positive, `heads` is a multiple of `kv_heads`, `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Transformer blocks.
+    /// Number of transformer layers.
     pub layers: usize,
     /// Length of the residual stream.
     pub width: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
     /// Key and value heads; each serves `heads ÷ kv_heads` query heads.
     pub kv_heads: usize,
@@ -22,7 +22,7 @@ pub struct ModelConfig {
     pub ffn: usize,
     /// RMSNorm's epsilon, added to the mean square.
     pub eps: f32,
-    /// Rotary position embedding.
+    /// Parameters of the rotary position embedding.
     pub rope: Rope,
     /// Queries, keys and values have biases.
     pub qkv_biases: bool,

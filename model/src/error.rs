@@ -8,9 +8,9 @@ pub enum ModelError {
     /// The file cannot be opened or mapped.
     #[error("cannot read the model file {}: {source}", path.display())]
     Open {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// The first four bytes are not `GGUF`.
@@ -19,7 +19,7 @@ pub enum ModelError {
     /// The file has another version of the format (a big-endian file shows as a huge number).
     #[error("GGUF version {found} is not supported, only version 3: convert the file with a current llama.cpp")]
     Version {
-        /// The file's version.
+        /// The version of the format in the file.
         found: u32,
     },
     /// The file ends before what it announces.
@@ -37,13 +37,13 @@ pub enum ModelError {
     /// A required metadata key is missing.
     #[error("the model file has no metadata key {key}: use another conversion of the model")]
     MissingKey {
-        /// The key.
+        /// The metadata key.
         key: String,
     },
     /// A metadata value has the wrong type or is out of range.
     #[error("the model file's metadata key {key} is not {wanted}: use another conversion of the model")]
     WrongValue {
-        /// The key.
+        /// The metadata key.
         key: String,
         /// A description of valid values.
         wanted: &'static str,
@@ -53,21 +53,21 @@ pub enum ModelError {
         "models of architecture {found} are not supported, only llama, qwen2 and qwen3: choose a model of the Llama or Qwen family"
     )]
     Architecture {
-        /// The file's architecture.
+        /// The name of the architecture in the file.
         found: String,
     },
     /// A required weight is missing.
     #[error("the model file has no tensor {name}: use another conversion of the model")]
     MissingTensor {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
     },
     /// A weight's shape does not match the metadata.
     #[error("tensor {name} has shape {found:?} where {wanted:?} is needed: use another conversion of the model")]
     TensorShape {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
-        /// Its dimensions, innermost first.
+        /// The tensor's dimensions, innermost first.
         found: Vec<u64>,
         /// The expected dimensions, innermost first.
         wanted: Vec<u64>,
@@ -77,25 +77,25 @@ pub enum ModelError {
         "tensor {name} has the unknown type number {found}: use a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model"
     )]
     UnknownTensorType {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
-        /// Its type number in the file.
+        /// The number of the tensor's format in the file.
         found: u32,
     },
     /// A weight in a safetensors file has an unsupported number format.
     #[error("tensor {name} is stored as {found:?}: use the model in BF16, F16 or F32, or a GGUF conversion of it")]
     Dtype {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
-        /// Its format.
+        /// The tensor's number format.
         found: safetensors::Dtype,
     },
     /// A safetensors file is damaged or incomplete.
     #[error("{} cannot be read ({source}): it is incomplete, fetch it again", path.display())]
     Safetensors {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The parser's error.
+        /// The error of the parser.
         source: safetensors::SafeTensorError,
     },
     /// A JSON file of the model is invalid.
@@ -103,7 +103,7 @@ pub enum ModelError {
     Json {
         /// The file's name.
         file: &'static str,
-        /// The parser's error.
+        /// The error of the parser.
         source: serde_json::Error,
     },
 }

@@ -165,5 +165,5 @@ impl ModelFile for Gguf {
     }
 }
 
-/// A map by name.
+/// A map whose keys are the names of tensors or of metadata.
 pub(crate) type ByName<T> = HashMap<String, T>;

@@ -27,7 +27,7 @@ pub mod sim {
     pub const IM_START: u32 = 256;
     /// Ends a chat turn, and so an answer.
     pub const IM_END: u32 = 257;
-    /// Number of tokens.
+    /// Number of tokens in the vocabulary.
     pub const VOCAB_SIZE: usize = 258;
     /// Longest sequence, in tokens.
     pub const CONTEXT_LENGTH: u32 = 131_072;

@@ -35,7 +35,7 @@ const TENSOR_LIST: &str = "list of tensors";
 /// GGUF's numbers of value types.
 const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
-/// ggml's limit.
+/// The most dimensions of a tensor, as in ggml.
 const DIMENSIONS_MAX: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 

@@ -89,7 +89,7 @@ impl TensorType {
 /// A tensor of a file.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
-    /// Its number format.
+    /// The tensor's number format.
     pub kind: TensorType,
     /// Dimensions, innermost first: a weight has `shape[1]` rows of `shape[0]` numbers.
     pub shape: &'a [u64],

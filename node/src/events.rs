@@ -61,15 +61,15 @@ pub struct NatsSettings {
 /// How a process authenticates itself to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NatsAuth {
-    /// It does not.
+    /// Without authentication.
     None,
-    /// With a name and a password.
+    /// Authentication with a name and a password.
     User(String, Secret),
-    /// With a token.
+    /// Authentication with a token.
     Token(Secret),
-    /// With a credentials file, as written by `nsc`.
+    /// Authentication with a credentials file, as written by `nsc`.
     Credentials(PathBuf),
-    /// With an nkey, whose seed is in this file.
+    /// Authentication with an nkey, whose seed is in this file.
     Nkey(PathBuf),
 }
 
@@ -79,15 +79,15 @@ pub enum NatsError {
     /// An address is invalid.
     #[error("the NATS server {server:?} cannot be used; write host:port, without user and password")]
     Server {
-        /// As given in the settings.
+        /// The address, as in the settings.
         server: String,
     },
     /// A file is missing or invalid.
     #[error("{} cannot be used for NATS", .path.display())]
     File {
-        /// As given in the settings.
+        /// The path of the file, as in the settings.
         path: PathBuf,
-        /// The error.
+        /// The error of the operating system, or the reason for which the file is invalid.
         #[source]
         cause: io::Error,
     },

@@ -1,4 +1,4 @@
-//! What every Tandem process has: metrics, logs, traces, the admin endpoint, discovery, the event plane and shutdown.
+//! The parts that every Tandem process has: metrics, logs, traces, the admin endpoint, discovery, the event plane and shutdown.
 
 pub mod admin;
 pub mod discovery;

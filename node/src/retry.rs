@@ -16,7 +16,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// No failures yet.
+    /// Returns a backoff without failures, whose delays grow from `min` to `max`.
     pub fn new(min: Duration, max: Duration) -> Self {
         Self { min, max, delays: exponential(min, max).build(), reported: None }
     }

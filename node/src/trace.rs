@@ -86,7 +86,7 @@ pub struct TraceSettings {
     pub sample_ratio: f64,
     /// The kind of process, such as `tandem-frontend`.
     pub service: &'static str,
-    /// The process's instance.
+    /// The instance id of the process.
     pub instance: String,
 }
 
@@ -105,7 +105,7 @@ struct Source {
 pub struct Span(Option<(Context, Arc<Source>)>);
 
 impl Tracer {
-    /// A tracer, and the task that sends what it makes. Within a tokio runtime, which connects to the collector when it first sends.
+    /// Returns a tracer, and the task that sends its spans; the first one opens the connection. Needs a tokio runtime.
     pub fn new(
         settings: TraceSettings,
         metrics: &Metrics,

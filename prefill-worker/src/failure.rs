@@ -5,7 +5,7 @@ use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{Failure, FailureReason},
 };
-use tandem_transfer::TransferError;
+use tandem_transfer::{TicketError, TransferError};
 use tandem_worker::ClientGone;
 use tonic::Status;
 
@@ -26,10 +26,8 @@ pub(crate) enum Ended {
     Refused(#[from] Refusal),
     #[error("no ticket came in time; the prompt's blocks stay cached, try again")]
     NoTicket,
-    #[error("the decode worker does not take the blocks: {0}")]
+    #[error("the transfer of KV to the decode worker failed, try again: {0}")]
     Transfer(#[from] TransferError),
-    #[error("the link to the decode worker has broken; try again")]
-    LinkGone,
     #[error("the engine failed; try another worker")]
     Engine,
     #[error("the engine hangs; try another worker")]
@@ -48,14 +46,8 @@ pub(crate) enum Protocol {
     UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
     UnknownBlock,
-    #[error("a ticket has 16 bytes")]
-    InvalidTicket,
-    #[error("the ticket's address is not of the form host:port")]
-    InvalidAddress,
-    #[error("no decode worker of this cluster vouches for the ticket's address")]
-    Unvouched,
-    #[error("the ticket's way was not offered")]
-    NotOffered,
+    #[error(transparent)]
+    Ticket(#[from] TicketError),
 }
 
 impl From<Protocol> for Status {
@@ -77,6 +69,7 @@ impl Ended {
         let (reason, culprit) = match self {
             Self::ClientGone(gone) => return Told::Nobody(gone),
             Self::Protocol(protocol) => return Told::Error(protocol.into()),
+            Self::Transfer(TransferError::Ticket(invalid)) => return Told::Error(Protocol::Ticket(invalid).into()),
             Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
             Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
             Self::NoTicket => (FailureReason::Timeout, instance_id.to_owned()),
@@ -87,7 +80,7 @@ impl Ended {
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (FailureReason::InvalidRequest, instance_id.to_owned()),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, instance_id.to_owned()),
-            Self::LinkGone | Self::Transfer(TransferError::Refused(_) | TransferError::Gone(_) | TransferError::Address(_)) => {
+            Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => {
                 (FailureReason::PrefillLost, instance_id.to_owned())
             }
         };

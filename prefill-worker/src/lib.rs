@@ -1,16 +1,13 @@
 //! Prompt in, KV out: serves `Prefill`, which computes a prompt and pushes its blocks to the worker that decodes.
 //!
-//! - A prompt's blocks are pinned from `Scheduled` until they have been read out, or until the stream closes; never longer.
+//! - A prompt's blocks are held from `Scheduled` until they are written on the decode worker, or until the stream closes; never longer.
 //! - Every stream ends with `PrefillDone`, a `Failure` with a reason, or a gRPC error for what breaks the protocol.
 //! - What was computed stays cached, whatever became of the request.
 
 mod attempt;
 mod failure;
-mod link;
 mod service;
-mod ways;
 
-use link::Link;
 use service::{Service, Worker};
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown};
@@ -18,10 +15,9 @@ use tandem_proto::{
     channel::{Listener, MESSAGE_BYTES_MAX},
     v1::{prefill_server::PrefillServer, worker_info::Role},
 };
-use tandem_transfer::{Tcp, TransferMode, Transport};
+use tandem_transfer::{Lifetime, ReceivePaths, SendPaths, SendSettings, TransferMode};
 use tandem_worker::{Backend, Direction, WorkerError, WorkerSettings};
 use tonic::service::Routes;
-use ways::Ways;
 
 /// Settings of a prefill worker.
 #[derive(Clone, Debug)]
@@ -48,25 +44,18 @@ pub async fn run(
     let (listener, backend) = (listener.into(), Arc::new(backend));
     let worker = tandem_worker::Worker::new(Role::Prefill, backend, &settings.worker, listener.network(), &metrics, shutdown);
     let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let memory = worker.engine()?.kv_memory().filter(|_| settings.transfer_mode == TransferMode::Auto).cloned();
-    let transport = Tcp::on(listener.network().clone());
     // The series exist before the first transfer.
-    metrics.transfer(transport.name(), Direction::Sent);
-    let prefill = Worker {
+    metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent);
+    let drained = requests.clone();
+    let transfers = SendPaths::new(SendSettings {
         instance_id: info.instance_id.clone(),
-        key: listener.network().key().clone(),
-        ways: Ways::new(memory, listener.network().clone(), requests.clone(), shutdown),
-        link: Link::new(match settings.transfer_mode {
-            TransferMode::Simulated { block } => block,
-            TransferMode::Auto | TransferMode::Tcp => Duration::ZERO,
-        }),
-        transport: Box::new(transport),
-        metrics,
-        requests,
-        ledger,
-        backend,
-        settings,
-    };
+        mode: settings.transfer_mode,
+        memory: worker.engine()?.kv_memory().cloned(),
+        block_bytes: backend.info().block_bytes,
+        network: listener.network().clone(),
+        lifetime: Lifetime::new(shutdown, async move { drained.drained().await }),
+    });
+    let prefill = Worker { instance_id: info.instance_id.clone(), transfers, metrics, requests, ledger, backend, settings };
     let prefill = PrefillServer::new(Service(Arc::new(prefill))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     worker.serve(listener, Routes::default().add_service(prefill)).await
 }

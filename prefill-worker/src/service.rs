@@ -1,34 +1,25 @@
-//! The `Prefill` service: takes the first message, then leaves the stream to an [`crate::attempt`].
+//! The `Prefill` service: reads the first message of each stream, then runs an [`crate::attempt`].
 
 use crate::{
     PrefillWorkerSettings,
     attempt::attempt,
     failure::{Ended, Protocol, Told},
-    link::Link,
-    ways::Ways,
 };
 use std::sync::Arc;
 use tandem_node::trace::Span;
-use tandem_proto::{
-    ClusterKey,
-    v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill},
-};
-use tandem_transfer::Transport;
+use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
+use tandem_transfer::SendPaths;
 use tandem_worker::{Backend, ClientGone, Replies, ReplySender, Requests, WorkerLedger, WorkerMetrics};
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
-/// What all attempts share.
+/// The parts that all attempts share.
 pub(crate) struct Worker {
     pub(crate) instance_id: String,
-    /// Of the cluster whose workers it connects to.
-    pub(crate) key: ClusterKey,
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) settings: PrefillWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
-    pub(crate) transport: Box<dyn Transport>,
-    pub(crate) link: Link,
-    pub(crate) ways: Ways,
+    pub(crate) transfers: SendPaths,
     pub(crate) requests: Requests,
     pub(crate) ledger: WorkerLedger,
 }

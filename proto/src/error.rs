@@ -26,7 +26,7 @@ pub enum WireError {
     /// A snapshot has more blocks than the receiver accepts.
     #[error("the snapshot has more than {max} blocks")]
     SnapshotTooLong {
-        /// The receiver's bound.
+        /// The most blocks that the receiver accepts.
         max: usize,
     },
 }

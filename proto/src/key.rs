@@ -26,7 +26,7 @@ pub struct TooShort {
     pub bytes: usize,
 }
 
-/// What a signature is for. A signature made for one purpose is not valid for another.
+/// The purpose of a signature. A signature made for one purpose is not valid for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A batch of KV events that is published over a message broker.

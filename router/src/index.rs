@@ -31,7 +31,7 @@ pub struct PrefixIndex {
     sets: Vec<u64>,
     free_sets: Vec<u32>,
     words: usize,
-    /// By slot.
+    /// The hashes of each worker's blocks, by the worker's slot.
     held: Vec<HashSet<SequenceHash, KeyedState>>,
 }
 

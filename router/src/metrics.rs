@@ -11,15 +11,15 @@ pub(crate) struct RouterMetrics {
     pub(crate) bookings: Gauge,
     /// Running requests that another router placed and that moved to this one.
     pub(crate) rebooked: Counter,
-    /// Bookings of peer routers.
+    /// Number of bookings of peer routers.
     pub(crate) peer_bookings: Gauge,
-    /// Connected peer routers.
+    /// Number of connected peer routers.
     pub(crate) peers: Gauge,
     /// The fraction of listed workers whose caches the index knows.
     pub(crate) index_complete: Gauge,
-    /// Time of one placement.
+    /// Duration of one placement.
     pub(crate) route_duration: Histogram,
-    /// From a worker's sending of events to their arrival.
+    /// Time between the sending of events by a worker and their arrival.
     pub(crate) event_lag: Histogram,
     /// Placements refused, for whatever reason.
     pub(crate) refused: Counter,
@@ -48,7 +48,7 @@ pub(crate) struct WorkerSeries {
     pub(crate) overlap_over: Counter,
     /// Tokens found in the cache that were not predicted.
     pub(crate) overlap_under: Counter,
-    /// Its blocks in the index.
+    /// Number of the worker's blocks in the index.
     pub(crate) index_blocks: Gauge,
     /// 1 while its events come over NATS.
     pub(crate) over_nats: Gauge,

@@ -43,7 +43,7 @@ pub(crate) struct PeerWatcher {
     pub(crate) network: Network,
     pub(crate) address: String,
     pub(crate) endpoint: Endpoint,
-    /// How long the peer may be silent. It sends a heartbeat every second.
+    /// Time without messages after which the peer counts as lost. It sends a heartbeat every second.
     pub(crate) silence_max: Duration,
     pub(crate) bookings_max: usize,
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 /// A measured value and its weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measurement {
-    /// More than 0.
+    /// The measured value, more than 0.
     pub value: f64,
     /// 1 for a new measurement, less the older it is, never 0.
     pub weight: f64,

@@ -88,7 +88,7 @@ pub(crate) type Change = (u64, Option<BookingRecord>);
 pub(crate) enum Message {
     /// A chunk of the full state at change `at`.
     State { at: u64, bookings: Vec<Change>, last: bool },
-    /// What has changed after `after`, up to `last`.
+    /// The changes after number `after`, up to number `last`.
     Changes { after: u64, last: u64, bookings: Vec<Change> },
 }
 
@@ -196,10 +196,10 @@ impl TryFrom<BookedRequest> for BookingRecord {
     }
 }
 
-/// What to do about a peer's message.
+/// The consequence of a peer's message for the known bookings.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
-    /// Nothing.
+    /// The message changes nothing.
     None,
     /// Replace all bookings of the peer by these.
     All(Vec<Change>),
@@ -241,7 +241,7 @@ impl PeerReceiver {
         self.instance_id.as_deref()
     }
 
-    /// Takes the next message.
+    /// Checks the next message and returns its consequence.
     ///
     /// # Errors
     /// If a change is missing, the peer has too many bookings, or the message is malformed or from another instance.
@@ -293,7 +293,7 @@ mod tests {
         BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
     }
 
-    /// What a receiver makes of these messages after an empty state.
+    /// Returns the updates that a receiver derives from these messages after an empty state.
     fn received(messages: Vec<Message>) -> Vec<PeerUpdate> {
         let mut receiver = PeerReceiver::new(10_000);
         let first = encode("i", Message::State { at: 0, bookings: vec![], last: true });

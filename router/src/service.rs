@@ -246,9 +246,9 @@ struct HeldBooking {
     key: ClusterKey,
     traceparent: String,
     request: PlacementRequest,
-    /// Of the prompt alone; `request.prompt_tokens` includes tokens that failed attempts have generated.
+    /// Tokens of the prompt alone; `request.prompt_tokens` includes tokens that failed attempts have generated.
     prompt_tokens: u32,
-    /// At most [`EXCLUDED_MAX`].
+    /// Workers that must not be used again, at most [`EXCLUDED_MAX`].
     excluded: Excluded,
     /// Attempts since the last first token.
     attempts: u32,

@@ -34,10 +34,10 @@ pub struct RouterSettings {
     /// Placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only.
     /// 3: two workers may fail at the same time; more retries only keep the client waiting.
     pub attempts_max: u32,
-    /// Sequence hashes that one prompt may have. 65,536: a million tokens in blocks of 16, half a megabyte.
+    /// The most sequence hashes of one prompt. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,
     /// Bookings held at one time; beyond them the router refuses requests. Also the limit on bookings known of each peer.
-    /// 16,384: those of many frontends; each booking may hold `hashes_max` hashes.
+    /// 16,384: enough for the running requests of many frontends; each booking may hold `hashes_max` hashes.
     pub bookings_max: usize,
     /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop
     /// that computes on all cores may delay them by several seconds.

@@ -16,10 +16,10 @@ use tokio::time::Instant;
 /// that, and a lost one is noticed with the next heartbeat.
 pub(crate) const LATE_MAX: Duration = Duration::from_secs(1);
 
-/// What to do about a message.
+/// The consequence of a message for the known content of the worker's cache.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Update {
-    /// Nothing yet.
+    /// The message changes nothing yet.
     None,
     /// Replace all that was known of the worker's cache.
     Snapshot(Snapshot),
@@ -87,7 +87,7 @@ impl SubscriptionError {
 pub(crate) enum EventSource {
     /// All from the `Watch` stream, which is in order.
     Direct,
-    /// From NATS. The stream announces their ids, perhaps earlier than they arrive.
+    /// Events come from NATS. The stream announces their ids, perhaps earlier than they arrive.
     Nats,
 }
 

@@ -1,4 +1,4 @@
-//! What placed requests add to one worker's load before the worker's own reports include them.
+//! The load that placed requests add to one worker before the worker's own reports include them.
 //!
 //! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until
 //! the booking is released: never in addition to the worker's own report, never after the booking. Predicted blocks are those of
@@ -18,12 +18,12 @@ pub(crate) struct BookingId(pub(crate) u64);
 /// A booking with its request id first, so that bookings are found by the ids that workers report.
 pub(crate) type BookingKey = (Arc<str>, BookingId);
 
-/// What one request adds to one worker's load.
+/// The load that one request adds to one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BookedLoad {
-    /// Prompt tokens to compute.
+    /// Number of prompt tokens that the worker has to compute.
     pub(crate) tokens: u64,
-    /// Sequences to run.
+    /// Number of sequences that the worker has to run.
     pub(crate) sequences: u32,
 }
 

@@ -37,7 +37,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// then a snapshot per second would be wasted.
 const NO_DELIVERY_PAUSE: Duration = Duration::from_secs(30);
 
-/// How long NATS is not used after it disconnected.
+/// Time for which NATS is not used after it disconnected.
 const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 
 /// Limit on a subscription to NATS, which answers within milliseconds.
@@ -66,7 +66,7 @@ pub(crate) struct WorkerWatcher {
     pub(crate) network: Network,
     pub(crate) address: String,
     pub(crate) endpoint: Endpoint,
-    /// How long the worker may be silent.
+    /// Time without messages after which the worker counts as lost.
     pub(crate) silence_max: Duration,
     /// The NATS connection over which its events may come.
     pub(crate) broker: Option<Broker>,
@@ -75,7 +75,7 @@ pub(crate) struct WorkerWatcher {
 /// Why a worker's cache has to be read from a snapshot again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Resync {
-    /// Events are missing.
+    /// Events are missing from the subscription.
     Gap,
     /// NATS has disconnected.
     NatsDisconnected,
@@ -235,8 +235,8 @@ impl WorkerWatcher {
                 Ok(()) => {}
                 Err(Lost::Invalid(error)) if error.is_repaired_by_snapshot(source) => {
                     gaps_without_events += 1;
-                    // Events on the stream are not held back while a snapshot is received, so a worker that sends them there
-                    // is read there.
+                    // Only events from NATS wait until the snapshot is complete. A gap among events of the stream shows that the
+                    // worker sends its events there, so they are read there from now on.
                     if gaps_without_events == 2 || source == EventSource::Direct {
                         return Ok(Resync::NoDelivery);
                     }

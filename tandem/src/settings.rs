@@ -235,7 +235,7 @@ pub enum SettingsError {
          in --trusted-proxies (127.0.0.1 for one on this machine)"
     )]
     UntrustedAccounts {
-        /// The header's name.
+        /// The name of the account header.
         header: String,
     },
 }

@@ -10,7 +10,7 @@ const ALLOWED: [(&str, &[&str]); 11] = [
     ("proto", &["kv"]),
     ("node", &["proto", "kv"]),
     ("engine", &["kv", "model"]),
-    ("transfer", &["proto", "kv"]),
+    ("transfer", &["node", "proto", "kv"]),
     ("router", &["node", "proto", "kv"]),
     ("frontend", &["node", "proto", "kv", "model"]),
     ("worker", &["node", "proto", "kv", "engine"]),

@@ -125,7 +125,7 @@ impl Parts {
             },
             advertise: None,
             remote_waiting_max: 64,
-            landing_wait: SOON,
+            receive_timeout: SOON,
             transfer_mode: TransferMode::Tcp,
         };
         let engine = self.engine(65_536);

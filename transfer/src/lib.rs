@@ -1,36 +1,42 @@
-//! Moves KV blocks from one worker's memory into another's.
+//! Moves KV blocks from a prefill worker's memory into a decode worker's.
 //!
-//! A sender opens a [`Push`] through a [`Transport`]; the owner of the destination decides with its [`Sink`] what is written:
-//! only blocks that a ticket it gave out names, each once, each whole.
+//! The prefill worker opens a [`Transfer`] for each ticket ([`SendPaths::open`]). The decode worker chooses the path that the ticket names
+//! ([`ReceivePaths::negotiate`]) and serves [`ReceivePaths::service`].
 //!
-//! - What is on its way is bounded: a receiver that does not write makes the sender wait.
-//! - Dropping a push ends it. What has landed by then has landed; nothing is ever written in part.
-//! - Blocks may stay where they are, for the receiver to take them from there ([`Push::ready`]); the sink knows how, and the push's end says
-//!   that it has. Or they go over a link beside the service ([`Links`]).
-//! - Whichever way they come, no block counts before the worker that computed them has confirmed it, elsewhere.
+//! | Path | How blocks move | Preparation |
+//! |---|---|---|
+//! | `host` | in the messages of a gRPC stream, through the memory of both hosts | none |
+//! | `ipc` | the decode worker copies them from the prefill worker's GPU | an IPC handle, from an earlier `PrefillDone` |
+//! | `nccl` | GPU to GPU over a communicator of the two workers | joined after an earlier prompt's blocks were written |
+//! | `simulated` | as `host`, at the bandwidth of a simulated network | none |
+//!
+//! Each path is one file: its sending half implements [`SendPath`], its receiving half `ReceivePath`. What holds on all of them:
+//! - The owner of the memory ([`Destination`]) decides about every block: only those that a ticket names are written, each once and whole.
+//! - What is in flight is bounded: a receiver that does not write makes the sender wait.
+//! - Dropping a transfer ends it. Blocks written by then stay written; no block counts as written in part.
+//! - No block counts before the worker that computed it has confirmed it (`PrefillDone`), whatever its path.
+//! - A prefill worker connects only to an address that the cluster vouches for. It gives out its IPC handle, and joins a communicator, only for
+//!   a ticket under which blocks were written.
 
-mod loopback;
+mod blocking;
+mod destination;
+mod host;
+mod ipc;
+mod lifetime;
 mod mode;
+mod nccl;
+mod negotiate;
+mod path;
 mod push;
+mod send;
 mod service;
-mod sink;
-mod tcp;
+mod simulated;
 
-pub use loopback::{Loopback, Reachable};
+pub use destination::{Destination, Refused};
+pub use lifetime::Lifetime;
 pub use mode::TransferMode;
-pub use push::{Piece, Push, TransferError};
-pub use service::{Links, NoLinks, Receiver, TransferService};
-pub use sink::{Refused, Sink};
-pub use tandem_proto::v1::ReadyBlocks;
-pub use tcp::Tcp;
-
-use tandem_kv::Ticket;
-
-/// A way to reach other workers' memory.
-pub trait Transport: Send + Sync + 'static {
-    /// What metrics call it.
-    fn name(&self) -> &'static str;
-
-    /// Prepares to send blocks under `ticket` to the worker at `address`. Whether the worker is there shows with the first block.
-    fn open(&self, address: &str, ticket: Ticket) -> Result<Push, TransferError>;
-}
+pub use negotiate::{Negotiated, ReceivePaths};
+pub use path::{Progress, SendPath, TicketError, TransferError};
+pub use send::{SendPaths, SendSettings, Sent, Transfer};
+pub use service::TransferService;
+pub use simulated::{SimulatedNetwork, SimulatedPath};

@@ -1,110 +1,78 @@
-//! The sending end of one transfer, the same for every transport.
+//! The sending end of a `Push` stream, which the host path and the IPC path share.
 
-use crate::Refused;
-use bytes::Bytes;
-use futures::future::BoxFuture;
-use std::error::Error;
-use tandem_proto::{channel::InvalidAddress, v1::ReadyBlocks};
+use crate::{Refused, TransferError};
+use futures::{FutureExt, future::BoxFuture};
+use tandem_kv::Ticket;
+use tandem_proto::{
+    channel::{Channel, MESSAGE_BYTES_MAX},
+    v1::{PushRequest, transfer_client::TransferClient},
+};
 use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status};
 
-/// Pieces handed over but not yet taken by the transport. One is written while the next is read from the device.
+/// Messages handed over but not yet taken by the connection: one is written while the next is made.
 const HANDED_OVER_MAX: usize = 1;
 
-/// Why a transfer ended early. In every case some of its blocks may have landed.
-#[derive(Debug, thiserror::Error)]
-pub enum TransferError {
-    /// The receiver does not want these blocks (any more).
-    #[error(transparent)]
-    Refused(#[from] Refused),
-    /// There is no such address.
-    #[error(transparent)]
-    Address(#[from] InvalidAddress),
-    /// The receiver is not there, or went away before all blocks had landed.
-    #[error("the receiver is gone")]
-    Gone(#[source] Option<Box<dyn Error + Send + Sync>>),
-}
-
-/// What a sender says of blocks, counted from the prompt's start.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Piece {
-    /// One, with its content.
-    Block {
-        /// Which.
-        index: u32,
-        /// All of it.
-        payload: Bytes,
-    },
-    /// Several that may be taken from where they are.
-    Ready(ReadyBlocks),
-}
-
-impl Piece {
-    /// Blocks in it.
-    pub(crate) fn len(&self) -> u32 {
-        match self {
-            Self::Block { .. } => 1,
-            Self::Ready(ready) => ready.block_indices.len() as u32,
-        }
-    }
-}
-
-/// A transfer under one ticket. Dropping it ends the transfer.
-pub struct Push {
-    blocks: mpsc::Sender<Piece>,
-    /// Moves the blocks; gives how many have landed when all were sent and `blocks` is closed.
-    moving: BoxFuture<'static, Result<u32, TransferError>>,
-    sent: u32,
+/// A stream under one ticket. Dropping it ends the transfer.
+pub(crate) struct Push {
+    ticket: Ticket,
+    messages: mpsc::Sender<PushRequest>,
+    /// Sends the messages; resolves to the number of blocks written when `messages` is closed.
+    reply: BoxFuture<'static, Result<u32, TransferError>>,
+    sent_blocks: u32,
 }
 
 impl Push {
-    /// `moving` takes blocks from the receiver it is given until there are no more.
-    pub(crate) fn new(moving: impl FnOnce(mpsc::Receiver<Piece>) -> BoxFuture<'static, Result<u32, TransferError>>) -> Self {
-        let (blocks, receiver) = mpsc::channel(HANDED_OVER_MAX);
-        Self { blocks, moving: moving(receiver), sent: 0 }
+    /// Opens a stream. Whether the receiver is reachable shows with the first message.
+    pub(crate) fn open(channel: Channel, ticket: Ticket) -> Self {
+        let (messages, receiver) = mpsc::channel(HANDED_OVER_MAX);
+        let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);
+        let reply = async move {
+            let reply = client.push(ReceiverStream::new(receiver)).await.map_err(transfer_error)?;
+            Ok(reply.into_inner().written_blocks)
+        };
+        Self { ticket, messages, reply: reply.boxed(), sent_blocks: 0 }
     }
 
-    /// Sends one block, counted from the prompt's start, in any order. Waits while the receiver is busy. After an error the
-    /// push is over.
-    pub async fn send(&mut self, index: u32, payload: Bytes) -> Result<(), TransferError> {
-        self.tell(Piece::Block { index, payload }).await
-    }
-
-    /// Says that blocks may be taken from where they are, likewise. They must not change before [`Push::finish`] has returned.
-    pub async fn ready(&mut self, ready: ReadyBlocks) -> Result<(), TransferError> {
-        self.tell(Piece::Ready(ready)).await
-    }
-
-    async fn tell(&mut self, piece: Piece) -> Result<(), TransferError> {
+    /// Sends a message that names `blocks` blocks; its ticket is filled in. Waits while the receiver is busy. After an error the stream is closed.
+    pub(crate) async fn send(&mut self, message: PushRequest, blocks: usize) -> Result<(), TransferError> {
         let permit = tokio::select! {
             biased;
-            ended = &mut self.moving => return Err(ended_early(ended)),
-            permit = self.blocks.reserve() => permit,
+            ended = &mut self.reply => return Err(ended_early(ended)),
+            permit = self.messages.reserve() => permit,
         };
         match permit {
             Ok(permit) => {
-                self.sent += piece.len();
-                permit.send(piece);
+                self.sent_blocks += blocks as u32;
+                permit.send(PushRequest { ticket: self.ticket.as_bytes().to_vec(), ..message });
                 Ok(())
             }
-            // The transport takes no more: it is about to say why.
-            Err(_) => Err(ended_early(self.moving.as_mut().await)),
+            // The connection takes no more messages: the reply says why.
+            Err(_) => Err(ended_early(self.reply.as_mut().await)),
         }
     }
 
-    /// Keeps blocks moving that were sent; returns only when the push ends early. For who waits before sending the next: without
-    /// it the last ones may stay until then. Cancel-safe.
-    pub async fn broken(&mut self) -> TransferError {
-        ended_early(self.moving.as_mut().await)
+    /// Drives the stream; returns only when it ends early. Cancel-safe.
+    pub(crate) async fn interrupted(&mut self) -> TransferError {
+        ended_early(self.reply.as_mut().await)
     }
 
-    /// Returns when every block that was sent has landed.
-    pub async fn finish(self) -> Result<(), TransferError> {
-        drop(self.blocks);
-        let landed = self.moving.await?;
-        if landed == self.sent { Ok(()) } else { Err(TransferError::Gone(None)) }
+    /// Returns when every block that was sent is written.
+    pub(crate) async fn finish(self) -> Result<(), TransferError> {
+        drop(self.messages);
+        let written = self.reply.await?;
+        if written == self.sent_blocks { Ok(()) } else { Err(TransferError::Closed(None)) }
     }
 }
 
 fn ended_early(ended: Result<u32, TransferError>) -> TransferError {
-    ended.err().unwrap_or(TransferError::Gone(None))
+    ended.err().unwrap_or(TransferError::Closed(None))
+}
+
+fn transfer_error(status: Status) -> TransferError {
+    match status.code() {
+        Code::PermissionDenied => Refused.into(),
+        _ => TransferError::Closed(Some(status.into())),
+    }
 }

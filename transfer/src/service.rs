@@ -1,7 +1,11 @@
 //! The gRPC service of a worker that receives blocks.
 
-use crate::{Piece, Refused, Sink};
-use futures::{Stream, StreamExt, future::BoxFuture, stream};
+use crate::{
+    Destination,
+    ipc::IpcReceiver,
+    nccl::{Connection, NcclReceiver},
+};
+use futures::{Stream, StreamExt, TryStreamExt, stream};
 use std::{fmt, pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::Ticket;
 use tandem_proto::{
@@ -14,42 +18,21 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// For a link's first message.
+/// Messages of one transfer that wait to be written at a time. The owner of the memory writes between two of its steps: one by
+/// one, a prompt's blocks would take as many steps as there are.
+const WRITES_MAX: usize = 16;
+/// For a control stream's first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
-/// `NcclControl` streams at a time, each with a communicator or about to name one: more than a cluster has prefill workers.
-const LINK_STREAMS_MAX: usize = 256;
+/// Control streams at a time, each with a communicator or about to name one: more than a cluster has prefill workers.
+const CONTROL_STREAMS_MAX: usize = 256;
 
-/// The links over which blocks come to a worker beside its service.
-pub trait Links: Send + Sync + 'static {
-    /// The receiving end of one; `None`: there is no such link, or it is open already. Resolves when the link is made.
-    fn open(&self, name: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>>;
-}
-
-/// One link's end. Dropping it closes the link.
-pub trait Receiver: Send + 'static {
-    /// Receives what the sender now sends. Says whether it has landed: what the ticket does not allow is received all the same. `None`: the
-    /// link has broken.
-    fn receive(&mut self, ticket: Ticket, block_indices: Vec<u32>) -> BoxFuture<'_, Option<bool>>;
-
-    /// Resolves when the worker leaves, and nothing more comes.
-    fn ended(&self) -> BoxFuture<'static, ()>;
-}
-
-/// Of a worker that has no links.
-pub struct NoLinks;
-
-impl Links for NoLinks {
-    fn open(&self, _: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>> {
-        Box::pin(std::future::ready(None))
-    }
-}
-
-/// Writes what arrives through a [`Sink`]; what is not taken yet waits in the network. A write that is refused ends the push.
+/// Writes the blocks that arrive; messages that it has not taken yet wait in the network. A write that is refused ends the stream.
 pub struct TransferService {
-    sink: Sink,
-    links: Arc<dyn Links>,
-    /// [`LINK_STREAMS_MAX`] permits.
-    streams: Arc<Semaphore>,
+    destination: Arc<dyn Destination>,
+    ipc: Option<IpcReceiver>,
+    nccl: Option<NcclReceiver>,
+    /// [`CONTROL_STREAMS_MAX`] permits.
+    control_streams: Arc<Semaphore>,
 }
 
 impl fmt::Debug for TransferService {
@@ -59,10 +42,29 @@ impl fmt::Debug for TransferService {
 }
 
 impl TransferService {
-    /// For a gRPC server.
-    pub fn server(sink: Sink, links: impl Links) -> TransferServer<Self> {
-        let streams = Arc::new(Semaphore::new(LINK_STREAMS_MAX));
-        TransferServer::new(Self { sink, links: Arc::new(links), streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
+    pub(crate) fn new(destination: Arc<dyn Destination>, ipc: Option<IpcReceiver>, nccl: Option<NcclReceiver>) -> Self {
+        Self { destination, ipc, nccl, control_streams: Arc::new(Semaphore::new(CONTROL_STREAMS_MAX)) }
+    }
+
+    pub(crate) fn into_server(self) -> TransferServer<Self> {
+        TransferServer::new(self).max_decoding_message_size(MESSAGE_BYTES_MAX)
+    }
+
+    /// Writes the blocks of a message; returns how many.
+    async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
+        let PushRequest { block_index, payload, ready_blocks, .. } = message;
+        match (ready_blocks, &self.ipc) {
+            (None, _) => {
+                self.destination.write(ticket, block_index, payload).await?;
+                Ok(1)
+            }
+            (Some(ready), Some(ipc)) => {
+                let blocks = ready.block_indices.len() as u32;
+                ipc.copy(ticket, ready).await?;
+                Ok(blocks)
+            }
+            (Some(_), None) => Err(self.destination.refuse(ticket).await.into()),
+        }
     }
 }
 
@@ -71,11 +73,12 @@ impl Transfer for TransferService {
     type NcclControlStream = Pin<Box<dyn Stream<Item = Result<NcclControlReply, Status>> + Send>>;
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
-        let piece = |request: Result<PushRequest, Status>| {
-            let PushRequest { ticket, block_index: index, payload, ready_blocks } = request?;
-            Ok::<_, Status>((read(&ticket)?, ready_blocks.map_or(Piece::Block { index, payload }, Piece::Ready)))
-        };
-        let written_blocks = self.sink.write_all(request.into_inner().map(piece)).await?;
+        let messages = request.into_inner().map(|message| {
+            let message = message?;
+            Ok((parse(&message.ticket)?, message))
+        });
+        let writes = messages.map_ok(|(ticket, message)| self.write(ticket, message));
+        let written_blocks = writes.try_buffered(WRITES_MAX).try_fold(0, |sum, blocks| async move { Ok(sum + blocks) }).await?;
         Ok(Response::new(PushReply { written_blocks }))
     }
 
@@ -83,34 +86,32 @@ impl Transfer for TransferService {
         &self,
         request: Request<Streaming<NcclControlRequest>>,
     ) -> Result<Response<Self::NcclControlStream>, Status> {
-        let permit = Arc::clone(&self.streams).try_acquire_owned();
-        let permit = permit.map_err(|_| Status::resource_exhausted("too many links are open; send the blocks with Push"))?;
+        let permit = Arc::clone(&self.control_streams).try_acquire_owned();
+        let permit =
+            permit.map_err(|_| Status::resource_exhausted("too many NCCL control streams; send the blocks with Push"))?;
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
         let Some(NcclControlRequest { communicator, .. }) = first else {
-            return Err(Status::invalid_argument("the first message must name the communicator, and come at once"));
+            return Err(Status::invalid_argument("the first message must name the communicator, within 5 seconds"));
         };
-        let receiver = self.links.open(communicator).await.ok_or_else(|| {
-            Status::not_found("no ticket of a live reservation names this communicator, or it has a stream already")
-        })?;
-        let replies = stream::unfold((requests, receiver, permit), |(mut requests, mut receiver, permit)| async move {
-            let request = tokio::select! {
-                request = requests.message() => request.ok()??,
-                () = receiver.ended() => return None,
-            };
-            let written = receiver.receive(read(&request.ticket).ok()?, request.block_indices).await?;
-            Some((Ok(NcclControlReply { written }), (requests, receiver, permit)))
+        let unknown =
+            || Status::not_found("no ticket of a live reservation names this communicator, or it has a control stream already");
+        let connection = self.nccl.as_ref().ok_or_else(unknown)?.claim(&communicator).await.ok_or_else(unknown)?;
+        let replies = stream::unfold((requests, connection), move |(mut requests, connection): (Streaming<_>, Connection)| {
+            let _permit = &permit;
+            async move {
+                let request: NcclControlRequest = tokio::select! {
+                    request = requests.message() => request.ok()??,
+                    () = connection.drained() => return None,
+                };
+                let written = connection.receive(parse(&request.ticket).ok()?, request.block_indices).await?;
+                Some((Ok(NcclControlReply { written }), (requests, connection)))
+            }
         });
         Ok(Response::new(replies.boxed()))
     }
 }
 
-fn read(ticket: &[u8]) -> Result<Ticket, Status> {
+fn parse(ticket: &[u8]) -> Result<Ticket, Status> {
     Ticket::try_from(ticket).map_err(|invalid| Status::invalid_argument(invalid.to_string()))
-}
-
-impl From<Refused> for Status {
-    fn from(refused: Refused) -> Self {
-        Status::permission_denied(refused.to_string())
-    }
 }

@@ -1,4 +1,4 @@
-//! What computes for a worker: an engine in this process, or one that this process drives.
+//! The back end that computes for a worker: an engine in this process, or one that this process drives.
 
 use std::{
     future::poll_fn,
@@ -60,9 +60,9 @@ impl dyn Job + '_ {
 
 /// A prefix cache and a load at one moment, and their changes from then on.
 pub struct CacheWatch {
-    /// The cache's blocks.
+    /// The blocks in the cache at that moment.
     pub snapshot: Snapshot,
-    /// The load.
+    /// The load at that moment.
     pub load: Load,
     /// Later events and loads. Events with ids up to the snapshot's are included in the snapshot.
     pub batches: broadcast::Receiver<Arc<KvBatch>>,

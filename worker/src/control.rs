@@ -41,7 +41,7 @@ impl ControlService {
         Self { info, backend, metrics, shutdown, requests, broker }
     }
 
-    /// For a gRPC server.
+    /// Returns the service in the form that a gRPC server takes.
     pub fn into_server(self) -> ControlServer<Self> {
         ControlServer::new(self)
     }

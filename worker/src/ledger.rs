@@ -62,7 +62,7 @@ pub enum LedgerLine {
         prompt: u32,
         /// Tokens found in the prefix cache.
         cached: u32,
-        /// `prompt − cached`.
+        /// Tokens that the worker computes: `prompt − cached`.
         computed: u32,
         /// Tokens found, by cache tier.
         by_tier: BTreeMap<String, u32>,
@@ -78,13 +78,13 @@ pub enum LedgerLine {
     },
     /// An attempt has its outcome.
     Ended {
-        /// As in `scheduled`.
+        /// The request id, as in the line `scheduled`.
         request_id: String,
-        /// As in `scheduled`.
+        /// The number of the attempt, as in the line `scheduled`.
         attempt: u32,
         /// The decode worker that owned it.
         worker: String,
-        /// Its outcome.
+        /// The outcome of the attempt.
         outcome: Outcome,
     },
 }
@@ -100,7 +100,7 @@ impl std::fmt::Debug for Ledger {
 }
 
 struct Writer {
-    /// `None` only during the drop.
+    /// The channel to the writing thread; `None` only while the ledger is dropped.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }

@@ -36,7 +36,7 @@ pub struct WorkerSettings {
     pub model: String,
     /// The version of the model's weights.
     pub revision: String,
-    /// Where prompts are accounted for.
+    /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
     /// Where KV events are published in addition to the `Watch` streams; absent: nowhere.
     pub broker: Option<Broker>,
@@ -60,20 +60,20 @@ pub enum WorkerError {
     NoTransfers,
 }
 
-/// What the services of one worker share. Cheap to clone.
+/// The state that the services of one worker share. Cheap to clone.
 #[derive(Clone)]
 pub struct Worker {
-    /// What the worker says of itself; its instance id is new.
+    /// The description of the worker that other processes read, with a new instance id.
     pub info: Arc<WorkerInfo>,
-    /// What computes.
+    /// The back end that computes the requests.
     pub backend: Arc<dyn Backend>,
     /// The worker's metrics.
     pub metrics: Arc<WorkerMetrics>,
     /// The requests that run.
     pub requests: Requests,
-    /// The worker's part of the ledger.
+    /// The ledger, with the worker's id for its lines.
     pub ledger: WorkerLedger,
-    /// The process's shutdown.
+    /// The shutdown signal of the process.
     pub shutdown: Shutdown,
     broker: Option<Broker>,
 }

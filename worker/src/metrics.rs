@@ -45,11 +45,11 @@ pub struct WorkerMetrics {
 /// Prefix cache lookups since the worker's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct CacheTotals {
-    /// Prompts.
+    /// Number of prompts.
     total_requests: u64,
-    /// Prompts with at least one block in the cache.
+    /// Number of prompts with at least one block in the cache.
     hit_requests: u64,
-    /// Prompts without any.
+    /// Number of prompts with no block in the cache.
     miss_requests: u64,
     /// Tokens of all prompts.
     total_prompt_tokens: u64,
@@ -87,9 +87,9 @@ fn ratio(part: u64, whole: u64) -> f64 {
 /// The direction of a KV transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From this worker to another one.
+    /// KV is sent from this worker to another one.
     Sent,
-    /// From another worker to this one.
+    /// KV is received from another worker.
     Received,
 }
 

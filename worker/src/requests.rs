@@ -84,7 +84,7 @@ pub struct Replies<T> {
 }
 
 impl Requests {
-    /// No requests.
+    /// Returns an empty set of requests.
     pub fn new(shutdown: Shutdown) -> Self {
         let running = TaskTracker::new();
         running.close();

@@ -30,7 +30,7 @@ pub(super) struct Quantised {
 /// 32 quantised numbers: `x ≈ step × quant`.
 #[derive(Clone, Copy)]
 struct Group {
-    /// From −127 to 127, in words of four.
+    /// Quantised values from −127 to 127, in words of four.
     quants: [[i8; 4]; GROUP / 4],
     /// The sums of the quants of each half.
     totals: [i32; 2],

@@ -13,7 +13,7 @@ pub struct CpuModel {
     pub(super) embedding: Matrix,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
-    /// `None` if the embedding is also the output head.
+    /// The weights of the output head; `None` if the embedding is also the head.
     head: Option<Matrix>,
 }
 

@@ -78,11 +78,11 @@ pub(super) struct Gemm {
 /// How the result of a GEMM is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Epilogue {
-    /// Rounded to 16-bit floats.
+    /// Rounds the result to 16-bit floats and stores it.
     StoreHalf,
-    /// As 32-bit floats.
+    /// Stores the result as 32-bit floats.
     StoreSingle,
-    /// Added to the 32-bit floats in the output.
+    /// Adds the result to the 32-bit floats in the output.
     AddSingle,
 }
 

@@ -26,7 +26,7 @@ pub enum CudaError {
     /// A CUDA library is not found.
     #[error("{library} is not found; install CUDA 13 or pip's {package}, and put its folder in LD_LIBRARY_PATH")]
     NoLibrary {
-        /// Its file name.
+        /// The library's file name.
         library: &'static str,
         /// The Python wheel that contains it.
         package: &'static str,
@@ -34,7 +34,7 @@ pub enum CudaError {
     /// The GPU lacks instructions that the kernels use.
     #[error("GPU number {device} has compute capability {major}.{minor}, and 8.0 is the least; use a later one, or --engine cpu")]
     TooOld {
-        /// Its ordinal.
+        /// The ordinal of the GPU.
         device: u32,
         /// Major number of its compute capability.
         major: i32,
@@ -44,37 +44,37 @@ pub enum CudaError {
     /// NVRTC refused the kernels, which are tested with version 13.0.
     #[error("the kernels cannot be compiled for this GPU with this NVRTC ({log}); install NVRTC 13.0")]
     Compile {
-        /// NVRTC's log.
+        /// The compiler log of NVRTC.
         log: String,
     },
     /// A driver call failed. The device cannot be used any more.
     #[error("the GPU driver failed while {doing} ({source}); see the system log, and restart")]
     Driver {
-        /// What the call was for.
+        /// The purpose of the failed call.
         doing: &'static str,
-        /// The driver's reason.
+        /// The error that the driver reported.
         source: Source,
     },
     /// cuBLASLt refused a GEMM. The device cannot be used any more.
     #[error("cuBLASLt failed at a matrix product ({source}); check that it is the one of CUDA 13, and restart")]
     Gemm {
-        /// cuBLASLt's reason.
+        /// The error that cuBLASLt reported.
         source: Source,
     },
     /// NCCL or its other end failed. The communicator cannot be used any more; the GPU can.
     #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
     Nccl {
-        /// What the call was for.
+        /// The purpose of the failed call.
         doing: &'static str,
-        /// NCCL's reason.
+        /// The error that NCCL reported.
         source: Source,
     },
     /// The model has a shape that the kernels do not support.
     #[error("the GPU kernels need {what}, and the model has {found}: choose another model, or --engine cpu")]
     Shape {
-        /// What they need.
+        /// The requirement of the kernels.
         what: &'static str,
-        /// The model's number.
+        /// The model's value, which violates the requirement.
         found: usize,
     },
     /// Heads or feed-forward columns cannot be divided evenly among the GPUs.
@@ -100,7 +100,7 @@ pub enum CudaError {
     Unlike {
         /// The ordinal of the GPU that differs.
         device: u32,
-        /// Its architecture.
+        /// The architecture of that GPU.
         found: String,
         /// The first GPU's architecture.
         first: String,
@@ -108,7 +108,7 @@ pub enum CudaError {
     /// An all-reduce among the GPUs of a tensor-parallel engine failed. The engine cannot be used any more.
     #[error("the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart")]
     AllReduce {
-        /// NCCL's reason.
+        /// The error that NCCL reported.
         source: Source,
     },
     /// The KV memory does not fit.
@@ -118,7 +118,7 @@ pub enum CudaError {
     Memory {
         /// This engine's share of the free memory.
         free_bytes: usize,
-        /// What the buffers of a step and the KV blocks (at least one) take.
+        /// Bytes that the buffers of a step and the KV blocks (at least one) need.
         needed_bytes: usize,
     },
     /// The file is not a model that can be run.
@@ -130,7 +130,7 @@ pub enum CudaError {
     /// A weight is too large for IEEE half precision.
     #[error("tensor {name} has a number beyond half precision: take a BF16 conversion of the model")]
     BeyondHalf {
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
     },
     /// A chunk of a step cannot be computed.
@@ -145,9 +145,9 @@ pub enum CudaError {
         tokens: usize,
         /// Sequences in the step that advance by a single token.
         sequences: usize,
-        /// Limit of `tokens`.
+        /// The most tokens that one step may have.
         tokens_max: usize,
-        /// Limit of `sequences`.
+        /// The most sequences that may advance by a single token in one step.
         sequences_max: usize,
     },
 }

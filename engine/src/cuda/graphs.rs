@@ -15,7 +15,7 @@ const GRAPHS_MAX: usize = 256;
 pub(super) struct Bucket {
     pub rows: usize,
     pub partitions: usize,
-    /// Slots for alternatives (logprobs) per row.
+    /// Number of alternative tokens whose logprobs a row can return.
     pub top_max: usize,
 }
 

@@ -13,17 +13,17 @@ const HEAD_ROWS_MAX: usize = 256;
 pub(super) struct Sizes {
     /// The residual stream: rows × width, 32-bit.
     pub residual: usize,
-    /// Rows × width, 16-bit.
+    /// Inputs of a projection after RMS normalisation: rows × width, 16-bit.
     pub normed: usize,
     /// Queries, keys and values: rows × (heads + 2 × key heads) × head length, 16-bit.
     pub qkv: usize,
-    /// Rows × heads × head length, 16-bit.
+    /// Attention outputs: rows × heads × head length, 16-bit.
     pub attended: usize,
     /// Gate and up projections: rows × 2 × feed-forward length, 16-bit.
     pub gates: usize,
-    /// Rows × feed-forward length, 16-bit.
+    /// Inputs of the down projection: rows × feed-forward length, 16-bit.
     pub inner: usize,
-    /// Cosine and sine per row and pair, 32-bit.
+    /// Rotary position embedding: cosine and sine for each row and pair of dimensions, 32-bit.
     pub rope: usize,
     /// Attention outputs per partition and head, not yet normalised, 32-bit.
     pub partial_outputs: usize,
@@ -40,7 +40,7 @@ pub(super) struct Sizes {
     pub capacity_blocks: u32,
 }
 
-/// What a device offers to the engines of a process.
+/// The memory that a device offers to the engines of a process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceBudget {
     pub multiprocessors: usize,

@@ -36,7 +36,7 @@ pub(super) struct Part<D: Device> {
 pub(super) struct Pool<D: Device>(Arc<Parts<D>>);
 
 struct Parts<D: Device> {
-    /// Its key in `POOLS`.
+    /// The pool's key in `POOLS`.
     number: u64,
     parts: Vec<Part<D>>,
     /// Bytes of one rank's shard of a block.

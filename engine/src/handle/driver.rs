@@ -55,7 +55,7 @@ pub(super) struct Driver {
     ended_writes: EndedWrites,
     batches: broadcast::Sender<Arc<KvBatch>>,
     load: watch::Sender<Load>,
-    /// When the current step or command began; `None` while the engine is idle.
+    /// Time at which the current step or command began; `None` while the engine is idle.
     busy_since: watch::Sender<Option<Instant>>,
     started: Instant,
     sim_clock: SimClock,

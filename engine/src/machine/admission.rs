@@ -307,7 +307,7 @@ impl Machine {
 
 /// The result of an attempt to admit a candidate.
 enum Admission {
-    /// It has a place in the steps.
+    /// The candidate takes part in the next steps.
     Runs,
     /// Its KV is complete: the place goes to its samples, or none is needed.
     Complete,
@@ -319,7 +319,7 @@ enum Admission {
     OutOfBlocks { preempted: bool },
 }
 
-/// What may be admitted next of an account.
+/// The next sequence of an account that may be admitted.
 #[derive(Clone, Copy)]
 enum Candidate {
     Preempted(Order),

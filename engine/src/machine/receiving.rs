@@ -25,9 +25,9 @@ const SPENT_MAX: usize = 1_024;
 /// Reservations that have ended: their tickets, and those of their blocks that are still being written.
 #[derive(Debug, Default)]
 pub(super) struct EndedReservations {
-    /// By ticket and index.
+    /// Their blocks that are still being written, by ticket and index in the prompt.
     writing: BTreeMap<(Ticket, u32), BlockId>,
-    /// The most recent last.
+    /// Their tickets, the most recent last.
     spent: VecDeque<Ticket>,
 }
 

@@ -16,7 +16,7 @@ pub(super) struct Sequence {
     pub order: Order,
     /// The request's account; empty if it has none.
     pub account: Arc<str>,
-    /// When the job's prompt is due among those of its account ([`super::fair::due`]).
+    /// The due value of the job's prompt ([`super::fair::due`]): prompts of one account are computed in this order.
     pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
@@ -30,10 +30,10 @@ pub(super) struct Sequence {
     pub committed: usize,
     /// Backpressure: its job's event buffer is full, so nothing is computed, and its blocks are the first to be taken for others.
     pub paused: bool,
-    /// Its blocks may be matched in the cache.
+    /// The prompt may reuse blocks of the prefix cache.
     pub cache_reads: bool,
     pub submitted: Duration,
-    /// From submission until blocks were first allocated; `None` before that.
+    /// Time from submission until blocks were first allocated; `None` before that.
     pub queue_time: Option<Duration>,
     /// The steps that computed parts of a prompt.
     pub chunks: Vec<PrefillChunk>,
@@ -43,7 +43,7 @@ pub(super) struct Sequence {
 /// Prefill chunks that are recorded for a prompt. The last one absorbs all that come after it.
 const CHUNKS_MAX: usize = 64;
 
-/// What a sequence computes.
+/// The work of a sequence.
 #[derive(Debug)]
 pub(super) enum Role {
     /// A prompt whose KV is sent to another worker.
@@ -86,7 +86,7 @@ pub(super) struct PromptLogprobs {
 /// A reservation that another worker's KV is written into.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
-    /// `None` before blocks are allocated.
+    /// The one-time right of another worker to write the blocks; `None` before blocks are allocated.
     pub ticket: Option<Ticket>,
     /// Indices of blocks that are neither written nor being written.
     pub missing: Vec<u32>,

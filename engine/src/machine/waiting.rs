@@ -47,7 +47,7 @@ struct AccountQueue {
     new: BTreeSet<Due>,
 }
 
-/// When a prompt is due ([`super::fair::due`]); of equal ones the older goes first.
+/// A prompt's due value ([`super::fair::due`]) and age; of equal due values the older prompt goes first.
 pub(super) type Due = (u64, Order);
 
 impl Waiting {

@@ -13,9 +13,9 @@ pub struct SampleRequest<'a> {
 /// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
-    /// The token.
+    /// The token's id.
     pub token: TokenId,
-    /// Its log probability and those of the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) asks for them.
+    /// Logprobs of the token and the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) is set.
     pub logprobs: Option<TokenLogprobs>,
 }
 

@@ -30,13 +30,13 @@ pub(crate) struct Facts {
 /// The times at which the stages before the first token ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// A router was asked for the first placement.
+    /// Time at which a router was asked for the first placement.
     pub(crate) asked_at: Instant,
-    /// The placement arrived.
+    /// Time at which the placement of this attempt arrived.
     pub(crate) placed_at: Instant,
-    /// The prefill began.
+    /// Time at which the prefill began.
     pub(crate) scheduled_at: Option<Instant>,
-    /// The prompt's KV was on the decode worker.
+    /// Time at which all of the prompt's KV was on the decode worker.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
 }
@@ -54,7 +54,7 @@ pub(super) struct Work<'a> {
 /// One attempt among those at a prompt.
 pub(super) struct Try<'a> {
     pub(super) placement: Placement,
-    /// From 1; no two attempts at a prompt have the same number, because ledgers identify attempts by it.
+    /// The attempt's number, from 1; unique among the attempts at a prompt, because ledgers identify attempts by it.
     pub(super) number: u32,
     /// The time in which the prefill has to begin. `None`: it may wait in the worker's queue.
     pub(super) start_timeout: Option<Duration>,
@@ -67,7 +67,7 @@ pub(super) struct Attempt {
     pub(super) number: u32,
     /// The decode worker's instance.
     pub(super) instance_id: InstanceId,
-    /// Replies up to the first token that belong to the answer and were not taken yet.
+    /// Messages of the answer that came up to the first token and were not returned to the caller yet.
     pending: VecDeque<Message>,
     replies: Streaming<GenerateReply>,
 }

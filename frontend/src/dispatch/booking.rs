@@ -17,7 +17,7 @@ use tandem_proto::v1::{AttemptFailed, ExistingPlacement, PrefillFinished, route_
 /// A request's booking. Dropping it ends it.
 pub(super) struct Booking {
     routers: Arc<Routers>,
-    /// `None`: the router was lost.
+    /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
     /// Resolves to the stream to the next router, after the router was lost or drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,

@@ -7,7 +7,7 @@ use tandem_proto::v1;
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
     pub(crate) decode: PlacedWorker,
-    /// `None`: the decode worker prefills.
+    /// The prefill worker; `None`: the decode worker prefills.
     pub(crate) prefill: Option<PlacedWorker>,
     /// Tokens in a block; 0 in a reply of a router that knows nothing of caches.
     pub(crate) block_size: u32,

@@ -39,7 +39,7 @@ pub(super) enum First {
 /// Events with the index of their prompt.
 type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchError>)> + Send>>;
 
-/// A running request.
+/// A request that is being answered.
 pub(super) struct Run {
     app: Arc<App>,
     events: Events,

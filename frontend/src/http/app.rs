@@ -49,9 +49,9 @@ pub(crate) struct App {
     /// The key with which the cluster hashes prompts.
     pub(super) hash_key: HashKey,
     pub(super) bodies: Bodies,
-    /// For parsing large bodies.
+    /// Cores for parsing large bodies.
     pub(super) parsing: Cores,
-    /// For tokenizing long texts.
+    /// Cores for tokenizing long texts.
     pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
@@ -166,7 +166,7 @@ impl App {
         };
         let rule = "must occur once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
-        // Of two such headers, one may be the client's.
+        // If the header occurs twice, the client may have sent one of the two, so the request is refused.
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
     }

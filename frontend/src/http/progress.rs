@@ -47,7 +47,7 @@ struct PromptProgress {
     /// How the attempt that brought the first token prefilled, as far as its worker has reported it.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
-    /// When each sample's last token came.
+    /// Time at which the latest token of each sample arrived.
     last_token_at: Vec<Option<Instant>>,
     ended_at: Option<Instant>,
 }

@@ -21,7 +21,7 @@ pub(crate) struct Peer(pub(crate) IpAddr);
 /// Counts open connections and refuses further ones.
 pub(crate) struct ConnectionLimits {
     all_max: usize,
-    /// 0: no limit.
+    /// The most connections from one address; 0: no limit.
     per_peer_max: usize,
     /// Peers without a limit of their own: they forward the requests of many clients.
     proxies: Vec<IpNet>,

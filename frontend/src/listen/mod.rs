@@ -91,7 +91,7 @@ fn refuse(stream: &TcpStream) {
     let _ = stream.try_write((head + &body).as_bytes());
 }
 
-/// One connection.
+/// A connection that is being served.
 struct Serving {
     routes: Router,
     unread_max: Duration,

@@ -23,7 +23,7 @@ pub enum ServedModelError {
     /// An added token changes the text around it.
     #[error("added token {name} uses lstrip, rstrip or single_word (unsupported); choose another model")]
     AddedToken {
-        /// The token's text.
+        /// The text of the control token.
         name: String,
     },
     /// The post-processor does more than to put one token before a text.

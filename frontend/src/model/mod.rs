@@ -17,7 +17,7 @@ pub struct ServedModel {
     revision: String,
     pub(crate) context_length: u32,
     pub(crate) tokenizer: Tokenizer,
-    /// `None`: the model is no chat model.
+    /// The chat template; `None`: the model is no chat model.
     pub(crate) template: Option<ChatTemplate>,
     /// Tokens that end an answer.
     pub(crate) stop_tokens: Vec<TokenId>,

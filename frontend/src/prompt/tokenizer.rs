@@ -65,9 +65,9 @@ struct Literals {
 /// Whether special tokens are recognised in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Special {
-    /// Their names become their ids.
+    /// The name of a control token is encoded as its id.
     Parsed,
-    /// Their names are plain text.
+    /// The name of a control token is encoded as plain text.
     Text,
 }
 
@@ -321,7 +321,7 @@ struct AddedToken {
     id: TokenId,
     content: String,
     special: bool,
-    /// These three would change the text around the token.
+    /// `lstrip`, `rstrip` and `single_word` would change the text around the token.
     #[serde(default)]
     lstrip: bool,
     #[serde(default)]

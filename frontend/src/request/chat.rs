@@ -26,9 +26,9 @@ request! {
         logprobs: bool,
         top_logprobs: Whole,
     } unsupported {
-        // OpenAI.
+        // Parameters of OpenAI.
         audio, function_call = "none", prediction, reasoning_effort = "none", verbosity = "medium", web_search_options,
-        // vLLM.
+        // Parameters of vLLM.
         add_generation_prompt = true, add_special_tokens, best_of = 1, chat_template, chat_template_kwargs, continue_final_message,
         documents, echo, enable_thinking, include_reasoning = true, media_io_kwargs, mm_processor_kwargs, reasoning, suffix,
         thinking = "disabled",
@@ -50,7 +50,7 @@ pub(crate) struct Message {
 /// The request as checked.
 pub(crate) struct Chat {
     pub(crate) options: Options,
-    /// The client's limit.
+    /// The client's limit on generated tokens; `None` if it set none.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) limit_param: &'static str,
     turns: Vec<(&'static str, String)>,

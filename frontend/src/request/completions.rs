@@ -12,7 +12,7 @@ use crate::{
 };
 use tandem_kv::TokenId;
 
-/// OpenAI's default.
+/// The default of `max_tokens`, as in OpenAI's API.
 const MAX_TOKENS_DEFAULT: u32 = 16;
 /// Continuations of all prompts together.
 const CHOICES_MAX: usize = 1024;

@@ -90,8 +90,8 @@ fn extent(json: &[u8]) -> Extent {
     Extent { deepest, elements }
 }
 
-/// Defines a request type: its own fields, those of both endpoints, and known but unsupported ones, each with the accepted values
-/// besides null, false and empty ones: those that do not change the answer.
+/// Defines a request type with its own fields and those of both endpoints. A known but unsupported parameter is accepted if it is
+/// null, false, empty, or equal to the value after `=`, where that does not change the answer.
 macro_rules! request {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
      unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
@@ -106,18 +106,18 @@ macro_rules! request {
                 ignore_eos: bool, cache_salt: String,
             } unsupported {
                 $($unsupported $(= $accepted)*,)*
-                // OpenAI.
+                // Parameters of OpenAI.
                 functions, modalities = "text", response_format = "text", store, tool_choice = "none", tools,
-                // vLLM.
+                // Parameters of vLLM.
                 allowed_token_ids, bad_words, detokenize = true, ec_transfer_params, guided_choice, guided_decoding_backend,
                 guided_grammar, guided_json, guided_regex, guided_whitespace_pattern, include_stop_str_in_output,
                 kv_transfer_params, length_penalty = 1, logits_processors, logprob_token_ids, priority = 0, prompt_logprobs,
                 repetition_detection, return_token_ids, return_tokens_as_token_ids, skip_special_tokens = true, structural_tag,
                 structured_outputs, thinking_token_budget, truncate_prompt_tokens, use_beam_search, vllm_xargs,
-                // SGLang.
+                // Parameters of SGLang.
                 custom_logit_processor, custom_params, ebnf, input_ids, json_schema, logit_processor, lora_path, no_stop_trim, regex,
                 return_hidden_states, return_routed_experts, session_params, stop_regex,
-                // Dynamo, Ollama, llama.cpp.
+                // Parameters of Dynamo, Ollama and llama.cpp.
                 nvext, format, options, raw, think, dry_multiplier = 0, grammar, mirostat = 0, n_probs = 0, typical_p = 1,
                 xtc_probability = 0,
             }

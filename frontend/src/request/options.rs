@@ -15,12 +15,12 @@ const SAMPLES_MAX: i64 = 128;
 const STOP_BYTES_MAX: usize = 1024;
 /// The longest salt, in bytes: it is sent with every request, as part of the cache namespace.
 const CACHE_SALT_BYTES_MAX: usize = 256;
-/// OpenAI's limit.
+/// The most entries of `logit_bias`, as in OpenAI's API.
 pub(super) const LOGIT_BIASES_MAX: usize = 1024;
-/// The most `stop_token_ids`.
+/// The most entries of `stop_token_ids`.
 pub(super) const STOP_TOKENS_MAX: usize = 256;
 
-/// `stream_options`.
+/// The request parameter `stream_options`.
 #[derive(Clone, Copy, Default, Deserialize)]
 pub(crate) struct StreamOptions {
     include_usage: Option<bool>,
@@ -61,9 +61,9 @@ pub(crate) struct Options {
 /// The chunks of a streamed answer that have usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamUsage {
-    /// In a chunk of its own at the end.
+    /// Usage is sent in a chunk of its own at the end.
     pub(crate) at_end: bool,
-    /// In every chunk, as of then.
+    /// Every chunk has the usage up to that chunk.
     pub(crate) in_every_chunk: bool,
 }
 

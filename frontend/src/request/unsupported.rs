@@ -20,7 +20,7 @@ pub(crate) enum Setting {
     Number(f64),
     /// A short string, a list of only this string, or an object with this string as `type`.
     Text(Cow<'static, str>),
-    /// Any other value.
+    /// Any other value, which may change the answer.
     Other,
 }
 

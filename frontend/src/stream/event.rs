@@ -1,4 +1,4 @@
-//! What a prompt's answer consists of.
+//! The events of which a prompt's answer consists.
 
 use crate::dispatch::Facts;
 use tandem_kv::TokenId;
@@ -37,9 +37,9 @@ pub(crate) struct Delta {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
-    /// At a stop token or a stop string.
+    /// The sample ended at a stop token or a stop string.
     Stop,
-    /// At `max_tokens` or the context's end.
+    /// The sample reached `max_tokens` or the context's end.
     Length,
 }
 
@@ -57,7 +57,7 @@ impl FinishReason {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TokenLogprobs {
     pub(crate) token: TokenId,
-    /// `None` for the first token of a prompt.
+    /// The natural logarithm of the token's probability; `None` for the first token of a prompt.
     pub(crate) logprob: Option<f32>,
     pub(crate) top: Vec<(TokenId, f32)>,
     /// Characters before it in its text.

@@ -28,7 +28,7 @@ struct Sample {
     tokens: Vec<TokenId>,
     /// Characters decoded, whether emitted or held back.
     text_len: usize,
-    /// Characters emitted.
+    /// Number of characters sent to the client so far.
     emitted_len: usize,
     /// The logprobs of tokens whose text is held back.
     logprobs: VecDeque<TokenLogprobs>,

@@ -10,7 +10,7 @@ pub(crate) struct StopMatcher {
 /// Whether a stop string has ended the answer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The answer continues.
+    /// No stop string was found: the answer continues.
     No,
     /// A stop string is complete; all text before it was emitted.
     Yes,

@@ -54,7 +54,7 @@ pub enum EtcdError {
     /// A file of [`EtcdTls`] cannot be read.
     #[error("{} cannot be read; check --etcd-ca, --etcd-cert and --etcd-key", .path.display())]
     File {
-        /// As given in the settings.
+        /// The path of the file, as in the settings.
         path: PathBuf,
         /// The error of the system.
         #[source]
@@ -63,18 +63,18 @@ pub enum EtcdError {
     /// The content of a file, or an endpoint, is invalid.
     #[error("etcd at {endpoint} cannot be used with these settings")]
     Settings {
-        /// The endpoint.
+        /// The address of the etcd endpoint.
         endpoint: String,
-        /// The error.
+        /// The error of the gRPC client.
         #[source]
         cause: tonic::transport::Error,
     },
     /// The endpoint cannot be reached, or its certificate is not trusted.
     #[error("etcd at {endpoint} cannot be reached")]
     Unreachable {
-        /// The endpoint.
+        /// The address of the etcd endpoint.
         endpoint: String,
-        /// The error.
+        /// The error of the gRPC client.
         #[source]
         cause: tonic::transport::Error,
     },

@@ -22,7 +22,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 #[derive(Debug)]
 pub(super) struct Watched {
     path: PathBuf,
-    /// Its text at the last poll.
+    /// The file's text at the last poll.
     text: String,
     /// The last error that was logged, so that it is logged once.
     reported: Option<DiscoveryError>,

@@ -38,22 +38,22 @@ impl FromIterator<String> for MemberSource {
 /// Why the addresses cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
-    /// Not `host:port`.
+    /// An address is not of the form `host:port`.
     #[error("the address {address:?} cannot be used; write host:port")]
     Address {
-        /// As given in the settings.
+        /// The address, as in the settings.
         address: String,
     },
     /// There are more addresses than one process can have as peers.
     #[error("{found} addresses are listed, at most {ADDRESSES_MAX} are allowed; divide them into several clusters")]
     TooMany {
-        /// Their number.
+        /// The number of addresses listed.
         found: usize,
     },
     /// The file cannot be read.
     #[error("the member list {} cannot be read ({problem}); write one host:port per line", .path.display())]
     File {
-        /// As given in the settings.
+        /// The path of the file, as in the settings.
         path: PathBuf,
         /// The error of the system.
         problem: String,

@@ -58,7 +58,7 @@ pub struct MemberRecord {
     /// Tokens in a block.
     #[serde(default)]
     pub block_size: u32,
-    /// A worker's KV memory in blocks.
+    /// Size of a worker's KV memory, in blocks.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub capacity_blocks: u32,
     /// The longest sequence, in tokens.

@@ -1,17 +1,26 @@
-//! Blocks travel while later chunks compute: a prompt's way to a decode engine, to the millisecond of virtual time.
+//! Blocks are transferred while later chunks compute: a prompt's handoff to a decode engine, to the millisecond of virtual time.
 
 use super::*;
-use crate::{PrefillWorkerSettings, link::Link, ways::Ways};
-use std::sync::{Arc, Mutex};
+use crate::PrefillWorkerSettings;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 use tandem_engine::{
     EngineHandle, EngineSettings, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
+use tandem_kv::{BlockAccess, ReadyBlock, Ticket};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::channel::Network;
-use tandem_transfer::{Loopback, Piece, Refused, Sink};
+use tandem_transfer::{
+    Lifetime, Progress, Refused, SendPath, SendPaths, SendSettings, SimulatedNetwork, SimulatedPath, TransferMode,
+};
 use tandem_worker::{Ledger, Requests, WorkerMetrics, WorkerSettings};
-use tokio::{task::JoinSet, time::sleep};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 
 const BLOCK: u32 = 16;
 /// Tokens in a chunk, but where a test says otherwise.
@@ -50,30 +59,64 @@ impl Pace {
     }
 }
 
-/// A prefill worker, and the engine of a decode worker that it reaches without a network.
+/// A prefill worker, and the engine of a decode worker that it reaches over a simulated network.
 struct Pair {
     prefill: Worker,
     decode: EngineHandle,
-    /// When each block landed, by its index in the prompt.
-    landed: Arc<Mutex<Vec<(u32, Instant)>>>,
-    loopback: Loopback,
-    /// What a decode worker of its own makes of the same prompts.
+    /// When each block was written, by its index in the prompt.
+    written: Arc<Mutex<Vec<(u32, Instant)>>>,
+    network: Arc<SimulatedNetwork>,
+    /// A decode worker that computes the same prompts itself.
     alone: EngineHandle,
     _drivers: JoinSet<()>,
+}
+
+/// Writes blocks into an engine of this process.
+struct InProcess {
+    engine: EngineHandle,
+    ticket: Ticket,
+    written: Arc<Mutex<Vec<(u32, Instant)>>>,
+}
+
+#[tonic::async_trait]
+impl SendPath for InProcess {
+    fn label(&self) -> &'static str {
+        "in_process"
+    }
+
+    fn access(&self) -> BlockAccess {
+        BlockAccess::Copied
+    }
+
+    async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
+        for ReadyBlock { index, content, .. } in blocks {
+            self.engine.write_block(self.ticket, index, content.into()).await.map_err(|_| Refused)?;
+            self.written.lock().expect("no test panics with the lock").push((index, Instant::now()));
+        }
+        Ok(Progress::Sent)
+    }
+
+    async fn interrupted(&mut self) -> TransferError {
+        std::future::pending().await
+    }
+
+    async fn finish(self: Box<Self>) -> Result<(), TransferError> {
+        Ok(())
+    }
 }
 
 /// How a handoff went, from the submission of the prefill.
 struct Handoff {
     /// When all KV was there.
     started: Duration,
-    /// When each block landed, in the order in which they did.
-    landed: Vec<(u32, Duration)>,
+    /// When each block was written, in that order.
+    written: Vec<(u32, Duration)>,
     tokens: Vec<u32>,
 }
 
 impl Handoff {
-    fn landed_by(&self, time: Duration) -> usize {
-        self.landed.iter().filter(|(_, landed)| *landed <= time).count()
+    fn written_by(&self, time: Duration) -> usize {
+        self.written.iter().filter(|(_, written)| *written <= time).count()
     }
 }
 
@@ -96,13 +139,18 @@ impl Pair {
             drivers.spawn(running);
             engine
         };
-        let (engine, decode, alone, loopback) = (start(), start(), start(), Loopback::default());
+        let (engine, decode, alone) = (start(), start(), start());
         let metrics = Arc::new(WorkerMetrics::new(&Metrics::default(), "prefill-0"));
         let prefill = Worker {
             instance_id: "instance".to_owned(),
-            key: Default::default(),
-            ways: Ways::new(None, Network::default(), Requests::new(Shutdown::default()), Shutdown::default()),
-            link: Link::new(pace.settings().block_transfer()),
+            transfers: SendPaths::new(SendSettings {
+                instance_id: "instance".to_owned(),
+                mode: TransferMode::Tcp,
+                memory: None,
+                block_bytes: engine.info().block_bytes,
+                network: Network::default(),
+                lifetime: Lifetime::new(Shutdown::default(), std::future::pending()),
+            }),
             backend: Arc::new(engine),
             settings: PrefillWorkerSettings {
                 worker: WorkerSettings {
@@ -113,42 +161,30 @@ impl Pair {
                     ..Default::default()
                 },
                 ticket_wait: Duration::from_secs(10),
-                transfer_mode: tandem_transfer::TransferMode::Auto,
+                transfer_mode: TransferMode::Tcp,
             },
             ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
             metrics,
-            transport: Box::new(loopback.clone()),
             requests: Requests::new(Shutdown::default()),
         };
-        Self { prefill, decode, landed: Arc::default(), loopback, alone, _drivers: drivers }
+        let network = Arc::new(SimulatedNetwork::new(pace.settings().block_transfer()));
+        Self { prefill, decode, written: Arc::default(), network, alone, _drivers: drivers }
     }
 
     /// Computes a prompt on one side and continues it on the other, whose ticket comes after `ticket_after`.
     async fn handoff(&self, prompt: Vec<u32>, ticket_after: Duration) -> Handoff {
-        let (engine, landed) = (self.decode.clone(), self.landed.clone());
-        let _reachable = self.loopback.add(
-            "decode",
-            Sink::new(move |ticket, piece| {
-                let (engine, landed) = (engine.clone(), landed.clone());
-                async move {
-                    let Piece::Block { index, payload } = piece else { unreachable!("the ticket asks for content") };
-                    engine.write_block(ticket, index, payload).await.map_err(|_| Refused)?;
-                    landed.lock().expect("no test panics with the lock").push((index, Instant::now()));
-                    Ok(())
-                }
-            }),
-        );
         let submitted = Instant::now();
         let job = self.submit(prompt.clone()).await;
         sleep(ticket_after).await;
         let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
         let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
-        let given = ticket.as_bytes().to_vec();
-        let given = v1::Ticket { ticket: given, address: "decode".to_owned(), missing_blocks, ..v1::Ticket::default() };
+        let path = InProcess { engine: self.decode.clone(), ticket, written: Arc::clone(&self.written) };
+        let path = SimulatedPath::new(Box::new(path), Arc::clone(&self.network));
+        let transfer = Transfer::new(Box::new(path), self.decode.info().block_bytes);
         let unseen = Span::default();
         let sending = async {
-            let sent = send(&self.prefill, job, given, &unseen).await;
-            // As a decode worker does when it hears `PrefillDone`.
+            let sent = send(&self.prefill, job, missing_blocks, transfer, &unseen).await;
+            // As a decode worker does when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
         };
@@ -157,10 +193,10 @@ impl Pair {
             submitted.elapsed()
         });
         sent.expect("all is sent");
-        let landed = std::mem::take(&mut *self.landed.lock().expect("no test panics with the lock"));
+        let written = std::mem::take(&mut *self.written.lock().expect("no test panics with the lock"));
         Handoff {
             started,
-            landed: landed.into_iter().map(|(index, landed)| (index, landed - submitted)).collect(),
+            written: written.into_iter().map(|(index, written)| (index, written - submitted)).collect(),
             tokens: tokens(continued).await,
         }
     }
@@ -173,8 +209,8 @@ impl Pair {
     }
 
     async fn submit(&self, prompt: Vec<u32>) -> Box<dyn Job> {
-        let start = PrefillStart { instance_id: "instance".to_owned(), prompt, ..PrefillStart::default() };
-        let mut job = submit(&self.prefill, &start).await.expect("it fits");
+        let mut start = PrefillStart { instance_id: "instance".to_owned(), prompt, ..PrefillStart::default() };
+        let mut job = submit(&self.prefill, &mut start).await.expect("it fits");
         assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
         job
     }
@@ -209,7 +245,7 @@ fn prompt(number: u32) -> Vec<u32> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handoff_takes_as_long_as_the_slower_of_compute_and_transfer_and_one_chunk_of_the_other() {
+async fn handoff_takes_the_longer_of_compute_and_transfer_plus_one_chunk_of_the_other() {
     for (compute_ms, transfer_ms) in [(100, 4), (100, 60), (100, 100), (60, 100), (4, 100)] {
         let pace = Pace { compute_ms, transfer_ms };
         let pair = Pair::start(pace, CHUNK);
@@ -218,45 +254,45 @@ async fn a_handoff_takes_as_long_as_the_slower_of_compute_and_transfer_and_one_c
         let expected = compute.max(transfer) + pace.compute(1).min(pace.transfer(1));
         let of = format!("{:?} for {compute:?} of compute and {transfer:?} of transfer", handoff.started);
         assert!((expected..=expected + LATE).contains(&handoff.started), "{of}");
-        assert_eq!(handoff.landed.len() as u32, PROMPT / BLOCK, "{of}");
+        assert_eq!(handoff.written.len() as u32, PROMPT / BLOCK, "{of}");
         let alone = pair.alone.generate(generate(prompt(1), KvSource::Local)).await.expect("it fits");
         assert_eq!(handoff.tokens, tokens(alone).await, "{of}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_but_the_last_chunk_has_landed_when_that_is_computed_and_in_order() {
+async fn all_but_the_last_chunk_is_written_in_order_when_that_is_computed() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
     for chunk in 1..CHUNKS {
-        let landed = handoff.landed_by(pace.compute(chunk + 1)) as u32;
+        let landed = handoff.written_by(pace.compute(chunk + 1)) as u32;
         assert_eq!(landed, chunk * CHUNK / BLOCK, "when chunk {chunk} is computed, counted from 0");
     }
-    assert!(handoff.landed.is_sorted(), "one after the other: {:?}", handoff.landed);
+    assert!(handoff.written.is_sorted(), "one after the other: {:?}", handoff.written);
 }
 
 /// What overlap is measured against: a chunk that is as long as the prompt leaves nothing to compute meanwhile.
 #[tokio::test(start_paused = true)]
-async fn a_prompt_in_one_chunk_is_computed_and_then_sent() {
+async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
     let handoff = Pair::start(pace, PROMPT).handoff(prompt(1), Duration::ZERO).await;
     let (compute, transfer) = (pace.compute(CHUNKS), pace.transfer(CHUNKS));
-    assert_eq!(handoff.landed_by(compute), 0);
+    assert_eq!(handoff.written_by(compute), 0);
     assert!((compute + transfer..=compute + transfer + LATE).contains(&handoff.started), "{:?}", handoff.started);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_late_ticket_costs_nothing_while_the_transfer_can_catch_up() {
+async fn late_ticket_costs_nothing_if_the_transfer_can_catch_up() {
     let pace = Pace { compute_ms: 100, transfer_ms: 40 };
     let ticket_after = pace.compute(CHUNKS / 2);
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), ticket_after).await;
-    assert_eq!(handoff.landed_by(ticket_after), 0, "nothing is written without a ticket");
+    assert_eq!(handoff.written_by(ticket_after), 0, "nothing is written without a ticket");
     let expected = pace.compute(CHUNKS) + pace.transfer(1);
     assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);
 }
 
 #[tokio::test(start_paused = true)]
-async fn cached_blocks_travel_while_new_chunks_compute() {
+async fn cached_blocks_are_transferred_while_new_chunks_compute() {
     let pace = Pace { compute_ms: 100, transfer_ms: 10 };
     let pair = Pair::start(pace, CHUNK);
     let cached_chunks = CHUNKS / 2;
@@ -264,7 +300,7 @@ async fn cached_blocks_travel_while_new_chunks_compute() {
     pair.prefill_alone(beginning).await;
     let handoff = pair.handoff(prompt(1), Duration::ZERO).await;
     // A ticket is seen between two steps: the first is under way when it comes.
-    assert_eq!(handoff.landed_by(pace.compute(2)) as u32, (cached_chunks + 1) * CHUNK / BLOCK);
+    assert_eq!(handoff.written_by(pace.compute(2)) as u32, (cached_chunks + 1) * CHUNK / BLOCK);
     let expected = pace.compute(CHUNKS - cached_chunks) + pace.transfer(1);
     assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);
 }

@@ -39,11 +39,11 @@ pub struct Listener {
     network: Network,
 }
 
-/// Incoming connections.
+/// The source of incoming connections.
 pub enum Arrivals {
-    /// From a socket.
+    /// Connections that arrive at a socket.
     Tcp(TcpListener),
-    /// From a network in memory, until the sender is dropped.
+    /// Connections of a network in memory, until the sender is dropped.
     Memory(mpsc::Receiver<DuplexStream>),
 }
 

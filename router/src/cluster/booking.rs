@@ -22,7 +22,7 @@ pub(super) struct Booking {
     pub(super) prefill: Option<Arc<str>>,
     /// The prompt has not been prefilled yet.
     pub(super) prefilling: bool,
-    /// When this router learned that the prompt has been prefilled.
+    /// Time at which this router learned that the prompt has been prefilled.
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
@@ -30,7 +30,7 @@ pub(super) struct Booking {
     pub(super) overlap_tokens: Option<u64>,
 }
 
-/// What a request adds to the reports of its workers.
+/// The load that a request adds to the reported loads of its workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct LoadByRole {
     pub(super) decode: BookedLoad,

@@ -42,7 +42,7 @@ pub(crate) enum JoinError {
     SameWorkerId { worker_id: String, address: String },
 }
 
-/// One instance's membership.
+/// The id of one worker instance's membership: an instance that joins again gets another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct MemberId(u64);
 
@@ -55,14 +55,14 @@ pub(super) struct Member {
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) stats: ReportedStats,
-    /// When a report last showed that a long step had renewed the prefill rate.
+    /// Time of the latest report that shows that a long step has renewed the prefill rate.
     prefilled_at: Instant,
-    /// When a report last showed that sequences were continued.
+    /// Time of the latest report that shows that sequences were continued.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
-    /// What `series` counts of placements, since it joined.
+    /// The placements that `series` counts, since the worker joined.
     pub(super) placements: v1::PlacementTotals,
 }
 

@@ -42,14 +42,14 @@ use tandem_proto::{
 use tokio::{sync::Notify, time::Instant};
 use unavailable::UnavailableWorkers;
 
-/// The state, shared.
+/// The router's state, shared by its tasks.
 pub(crate) struct Cluster {
     state: Mutex<State>,
     member_left: Notify,
     peer_left: Notify,
 }
 
-/// The state.
+/// The router's knowledge of workers, peers and bookings.
 pub(crate) struct State {
     settings: RouterSettings,
     instance_id: Arc<str>,
@@ -228,7 +228,7 @@ impl State {
     }
 }
 
-/// What the router says about itself and the cluster.
+/// Reports about the router and the cluster.
 impl State {
     /// Returns what every process must agree on: the operator's settings, completed by what the members agree on.
     pub(crate) fn identity(&self) -> Identity {
@@ -411,7 +411,7 @@ impl State {
         });
     }
 
-    /// Ends the booking.
+    /// Removes the booking and its load.
     pub(crate) fn release(&mut self, id: BookingId) {
         self.for_each_worker(id, |member| member.breaker.on_released(id));
         if let Some(answering_since) = self.bookings.release(id, &mut self.members) {

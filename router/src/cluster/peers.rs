@@ -17,7 +17,7 @@ pub(crate) struct PeerId(u64);
 
 struct Peer {
     address: String,
-    /// By the peer's numbers.
+    /// The peer's bookings, by the numbers that the peer gave them.
     bookings: HashMap<u64, Booking>,
 }
 

@@ -7,9 +7,9 @@ use tandem_kv::SequenceHash;
 /// A request to place.
 pub(crate) struct PlacementRequest {
     pub(crate) request_id: Arc<str>,
-    /// Not checked if empty.
+    /// The requested model's id; not checked if empty.
     pub(crate) model: String,
-    /// Of the prompt's full blocks.
+    /// Sequence hashes of the prompt's full blocks.
     pub(crate) hashes: Arc<[SequenceHash]>,
     pub(crate) prompt_tokens: u32,
     /// Sequences that the request generates.

@@ -32,10 +32,10 @@ impl PlacementQuery {
     }
 }
 
-/// What is known of a worker when a request is placed.
+/// A worker as one placement sees it: its reported state, and the load of requests placed on it since.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Its role.
+    /// The worker's role.
     pub role: Role,
     /// The request must not be placed on it.
     pub excluded: bool,
@@ -51,7 +51,7 @@ pub struct Candidate {
     pub queued_tokens: u64,
     /// Sequences that are running or waiting on it, including those of placed requests that its report does not include yet.
     pub sequences: u32,
-    /// Those of its sequences that have blocks now.
+    /// Sequences on it that have blocks now.
     pub running: u32,
     /// Blocks that the next prompt could take: free ones, and cached ones that no sequence uses.
     pub available_blocks: u32,
@@ -59,7 +59,7 @@ pub struct Candidate {
     pub in_use_blocks: u32,
     /// Bytes of KV of one block.
     pub block_bytes: u64,
-    /// Its prefill rate, if measured.
+    /// Measured prefill rate, in tokens per second; `None` if not measured.
     pub prefill_tokens_per_second: Option<Measurement>,
     /// The fixed time of a step that computes prompt tokens, if measured.
     pub prefill_fixed_ms: Option<Measurement>,

@@ -38,14 +38,14 @@ pub enum NoEligibleWorker {
     PromptTooLong,
 }
 
-/// What each use of a worker costs; `None` where the request cannot use it so.
+/// The cost of each use of a worker for a request; `None`: the request cannot use the worker in this way.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CostsByUse {
-    /// As the prefill worker.
+    /// Cost of the worker as the prefill worker.
     pub prefill: Option<Cost>,
-    /// As the decode worker that receives KV.
+    /// Cost of the worker as the decode worker that receives KV.
     pub decode: Option<Cost>,
-    /// As the decode worker that prefills, too.
+    /// Cost of the worker as the decode worker that also prefills.
     pub local: Option<Cost>,
 }
 

@@ -9,7 +9,7 @@ use crate::{
 /// Identifies one placement of one router. Breaks ties and drives the policies that estimate no time.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementSeed {
-    /// The router's seed.
+    /// The `seed` of the router's settings.
     pub seed: u64,
     /// Placements of this router before this one.
     pub number: u64,
@@ -28,7 +28,7 @@ impl PlacementSeed {
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
-    /// From 0.
+    /// The worker's index in its role, from 0.
     pub index: u64,
     /// The number of eligible workers of this role.
     pub count: u64,
@@ -36,20 +36,20 @@ pub struct Position {
     pub placement: PlacementSeed,
 }
 
-/// What using a worker costs, by part: estimated milliseconds to the first token, and what other requests lose.
+/// The cost of using a worker, by part, in estimated milliseconds: the time to the first token, and the loss of other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Until queued prompts are computed, and until running sequences have released blocks that the prompt lacks.
+    /// Time until queued prompts are computed, and until running sequences have released blocks that the prompt needs.
     pub queue_ms: f64,
-    /// To compute the new tokens.
+    /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// What other requests wait because of that, and what they lose by eviction from a full cache.
+    /// Time that other requests wait because of that computation, and that they lose by eviction from a full cache.
     pub interference_ms: f64,
-    /// To transfer the blocks that the worker lacks.
+    /// Time to transfer the blocks that the worker lacks.
     pub transfer_ms: f64,
-    /// Of the handoff itself.
+    /// Fixed time of a handoff between two workers.
     pub handoff_ms: f64,
-    /// Of the sequences that run on the worker.
+    /// Cost of the sequences that run on the worker.
     pub decode_load_ms: f64,
     /// The only part that policies set which estimate no time; without a unit.
     pub rank: f64,

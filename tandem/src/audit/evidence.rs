@@ -70,7 +70,7 @@ pub enum Source {
     Worker,
     /// Predicted by the router.
     RouterEstimate,
-    /// Unknown.
+    /// It is unknown who counted.
     Unknown,
 }
 
@@ -80,20 +80,20 @@ pub enum EvidenceError {
     /// The file cannot be read.
     #[error("{} cannot be read: {cause}", path.display())]
     Unreadable {
-        /// The file's path.
+        /// The path of the file.
         path: PathBuf,
-        /// The cause.
+        /// The error of the operating system.
         #[source]
         cause: std::io::Error,
     },
     /// A line is invalid.
     #[error("{} line {line} is invalid: {cause}", path.display())]
     Line {
-        /// The file's path.
+        /// The path of the file.
         path: PathBuf,
-        /// From 1.
+        /// The number of the line, from 1.
         line: usize,
-        /// The cause.
+        /// The error of the JSON parser.
         #[source]
         cause: serde_json::Error,
     },

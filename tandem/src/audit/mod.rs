@@ -70,9 +70,9 @@ pub enum Finding {
 /// worker was killed, and what a killed frontend had counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
-    /// The certain part.
+    /// The lower bound: only what is certain.
     pub min: f64,
-    /// The certain and the possible part.
+    /// The upper bound: what is certain and what is possible.
     pub max: f64,
 }
 
@@ -152,7 +152,7 @@ pub struct Checked {
     pub estimates: usize,
     /// Attempts in the ledgers.
     pub attempts: usize,
-    /// Workers with metrics.
+    /// Number of workers whose metrics were read.
     pub workers: usize,
     /// Answers that only killed workers had counted: there is nothing to compare their usage with.
     pub unverified: usize,

@@ -20,7 +20,7 @@ pub enum Format {
     Csv,
 }
 
-/// What sums are grouped by.
+/// The key by which sums are grouped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     /// The day in UTC on which the prompt started; `-` if the line has no time.

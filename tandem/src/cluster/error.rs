@@ -18,7 +18,7 @@ pub enum StartError {
         address: SocketAddr,
         /// The flag that sets it.
         flag: &'static str,
-        /// The system's error.
+        /// The error of the operating system.
         #[source]
         cause: std::io::Error,
     },
@@ -39,7 +39,7 @@ pub enum StartError {
     Ledger {
         /// The ledger's path.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the operating system.
         #[source]
         cause: std::io::Error,
     },
@@ -61,7 +61,7 @@ pub enum StartError {
     /// The model's file cannot be served.
     #[error("{} cannot be served: {cause}", .path.display())]
     Unservable {
-        /// The model's file.
+        /// The path of the model's file.
         path: PathBuf,
         /// What is missing or wrong.
         #[source]
@@ -75,7 +75,7 @@ pub enum StartError {
     Part {
         /// The part's name, such as `router`.
         part: String,
-        /// Its error.
+        /// The error of the part.
         #[source]
         cause: Box<dyn std::error::Error + Send + Sync>,
     },

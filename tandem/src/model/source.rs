@@ -65,7 +65,7 @@ fn pypi(requirement: &str) -> Option<Source> {
     let (requirement, sha256) = cut(requirement, "#sha256=");
     let (package, version) = cut(requirement, "==");
     let is_hash = |hash: &str| hash.len() == 64 && hash.bytes().all(|digit| digit.is_ascii_hexdigit());
-    // A hash belongs to one version's file.
+    // A hash identifies the file of one version, so it needs a version.
     let valid = is_name(package) && version.is_none_or(is_name) && sha256.is_none_or(|hash| is_hash(hash) && version.is_some());
     valid.then(|| Source::PyPi {
         package: normalised(package),
@@ -126,7 +126,7 @@ pub fn model_id(file_name: &str) -> String {
     }
 }
 
-/// Such as `Q4_1`, `q8_0`, `IQ3_XXS`, `F16`, `bf16`.
+/// Whether the suffix names a number format, such as `Q4_1`, `q8_0`, `IQ3_XXS`, `F16` or `bf16`.
 fn is_quantisation(suffix: &str) -> bool {
     let suffix = suffix.to_ascii_uppercase();
     if matches!(suffix.as_str(), "F16" | "F32" | "BF16" | "FP16" | "FP32") {

@@ -36,7 +36,7 @@ pub enum KeyFileError {
     Read {
         /// The path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the operating system.
         #[source]
         cause: io::Error,
     },

@@ -14,7 +14,7 @@ use std::{
 
 impl Cli {
     /// Reads the command line, the environment and the file named by `--config`. `otel_endpoint` is the value of
-    /// OTEL_EXPORTER_OTLP_ENDPOINT, which sets the traces of all programs of a machine.
+    /// OTEL_EXPORTER_OTLP_ENDPOINT, the standard variable for the address of a collector of traces.
     ///
     /// # Errors
     /// A flag, a variable or a key of the file is unknown or has a wrong value, or settings exclude each other.

@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 use tandem_router::{PolicyKind, PrefillPlace};
 
-/// How a router places requests.
+/// The settings of routers.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "Router")]
 #[serde(rename_all = "kebab-case")]

@@ -91,7 +91,7 @@ impl Column {
 pub(super) enum Cell {
     Text(String),
     Count(f64),
-    /// From 0 to 1.
+    /// A share from 0 to 1.
     Share(f64),
     /// Unknown, or without meaning for the worker.
     Nothing,

@@ -17,7 +17,7 @@ use tokio::{task::JoinSet, time::Instant};
 /// Different requests; each comes three times with the same salt, so that caches matter and new prompts are computed.
 const DISTINCT: usize = 60;
 const TIMES: usize = 3;
-/// Who asks as often as that for one answer is not served.
+/// The most requests that a client sends for one answer.
 const ASKS_MAX: usize = 6;
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -36,7 +36,7 @@ pub struct Seen {
 
 /// Clients at work.
 pub struct Load {
-    /// Numbers from here on are not asked any more.
+    /// Requests with this number or a higher one are not sent any more.
     end: Arc<AtomicUsize>,
     pub ended: Arc<AtomicUsize>,
     clients: JoinSet<Vec<Seen>>,
@@ -53,7 +53,7 @@ pub fn distinct() -> Vec<serde_json::Value> {
 }
 
 impl Load {
-    /// `clients` at a time, of all frontends, until it is finished, or `requests` were asked. No other load has had this `salt`.
+    /// Starts `clients` clients of all frontends, which end with the load or after `requests` requests. `salt` is unique.
     pub fn start(rig: &Rig, clients: usize, requests: usize, salt: &str) -> Self {
         let (next, ended, end) = (Arc::default(), Arc::default(), Arc::new(AtomicUsize::new(requests)));
         let mut asking = JoinSet::new();

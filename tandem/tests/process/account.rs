@@ -75,7 +75,7 @@ fn report_sums_the_usage_of_each_account() {
         }
     }
     let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
-    // The second: a client's own, before that of whoever knows who it is.
+    // In the second case the client sends an account header before the one that the proxy adds.
     for headers in ["x-account: a bill, please\r\n", "x-account: zoo:7\r\nx-account: acme\r\n", "x-account: -\r\n"] {
         let (refused, _) = post_chat(&frontend, headers, &strange);
         assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");

@@ -68,7 +68,7 @@ impl Plan {
 
     /// Prepares a cluster with several routers, which know each other.
     pub fn with_routers(count: usize) -> Self {
-        // With a thread of its own: connections that were used are closed also while nothing is asked.
+        // The runtime has a thread of its own, so that used connections are also closed while no request is sent.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
         let (folder, routers) = (tempfile::tempdir().expect("a folder"), (0..count).map(|_| address()).collect());
         let key = ClusterKey::new(SECRET.as_bytes()).expect("it is long enough");

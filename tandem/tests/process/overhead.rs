@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 /// Many short ones: what else the machine does falls on all of a round alike.
 const ROUNDS: usize = 120;
-/// In each turn of each frontend.
+/// Requests to each frontend in each round.
 const REQUESTS: usize = 50;
 /// Prometheus' default.
 const SCRAPED_EVERY: Duration = Duration::from_secs(15);

@@ -192,7 +192,7 @@ fn trace_is_one_tree_across_processes_without_text() {
     let came_along: Vec<u8> = (0..16).map(|at| u8::from_str_radix(&COMES_ALONG[2 * at..2 * at + 2], 16).expect("hex")).collect();
     assert!(traces.contains_key(&came_along), "a trace that comes along is gone on with");
 
-    // Nothing of what was asked or answered, neither there nor in the logs.
+    // Neither spans nor logs contain any text of a prompt or an answer.
     for fact in
         spans.iter().flat_map(|(_, span)| span.attributes.iter().chain(span.events.iter().flat_map(|event| &event.attributes)))
     {

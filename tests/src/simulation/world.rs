@@ -37,7 +37,7 @@ use tokio::{task::JoinSet, time::timeout};
 
 /// The same as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
-const LANDING_WAIT: Duration = Duration::from_secs(60);
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host of the observer, whose links have no faults.
 const OBSERVER: &str = "observer";
 /// The secret from which the cluster key is derived.
@@ -163,7 +163,7 @@ impl World {
                     },
                     advertise: Some(format!("{name}:1")),
                     remote_waiting_max: 64,
-                    landing_wait: LANDING_WAIT,
+                    receive_timeout: RECEIVE_TIMEOUT,
                     transfer_mode: TransferMode::Tcp,
                 };
                 let engine = start_engine(&mut tasks);

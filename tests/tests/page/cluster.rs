@@ -98,7 +98,7 @@ impl Parts {
             },
             advertise: None,
             remote_waiting_max: 64,
-            landing_wait: SOON,
+            receive_timeout: SOON,
             transfer_mode: TransferMode::Tcp,
         };
         self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));

@@ -6,28 +6,29 @@ use crate::{
     harness::{Cluster, SOON, Setup, Worker, channel, prompt},
     reach::Reach,
 };
-use futures::future::BoxFuture;
-use std::time::Duration;
-use tandem_kv::Ticket;
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     ClusterKey,
     channel::{Channel, Listener, Network, endpoint},
     v1::{
-        self, DescribeRequest, FailureReason, NcclControlReply, NcclControlRequest, PrefillDone, TransferCapabilities,
-        control_client::ControlClient, prefill_client::PrefillClient, prefill_reply::Message, prefill_request,
+        self, DescribeRequest, FailureReason, NcclControlReply, NcclControlRequest, PrefillDone, PushReply, PushRequest,
+        TransferCapabilities,
+        control_client::ControlClient,
+        prefill_client::PrefillClient,
+        prefill_reply::Message,
+        prefill_request,
         transfer_client::TransferClient,
+        transfer_server::{Transfer, TransferServer},
     },
 };
-use tandem_transfer::{Links, Receiver, Sink, TransferService};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 
-/// Links that a prefill worker makes at a time.
+/// Communicators that a prefill worker joins at a time.
 const JOINS_MAX: u64 = 4;
 /// As many `NcclControl` streams as a worker serves.
-const LINK_STREAMS_MAX: usize = 256;
+const CONTROL_STREAMS_MAX: usize = 256;
 
 fn setup(reach: &Reach) -> Setup {
     Setup { reach: Some(reach.clone()), ..Setup::default() }
@@ -198,24 +199,21 @@ async fn link_of_unknown_communicator_is_refused() {
 }
 
 #[tokio::test]
-async fn link_streams_are_bounded() {
-    let taking = Taking::start().await;
-    let mut streams = Vec::new();
-    for _ in 0..LINK_STREAMS_MAX {
-        streams.push(link(&taking.address, b"any").await.expect("there is room"));
-    }
-    assert_eq!(link(&taking.address, b"any").await.err().map(|status| status.code()), Some(Code::ResourceExhausted));
-    // A stream that ends frees capacity.
-    streams.pop();
-    let again = async {
-        while link(&taking.address, b"any").await.is_err() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(SOON, again).await.expect("soon");
+async fn control_streams_are_bounded() {
+    let decode = Worker::decode(&setup(&everything())).await;
+    // Each holds its place without a first message, until the worker stops waiting for one.
+    let silent = (0..CONTROL_STREAMS_MAX + 10).map(|_| async {
+        let mut client = TransferClient::new(channel(&decode.address).await);
+        client.nccl_control(futures::stream::pending::<NcclControlRequest>()).await.err().map(|status| status.code())
+    });
+    let ends = tokio::time::timeout(SOON, futures::future::join_all(silent)).await.expect("soon");
+    let count = |code| ends.iter().filter(|end| **end == Some(code)).count();
+    assert_eq!((count(Code::ResourceExhausted), count(Code::InvalidArgument)), (10, CONTROL_STREAMS_MAX));
+    // Streams that have ended make room.
+    assert_eq!(link(&decode.address, b"any").await.err().map(|status| status.code()), Some(Code::NotFound));
 }
 
-/// A receiver that takes all blocks, and all links.
+/// A receiver that accepts all blocks, and all control streams.
 struct Taking {
     address: String,
     links: tokio::sync::watch::Receiver<u32>,
@@ -227,8 +225,7 @@ impl Taking {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("it is bound").to_string();
         let (opened, links) = tokio::sync::watch::channel(0);
-        let service = TransferService::server(Sink::new(|_, _| std::future::ready(Ok(()))), Accepting(opened));
-        let server = tandem_proto::channel::server().add_service(service);
+        let server = tandem_proto::channel::server().add_service(TransferServer::new(Accepting(opened)));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
             server.serve_with_incoming(tandem_proto::channel::incoming(listener)).await.expect("it serves until it is dropped");
@@ -245,22 +242,21 @@ impl Taking {
 
 struct Accepting(tokio::sync::watch::Sender<u32>);
 
-impl Links for Accepting {
-    fn open(&self, _: Vec<u8>) -> BoxFuture<'static, Option<Box<dyn Receiver>>> {
+#[tonic::async_trait]
+impl Transfer for Accepting {
+    /// Stays open and replies nothing.
+    type NcclControlStream = futures::stream::Pending<Result<NcclControlReply, Status>>;
+
+    async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
+        let (mut messages, mut written_blocks) = (request.into_inner(), 0);
+        while messages.message().await?.is_some() {
+            written_blocks += 1;
+        }
+        Ok(Response::new(PushReply { written_blocks }))
+    }
+
+    async fn nccl_control(&self, _: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
         self.0.send_modify(|links| *links += 1);
-        Box::pin(std::future::ready(Some(Box::new(Silent) as Box<dyn Receiver>)))
-    }
-}
-
-/// A link that stays open, and receives nothing.
-struct Silent;
-
-impl Receiver for Silent {
-    fn receive(&mut self, _: Ticket, _: Vec<u32>) -> BoxFuture<'_, Option<bool>> {
-        Box::pin(std::future::pending())
-    }
-
-    fn ended(&self) -> BoxFuture<'static, ()> {
-        Box::pin(std::future::pending())
+        Ok(Response::new(futures::stream::pending()))
     }
 }

@@ -8,8 +8,8 @@ use tandem_proto::v1::{
     prefill_client::PrefillClient,
     prefill_request::Message,
     prefill_server::{Prefill, PrefillServer},
+    transfer_client::TransferClient,
 };
-use tandem_transfer::{Push, Tcp, TransferError, Transport};
 use tokio::{
     net::TcpListener,
     sync::{mpsc, oneshot},
@@ -66,18 +66,23 @@ impl Seen {
     }
 
     /// Writes these bytes as the block; returns when they are in the decode worker's memory.
-    pub async fn write(&self, index: u32, payload: Vec<u8>) -> Result<(), TransferError> {
+    pub async fn write(&self, index: u32, payload: Vec<u8>) -> Result<(), Status> {
         write(&self.ticket.address, self.secret(), &[index], payload).await
     }
 }
 
 /// Writes the same bytes as each of these blocks, under a guessed or stolen ticket.
-pub async fn write(address: &str, ticket: [u8; 16], indices: &[u32], payload: Vec<u8>) -> Result<(), TransferError> {
-    let mut push: Push = Tcp::default().open(address, tandem_kv::Ticket::from_bytes(ticket))?;
-    for index in indices {
-        push.send(*index, payload.clone().into()).await?;
-    }
-    push.finish().await
+pub async fn write(address: &str, ticket: [u8; 16], indices: &[u32], payload: Vec<u8>) -> Result<(), Status> {
+    let write = |index: &u32| v1::PushRequest {
+        ticket: ticket.to_vec(),
+        block_index: *index,
+        payload: payload.clone().into(),
+        ..Default::default()
+    };
+    let writes: Vec<_> = indices.iter().map(write).collect();
+    let written = TransferClient::new(crate::harness::channel(address).await).push(tokio_stream::iter(writes)).await?;
+    assert_eq!(written.into_inner().written_blocks as usize, indices.len());
+    Ok(())
 }
 
 #[tonic::async_trait]

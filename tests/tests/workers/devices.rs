@@ -1,4 +1,4 @@
-//! Blocks that go from device to device: copied by the decode worker from where they are, or sent over a link.
+//! Blocks that move from device to device: copied by the decode worker, or sent over an NCCL communicator.
 
 use crate::{
     harness::{BLOCK_BYTES, Cluster, SOON, Setup, Worker, prompt},
@@ -14,7 +14,7 @@ fn shared() -> Reach {
     Reach { shares: true, ..Reach::default() }
 }
 
-/// Two hosts with links between them.
+/// Two hosts with NCCL.
 fn linked() -> Reach {
     Reach { links: true, ..Reach::default() }
 }
@@ -33,8 +33,8 @@ fn moved(worker: &Worker, transport: &str) -> f64 {
     worker.metric(&format!("tandem_worker_kv_transfer_bytes_total{labels}"))
 }
 
-/// The way that blocks take between such workers once the decode worker has opened it.
-fn way(reach: &Reach) -> &'static str {
+/// Returns the label of the path between such workers once it is prepared.
+fn path_label(reach: &Reach) -> &'static str {
     match reach {
         Reach { shares: true, .. } => "cuda_ipc",
         Reach { links: true, .. } => "nccl",
@@ -45,7 +45,7 @@ fn way(reach: &Reach) -> &'static str {
 /// Sends prompts that have nothing in common with those of the tests (numbers repeat after 250), until the blocks of one go from device to
 /// device. Returns how many did not.
 async fn until_reached(cluster: &Cluster, reach: &Reach, first: u32) -> u32 {
-    let way = way(reach);
+    let way = path_label(reach);
     let before = moved(&cluster.decode, way);
     let trying = async {
         for number in first.. {
@@ -57,7 +57,7 @@ async fn until_reached(cluster: &Cluster, reach: &Reach, first: u32) -> u32 {
         }
         unreachable!("numbers do not end")
     };
-    tokio::time::timeout(SOON, trying).await.expect("the first prompt's ticket opens the way")
+    tokio::time::timeout(SOON, trying).await.expect("the first prompt's ticket prepares the path")
 }
 
 #[tokio::test]
@@ -122,11 +122,11 @@ async fn blocks_being_written_are_kept_until_the_write_ends() {
         cluster.decode.until(|load| load.waiting_requests == 0 && load.running_sequences == 0 && load.in_use_blocks == 4).await;
         reach.gate.open();
         cluster.idle().await;
-        // Nobody had confirmed it: it is not cached.
+        // It was not confirmed, so it is not cached.
         let next = cluster.answer(cluster.local(prompt(1, 60), 4)).await;
         assert_eq!((next.failure.clone(), next.cached_tokens()), (None, Some(0)));
         let again = cluster.answer(cluster.remote(prompt(2, 100), 4)).await;
-        assert_eq!(again.failure, None, "the way is as good as before");
+        assert_eq!(again.failure, None, "the path works as before");
         cluster.idle().await;
     }
 }
@@ -149,7 +149,7 @@ async fn prefill_worker_that_crashes_during_a_copy_is_reported_lost() {
 }
 
 #[tokio::test]
-async fn a_link_that_breaks_fails_one_attempt_and_another_is_made() {
+async fn broken_communicator_fails_one_attempt_and_is_replaced() {
     let reach = linked();
     let cluster = cluster(&reach).await;
     until_reached(&cluster, &reach, 100).await;
@@ -157,13 +157,13 @@ async fn a_link_that_breaks_fails_one_attempt_and_another_is_made() {
     let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 100), 4)).await, lost);
     cluster.idle().await;
-    // Both ends have let go of it: the next prompts go over TCP until there is a new one.
+    // Both ends have closed it: the next prompts go over TCP until there is a new one.
     assert!(until_reached(&cluster, &reach, 150).await > 0);
     cluster.idle().await;
 }
 
 #[tokio::test]
-async fn prompts_whose_ticket_is_spent_are_received_and_others_on_their_link_do_not_notice() {
+async fn batches_of_spent_tickets_are_discarded_without_harm_to_others() {
     let reach = linked();
     let cluster = cluster(&reach).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
@@ -189,7 +189,7 @@ async fn prompts_whose_ticket_is_spent_are_received_and_others_on_their_link_do_
 }
 
 #[tokio::test]
-async fn a_worker_that_drains_closes_its_links() {
+async fn draining_worker_closes_its_communicators() {
     let reach = linked();
     for prefill_first in [false, true] {
         let mut cluster = cluster(&reach).await;
@@ -202,7 +202,7 @@ async fn a_worker_that_drains_closes_its_links() {
 }
 
 #[tokio::test]
-async fn an_engine_that_fails_while_its_blocks_are_copied_confirms_nothing() {
+async fn engine_that_fails_during_a_copy_confirms_nothing() {
     let reach = shared();
     let cluster = cluster(&reach).await;
     until_reached(&cluster, &reach, 100).await;
@@ -221,7 +221,7 @@ async fn an_engine_that_fails_while_its_blocks_are_copied_confirms_nothing() {
 }
 
 #[tokio::test]
-async fn clients_that_leave_at_any_moment_leave_nothing_behind_and_break_no_link() {
+async fn clients_that_disconnect_at_any_moment_leak_nothing_and_break_no_communicator() {
     for reach in [shared(), linked()] {
         let sim = SimSettings { speedup: 20.0, ..Default::default() };
         let quick = Setup { sim, ..setup(&reach) };
@@ -244,7 +244,7 @@ async fn clients_that_leave_at_any_moment_leave_nothing_behind_and_break_no_link
         });
         futures::future::join_all(requests).await;
         cluster.idle().await;
-        assert_eq!(moved(&cluster.decode, "tcp"), over_tcp, "everything went the better way");
+        assert_eq!(moved(&cluster.decode, "tcp"), over_tcp, "all blocks took the device path");
         assert_eq!(cluster.refused_live_writes(), 0.0, "late blocks of clients that left are not taken for an attack");
         reach.closed().await;
     }

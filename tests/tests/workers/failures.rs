@@ -1,13 +1,15 @@
 //! Failures of workers and transfers, and the reasons that are reported.
 
-use crate::harness::{Cluster, SOON, Setup, prompt};
+use crate::{
+    between::write,
+    harness::{Cluster, SOON, Setup, prompt},
+};
 use std::time::Duration;
 use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{
     Failure, FailureReason, PrefillReply, PrefillRequest, PrefillStart, Ticket, TransferPath, WorkerRef, generate_reply::Message,
     prefill_reply, prefill_request, prefill_server,
 };
-use tandem_transfer::{Tcp, TransferError, Transport};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
@@ -183,7 +185,7 @@ async fn failure_names_the_decode_worker_without_blocks() {
 
 #[tokio::test]
 async fn transfer_that_misses_its_deadline_is_given_up() {
-    let impatient = Setup { landing_wait: Duration::from_millis(300), ..Setup::default() };
+    let impatient = Setup { receive_timeout: Duration::from_millis(300), ..Setup::default() };
     let cluster = Cluster::start(Setup::slow(), impatient).await;
     let failure = cluster.failure(cluster.remote(prompt(1, 10_000), 10)).await;
     assert_eq!(failure, (FailureReason::Timeout, cluster.prefill.info.instance_id.clone()));
@@ -276,13 +278,9 @@ async fn writes_without_a_ticket_are_refused() {
     let mut replies = cluster.open(cluster.remote(prompt(1, 300), 4)).await;
     replies.scheduled().await;
     cluster.decode.until(|load| load.in_use_blocks > 0).await;
-    for guess in [[0; 16], [1; 16], [255; 16]].map(tandem_kv::Ticket::from_bytes) {
-        let mut push = Tcp::default().open(&cluster.decode.address, guess).expect("an address");
-        let pushing = async {
-            push.send(0, vec![0; 128].into()).await?;
-            push.finish().await
-        };
-        assert!(matches!(pushing.await, Err(TransferError::Refused(_))));
+    for guess in [[0; 16], [1; 16], [255; 16]] {
+        let refused = write(&cluster.decode.address, guess, &[0], vec![0; 128]).await.expect_err("the ticket is unknown");
+        assert_eq!(refused.code(), Code::PermissionDenied);
     }
     let expected = Cluster::start(Setup::default(), Setup::default()).await;
     let expected = expected.answer(expected.local(prompt(1, 300), 4)).await;

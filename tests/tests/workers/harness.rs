@@ -45,7 +45,7 @@ pub struct Setup {
     pub engine: EngineSettings,
     pub report_cached_tokens: bool,
     pub ticket_wait: Duration,
-    pub landing_wait: Duration,
+    pub receive_timeout: Duration,
     pub remote_waiting_max: usize,
     /// What its device's memory can be used for beside its engine.
     pub reach: Option<Reach>,
@@ -68,7 +68,7 @@ impl Default for Setup {
             },
             report_cached_tokens: true,
             ticket_wait: SOON,
-            landing_wait: SOON,
+            receive_timeout: SOON,
             remote_waiting_max: 64,
             reach: None,
             transfer_mode: TransferMode::Auto,
@@ -224,7 +224,7 @@ impl Worker {
             },
             advertise: None,
             remote_waiting_max: setup.remote_waiting_max,
-            landing_wait: setup.landing_wait,
+            receive_timeout: setup.receive_timeout,
             transfer_mode: setup.transfer_mode,
         };
         Self::start(setup.start(), |listener, engine, metrics, shutdown| async move {

@@ -1,4 +1,4 @@
-//! Devices whose KV memory others reach without the host: those of one process, as if they were GPUs.
+//! Devices of one process that stand in for GPUs: their KV memory can be reached without the host.
 
 use crate::harness::{Gate, SOON};
 use std::{
@@ -18,17 +18,17 @@ use tokio::sync::watch;
 pub struct Reach {
     /// Others may open it.
     pub shares: bool,
-    /// It has links.
+    /// It has NCCL.
     pub links: bool,
     /// Closed, nothing arrives.
     pub gate: Gate,
     /// Memories that are open.
     pub open: watch::Sender<usize>,
-    /// The next blocks that are sent are lost, and their link with them.
+    /// The next batch that is sent breaks its communicator.
     pub breaks: Arc<AtomicU64>,
-    /// Sending ends of links that were begun.
+    /// Sending ends that have begun to join a communicator.
     pub joined: watch::Sender<u64>,
-    /// Closed, no sending end of a link is made.
+    /// Closed, no sending end joins.
     pub join_gate: Gate,
 }
 
@@ -151,7 +151,7 @@ impl KvMemory for Beside {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("not poisoned");
         let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
-            // Who sends does not wait until somebody receives: nor does NCCL, as long as its buffers have room.
+            // The sender does not wait for the receiver: nor does NCCL while its buffers have capacity.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

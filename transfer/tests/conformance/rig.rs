@@ -1,14 +1,21 @@
-//! A receiver whose memory the test owns, and the ways to it.
+//! A prefill worker's send paths, and a decode worker's receive paths whose memory the test owns.
 
+use crate::device::Device;
 use bytes::Bytes;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     sync::{Arc, Mutex},
     time::Duration,
 };
-use tandem_kv::Ticket;
+use tandem_kv::{BlockAccess, BlockId, BlockWrite, KvMemory, ReadyBlock, Ticket};
+use tandem_node::Shutdown;
+use tandem_proto::{
+    channel::{self, Network},
+    v1::{self, PrefillDone, TransferPath},
+};
 use tandem_transfer::{
-    Loopback, NoLinks, Piece, Push, ReadyBlocks, Refused, Sink, Tcp, TransferError, TransferService, Transport,
+    Destination, Lifetime, Negotiated, ReceivePaths, Refused, SendPaths, SendSettings, Sent, Transfer, TransferError,
+    TransferMode,
 };
 use tokio::sync::Semaphore;
 
@@ -18,51 +25,59 @@ pub const BLOCK_BYTES: usize = 256 << 10;
 pub const PENDING: Duration = Duration::from_millis(300);
 /// Time in which everything happens on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
+/// The prefill worker's instance.
+const PEER: &str = "prefill-0";
 
 /// The receiver's memory, with the rules a worker has: a ticket names its missing blocks, each is written once and whole.
 #[derive(Clone)]
 pub struct Memory(pub Arc<State>);
 
 pub struct State {
-    tickets: Mutex<BTreeMap<Ticket, Given>>,
-    /// Of a sender whose blocks are copied from where they are.
-    shown: Mutex<Vec<Bytes>>,
+    tickets: Mutex<BTreeMap<Ticket, Issued>>,
+    /// Where other devices write.
+    device: Device,
     /// One permit lets one write happen.
     allowed: Semaphore,
     /// One permit for each write that has come.
     pub asked: Semaphore,
 }
 
-/// What a ticket allows.
-struct Given {
+/// The blocks that a ticket names.
+struct Issued {
     block_bytes: usize,
-    /// Those that are missing, and those that have landed.
-    blocks: BTreeMap<u32, Option<Bytes>>,
+    blocks: BTreeMap<u32, Block>,
+}
+
+#[derive(PartialEq)]
+enum Block {
+    Missing,
+    Writing,
+    Written(Bytes),
 }
 
 impl Memory {
-    fn new() -> Self {
-        Self(Arc::new(State {
-            tickets: Mutex::default(),
-            shown: Mutex::default(),
-            allowed: Semaphore::new(Semaphore::MAX_PERMITS),
-            asked: Semaphore::new(0),
-        }))
+    fn new(device: Device) -> Self {
+        let (allowed, asked) = (Semaphore::new(Semaphore::MAX_PERMITS), Semaphore::new(0));
+        Self(Arc::new(State { tickets: Mutex::default(), device, allowed, asked }))
     }
 
-    pub fn give_out(&self, ticket: u64, missing: impl IntoIterator<Item = u32>) {
-        self.give_out_for(BLOCK_BYTES, ticket, missing);
+    pub fn issue(&self, ticket: u64, missing: impl IntoIterator<Item = u32>) {
+        self.issue_for(BLOCK_BYTES, ticket, missing);
     }
 
-    pub fn give_out_for(&self, block_bytes: usize, ticket: u64, missing: impl IntoIterator<Item = u32>) {
-        let blocks = missing.into_iter().map(|index| (index, None)).collect();
-        self.0.tickets.lock().expect("not poisoned").insert(named(ticket), Given { block_bytes, blocks });
+    pub fn issue_for(&self, block_bytes: usize, ticket: u64, missing: impl IntoIterator<Item = u32>) {
+        let blocks = missing.into_iter().map(|index| (index, Block::Missing)).collect();
+        self.0.tickets.lock().expect("not poisoned").insert(named(ticket), Issued { block_bytes, blocks });
     }
 
-    /// Takes the ticket back; gives what had landed.
+    /// Revokes the ticket; returns the blocks that were written.
     pub fn revoke(&self, ticket: u64) -> BTreeMap<u32, Bytes> {
-        let given = self.0.tickets.lock().expect("not poisoned").remove(&named(ticket)).expect("it was given out");
-        given.blocks.into_iter().filter_map(|(index, block)| Some((index, block?))).collect()
+        let issued = self.0.tickets.lock().expect("not poisoned").remove(&named(ticket)).expect("it was issued");
+        let written = issued.blocks.into_iter().filter_map(|(index, block)| match block {
+            Block::Written(content) => Some((index, content)),
+            Block::Missing | Block::Writing => None,
+        });
+        written.collect()
     }
 
     /// From now on writes wait for [`Memory::release`].
@@ -74,123 +89,237 @@ impl Memory {
         self.0.allowed.add_permits(writes);
     }
 
-    /// From now on a sender may say that this is at the place that is given back.
-    pub fn show(&self, payload: Bytes) -> u32 {
-        let mut shown = self.0.shown.lock().expect("not poisoned");
-        shown.push(payload);
-        shown.len() as u32 - 1
-    }
-
-    fn sink(&self) -> Sink {
-        let memory = self.clone();
-        Sink::new(move |ticket, piece| {
-            let memory = memory.clone();
-            async move {
-                let blocks: Vec<(u32, Bytes)> = match piece {
-                    Piece::Block { index, payload } => vec![(index, payload)],
-                    Piece::Ready(ready) => {
-                        let shown = memory.0.shown.lock().expect("not poisoned");
-                        let places = ready.source_blocks.iter().map(|place| shown[*place as usize].clone());
-                        ready.block_indices.into_iter().zip(places).collect()
-                    }
-                };
-                memory.0.asked.add_permits(1);
-                memory.0.allowed.acquire().await.expect("open").forget();
-                // Some writes take longer than others.
-                for _ in 0..blocks[0].1.first().map_or(0, |byte| byte % 4) {
-                    tokio::task::yield_now().await;
-                }
-                let mut tickets = memory.0.tickets.lock().expect("not poisoned");
-                let Given { block_bytes, blocks: given } = tickets.get_mut(&ticket).ok_or(Refused)?;
-                let fits = |(index, payload): &(u32, Bytes)| given.get(index) == Some(&None) && payload.len() == *block_bytes;
-                if !blocks.iter().all(fits) {
-                    return Err(Refused);
-                }
-                given.extend(blocks.into_iter().map(|(index, payload)| (index, Some(payload))));
-                Ok(())
-            }
-        })
+    async fn pass(&self, yields: u8) {
+        self.0.asked.add_permits(1);
+        self.0.allowed.acquire().await.expect("open").forget();
+        // Some writes take longer than others.
+        for _ in 0..yields % 4 {
+            tokio::task::yield_now().await;
+        }
     }
 }
 
-/// A transport and a receiver that it reaches.
+#[tonic::async_trait]
+impl Destination for Memory {
+    async fn write(&self, ticket: Ticket, index: u32, content: Bytes) -> Result<(), Refused> {
+        self.pass(content.first().copied().unwrap_or_default()).await;
+        let mut tickets = self.0.tickets.lock().expect("not poisoned");
+        let Issued { block_bytes, blocks } = tickets.get_mut(&ticket).ok_or(Refused)?;
+        let block = blocks.get_mut(&index).filter(|block| **block == Block::Missing).ok_or(Refused)?;
+        if content.len() != *block_bytes {
+            return Err(Refused);
+        }
+        *block = Block::Written(content);
+        Ok(())
+    }
+
+    async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused> {
+        self.pass(indices.first().map_or(0, |index| *index as u8)).await;
+        let mut tickets = self.0.tickets.lock().expect("not poisoned");
+        let Issued { block_bytes, blocks } = tickets.get_mut(&ticket).ok_or(Refused)?;
+        if !indices.iter().all(|index| blocks.get(index) == Some(&Block::Missing)) {
+            return Err(Refused);
+        }
+        blocks.extend(indices.iter().map(|index| (*index, Block::Writing)));
+        let places = indices.iter().map(|_| self.0.device.reserve(*block_bytes)).collect();
+        Ok(Box::new(Write { memory: self.clone(), ticket, indices, places, complete: false }))
+    }
+
+    async fn confirm(&self, _: Ticket) {}
+
+    async fn refuse(&self, _: Ticket) -> Refused {
+        Refused
+    }
+}
+
+struct Write {
+    memory: Memory,
+    ticket: Ticket,
+    indices: Vec<u32>,
+    places: Vec<BlockId>,
+    complete: bool,
+}
+
+impl BlockWrite for Write {
+    fn blocks(&self) -> &[BlockId] {
+        &self.places
+    }
+
+    fn complete(mut self: Box<Self>) {
+        self.complete = true;
+    }
+}
+
+impl Drop for Write {
+    fn drop(&mut self) {
+        let State { tickets, device, .. } = &*self.memory.0;
+        if let Some(issued) = tickets.lock().expect("not poisoned").get_mut(&self.ticket) {
+            for (index, place) in self.indices.iter().zip(&self.places) {
+                let block = if self.complete { Block::Written(device.read(*place)) } else { Block::Missing };
+                issued.blocks.insert(*index, block);
+            }
+        }
+    }
+}
+
+/// The two ends of a path.
 pub struct Rig {
-    pub transport: Box<dyn Transport>,
+    pub path: TransferPath,
     pub address: String,
     pub memory: Memory,
-    /// Blocks stay where they are, and the receiver takes them from there.
-    pub by_place: bool,
-    pub disconnect: Box<dyn FnOnce() + Send>,
+    /// The prefill worker's.
+    pub source: Device,
+    send: SendPaths,
+    pub receive: ReceivePaths,
+    /// The tickets that were opened.
+    negotiated: tokio::sync::Mutex<BTreeMap<u64, (v1::Ticket, Negotiated)>>,
+    server: Mutex<Option<ServerGuard>>,
 }
 
-/// A push, whichever way its blocks go.
+/// A transfer of blocks that are in the prefill worker's memory.
 pub struct Sending {
-    push: Push,
-    shown: Option<Memory>,
+    transfer: Transfer,
+    source: Device,
 }
 
 impl Sending {
     pub async fn send(&mut self, index: u32, payload: Bytes) -> Result<(), TransferError> {
-        let Some(memory) = &self.shown else { return self.push.send(index, payload).await };
-        let place = memory.show(payload);
-        self.push.ready(ReadyBlocks { block_indices: vec![index], source_blocks: vec![place] }).await
+        self.send_all(vec![(index, payload)]).await
     }
 
-    pub async fn broken(&mut self) -> TransferError {
-        self.push.broken().await
+    pub async fn send_all(&mut self, blocks: Vec<(u32, Bytes)>) -> Result<(), TransferError> {
+        let copied = self.transfer.access() == BlockAccess::Copied;
+        let ready = blocks.into_iter().map(|(index, payload)| {
+            let content = if copied { payload.to_vec() } else { Vec::new() };
+            ReadyBlock { index, block: self.source.store(payload), content }
+        });
+        let ready = ready.collect();
+        self.transfer.send(ready).await
     }
 
-    pub async fn finish(self) -> Result<(), TransferError> {
-        self.push.finish().await
+    pub async fn interrupted(&mut self) -> TransferError {
+        self.transfer.interrupted().await
+    }
+
+    pub async fn finish(self) -> Result<Sent, TransferError> {
+        self.transfer.finish().await
     }
 }
 
 impl Rig {
-    pub fn open(&self, ticket: u64) -> Sending {
-        let push = self.transport.open(&self.address, named(ticket)).expect("the address is valid");
-        Sending { push, shown: self.by_place.then(|| self.memory.clone()) }
+    async fn start(mode: TransferMode, device: impl Fn() -> Device, path: TransferPath) -> Self {
+        let (source, destination) = (device(), device());
+        let memory = Memory::new(destination.clone());
+        let shutdown = Shutdown::default();
+        let lifetime = Lifetime::new(shutdown, std::future::pending());
+        let receive = ReceivePaths::new(memory.clone(), Some(Arc::new(destination) as Arc<dyn KvMemory>), mode, lifetime.clone());
+        // A runtime of its own: shut down, it closes every connection, as a process that dies does.
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+        listener.set_nonblocking(true).expect("a socket");
+        let address = listener.local_addr().expect("bound").to_string();
+        let service = receive.service();
+        runtime.spawn(async move {
+            let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime");
+            let incoming = channel::incoming(listener);
+            channel::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
+        });
+        let send = SendPaths::new(SendSettings {
+            instance_id: PEER.to_owned(),
+            mode,
+            memory: Some(Arc::new(source.clone())),
+            block_bytes: BLOCK_BYTES,
+            network: Network::default(),
+            lifetime,
+        });
+        let (negotiated, server) = (tokio::sync::Mutex::default(), Mutex::new(Some(ServerGuard(Some(runtime)))));
+        let rig = Self { path, address, memory, source, send, receive, negotiated, server };
+        rig.prepare(1 << 50).await;
+        rig
     }
 
-    /// Sends one block and waits until it has landed.
+    /// Sends prompts of one block, from this ticket on, until one takes the rig's path. Returns how many did not.
+    pub async fn prepare(&self, first: u64) -> u64 {
+        for ticket in first.. {
+            self.memory.issue(ticket, 0..1);
+            let mut sending = self.open(ticket).await;
+            sending.send(0, block(0)).await.expect("it is missing");
+            let ipc_handle = sending.finish().await.expect("it is missing").ipc_handle;
+            let mut negotiated = self.negotiated.lock().await;
+            let (issued, negotiated) = negotiated.get_mut(&ticket).expect("it was opened");
+            negotiated.confirmed(&PrefillDone { ipc_handle, ..PrefillDone::default() }).await;
+            assert_eq!(self.memory.revoke(ticket).len(), 1);
+            if issued.path() == self.path {
+                return ticket - first;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        unreachable!("tickets do not end")
+    }
+
+    /// Returns the ticket as the decode worker sends it to a prefill worker.
+    pub async fn negotiate(&self, peer: &str, ticket: u64) -> (v1::Ticket, Negotiated) {
+        let (secret, address) = (named(ticket), self.address.clone());
+        let mut issued = v1::Ticket { ticket: secret.as_bytes().to_vec(), address, ..v1::Ticket::default() };
+        let negotiated = self.receive.negotiate(peer, self.send.capabilities(), secret, &mut issued).await;
+        (issued, negotiated)
+    }
+
+    pub async fn open(&self, ticket: u64) -> Sending {
+        let mut negotiated = self.negotiated.lock().await;
+        let (issued, _) = match negotiated.entry(ticket) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(self.negotiate(PEER, ticket).await),
+        };
+        self.sending(issued.clone())
+    }
+
+    pub fn sending(&self, ticket: v1::Ticket) -> Sending {
+        Sending { transfer: self.send.open(ticket).expect("the ticket is valid"), source: self.source.clone() }
+    }
+
+    pub fn open_ticket(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
+        self.send.open(ticket)
+    }
+
+    /// Sends one block and waits until it is written.
     pub async fn send(&self, ticket: u64, index: u32, payload: Bytes) -> Result<(), TransferError> {
-        let mut push = self.open(ticket);
-        push.send(index, payload).await?;
-        push.finish().await
+        let mut sending = self.open(ticket).await;
+        sending.send(index, payload).await?;
+        sending.finish().await.map(drop)
+    }
+
+    /// Closes all connections of the receiver.
+    pub fn disconnect(&self) {
+        drop(self.server.lock().expect("not poisoned").take());
+    }
+
+    /// Whether blocks of another size than the receiver's can be sent at all: communicators move blocks of one size.
+    pub fn sends_any_size(&self) -> bool {
+        self.path != TransferPath::Nccl
     }
 }
 
-/// As workers do whose memory can be reached: only where blocks are is told.
-pub fn places() -> Rig {
-    Rig { by_place: true, ..tcp() }
+pub async fn host() -> Rig {
+    Rig::start(TransferMode::Tcp, || Device::new(true, 1), TransferPath::Tcp).await
 }
 
-pub fn loopback() -> Rig {
-    let (transport, memory) = (Loopback::default(), Memory::new());
-    let address = "decode-0".to_owned();
-    let reachable = transport.add(&address, memory.sink());
-    Rig { transport: Box::new(transport), address, memory, by_place: false, disconnect: Box::new(move || drop(reachable)) }
+pub async fn simulated() -> Rig {
+    let mode = TransferMode::Simulated { block: Duration::from_micros(20) };
+    Rig::start(mode, || Device::new(true, 1), TransferPath::Tcp).await
 }
 
-pub fn tcp() -> Rig {
-    let memory = Memory::new();
-    // A runtime of its own: shut down, it closes every connection, as a process that dies does.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.set_nonblocking(true).expect("a socket");
-    let address = listener.local_addr().expect("bound").to_string();
-    let service = TransferService::server(memory.sink(), NoLinks);
-    runtime.spawn(async move {
-        let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime");
-        let incoming = tandem_proto::channel::incoming(listener);
-        tandem_proto::channel::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
-    });
-    let runtime = RuntimeGuard(Some(runtime));
-    Rig { transport: Box::new(Tcp::default()), address, memory, by_place: false, disconnect: Box::new(move || drop(runtime)) }
+pub async fn ipc() -> Rig {
+    Rig::start(TransferMode::Auto, || Device::new(true, 1), TransferPath::CudaIpc).await
 }
 
-struct RuntimeGuard(Option<tokio::runtime::Runtime>);
+pub async fn nccl() -> Rig {
+    Rig::start(TransferMode::Auto, || Device::new(false, 1), TransferPath::Nccl).await
+}
 
-impl Drop for RuntimeGuard {
+struct ServerGuard(Option<tokio::runtime::Runtime>);
+
+impl Drop for ServerGuard {
     fn drop(&mut self) {
         self.0.take().expect("dropped once").shutdown_background();
     }

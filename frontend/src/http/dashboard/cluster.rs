@@ -62,8 +62,8 @@ fn replies<'a>(views: &'a Views, identity: &Identity) -> Vec<(&'a str, &'a Worke
     replies.filter(|(_, reply)| identity.fits(reply.identity.as_ref().unwrap_or(&Identity::default())).is_ok()).collect()
 }
 
-/// Every instance that a router knows, by name. The routers' placements are added up; what a worker reports reaches all routers within
-/// a second, so that the latest report counts.
+/// Returns every worker instance that a router knows, by name. Placements of routers are added up. A report reaches all routers in
+/// a second, so the latest report of a worker is used.
 fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
     for worker in replies.iter().flat_map(|(_, reply)| &reply.workers) {

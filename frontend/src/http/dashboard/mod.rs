@@ -74,7 +74,7 @@ async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Res
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
     let records = recent.after(after);
     let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
-    // Numbers restart with the process: a viewer that sees another `since` asks for all records.
+    // Record numbers restart with the process: a page that sees another `since` requests all records.
     guarded(Json(json!({ "since": app.since, "max": recent.max(), "requests": records })))
 }
 

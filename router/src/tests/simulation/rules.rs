@@ -1,5 +1,5 @@
 //! The rules by which other routers choose, according to their documentation and sources, to compare with. Each gets the same
-//! input as ours.
+//! input as the rule of this router.
 
 use super::Lcg;
 use crate::route::{Candidate, PlacementQuery};
@@ -20,7 +20,7 @@ pub(super) enum Rule {
     RoundRobin,
 }
 
-/// All rules but ours.
+/// All rules but the one of this router.
 pub(super) const OTHER_RULES: [Rule; 5] = [Rule::Dynamo, Rule::Sglang, Rule::LlmD, Rule::FewestRequests, Rule::RoundRobin];
 
 /// SGLang's thresholds: loads that differ by more than both, absolutely and as a factor, are imbalanced.

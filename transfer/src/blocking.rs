@@ -1,0 +1,16 @@
+//! Work that must not be interrupted: device transfers.
+
+use futures::FutureExt;
+use tandem_node::Shutdown;
+use tokio::{sync::oneshot, task::spawn_blocking};
+
+/// Runs blocking work to its end, even if the returned future is dropped before; the process's end waits for it. `None`: it panicked.
+pub(crate) async fn run_to_end<T: Send + 'static>(shutdown: &Shutdown, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (done, result) = oneshot::channel();
+    let working = spawn_blocking(move || {
+        // The receiver may be gone.
+        let _ = done.send(work());
+    });
+    shutdown.track(working.map(drop));
+    result.await.ok()
+}

@@ -1,0 +1,242 @@
+//! The receiving half of the NCCL path.
+//!
+//! A peer's entry begins with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill worker
+//! then opens a control stream, which receives batches as long as both exist. A [`Connection`] holds the entry through all of this; dropping
+//! it, whatever the reason, closes the communicator, removes the entry and starts the peer's backoff.
+
+use super::{JOINS_MAX, LABEL};
+use crate::{
+    Destination, Lifetime, Refused,
+    blocking::run_to_end,
+    negotiate::{Backoff, PEERS_MAX},
+    path::{Decision, Grant, Offer, ReceivePath},
+};
+use parking_lot::Mutex;
+use std::{collections::HashMap, sync::Arc, time::Duration};
+use tandem_kv::{CommunicatorEnd, KvCommunicator, KvMemory, Ticket};
+use tandem_proto::v1::{PrefillDone, TransferPath};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, oneshot},
+    task::spawn_blocking,
+};
+
+/// From this end's joining until the prefill worker must have opened the control stream.
+const CONTROL_WAIT: Duration = Duration::from_secs(30);
+
+/// A worker's communicators, of which it is the receiving end. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct NcclReceiver(Arc<Inner>);
+
+struct Inner {
+    memory: Arc<dyn KvMemory>,
+    ranks: u32,
+    destination: Arc<dyn Destination>,
+    backoff: Arc<Backoff>,
+    lifetime: Lifetime,
+    /// By the prefill worker's instance; at most [`PEERS_MAX`].
+    peers: Mutex<HashMap<String, Peer>>,
+    /// [`JOINS_MAX`] permits, each taken from the ticket that names a communicator until this end has joined it.
+    joins: Arc<Semaphore>,
+}
+
+struct Peer {
+    /// Empty until it is made.
+    communicator_id: Vec<u8>,
+    state: State,
+}
+
+enum State {
+    /// Named by a ticket. The control stream, which may come before or after this end has joined, takes the connection from here.
+    Joining(oneshot::Receiver<Connection>),
+    /// A control stream waits for this end to join.
+    Claimed,
+    /// Tickets may name it.
+    Open,
+}
+
+/// A peer's entry in [`Inner::peers`], with the communicator once this end has joined it.
+pub(crate) struct Connection {
+    receiver: NcclReceiver,
+    peer: String,
+    communicator_id: Vec<u8>,
+    communicator: Option<Arc<dyn KvCommunicator>>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let Inner { backoff, lifetime, .. } = &*self.receiver.0;
+        let entry = self.receiver.0.peers.lock().remove(&self.peer);
+        backoff.fail(&self.peer);
+        lifetime.shutdown.drop_elsewhere((entry, self.communicator.take()));
+    }
+}
+
+impl NcclReceiver {
+    /// `None`: the engine has no NCCL.
+    pub(crate) fn new(
+        memory: Arc<dyn KvMemory>,
+        destination: Arc<dyn Destination>,
+        backoff: Arc<Backoff>,
+        lifetime: Lifetime,
+    ) -> Option<Self> {
+        let ranks = memory.nccl_ranks();
+        let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
+        (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
+    }
+
+    /// Enters a peer in the map. `None`: it has a communicator already, or too many others have one.
+    fn enter(&self, peer: &str) -> Option<Joining> {
+        let mut peers = self.0.peers.lock();
+        if peers.len() >= PEERS_MAX || peers.contains_key(peer) {
+            return None;
+        }
+        let permit = Arc::clone(&self.0.joins).try_acquire_owned().ok()?;
+        let (joined, connection) = oneshot::channel();
+        peers.insert(peer.to_owned(), Peer { communicator_id: Vec::new(), state: State::Joining(connection) });
+        let (receiver, peer) = (self.clone(), peer.to_owned());
+        let connection = Connection { receiver, peer, communicator_id: Vec::new(), communicator: None };
+        Some(Joining { connection, joined, permit })
+    }
+
+    /// Returns the connection over this communicator when this end has joined it, for a control stream. `None`: no ticket has named it, it has a
+    /// control stream already, or joining failed.
+    pub(crate) async fn claim(&self, communicator_id: &[u8]) -> Option<Connection> {
+        let joining = {
+            let mut peers = self.0.peers.lock();
+            let mut named = peers.values_mut().filter(|peer| !peer.communicator_id.is_empty());
+            let peer = named.find(|peer| peer.communicator_id == communicator_id)?;
+            match std::mem::replace(&mut peer.state, State::Claimed) {
+                State::Joining(connection) => connection,
+                claimed => {
+                    peer.state = claimed;
+                    return None;
+                }
+            }
+        };
+        let connection = tokio::select! {
+            connection = joining => connection.ok()?,
+            () = self.0.lifetime.shutdown.draining() => return None,
+        };
+        if let Some(peer) = self.0.peers.lock().get_mut(&connection.peer) {
+            peer.state = State::Open;
+        }
+        Some(connection)
+    }
+}
+
+#[tonic::async_trait]
+impl ReceivePath for NcclReceiver {
+    fn label(&self) -> &'static str {
+        LABEL
+    }
+
+    async fn offer(&self, offer: Offer<'_>) -> Decision {
+        let Offer { peer, capabilities, ticket, .. } = offer;
+        if capabilities.nccl_ranks != self.0.ranks {
+            return Decision::Unavailable;
+        }
+        if let Some(Peer { communicator_id, state: State::Open }) = self.0.peers.lock().get(peer) {
+            (ticket.path, ticket.communicator) = (TransferPath::Nccl.into(), communicator_id.clone());
+            return Decision::Accepted(None);
+        }
+        if self.0.backoff.is_open(peer) {
+            return Decision::Unavailable;
+        }
+        let Some(mut joining) = self.enter(peer) else { return Decision::Unavailable };
+        let memory = Arc::clone(&self.0.memory);
+        match spawn_blocking(move || memory.new_communicator_id()).await.expect("making an id does not panic") {
+            Ok(id) => {
+                if let Some(entry) = self.0.peers.lock().get_mut(peer) {
+                    entry.communicator_id = id.clone();
+                }
+                joining.connection.communicator_id = id.clone();
+                ticket.communicator = id;
+                Decision::Prepares(Box::new(joining))
+            }
+            Err(error) => {
+                tracing::warn!(%error, peer, "no NCCL communicator; KV continues over TCP");
+                Decision::Unavailable
+            }
+        }
+    }
+}
+
+/// A communicator that a ticket names, until this end has joined it.
+struct Joining {
+    connection: Connection,
+    joined: oneshot::Sender<Connection>,
+    permit: OwnedSemaphorePermit,
+}
+
+impl Grant for Joining {
+    fn confirmed(self: Box<Self>, _: &PrefillDone) {
+        let shutdown = self.connection.receiver.0.lifetime.shutdown.clone();
+        shutdown.spawn(self.join());
+    }
+}
+
+impl Joining {
+    /// Joins while other prompts' blocks are received over TCP.
+    async fn join(self) {
+        let Self { mut connection, joined, permit } = self;
+        let (receiver, peer, id) = (connection.receiver.clone(), connection.peer.clone(), connection.communicator_id.clone());
+        let Inner { memory, lifetime, peers, .. } = &*receiver.0;
+        let memory = Arc::clone(memory);
+        let joining = spawn_blocking(move || {
+            // The thread may outlive the task that waits for it.
+            let _permit = permit;
+            memory.join(&id, CommunicatorEnd::Receiver)
+        });
+        let communicator = tokio::select! {
+            joined = joining => joined.expect("joining does not panic"),
+            () = lifetime.shutdown.draining() => return,
+        };
+        match communicator {
+            Ok(communicator) => connection.communicator = Some(communicator),
+            Err(error) => return tracing::warn!(%error, peer, "NCCL communicator not joined; KV continues over TCP"),
+        }
+        let id = connection.communicator_id.clone();
+        if joined.send(connection).is_err() {
+            return;
+        }
+        // If the sender's end has failed, the control stream never comes.
+        tokio::select! {
+            () = tokio::time::sleep(CONTROL_WAIT) => {}
+            () = lifetime.shutdown.draining() => {}
+        }
+        let unclaimed = {
+            let mut peers = peers.lock();
+            let joining = |peer: &&mut Peer| peer.communicator_id == id && matches!(peer.state, State::Joining(_));
+            peers.get_mut(&peer).filter(joining).map(|peer| std::mem::replace(&mut peer.state, State::Claimed))
+        };
+        drop(unclaimed);
+    }
+}
+
+impl Connection {
+    /// Receives the batch that the sender sends now; returns whether its blocks were written. A batch that the ticket does not allow is received and
+    /// discarded. `None`: the communicator is broken.
+    pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
+        let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
+        let (communicator, count) = (self.communicator.clone()?, block_indices.len());
+        let write = destination.begin_write(ticket, block_indices).await;
+        let receiving = move || match write {
+            Ok(write) => {
+                let blocks: Vec<_> = write.blocks().iter().copied().map(Some).collect();
+                communicator.receive(&blocks).map(|()| write.complete()).map(|()| true)
+            }
+            Err(Refused) => communicator.receive(&vec![None; count]).map(|()| false),
+        };
+        let received = run_to_end(&lifetime.shutdown, receiving).await?;
+        match &received {
+            Ok(_) => backoff.succeed(&self.peer),
+            Err(error) => tracing::warn!(%error, peer = self.peer, "NCCL communicator failed"),
+        }
+        received.ok()
+    }
+
+    /// Resolves when the worker has drained, and no more batches come.
+    pub(crate) fn drained(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.receiver.0.lifetime.drained()
+    }
+}

@@ -1,0 +1,216 @@
+//! The sending half of the NCCL path.
+
+use super::{JOINS_MAX, LABEL};
+use crate::{Lifetime, Progress, Refused, SendPath, TransferError, negotiate::PEERS_MAX};
+use parking_lot::Mutex;
+use std::{collections::HashMap, sync::Arc};
+use tandem_kv::{BlockAccess, BlockId, CommunicatorEnd, KvCommunicator, KvMemory, ReadyBlock, Ticket};
+use tandem_proto::{
+    channel::Channels,
+    v1::{NcclControlReply, NcclControlRequest, transfer_client::TransferClient},
+};
+use tokio::{
+    sync::{Semaphore, mpsc, oneshot},
+    task::spawn_blocking,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+/// Blocks of one transfer on their way through a communicator.
+struct Batch {
+    ticket: Ticket,
+    blocks: Vec<ReadyBlock>,
+    written: oneshot::Sender<bool>,
+}
+
+/// The path of one ticket's blocks: batches queue for the communicator.
+pub(crate) struct NcclPath {
+    ticket: Ticket,
+    batches: mpsc::Sender<Batch>,
+}
+
+#[tonic::async_trait]
+impl SendPath for NcclPath {
+    fn label(&self) -> &'static str {
+        LABEL
+    }
+
+    fn access(&self) -> BlockAccess {
+        BlockAccess::InPlace
+    }
+
+    async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
+        let (written, reply) = oneshot::channel();
+        let batch = Batch { ticket: self.ticket, blocks, written };
+        self.batches.send(batch).await.map_err(|_| TransferError::Closed(None))?;
+        match reply.await {
+            Ok(true) => Ok(Progress::Sent),
+            Ok(false) => Err(Refused.into()),
+            Err(_) => Err(TransferError::Closed(None)),
+        }
+    }
+
+    async fn interrupted(&mut self) -> TransferError {
+        self.batches.closed().await;
+        TransferError::Closed(None)
+    }
+
+    async fn finish(self: Box<Self>) -> Result<(), TransferError> {
+        // Each batch was written when its `send` returned.
+        Ok(())
+    }
+}
+
+/// A worker's communicators, of which it is the sending end. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct NcclSender(Arc<Inner>);
+
+struct Inner {
+    memory: Arc<dyn KvMemory>,
+    channels: Channels,
+    lifetime: Lifetime,
+    /// By the decode worker's address; at most [`PEERS_MAX`], because each takes GPU memory. A peer has one communicator or join.
+    peers: Mutex<HashMap<String, Peer>>,
+    /// [`JOINS_MAX`] permits.
+    joins: Arc<Semaphore>,
+}
+
+struct Peer {
+    communicator_id: Vec<u8>,
+    /// `None` while both ends join.
+    batches: Option<mpsc::Sender<Batch>>,
+}
+
+impl NcclSender {
+    pub(crate) fn new(memory: Arc<dyn KvMemory>, channels: Channels, lifetime: Lifetime) -> Self {
+        let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
+        Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
+    }
+
+    /// Returns the path over this communicator, if it is open.
+    pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
+        let peers = self.0.peers.lock();
+        let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
+        Some(NcclPath { ticket, batches: peer.batches.clone()? })
+    }
+
+    /// Joins a communicator and serves it, in a task of its own. Only for one that was named by a ticket under which blocks were written at
+    /// `address`: joining connects to an address within the id, and takes a thread until the other end has joined, too.
+    pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
+        let (Ok(permit), Some(entry)) = (Arc::clone(&self.0.joins).try_acquire_owned(), self.enter(&address, &communicator_id))
+        else {
+            tracing::debug!(decode = address, "no NCCL communicator is joined now; KV continues over TCP");
+            return;
+        };
+        self.0.lifetime.shutdown.spawn(async move {
+            let Inner { memory, lifetime, .. } = &*entry.sender.0;
+            let (memory, id) = (Arc::clone(memory), communicator_id.clone());
+            let joining = spawn_blocking(move || {
+                // The thread may outlive the task that waits for it.
+                let _permit = permit;
+                memory.join(&id, CommunicatorEnd::Sender)
+            });
+            let joined = tokio::select! {
+                joined = joining => joined.expect("joining does not panic"),
+                () = lifetime.shutdown.draining() => return,
+            };
+            match joined {
+                Ok(communicator) => {
+                    let open = Open { communicator: Some(communicator), entry };
+                    let reason = open.serve(communicator_id).await;
+                    tracing::info!(reason, decode = address, "NCCL communicator closed");
+                }
+                Err(error) => tracing::warn!(%error, decode = address, "NCCL communicator not joined; KV continues over TCP"),
+            }
+        });
+    }
+
+    /// Enters a peer in the map. `None`: it has a communicator already, or too many others have one.
+    fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Entry> {
+        let mut peers = self.0.peers.lock();
+        if peers.len() >= PEERS_MAX || peers.contains_key(address) {
+            return None;
+        }
+        peers.insert(address.to_owned(), Peer { communicator_id: communicator_id.to_vec(), batches: None });
+        Some(Entry { sender: self.clone(), address: address.to_owned() })
+    }
+}
+
+/// A peer's entry in [`Inner::peers`].
+struct Entry {
+    sender: NcclSender,
+    address: String,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.sender.0.peers.lock().remove(&self.address);
+    }
+}
+
+/// An open communicator.
+struct Open {
+    /// `None` only in `drop`.
+    communicator: Option<Arc<dyn KvCommunicator>>,
+    entry: Entry,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.entry.sender.0.lifetime.shutdown.drop_elsewhere(self.communicator.take());
+    }
+}
+
+impl Open {
+    /// Sends batches until the communicator or its control stream breaks, or this worker drains and has nothing more to send. Returns the
+    /// reason.
+    async fn serve(&self, communicator_id: Vec<u8>) -> String {
+        let Entry { sender, address } = &self.entry;
+        let Ok(channel) = sender.0.channels.to(address) else { return "the decode worker's address is invalid".to_owned() };
+        let (batches, mut queue) = mpsc::channel(1);
+        // From here on tickets may name it: the decode worker names it as soon as the control stream is open.
+        if let Some(peer) = sender.0.peers.lock().get_mut(address) {
+            peer.batches = Some(batches);
+        }
+        let (requests, receiver) = mpsc::channel(1);
+        let first = NcclControlRequest { communicator: communicator_id, ..NcclControlRequest::default() };
+        // There is capacity for one.
+        let _ = requests.try_send(first);
+        let mut replies = match TransferClient::new(channel).nccl_control(ReceiverStream::new(receiver)).await {
+            Ok(replies) => replies.into_inner(),
+            Err(status) => return status.to_string(),
+        };
+        loop {
+            let batch = tokio::select! {
+                batch = queue.recv() => batch,
+                reply = reply(&mut replies) => return reply.err().unwrap_or_else(|| "a reply without a request".to_owned()),
+                () = sender.0.lifetime.drained() => return "this worker has drained".to_owned(),
+            };
+            let Some(Batch { ticket, blocks, written }) = batch else { return "it is not in use".to_owned() };
+            if written.is_closed() {
+                continue;
+            }
+            let (block_indices, blocks): (Vec<u32>, Vec<BlockId>) =
+                blocks.into_iter().map(|ready| (ready.index, ready.block)).unzip();
+            let ticket = ticket.as_bytes().to_vec();
+            let request = NcclControlRequest { ticket, block_indices, ..NcclControlRequest::default() };
+            if requests.send(request).await.is_err() {
+                return "the control stream is closed".to_owned();
+            }
+            // The receiver now receives this batch, so it is sent even if its transfer has ended.
+            let Some(communicator) = self.communicator.clone() else { return "the communicator is closed".to_owned() };
+            let sending = spawn_blocking(move || communicator.send(&blocks));
+            let (sent, reply) = tokio::join!(sending, reply(&mut replies));
+            match (sent.expect("sending does not panic"), reply) {
+                (Ok(()), Ok(reply)) => drop(written.send(reply.written)),
+                (Err(error), _) => return error.to_string(),
+                (_, Err(reason)) => return reason,
+            }
+        }
+    }
+}
+
+async fn reply(replies: &mut Streaming<NcclControlReply>) -> Result<NcclControlReply, String> {
+    let reply = replies.message().await.map_err(|status| status.to_string())?;
+    reply.ok_or_else(|| "the decode worker has closed the control stream".to_owned())
+}

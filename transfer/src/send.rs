@@ -1,0 +1,201 @@
+//! The sending side: the paths of a prefill worker, and the transfers on them.
+
+use crate::{
+    Lifetime, Progress, SendPath, TicketError, TransferError, TransferMode,
+    host::HostPath,
+    ipc::IpcPath,
+    nccl::NcclSender,
+    push::Push,
+    simulated::{SimulatedNetwork, SimulatedPath},
+};
+use std::{sync::Arc, time::Duration};
+use tandem_kv::{BlockAccess, KvMemory, ReadyBlock, Ticket};
+use tandem_proto::{
+    channel::{Channels, Network},
+    v1::{self, TransferCapabilities, TransferPath},
+};
+use tokio::time::Instant;
+
+/// The settings of a worker's [`SendPaths`].
+pub struct SendSettings {
+    /// The worker's instance: tickets vouch for their address to it.
+    pub instance_id: String,
+    /// The paths that it may use.
+    pub mode: TransferMode,
+    /// The engine's KV memory, if devices can reach it.
+    pub memory: Option<Arc<dyn KvMemory>>,
+    /// Bytes of one block.
+    pub block_bytes: usize,
+    /// The network of the decode workers.
+    pub network: Network,
+    /// The lifetime of the worker.
+    pub lifetime: Lifetime,
+}
+
+/// The paths on which a prefill worker sends. Cheap to clone.
+#[derive(Clone)]
+pub struct SendPaths(Arc<Inner>);
+
+struct Inner {
+    instance_id: String,
+    block_bytes: usize,
+    channels: Channels,
+    capabilities: Option<TransferCapabilities>,
+    /// With it another process of this host opens all of the KV memory; empty if none can.
+    ipc_handle: Vec<u8>,
+    nccl: Option<NcclSender>,
+    simulated: Option<Arc<SimulatedNetwork>>,
+}
+
+impl SendPaths {
+    /// Finds out which paths the worker has.
+    pub fn new(settings: SendSettings) -> Self {
+        let SendSettings { instance_id, mode, memory, block_bytes, network, lifetime } = settings;
+        let memory = memory.filter(|_| mode == TransferMode::Auto);
+        let handle = |memory: &dyn KvMemory| {
+            let handle = memory.ipc_handle();
+            handle.inspect_err(|error| tracing::info!(%error, "CUDA IPC is not offered")).unwrap_or_default()
+        };
+        let ipc_handle = memory.as_deref().map(handle).unwrap_or_default();
+        let nccl_ranks = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());
+        let capabilities = TransferCapabilities { cuda_ipc: !ipc_handle.is_empty(), nccl_ranks };
+        let channels = Channels::on(network);
+        let simulated = match mode {
+            TransferMode::Simulated { block } => Some(Arc::new(SimulatedNetwork::new(block))),
+            TransferMode::Auto | TransferMode::Tcp => None,
+        };
+        Self(Arc::new(Inner {
+            instance_id,
+            block_bytes,
+            capabilities: Some(capabilities).filter(|capabilities| capabilities.cuda_ipc || nccl_ranks > 0),
+            ipc_handle,
+            nccl: memory.filter(|_| nccl_ranks > 0).map(|memory| NcclSender::new(memory, channels.clone(), lifetime)),
+            channels,
+            simulated,
+        }))
+    }
+
+    /// Returns what decode workers are offered besides TCP, if anything. It gives access to nothing.
+    pub fn capabilities(&self) -> Option<&TransferCapabilities> {
+        self.0.capabilities.as_ref()
+    }
+
+    /// Opens a transfer on the path that the ticket names. Whether the decode worker is reachable shows with the first blocks.
+    ///
+    /// # Errors
+    /// The ticket cannot be used, or its communicator is closed.
+    pub fn open(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
+        let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, .. } = &*self.0;
+        if !ticket.is_vouched(instance_id, channels.network().key()) {
+            return Err(TicketError::Unvouched.into());
+        }
+        let secret = Ticket::try_from(&ticket.ticket[..]).map_err(TicketError::from)?;
+        let push = || Ok::<_, TicketError>(Push::open(channels.to(&ticket.address)?, secret));
+        let path: Box<dyn SendPath> = match (ticket.path(), nccl) {
+            (TransferPath::Tcp, _) => match simulated {
+                Some(network) => Box::new(SimulatedPath::new(Box::new(HostPath(push()?)), Arc::clone(network))),
+                None => Box::new(HostPath(push()?)),
+            },
+            (TransferPath::CudaIpc, _) if capabilities.as_ref().is_some_and(|offered| offered.cuda_ipc) => {
+                Box::new(IpcPath(push()?))
+            }
+            // The communicator may have been closed since the decode worker last looked.
+            (TransferPath::Nccl, Some(nccl)) => {
+                Box::new(nccl.open(&ticket.communicator, secret).ok_or(TransferError::Closed(None))?)
+            }
+            (TransferPath::CudaIpc | TransferPath::Nccl, _) => return Err(TicketError::NotOffered.into()),
+        };
+        Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
+    }
+
+    /// Prepares the paths that the ticket of a finished transfer asks for. The decode worker at the vouched address has written blocks under the
+    /// ticket, so its reservation was live. Returns the IPC handle, if the ticket wants it.
+    fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
+        let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };
+        if ticket.path() == TransferPath::Tcp
+            && !ticket.communicator.is_empty()
+            && let Some(nccl) = &self.0.nccl
+        {
+            nccl.join(ticket.address, ticket.communicator);
+        }
+        ipc_handle
+    }
+}
+
+/// The transfer of one prompt's blocks. Dropping it ends the transfer.
+pub struct Transfer {
+    path: Box<dyn SendPath>,
+    block_bytes: u64,
+    started: Option<Instant>,
+    sent: Sent,
+    /// What to prepare when it has finished.
+    next: Option<(SendPaths, v1::Ticket)>,
+}
+
+/// A finished transfer.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// Bytes that were written; 0: there was nothing to send.
+    pub bytes: u64,
+    /// From the first block to the reply that all are written.
+    pub duration: Duration,
+    /// Bytes of the measurement of bandwidth.
+    pub measured_bytes: u64,
+    /// The time in which only these bytes were waited for.
+    pub measured: Duration,
+    /// The IPC handle of the whole KV memory, if the ticket wants it.
+    pub ipc_handle: Vec<u8>,
+}
+
+impl Transfer {
+    /// Makes a transfer of blocks of so many bytes on a path.
+    pub fn new(path: Box<dyn SendPath>, block_bytes: usize) -> Self {
+        Self { path, block_bytes: block_bytes as u64, started: None, sent: Sent::default(), next: None }
+    }
+
+    /// Returns the path's label in metrics and traces.
+    pub fn label(&self) -> &'static str {
+        self.path.label()
+    }
+
+    /// Returns how the path needs blocks.
+    pub fn access(&self) -> BlockAccess {
+        self.path.access()
+    }
+
+    /// Sends blocks; see [`SendPath::send`].
+    ///
+    /// # Errors
+    /// The transfer has ended.
+    pub async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<(), TransferError> {
+        let (began, bytes) = (Instant::now(), blocks.len() as u64 * self.block_bytes);
+        self.started.get_or_insert(began);
+        if self.path.send(blocks).await? == Progress::Announced {
+            // Earlier blocks are copied while these are computed: only the end of the last ones is waited for.
+            (self.sent.measured_bytes, self.sent.measured) = (0, Duration::ZERO);
+        }
+        self.sent.bytes += bytes;
+        self.sent.measured_bytes += bytes;
+        self.sent.measured += began.elapsed();
+        Ok(())
+    }
+
+    /// Drives blocks that were sent; returns only when the transfer ends early. Cancel-safe.
+    pub async fn interrupted(&mut self) -> TransferError {
+        self.path.interrupted().await
+    }
+
+    /// Returns when every block that was sent is written. Until then they must not change.
+    ///
+    /// # Errors
+    /// A block was not written.
+    pub async fn finish(mut self) -> Result<Sent, TransferError> {
+        let Some(started) = self.started else { return Ok(Sent::default()) };
+        let began = Instant::now();
+        self.path.finish().await?;
+        self.sent.measured += began.elapsed();
+        self.sent.duration = started.elapsed();
+        self.sent.ipc_handle = self.next.map(|(paths, ticket)| paths.prepare(ticket)).unwrap_or_default();
+        Ok(self.sent)
+    }
+}

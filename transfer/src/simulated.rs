@@ -1,0 +1,128 @@
+//! The simulated path: the host path at the bandwidth of a simulated network.
+
+use crate::{Progress, SendPath, TransferError};
+use parking_lot::Mutex;
+use std::{sync::Arc, time::Duration};
+use tandem_kv::{BlockAccess, ReadyBlock};
+use tokio::time::Instant;
+
+/// Timers are no finer than this.
+const TICK: Duration = Duration::from_millis(1);
+
+/// The network interface of one worker: blocks of all its transfers pass one after another.
+#[derive(Debug)]
+pub struct SimulatedNetwork {
+    /// How long each block takes; may be zero.
+    block: Duration,
+    idle_from: Mutex<Option<Instant>>,
+}
+
+impl SimulatedNetwork {
+    /// Makes a network on which each block takes so long.
+    pub fn new(block: Duration) -> Self {
+        Self { block, idle_from: Mutex::default() }
+    }
+
+    /// Returns when one more block has passed; up to a tick of its time is left to [`SimulatedNetwork::settle`].
+    async fn pass(&self) {
+        if self.block.is_zero() {
+            return;
+        }
+        let now = Instant::now();
+        let passed = {
+            let mut idle_from = self.idle_from.lock();
+            let passed = idle_from.map_or(now, |idle_from| idle_from.max(now)) + self.block;
+            *idle_from = Some(passed);
+            passed
+        };
+        // A timer may be late by a tick: early by one, it never leaves the network idle between two blocks.
+        if passed - now > TICK {
+            tokio::time::sleep_until(passed - TICK).await;
+        }
+    }
+
+    /// Returns when all blocks sent so far have passed.
+    async fn settle(&self) {
+        let idle_from = *self.idle_from.lock();
+        if let Some(idle_from) = idle_from {
+            tokio::time::sleep_until(idle_from).await;
+        }
+    }
+}
+
+/// Another path, slowed down.
+pub struct SimulatedPath {
+    inner: Box<dyn SendPath>,
+    network: Arc<SimulatedNetwork>,
+}
+
+impl SimulatedPath {
+    /// Sends over `inner` what has passed the network.
+    pub fn new(inner: Box<dyn SendPath>, network: Arc<SimulatedNetwork>) -> Self {
+        Self { inner, network }
+    }
+}
+
+#[tonic::async_trait]
+impl SendPath for SimulatedPath {
+    fn label(&self) -> &'static str {
+        self.inner.label()
+    }
+
+    fn access(&self) -> BlockAccess {
+        self.inner.access()
+    }
+
+    async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
+        for block in blocks {
+            self.network.pass().await;
+            self.inner.send(vec![block]).await?;
+        }
+        Ok(Progress::Sent)
+    }
+
+    async fn interrupted(&mut self) -> TransferError {
+        self.inner.interrupted().await
+    }
+
+    async fn finish(self: Box<Self>) -> Result<(), TransferError> {
+        self.network.settle().await;
+        self.inner.finish().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn blocks_of_two_transfers_pass_one_after_another() {
+        let network = SimulatedNetwork::new(Duration::from_micros(210));
+        let started = Instant::now();
+        let transfer = || async {
+            for _ in 0..500 {
+                network.pass().await;
+            }
+            network.settle().await;
+        };
+        tokio::join!(transfer(), transfer());
+        let elapsed = started.elapsed();
+        assert!((Duration::from_millis(210)..Duration::from_millis(215)).contains(&elapsed), "{elapsed:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_network_accumulates_no_credit_and_an_infinite_bandwidth_takes_no_time() {
+        let network = SimulatedNetwork::new(Duration::from_millis(5));
+        network.pass().await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let started = Instant::now();
+        network.pass().await;
+        network.settle().await;
+        assert_eq!(started.elapsed(), Duration::from_millis(5));
+        let started = Instant::now();
+        let infinite = SimulatedNetwork::new(Duration::ZERO);
+        infinite.pass().await;
+        infinite.settle().await;
+        assert_eq!(started.elapsed(), Duration::ZERO);
+    }
+}

@@ -1,0 +1,71 @@
+//! Which path a ticket names: preparation, fall back to TCP, backoff, and bounds.
+
+use crate::rig::*;
+use tandem_proto::v1::{NcclControlRequest, TransferPath, transfer_client::TransferClient};
+use tandem_transfer::TransferError;
+
+#[tokio::test]
+async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff() {
+    let rig = nccl().await;
+    rig.memory.issue(TICKET, 0..1);
+    rig.source.break_next();
+    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Closed(_))));
+    // Until the receiver has noticed, tickets name the communicator that is closed.
+    let falls_back = async {
+        for ticket in TICKET + 1.. {
+            let (issued, negotiated) = rig.negotiate("prefill-0", ticket).await;
+            if issued.path() == TransferPath::Tcp {
+                assert_eq!((negotiated.label(), issued.communicator.len()), ("tcp", 0), "it is not joined again immediately");
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(SOON, falls_back).await.expect("the communicator is closed");
+    let over_tcp = tokio::time::timeout(SOON, rig.prepare(1 << 51)).await.expect("another communicator is joined");
+    assert!(over_tcp > 0, "prompts go over TCP meanwhile");
+    rig.memory.issue(TICKET + 1, 0..1);
+    rig.send(TICKET + 1, 0, block(0)).await.expect("it is missing");
+}
+
+#[tokio::test]
+async fn at_most_four_communicators_are_joined_at_a_time() {
+    let rig = nccl().await;
+    let mut joining = Vec::new();
+    for peer in 0..8 {
+        joining.push(rig.negotiate(&format!("peer-{peer}"), TICKET + peer).await);
+    }
+    assert!(joining.iter().all(|(ticket, _)| ticket.path() == TransferPath::Tcp), "blocks go over TCP meanwhile");
+    let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
+    assert_eq!(named, 4, "others do not queue");
+    // A ticket whose blocks were not written releases its place, and its peer backs off.
+    joining.clear();
+    let (again, _) = rig.negotiate("peer-0", TICKET).await;
+    assert!(again.communicator.is_empty(), "it has just failed");
+    let (other, _) = rig.negotiate("peer-7", TICKET).await;
+    assert!(!other.communicator.is_empty());
+}
+
+#[tokio::test]
+async fn control_stream_of_an_unknown_or_claimed_communicator_is_refused() {
+    let rig = nccl().await;
+    let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
+    assert_eq!(ticket.path(), TransferPath::Nccl);
+    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("it listens");
+    for communicator in [ticket.communicator, vec![7; 128], Vec::new()] {
+        let first = NcclControlRequest { communicator, ..NcclControlRequest::default() };
+        let refused = client.nccl_control(tokio_stream::iter([first])).await.expect_err("it is refused");
+        assert_eq!(refused.code(), tonic::Code::NotFound);
+    }
+    rig.memory.issue(TICKET, 0..1);
+    rig.send(TICKET, 0, block(0)).await.expect("the open communicator is not harmed");
+}
+
+#[tokio::test]
+async fn workers_without_devices_in_common_use_tcp() {
+    for rig in [host().await, simulated().await] {
+        let (ticket, negotiated) = rig.negotiate("prefill-0", TICKET).await;
+        assert_eq!((ticket.path(), ticket.wants_ipc_handle, negotiated.label()), (TransferPath::Tcp, false, "tcp"));
+        assert!(ticket.communicator.is_empty());
+    }
+}
