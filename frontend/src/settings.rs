@@ -89,7 +89,7 @@ pub enum CacheIsolation {
 pub enum ExposeDetails {
     /// No client may use them.
     Never,
-    /// Only trusted proxies and their clients may use them; without a list of proxies, only programs on this host.
+    /// Clients at an address in --trusted-proxies may use them; without that list, only programs on this host.
     #[default]
     Trusted,
     /// Every client may use them.

@@ -202,12 +202,14 @@ pub struct Serve<R: Role> {
     #[command(flatten)]
     pub role: R,
 
-    /// TOML file with settings, of one role or of all: its keys are the flags without dashes in front, such as `decode-workers = 2`
-    #[arg(long, env = "TANDEM_CONFIG", value_name = "FILE")]
+    /// TOML file with settings, of one role or of all. Its keys are the names of flags without the leading dashes, such as
+    /// `decode-workers = 2`; a list is one string with commas. Flags and environment variables override the file
+    #[arg(long, env = "TANDEM_CONFIG", value_name = "FILE", help_heading = "Process")]
     pub config: Option<PathBuf>,
 
-    /// Print the settings that result from flags, environment and file as a file for --config, and exit
-    #[arg(long)]
+    /// Print the settings that result from flags, environment and file as a file for --config, and exit. Secrets are left
+    /// out
+    #[arg(long, help_heading = "Process")]
     pub print_config: bool,
 }
 

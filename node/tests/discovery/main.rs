@@ -336,7 +336,7 @@ async fn tls_verifies_server_and_client() {
     ] {
         let before = server.log().matches(REJECTED).count();
         let watching = Watching::start(&refused);
-        server.wait_for_log(REJECTED, before + 1);
+        server.wait_for_log(REJECTED, before + 1).await;
         watching.connected(false).await;
     }
     for (key, told) in [(files.ca.with_file_name("none"), "cannot be read"), (files.ca.clone(), "cannot be used")] {

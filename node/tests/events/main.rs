@@ -217,7 +217,7 @@ async fn client_authenticates_by_password_token_or_nkey() {
         let server = Server::nats(args);
         let (refused, metrics) = open(&NatsSettings { auth: bad, ..settings(&server) }).await;
         connected(&NatsSettings { auth: good, ..settings(&server) }).await;
-        server.wait_for_log("authentication error", 1);
+        server.wait_for_log("authentication error", 1).await;
         assert!(!refused.is_connected());
         assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(0.0));
     }
@@ -235,7 +235,7 @@ async fn tls_verifies_server_and_client() {
     connected(&with(&files.ca, identity.clone())).await;
     let (stranger, _) = open(&with(&strangers.ca, identity)).await;
     let (anonymous, _) = open(&with(&files.ca, None)).await;
-    server.wait_for_log("TLS handshake error", 2);
+    server.wait_for_log("TLS handshake error", 2).await;
     assert!(!stranger.is_connected() && !anonymous.is_connected());
 }
 

@@ -101,15 +101,19 @@ impl Server {
             ),
             Err(error) => panic!("{} does not start: {error}", self.program),
         };
-        self.wait_for_log(self.ready, 1);
+        let started = Instant::now();
+        while !self.log().contains(self.ready) {
+            assert!(started.elapsed() < PATIENCE, "{} does not serve: {}", self.program, self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
-    /// Waits until the log has a text this many times.
-    pub fn wait_for_log(&self, text: &str, times: usize) {
+    /// Waits until the log has a text this many times. Other tasks run meanwhile.
+    pub async fn wait_for_log(&self, text: &str, times: usize) {
         let started = Instant::now();
         while self.log().matches(text).count() < times {
             assert!(started.elapsed() < PATIENCE, "{} does not log {text:?}: {}", self.program, self.log());
-            std::thread::sleep(Duration::from_millis(5));
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 

@@ -26,10 +26,10 @@ pub enum StartError {
     #[error(transparent)]
     Discovery(#[from] DiscoveryArgsError),
     /// The file of the cluster key cannot be used.
-    #[error("{}", tandem_node::retry::error_chain(.0))]
+    #[error(transparent)]
     Key(#[from] KeyFileError),
     /// The settings of NATS cannot be used.
-    #[error("{}", tandem_node::retry::error_chain(.0))]
+    #[error(transparent)]
     Nats(#[from] NatsError),
     /// The collector of traces cannot be used.
     #[error(transparent)]

@@ -78,8 +78,8 @@ pub enum DiscoveryArgsError {
     )]
     NoAdvertisedAddress(SocketAddr),
     /// A file for the connection to etcd cannot be used.
-    #[error("{}", tandem_node::retry::error_chain(.0))]
-    Etcd(#[source] EtcdError),
+    #[error(transparent)]
+    Etcd(EtcdError),
 }
 
 impl DiscoveryArgs {

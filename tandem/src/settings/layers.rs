@@ -34,7 +34,7 @@ impl Cli {
             command = with_file(command, &role, &file)?;
             // First without flags: a mistake is the file's, not the command line's.
             let without_flags = command.clone().try_get_matches_from(&args[..2]);
-            without_flags.map_err(|error| refused(&file, error.to_string().trim_start_matches("error: ").trim_end()))?;
+            without_flags.map_err(|error| refused(&file, without_advice(&error)))?;
             matches = command.clone().try_get_matches_from(&args)?;
         }
         let cli = Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
@@ -83,7 +83,7 @@ fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap:
 /// settings of a whole cluster.
 fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Command, clap::Error> {
     let text = std::fs::read_to_string(file).map_err(|error| refused(file, error))?;
-    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| refused(file, error))?;
+    let table: toml::Table = text.parse().map_err(|error: toml::de::Error| refused(file, on_one_line(&text, &error)))?;
     table.into_iter().try_fold(command, |command, (key, value)| {
         let arg_of = |role: &clap::Command| {
             let is_key = |arg: &&clap::Arg| arg.get_long() == Some(&key) && key != "config" && key != "print-config";
@@ -101,10 +101,34 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
         let value = match value {
             toml::Value::String(text) => text,
             toml::Value::Integer(_) | toml::Value::Float(_) | toml::Value::Boolean(_) => value.to_string(),
-            _ => return Err(refused(file, format!("`{key}` is not a plain value"))),
+            _ => {
+                return Err(refused(
+                    file,
+                    format!("`{key}` is not a plain value; write a list as one string with commas, such as \"a:1,b:2\""),
+                ));
+            }
         };
         Ok(command.mut_subcommand(role, |role| role.mut_arg(arg, |arg| arg.default_value(value))))
     })
+}
+
+/// The message of `error` without clap's hints, which are about the command line.
+fn without_advice(error: &clap::Error) -> String {
+    let text = error.to_string();
+    text.trim_start_matches("error: ")
+        .split("\n\n")
+        .next()
+        .unwrap_or_default()
+        .lines()
+        .map(str::trim)
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// The message of a TOML error in one line, with the line of `text` in which it is.
+fn on_one_line(text: &str, error: &toml::de::Error) -> String {
+    let line = error.span().and_then(|span| text.get(..span.start)).map_or(1, |before| before.matches('\n').count() + 1);
+    format!("line {line} is not valid TOML: {}", error.message().replace('\n', ", "))
 }
 
 fn refused(file: &Path, problem: impl Display) -> clap::Error {

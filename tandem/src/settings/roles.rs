@@ -37,11 +37,11 @@ pub struct UpSettings {
     pub model: ModelArgs,
 
     /// Prefill workers, which compute prompts. The default is two, so that routing by cached prefix has a choice
-    #[arg(long, env = "TANDEM_PREFILL_WORKERS", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=64))]
+    #[arg(long, env = "TANDEM_PREFILL_WORKERS", help_heading = "Workers", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=64))]
     pub prefill_workers: u32,
 
     /// Decode workers, which generate. The default is one, because it decodes many requests at once
-    #[arg(long, env = "TANDEM_DECODE_WORKERS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, env = "TANDEM_DECODE_WORKERS", help_heading = "Workers", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub decode_workers: u32,
 
     /// The settings of workers.
@@ -75,13 +75,13 @@ pub struct FrontendProcess {
     pub model: ModelArgs,
 
     /// host:port of every router's gRPC, separated by commas; they may start later [default: 127.0.0.1:7000]
-    #[arg(long, env = "TANDEM_ROUTER", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
+    #[arg(long, env = "TANDEM_ROUTER", help_heading = "Discovery", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
     #[serde(serialize_with = "with_commas")]
     router: Vec<String>,
 
     /// Address of the operator's HTTP port, with /metrics, /dashboard, /live, /ready and /openapi.json. Use a loopback address unless other
     /// hosts may see the cluster's addresses and the sizes and times of all requests [default: none; --listen serves all of these]
-    #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS")]
+    #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS")]
     pub admin_listen: Option<SocketAddr>,
 
     /// Discovery.
@@ -111,17 +111,17 @@ pub struct RouterProcess {
 
     /// host:port of every worker's gRPC, prefill and decode, separated by commas; they may start later [default:
     /// 127.0.0.1:7100,127.0.0.1:7200]
-    #[arg(long, env = "TANDEM_WORKERS", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
+    #[arg(long, env = "TANDEM_WORKERS", help_heading = "Discovery", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
     #[serde(serialize_with = "with_commas")]
     workers: Vec<String>,
 
     /// File with one worker's host:port a line, in place of --workers. It is read again when it changes, so that workers can be added and
     /// removed
-    #[arg(long, env = "TANDEM_WORKERS_FILE", value_name = "FILE")]
+    #[arg(long, env = "TANDEM_WORKERS_FILE", help_heading = "Discovery", value_name = "FILE")]
     workers_file: Option<PathBuf>,
 
     /// host:port of the other routers' gRPC, separated by commas; they may start later, and this router may be among them
-    #[arg(long, env = "TANDEM_PEERS", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
+    #[arg(long, env = "TANDEM_PEERS", help_heading = "Discovery", value_name = "ADDRESSES", value_delimiter = ',', value_parser = address)]
     #[serde(serialize_with = "with_commas")]
     peers: Vec<String>,
 
@@ -151,7 +151,7 @@ pub struct WorkerProcess {
     pub model: ModelArgs,
 
     /// The worker's stable name, and the label of its metrics [default: its role, this host's name and the port]
-    #[arg(long, env = "TANDEM_WORKER_ID", value_name = "NAME", value_parser = worker_name)]
+    #[arg(long, env = "TANDEM_WORKER_ID", help_heading = "Process", value_name = "NAME", value_parser = worker_name)]
     pub worker_id: Option<String>,
 
     /// The settings of workers.
@@ -166,7 +166,7 @@ pub struct WorkerProcess {
 pub struct ProcessArgs {
     /// Address of /live, /ready and /metrics over HTTP. The default accepts connections from this machine only, because readers are not
     /// authenticated
-    #[arg(long, env = "TANDEM_ADMIN_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:9000")]
+    #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", default_value = "127.0.0.1:9000")]
     pub admin_listen: SocketAddr,
 
     /// Discovery.

@@ -76,10 +76,13 @@ fn mistakes_in_the_file_are_reported_with_its_name() {
         ("sim-speedup = 0", "a number above 0"),
         ("account-header = \"a b\"", "the name of an HTTP header"),
         ("trace-sample-ratio = 1.5", "a number from 0 to 1"),
-        ("= 3", "in /"),
+        ("= 3", "line 1 is not valid TOML"),
+        ("\n\nlog = ", "line 3 is not valid TOML"),
+        ("trusted-proxies = [\"10.0.0.0/8\"]", "write a list as one string with commas"),
     ] {
         let error = up(&[], config).expect_err(config);
         assert!(error.contains(expected) && error.contains("in /"), "{config}: {error}");
+        assert_eq!(error.trim_end().lines().count(), 1, "{config}: {error}");
     }
 }
 
@@ -111,7 +114,20 @@ fn every_setting_has_an_environment_variable_and_help() {
         for arg in role.get_arguments().filter(|arg| arg.get_id() != "print_config") {
             assert!(arg.get_env().is_some(), "{:?} has no environment variable", arg.get_id());
             assert!(arg.get_help().is_some_and(|help| help.to_string().len() > 10), "{:?} has no help", arg.get_id());
-            assert!(arg.get_id() == "config" || arg.get_help_heading().is_some(), "{:?} is in no group", arg.get_id());
+            assert!(arg.get_help_heading().is_some(), "{:?} is in no group", arg.get_id());
+        }
+        for (arg, heading) in [
+            ("admin_listen", "Process"),
+            ("config", "Process"),
+            ("print_config", "Process"),
+            ("worker_id", "Process"),
+            ("decode_workers", "Workers"),
+            ("router", "Discovery"),
+            ("workers", "Discovery"),
+            ("peers", "Discovery"),
+        ] {
+            let found = role.get_arguments().find(|found| found.get_id() == arg);
+            assert!(found.is_none_or(|arg| arg.get_help_heading() == Some(heading)), "{arg} is not under {heading}");
         }
     }
 }

@@ -80,6 +80,7 @@ fn unusable_key_file_ends_the_process_with_advice() {
         {
             let (code, said) = ran(&[role, &key].concat());
             assert!(code == Some(1) && said.contains(expected) && !said.contains("0123"), "{role:?}: {said}");
+            assert_eq!(said.matches(expected).count(), 1, "{role:?}: {said}");
         }
     }
 }
