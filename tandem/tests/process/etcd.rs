@@ -100,7 +100,7 @@ fn index_is_complete_with_and_without_nats() {
     over("p", "nats");
     cached("over NATS again");
     let log = plan.log("d") + &plan.log("p") + &plan.log("router");
-    assert!(log.contains("NATS cannot be used, trying again") && log.contains("authorization violation"), "{log}");
+    assert!(log.contains("NATS connection failed, retrying") && log.contains("authorization violation"), "{log}");
     assert!(!log.contains("hidden"), "{log}");
 }
 

@@ -140,7 +140,7 @@ fn failed_start_advises_the_operator() {
     for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),
-        (&["router", "--workers-file", "/nonexistent"], "the list /nonexistent cannot be read"),
+        (&["router", "--workers-file", "/nonexistent"], "the member list /nonexistent cannot be read"),
         (&["decode-worker", "--engine", "sim", "--listen", "0.0.0.0:0"], "set --advertise"),
         (&["prefill-worker", "--engine", "cuda", "--device", "4294967295"], no_gpu),
     ] {
