@@ -36,6 +36,12 @@ pub(crate) enum Ended {
     WriteRefused { prefill: String },
     #[error("the prefill worker is gone; try another")]
     PrefillLost { prefill: String },
+    #[error("the engine could not pull the prompt's KV from the prefill worker's engine; try another prefill worker")]
+    NotPulled { prefill: String },
+    #[error("the prefill worker's KV handle is for another prompt, was used before, or has expired; try another prefill worker")]
+    BadHandle { prefill: String },
+    #[error("this worker's engine cannot receive KV from another worker; restart the router, which must not place prompts so")]
+    NoKvExchange,
     /// The prefill worker's own words.
     #[error("the prefill worker gave up")]
     Prefill(Failure),
@@ -53,7 +59,9 @@ impl Ended {
             Self::ClientGone(gone) => return Err(gone),
             Self::Prefill(failure) => return Ok(failure),
             Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
-            Self::PrefillLost { prefill } => (FailureReason::PrefillLost, prefill),
+            Self::PrefillLost { prefill } | Self::NotPulled { prefill } | Self::BadHandle { prefill } => {
+                (FailureReason::PrefillLost, prefill)
+            }
             Self::WriteRefused { prefill } => (FailureReason::WriteRefused, prefill),
             Self::NotStarted { culprit } => (FailureReason::Timeout, culprit),
             Self::NotReceived { prefill } => (FailureReason::Timeout, prefill),
@@ -62,8 +70,10 @@ impl Ended {
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => {
                 (FailureReason::AtCapacity, instance_id.to_owned())
             }
-            Self::Invalid(_)
+            Self::Refused(Refusal::Unsupported(_))
+            | Self::Invalid(_)
             | Self::Unvouched
+            | Self::NoKvExchange
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (FailureReason::InvalidRequest, instance_id.to_owned()),

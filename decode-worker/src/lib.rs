@@ -12,6 +12,7 @@ mod failure;
 mod forward;
 mod memory;
 mod prefill;
+mod pull;
 mod remote;
 mod service;
 mod worker;
@@ -25,10 +26,11 @@ use tandem_proto::{
     v1::{decode_server::DecodeServer, worker_info::Role},
 };
 use tandem_transfer::{Lifetime, ReceivePaths, TransferMode};
-use tandem_worker::{Backend, Direction, WorkerError, WorkerSettings};
+use tandem_worker::{Backend, Direction, KvExchange, WorkerError, WorkerSettings};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
-use worker::Worker;
+use pull::Handles;
+use worker::{Receiving, Worker};
 
 /// Settings of a decode worker.
 #[derive(Clone, Debug)]
@@ -80,19 +82,27 @@ pub async fn run(
     let backend = Arc::new(backend);
     let worker = tandem_worker::Worker::new(Role::Decode, backend, &settings.worker, listener.network(), &metrics, shutdown);
     let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let (engine, drained) = (worker.engine()?, requests.clone());
-    let lifetime = Lifetime::new(shutdown, async move { drained.drained().await });
-    let destination = EngineMemory::new(engine.clone(), Arc::clone(&metrics));
-    let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
-    let transfer_service = transfers.service();
-    // The series exist before the first transfer.
-    metrics.transfer(ReceivePaths::fallback_label(), Direction::Received);
+    let mut routes = Routes::default();
+    let receiving = match backend.kv_exchange() {
+        KvExchange::Transfers(engine) => {
+            let drained = requests.clone();
+            let lifetime = Lifetime::new(shutdown, async move { drained.drained().await });
+            let destination = EngineMemory::new(engine.clone(), Arc::clone(&metrics));
+            let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
+            routes = routes.add_service(transfers.service());
+            // The series exist before the first transfer.
+            metrics.transfer(ReceivePaths::fallback_label(), Direction::Received);
+            Receiving::Transfers(transfers)
+        }
+        KvExchange::Handles { .. } => Receiving::Handles(Handles::new(listener.network().key().hash_key())),
+        KvExchange::None => Receiving::None,
+    };
     let decode = Worker {
         instance_id: info.instance_id.clone(),
         address,
-        backend,
+        backend: Arc::clone(&backend),
         metrics,
-        transfers,
+        receiving,
         requests,
         ledger,
         channels: Channels::on(listener.network().clone()),
@@ -100,8 +110,7 @@ pub async fn run(
         settings,
     };
     let decode = DecodeServer::new(Service(Arc::new(decode))).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    let routes = Routes::default().add_service(decode).add_service(transfer_service);
-    Ok(worker.serve(listener, routes).await?)
+    Ok(worker.serve(listener, routes.add_service(decode)).await?)
 }
 
 fn own_address(address: SocketAddr) -> Result<String, DecodeWorkerError> {

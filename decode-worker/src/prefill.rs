@@ -4,7 +4,7 @@ use crate::failure::Ended;
 use tandem_proto::{
     channel::{Channels, MESSAGE_BYTES_MAX},
     v1::{
-        Failure, FailureReason, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, TransferCapabilities,
+        Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, TransferCapabilities,
         WorkerRef, prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
     },
 };
@@ -23,7 +23,10 @@ pub(crate) struct Prefill {
 
 /// A message of the prefill worker.
 pub(crate) enum Reply {
+    /// The prompt has left its queue; `Scheduled` follows.
+    Submitted,
     Scheduled(Scheduled),
+    Handle(KvHandle),
     Done(PrefillDone),
     Failure(Failure),
 }
@@ -57,7 +60,9 @@ impl Prefill {
                 None
             });
             return match reply.ok_or_else(|| self.lost())?.message {
+                Some(prefill_reply::Message::Submitted(_)) => Ok(Reply::Submitted),
                 Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Reply::Scheduled(scheduled)),
+                Some(prefill_reply::Message::KvHandle(handle)) => Ok(Reply::Handle(handle)),
                 Some(prefill_reply::Message::Done(done)) => Ok(Reply::Done(done)),
                 Some(prefill_reply::Message::Failure(failure)) => self.failure(failure).map(Reply::Failure),
                 Some(prefill_reply::Message::TransferCapabilities(capabilities)) => {
@@ -74,6 +79,11 @@ impl Prefill {
     pub(crate) fn give(&self, ticket: Ticket) {
         // `next` reports a broken stream.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
+    }
+
+    /// Reports that the engine has pulled the KV of the handle.
+    pub(crate) fn confirm_pulled(&self) {
+        let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Pulled(KvPulled {})) });
     }
 
     pub(crate) fn lost(&self) -> Ended {

@@ -9,7 +9,8 @@ use crate::{
     failure::Ended,
     forward::forward,
     prefill::{Prefill, Reply},
-    worker::{Worker, in_time},
+    pull,
+    worker::{Receiving, Worker, in_time},
 };
 use tandem_engine::{Event, Started};
 use tandem_proto::v1::{
@@ -17,7 +18,7 @@ use tandem_proto::v1::{
 };
 use tandem_transfer::{Negotiated, ReceivePaths};
 use tandem_worker::{Direction, Job};
-use tokio::time::Instant;
+use tokio::{sync::SemaphorePermit, time::Instant};
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
@@ -27,23 +28,48 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     }
     request.generate.check(worker.backend.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
-    let Request { attempt, traceparent, generate, output, start_within, .. } = request;
+    let generate = &request.generate;
     let start = PrefillStart {
         request_id: generate.request_id.clone(),
-        traceparent: client.span.traceparent().unwrap_or(traceparent),
-        attempt,
+        traceparent: client.span.traceparent().unwrap_or_else(|| request.traceparent.clone()),
+        attempt: request.attempt,
         instance_id: prefill.instance_id.clone(),
         prompt: generate.shared(),
         cache_namespace: generate.namespace.as_bytes().to_vec(),
         account: generate.account.clone(),
     };
+    let remote = RemotePrompt { request, start, prefill, waiting };
+    match &worker.receiving {
+        Receiving::Transfers(transfers) => run_with_transfers(worker, transfers, remote, client).await,
+        Receiving::Handles(handles) => pull::run(worker, handles, remote, client).await,
+        Receiving::None => Err(Ended::NoKvExchange),
+    }
+}
+
+/// A prompt whose prefill is to be requested.
+pub(crate) struct RemotePrompt<'a> {
+    pub(crate) request: Request,
+    pub(crate) start: PrefillStart,
+    pub(crate) prefill: WorkerRef,
+    /// Its place among the requests that wait for a prefill.
+    pub(crate) waiting: SemaphorePermit<'a>,
+}
+
+/// Receives the KV in blocks over a transfer path.
+async fn run_with_transfers(
+    worker: &Worker,
+    transfers: &ReceivePaths,
+    remote: RemotePrompt<'_>,
+    client: &Client,
+) -> Result<(), Ended> {
+    let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
     let culprit = prefill.instance_id.clone();
     let starting = async {
         let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
         match prefill.next().await? {
             Reply::Scheduled(scheduled) => Ok((prefill, scheduled)),
             Reply::Failure(failure) => Err(Ended::Prefill(failure)),
-            Reply::Done(_) => Err(prefill.lost()),
+            Reply::Submitted | Reply::Handle(_) | Reply::Done(_) => Err(prefill.lost()),
         }
     };
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
@@ -52,7 +78,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     // Dropped after the job: while the ticket is live, its blocks can be received.
     let mut negotiated: Option<Negotiated> = None;
     let mut job = worker.backend.generate(generate).await?;
-    let received = receive(worker, &mut *job, &mut prefill, &mut negotiated, deadline).await?;
+    let received = receive((worker, transfers), &mut *job, &mut prefill, &mut negotiated, deadline).await?;
     let label = negotiated.as_ref().map_or(ReceivePaths::fallback_label(), Negotiated::label);
     drop(negotiated);
     drop(waiting);
@@ -78,7 +104,7 @@ struct ReceivedBlocks {
 /// Reserves blocks, lets the prefill worker write into those that are missing, and waits until it has confirmed that all of them
 /// are written. Until then the written blocks may be forged.
 async fn receive(
-    worker: &Worker,
+    (worker, transfers): (&Worker, &ReceivePaths),
     job: &mut dyn Job,
     prefill: &mut Prefill,
     negotiated: &mut Option<Negotiated>,
@@ -97,7 +123,7 @@ async fn receive(
                     let mut ticket =
                         v1::Ticket { ticket: secret.as_bytes().to_vec(), address, missing_blocks, ..v1::Ticket::default() };
                     *negotiated =
-                        Some(worker.transfers.negotiate(prefill.instance_id(), offered, secret, &mut ticket).await);
+                        Some(transfers.negotiate(prefill.instance_id(), offered, secret, &mut ticket).await);
                     prefill.give(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
@@ -122,7 +148,7 @@ async fn receive(
                     return Err(Ended::NoBlocks);
                 }
                 Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
-                Reply::Scheduled(_) => return Err(prefill.lost()),
+                Reply::Submitted | Reply::Scheduled(_) | Reply::Handle(_) => return Err(prefill.lost()),
             },
             () = tokio::time::sleep_until(deadline) => {
                 return Err(match negotiated {

@@ -10,8 +10,8 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_engine::Event;
-use tandem_proto::v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message};
-use tandem_worker::{ClientGone, Replies, ScheduledPrompt};
+use tandem_proto::v1::{GenerateReply, GenerateRequest, decode_server::Decode, generate_reply::Message};
+use tandem_worker::{ClientGone, Replies, ScheduledPrompt, report_scheduled};
 use tonic::{Response, Status};
 use tracing::Instrument;
 
@@ -67,21 +67,28 @@ impl Worker {
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
         let Request { attempt, generate, output, start_within, .. } = request;
-        let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
+        let prompt = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
         let (request_id, account) = (generate.request_id.clone(), generate.account.clone());
+        let counted = ScheduledPrompt { request_id: &request_id, attempt, account: &account, prompt, cached: None };
         let starting = async {
-            let mut job = self.backend.generate(generate).await?;
-            match job.next().await {
-                Some(Event::Scheduled { cached_tokens }) => Ok((job, cached_tokens)),
-                _ => Err(Ended::Engine),
-            }
+            let job = self.backend.generate(generate).await?;
+            let mut job = CountedJob::new(job, &self.metrics, &self.ledger, counted);
+            let first = job.next().await;
+            Ok((job, first))
         };
-        let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
-        self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-        let (request_id, account) = (&request_id, &account);
-        self.ledger.scheduled(ScheduledPrompt { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
-        let reported = (!self.settings.worker.withhold_cached_tokens).then_some(cached_tokens);
-        client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
+        let (mut job, first) = in_time(start_within, starting, &self.instance_id).await?;
+        let _finish = match first {
+            Some(Event::Scheduled { cached }) => {
+                client.send_scheduled(cached).await?;
+                None
+            }
+            Some(Event::Submitted) => {
+                client.send(Message::Scheduled(Scheduled { reported_later: true, ..Scheduled::default() })).await?;
+                Some(self.finishing.add(&request_id, attempt))
+            }
+            Some(Event::Refused(refusal)) => return Err(refusal.into()),
+            _ => return Err(Ended::Engine),
+        };
         forward(&mut *job, output, client).await
     }
 }

@@ -1,6 +1,6 @@
 //! The state of a decode worker.
 
-use crate::{DecodeWorkerSettings, failure::Ended};
+use crate::{DecodeWorkerSettings, failure::Ended, pull::Handles};
 use std::{sync::Arc, time::Duration};
 use tandem_proto::channel::Channels;
 use tandem_transfer::ReceivePaths;
@@ -15,11 +15,21 @@ pub(crate) struct Worker {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) settings: DecodeWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
-    pub(crate) transfers: ReceivePaths,
+    pub(crate) receiving: Receiving,
     pub(crate) requests: Requests,
     pub(crate) ledger: WorkerLedger,
     pub(crate) channels: Channels,
     pub(crate) remote_waiting: Semaphore,
+}
+
+/// How KV of other workers gets here.
+pub(crate) enum Receiving {
+    /// Block by block, into the engine's memory.
+    Transfers(ReceivePaths),
+    /// The engine pulls it with a handle.
+    Handles(Handles),
+    /// Not at all.
+    None,
 }
 
 /// Waits until a prefill has begun. After the limit the attempt fails, and `culprit` is the instance to blame.

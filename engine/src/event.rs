@@ -1,20 +1,26 @@
 //! The events of a job.
 
-use crate::{TokenLogprobs, WriteRefused};
-use std::time::Duration;
+use crate::{Refusal, TokenLogprobs, WriteRefused};
+use std::{fmt, time::Duration};
 use tandem_kv::{ReadyBlock, Ticket, TokenId};
 
 /// An event of a job. A prefill's are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or `Reserved`, `Started`,
-/// `PromptLogprobs` if they were asked for, `Token`…, one `Finished` per sample. `Revoked`, `WriteRefused` (both before `Started`) and `Failed` may
+/// `PromptLogprobs` if they were requested, `Token`…, one `Finished` per sample. `Revoked`, `WriteRefused` (both before `Started`) and `Failed` may
 /// come at any time; each is the job's last event.
+///
+/// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of `Computed`.
+/// A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. `PullFailed` and `Refused` may be its last events, too.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The prompt has its blocks, and its prefill begins on this worker.
     Scheduled {
-        /// Tokens found in this worker's prefix cache: at most the prompt less one token, a multiple of the block size; 0 if nothing was found
-        /// or caching is off.
-        cached_tokens: u32,
+        /// Tokens found in this worker's prefix cache: at most the prompt less one token; 0 if nothing was found or caching is off. `None`: the
+        /// external engine does not report them.
+        cached: Option<CachedTokens>,
     },
+    /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as that engine reports it: at
+    /// the earliest with the first token.
+    Submitted,
     /// The prompt has its blocks; another worker may write KV into those that are missing.
     Reserved {
         /// The one-time right to write them.
@@ -26,6 +32,8 @@ pub enum Event {
     BlocksReady(Vec<ReadyBlock>),
     /// Prefill: the prompt is computed, in these chunks, and every block asked for has been reported as ready.
     Computed(Vec<PrefillChunk>),
+    /// Prefill: the external engine has computed the prompt and holds its KV for another engine.
+    Exported(KvHandle),
     /// All of the prompt's KV is in this worker's memory. If another worker computed it, that worker has confirmed the transfer.
     Started(Started),
     /// The logprobs of the prompt's tokens; `None` for the first token, which has no preceding context.
@@ -50,8 +58,50 @@ pub enum Event {
     Revoked,
     /// A write that the ticket does not allow ended the reservation; the blocks written so far were dropped.
     WriteRefused(WriteRefused),
+    /// The external engine could not pull the prompt's KV with the handle.
+    PullFailed,
+    /// The external engine refused the job after its submission.
+    Refused(Refusal),
     /// The engine failed; the job cannot continue.
     Failed,
+}
+
+/// Tokens of a prompt that were found in a worker's prefix cache, by the tier that held them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CachedTokens {
+    /// In the device's memory.
+    pub device: u32,
+    /// In the host's memory.
+    pub host: u32,
+}
+
+impl CachedTokens {
+    /// Returns a count of tokens that were all found in the device's memory.
+    pub fn on_device(tokens: u32) -> Self {
+        Self { device: tokens, host: 0 }
+    }
+
+    /// Returns the tokens of all tiers.
+    pub fn total(self) -> u32 {
+        self.device + self.host
+    }
+}
+
+/// The right to pull one prompt's KV from the external engine that computed it. It can be used once, before it expires.
+#[derive(Clone, PartialEq, Eq)]
+pub struct KvHandle {
+    /// The engine's own description, which only engines of the same family read. A secret: it is never logged.
+    pub bytes: Vec<u8>,
+    /// The time for which the KV is certain to be held, from now on.
+    pub valid_for: Duration,
+    /// The chunks in which the prompt was computed, as far as the engine reports them.
+    pub chunks: Vec<PrefillChunk>,
+}
+
+impl fmt::Debug for KvHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvHandle").field("valid_for", &self.valid_for).finish_non_exhaustive()
+    }
 }
 
 /// How a prompt's KV was obtained.

@@ -15,7 +15,7 @@ pub mod sim;
 mod ticket;
 
 pub use chunk::ChunkError;
-pub use event::{Event, FinishReason, PrefillChunk, Started};
+pub use event::{CachedTokens, Event, FinishReason, KvHandle, PrefillChunk, Started};
 pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
 pub use sampling::{SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};

@@ -1,6 +1,7 @@
 //! Requests to an engine, and why they may be refused.
 
 use crate::{EngineInfo, Sampling};
+use std::borrow::Cow;
 use tandem_kv::{Namespace, TokenId};
 
 /// A request to compute the KV of all tokens of a prompt but the last, and to hold it until the job is dropped.
@@ -141,10 +142,12 @@ pub enum KvSource {
     Local,
     /// Another worker writes it block by block under a ticket ([`crate::Event::Reserved`]).
     Remote,
+    /// The external engine pulls it from another one, with a [`crate::KvHandle`] that the job is given after `Submitted`.
+    Handle,
 }
 
 /// Why a job is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The queue is full; the request may be retried later or on another worker.
     #[error("the worker's queue is full")]
@@ -174,6 +177,9 @@ pub enum Refusal {
         /// The length of the name in bytes.
         len: usize,
     },
+    /// The engine does not support what the request needs.
+    #[error("{0}")]
+    Unsupported(Cow<'static, str>),
     /// The engine's thread has ended: the device is lost, or the process shuts down.
     #[error("the engine is shut down")]
     Gone,

@@ -105,6 +105,11 @@ pub fn sequence_hashes(key: &HashKey, namespace: &Namespace, block_size: usize, 
         .collect()
 }
 
+/// Returns the hash of a whole prompt in its namespace: equal for equal prompts, and different for all others but by chance.
+pub fn prompt_digest(key: &HashKey, namespace: &Namespace, tokens: &[TokenId]) -> u64 {
+    namespace.root(key).child(key, tokens).0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,22 +5,23 @@ use crate::{
     service::Worker,
 };
 use futures::FutureExt;
-use tandem_engine::{Event, Prefill};
+use tandem_engine::{CachedTokens, Event, Prefill};
 use tandem_kv::Namespace;
 use tandem_node::trace::Span;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{
-        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, prefill_reply, prefill_request,
+        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request,
     },
 };
-use tandem_transfer::{TicketError, Transfer, TransferError};
-use tandem_worker::{ClientGone, Direction, Job, ReplySender, ScheduledPrompt};
+use tandem_transfer::{SendPaths, TicketError, Transfer, TransferError};
+use tandem_worker::{ClientGone, CountedJob, Direction, Job, ReplySender, ScheduledPrompt, scheduled};
 use tonic::Streaming;
 
 /// Runs one attempt until its blocks are written on the decode worker. Dropping the future releases all that it holds.
 pub(crate) async fn attempt(
     worker: &Worker,
+    transfers: &SendPaths,
     mut start: PrefillStart,
     mut messages: Streaming<PrefillRequest>,
     replies: &ReplySender<PrefillReply>,
@@ -28,26 +29,16 @@ pub(crate) async fn attempt(
 ) -> Result<PrefillDone, Ended> {
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
     let mut job = submit(worker, &mut start).await?;
-    let (request_id, attempt, account) = (start.request_id, start.attempt, start.account);
-    let cached_tokens = match job.next().await {
-        Some(Event::Scheduled { cached_tokens }) => cached_tokens,
-        _ => return Err(Ended::Engine),
-    };
-    worker.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-    let (request_id, account) = (&request_id, &account);
-    worker.ledger.scheduled(ScheduledPrompt { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
-    span.event("scheduled", &[]);
-    span.set("tandem.cached_tokens", cached_tokens);
-    if let Some(capabilities) = worker.transfers.capabilities() {
+    let Some(Event::Scheduled { cached }) = job.next().await else { return Err(Ended::Engine) };
+    if let Some(capabilities) = transfers.capabilities() {
         replies.send(PrefillReply { message: Some(prefill_reply::Message::TransferCapabilities(*capabilities)) }).await?;
     }
-    let scheduled = Scheduled::on_device((!worker.settings.worker.withhold_cached_tokens).then_some(cached_tokens));
-    replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await?;
+    send_scheduled(worker, cached, replies, span).await?;
 
     // The engine computes meanwhile.
     let ticket = ticket(worker, &mut messages).await?;
     let missing_blocks = ticket.missing_blocks.clone();
-    let transfer = worker.transfers.open(ticket).inspect_err(|error| {
+    let transfer = transfers.open(ticket).inspect_err(|error| {
         if matches!(error, TransferError::Ticket(TicketError::Unvouched)) {
             worker.metrics.count_unvouched();
         }
@@ -56,8 +47,23 @@ pub(crate) async fn attempt(
     send(worker, job, missing_blocks, transfer, span).await
 }
 
+/// Reports that a prompt's prefill has begun.
+pub(crate) async fn send_scheduled(
+    worker: &Worker,
+    cached: Option<CachedTokens>,
+    replies: &ReplySender<PrefillReply>,
+    span: &Span,
+) -> Result<(), ClientGone> {
+    span.event("scheduled", &[]);
+    if let Some(cached) = cached {
+        span.set("tandem.cached_tokens", cached.total());
+    }
+    let scheduled = scheduled(cached.filter(|_| !worker.settings.worker.withhold_cached_tokens));
+    replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(scheduled)) }).await
+}
+
 /// Checks an attempt and queues its prefill, which takes the prompt.
-async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<Box<dyn Job>, Ended> {
+pub(crate) async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<CountedJob, Ended> {
     if start.instance_id != worker.instance_id {
         return Err(Ended::WrongInstance { asked_for: start.instance_id.clone() });
     }
@@ -78,7 +84,11 @@ async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<Box<dyn Job
         namespace: Namespace::from_bytes(&start.cache_namespace),
         prompt: std::mem::take(&mut start.prompt),
     };
-    Ok(worker.backend.prefill(prefill).await?)
+    let prompt = u32::try_from(prefill.prompt.len()).unwrap_or(u32::MAX);
+    let job = worker.backend.prefill(prefill).await?;
+    let PrefillStart { request_id, attempt, account, .. } = &*start;
+    let counted = ScheduledPrompt { request_id, attempt: *attempt, account, prompt, cached: None };
+    Ok(CountedJob::new(job, &worker.metrics, &worker.ledger, counted))
 }
 
 async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Result<v1::Ticket, Ended> {
@@ -109,7 +119,7 @@ fn check(missing_blocks: &[u32], blocks: u32) -> Result<(), Ended> {
 /// Sends the missing blocks as soon as they are computed; returns when the prompt is computed and all of them are written.
 async fn send(
     worker: &Worker,
-    mut job: Box<dyn Job>,
+    mut job: CountedJob,
     missing_blocks: Vec<u32>,
     mut transfer: Transfer,
     span: &Span,

@@ -24,6 +24,8 @@ pub(crate) enum Ended {
     UnknownToken,
     #[error(transparent)]
     Refused(#[from] Refusal),
+    #[error("the decode worker's engine did not pull the prompt's KV in time; try again")]
+    HandleExpired,
     #[error("no ticket came in time; the prompt's blocks stay cached, try again")]
     NoTicket,
     #[error("the transfer of KV to the decode worker failed, try again: {0}")]
@@ -72,9 +74,10 @@ impl Ended {
             Self::Transfer(TransferError::Ticket(invalid)) => return Told::Error(Protocol::Ticket(invalid).into()),
             Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
             Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
-            Self::NoTicket => (FailureReason::Timeout, instance_id.to_owned()),
+            Self::NoTicket | Self::HandleExpired => (FailureReason::Timeout, instance_id.to_owned()),
             Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, instance_id.to_owned()),
-            Self::TooLong
+            Self::Refused(Refusal::Unsupported(_))
+            | Self::TooLong
             | Self::UnknownToken
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },

@@ -3,9 +3,11 @@
 use crate::{
     PrefillWorkerSettings,
     attempt::attempt,
+    export::export,
     failure::{Ended, Protocol, Told},
 };
 use std::sync::Arc;
+use tandem_kv::HashKey;
 use tandem_node::trace::Span;
 use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
 use tandem_transfer::SendPaths;
@@ -19,9 +21,17 @@ pub(crate) struct Worker {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) settings: PrefillWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
-    pub(crate) transfers: SendPaths,
+    pub(crate) sending: Sending,
     pub(crate) requests: Requests,
     pub(crate) ledger: WorkerLedger,
+}
+
+/// How KV leaves this worker.
+pub(crate) enum Sending {
+    /// Block by block, to the places that a ticket names.
+    Transfers(SendPaths),
+    /// By a handle for the prompt's KV; its digest uses this key.
+    Handles { hash_key: HashKey },
 }
 
 pub(crate) struct Service(pub(crate) Arc<Worker>);
@@ -60,7 +70,12 @@ impl Worker {
     ) -> Result<(), ClientGone> {
         let ended = tokio::select! {
             biased;
-            ended = attempt(self, start, messages, &replies, &span) => ended,
+            ended = async {
+                match &self.sending {
+                    Sending::Transfers(transfers) => attempt(self, transfers, start, messages, &replies, &span).await,
+                    Sending::Handles { hash_key } => export(self, hash_key, start, messages, &replies, &span).await,
+                }
+            } => ended,
             () = self.backend.hung() => Err(Ended::Hung),
         };
         let last = match ended {

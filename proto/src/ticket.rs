@@ -1,6 +1,6 @@
 //! `Debug` for messages that hold a ticket; it prints them without the ticket.
 
-use crate::v1::{NcclControlRequest, PushRequest, Ticket};
+use crate::v1::{KvHandle, NcclControlRequest, PushRequest, Ticket};
 use std::fmt::{Debug, Formatter, Result};
 
 impl Debug for Ticket {
@@ -10,6 +10,13 @@ impl Debug for Ticket {
         let mut output = formatter.debug_struct("Ticket");
         output.field("address", address).field("missing_blocks", &missing_blocks.len()).field("path", &self.path());
         output.finish_non_exhaustive()
+    }
+}
+
+impl Debug for KvHandle {
+    fn fmt(&self, formatter: &mut Formatter<'_>) -> Result {
+        let Self { handle: _, prompt_digest: _, valid_ms } = self;
+        formatter.debug_struct("KvHandle").field("valid_ms", valid_ms).finish_non_exhaustive()
     }
 }
 

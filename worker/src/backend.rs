@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
     task::{Context, Poll},
 };
-use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, Prefill, Refusal};
+use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, KvHandle, Prefill, Refusal};
 use tandem_kv::{BlockAccess, KvBatch, Load, Snapshot};
 use tokio::sync::broadcast;
 
@@ -36,8 +36,36 @@ pub trait Backend: Send + Sync + 'static {
     /// Resolves when the back end makes no progress with work that it has, immediately if that is so now. It may recover.
     async fn hung(&self);
 
-    /// The engine whose KV memory the transfer paths read and write. `None`: the back end moves KV itself.
-    fn transfers(&self) -> Option<&EngineHandle>;
+    /// How KV gets from a prefill worker's back end to a decode worker's.
+    fn kv_exchange(&self) -> KvExchange<'_>;
+}
+
+/// How a back end sends or receives the KV of prompts.
+#[derive(Clone, Copy)]
+pub enum KvExchange<'a> {
+    /// The transfer paths read and write the KV memory of this engine.
+    Transfers(&'a EngineHandle),
+    /// The engines move KV themselves, with handles.
+    Handles {
+        /// Engines exchange KV only if their families are equal: it has all that must be equal, such as version, model and data type.
+        family: &'a str,
+    },
+    /// The back end does not exchange KV: it prefills what it decodes.
+    None,
+}
+
+impl KvExchange<'_> {
+    /// The `transfer_family` of workers that never exchange KV.
+    pub const NO_FAMILY: &'static str = "none";
+
+    /// Returns the `transfer_family` that the worker reports.
+    pub fn family(&self) -> &str {
+        match self {
+            Self::Transfers(_) => "",
+            Self::Handles { family } => family,
+            Self::None => Self::NO_FAMILY,
+        }
+    }
 }
 
 /// A prefill or a generation. Dropping it cancels it and releases all that it holds.
@@ -46,9 +74,17 @@ pub trait Job: Send {
     /// Polls for the next event; `None` after the last. A job that ends without an event of its own has lost its back end.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>>;
 
-    /// Prefill: reports these blocks with [`Event::BlocksReady`] as soon as they are computed. To be called once per job, and only if the back
-    /// end has [`Backend::transfers`].
-    async fn send_blocks(&mut self, block_indices: Vec<u32>, access: BlockAccess);
+    /// Prefill: reports these blocks with [`Event::BlocksReady`] as soon as they are computed. To be called once per job, and only with
+    /// [`KvExchange::Transfers`].
+    async fn send_blocks(&mut self, _block_indices: Vec<u32>, _access: BlockAccess) {}
+
+    /// Generation with [`tandem_engine::KvSource::Handle`]: pulls the prompt's KV and generates. To be called once per job, after
+    /// [`Event::Submitted`], and only with [`KvExchange::Handles`].
+    async fn pull(&mut self, _handle: KvHandle) {}
+
+    /// External engines: cancels the job, which still reports `Scheduled` with what the engine has counted by then, and ends. Dropping a job
+    /// cancels it without a report.
+    fn cancel(&mut self) {}
 }
 
 impl dyn Job + '_ {
@@ -91,8 +127,8 @@ impl Backend for EngineHandle {
         self.hung().await;
     }
 
-    fn transfers(&self) -> Option<&EngineHandle> {
-        Some(self)
+    fn kv_exchange(&self) -> KvExchange<'_> {
+        KvExchange::Transfers(self)
     }
 }
 

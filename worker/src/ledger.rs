@@ -24,6 +24,7 @@ use std::{
     thread::JoinHandle,
     time::{SystemTime, UNIX_EPOCH},
 };
+use tandem_engine::CachedTokens;
 use tandem_node::Metrics;
 
 /// Lines queued for the disk: those of a busy cluster's seconds, a few megabytes.
@@ -60,10 +61,12 @@ pub enum LedgerLine {
         worker: String,
         /// Tokens of the prompt.
         prompt: u32,
-        /// Tokens found in the prefix cache.
-        cached: u32,
-        /// Tokens that the worker computes: `prompt − cached`.
-        computed: u32,
+        /// Tokens found in the prefix cache; absent: the worker's engine does not report them.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cached: Option<u32>,
+        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        computed: Option<u32>,
         /// Tokens found, by cache tier.
         by_tier: BTreeMap<String, u32>,
         /// The time, in seconds since 1970.
@@ -188,6 +191,13 @@ fn write(queued: &Receiver<Queued>, to: impl Write) {
     }
 }
 
+/// Returns the cached tokens of each tier that exists: the host's memory is one only if tokens were found there.
+pub(crate) fn by_tier(cached: Option<CachedTokens>) -> BTreeMap<String, u32> {
+    let tiers = |CachedTokens { device, host }| [Some(("device", device)), (host > 0).then_some(("host", host))];
+    let tiers = cached.map(tiers).into_iter().flatten().flatten();
+    tiers.map(|(tier, tokens)| (tier.to_owned(), tokens)).collect()
+}
+
 /// One worker's part of the ledger. Cheap to clone.
 #[derive(Clone)]
 pub struct WorkerLedger {
@@ -208,8 +218,8 @@ pub struct ScheduledPrompt<'a> {
     pub account: &'a str,
     /// Tokens of the prompt.
     pub prompt: u32,
-    /// Tokens found in the prefix cache on the device.
-    pub cached: u32,
+    /// Tokens found in the prefix cache; `None`: the engine does not report them.
+    pub cached: Option<CachedTokens>,
 }
 
 impl WorkerLedger {
@@ -221,9 +231,9 @@ impl WorkerLedger {
             attempt,
             worker,
             prompt,
-            cached,
-            computed: prompt.saturating_sub(cached),
-            by_tier: [("device".to_owned(), cached)].into(),
+            cached: cached.map(CachedTokens::total),
+            computed: cached.map(|cached| prompt.saturating_sub(cached.total())),
+            by_tier: by_tier(cached),
             at: SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs()),
             model: (*self.model).to_owned(),
             account: account.to_owned(),
@@ -282,7 +292,7 @@ impl Drop for LedgerEntry {
 mod tests {
     use super::*;
 
-    const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt { request_id: "a", attempt: 1, account: "", prompt: 1, cached: 0 };
+    const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt { request_id: "a", attempt: 1, account: "", prompt: 1, cached: Some(CachedTokens { device: 0, host: 0 }) };
 
     /// A disk that a test can block, by its lock.
     #[derive(Clone, Default)]
@@ -322,7 +332,7 @@ mod tests {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
-        worker.scheduled(ScheduledPrompt { request_id: "a \"name\"\n", attempt: 1, account: "acme", prompt: 100, cached: 96 });
+        worker.scheduled(ScheduledPrompt { request_id: "a \"name\"\n", attempt: 1, account: "acme", prompt: 100, cached: Some(CachedTokens::on_device(96)) });
         let won = worker.attempt("a", 1, false);
         won.began();
         won.failed();

@@ -8,16 +8,17 @@ mod control;
 mod ledger;
 mod metrics;
 mod requests;
+mod scheduled;
 
-pub use backend::{Backend, CacheWatch, Job};
+pub use backend::{Backend, CacheWatch, Job, KvExchange};
 pub use ledger::{Ledger, LedgerEntry, LedgerLine, Outcome, ScheduledPrompt, WorkerLedger};
 pub use metrics::{Direction, TransferMetrics, WorkerMetrics};
 pub use requests::{ClientGone, Replies, ReplySender, Requests};
+pub use scheduled::{CountedJob, scheduled};
 
 use control::ControlService;
 use futures::future::OptionFuture;
 use std::sync::Arc;
-use tandem_engine::EngineHandle;
 use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
 use tandem_proto::{
     channel::{Listener, Network},
@@ -55,9 +56,9 @@ pub enum WorkerError {
     /// The back end has ended.
     #[error("the worker's engine has ended; the log says why")]
     EngineGone,
-    /// The back end moves KV itself, by means that no worker of this version has.
-    #[error("the worker's engine does not support Tandem's KV transfers")]
-    NoTransfers,
+    /// The back end cannot give KV to other workers.
+    #[error("this engine cannot prefill for other workers; run it as a decode worker, which prefills its own prompts")]
+    NoKvExchange,
 }
 
 /// The state that the services of one worker share. Cheap to clone.
@@ -102,6 +103,7 @@ impl Worker {
             block_bytes: engine.block_bytes as u64,
             cluster: settings.cluster.clone(),
             key_fingerprint: network.key().fingerprint().to_owned(),
+            transfer_family: backend.kv_exchange().family().to_owned(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
         let metrics = WorkerMetrics::new(metrics, &settings.worker_id);
@@ -115,14 +117,6 @@ impl Worker {
             shutdown,
             broker: settings.broker.clone(),
         }
-    }
-
-    /// Returns the engine whose KV memory the transfer paths use.
-    ///
-    /// # Errors
-    /// The back end moves KV itself.
-    pub fn engine(&self) -> Result<&EngineHandle, WorkerError> {
-        self.backend.transfers().ok_or(WorkerError::NoTransfers)
     }
 
     /// Serves `Control` and the services in `routes` until the process drains and every request has ended.

@@ -10,10 +10,14 @@ use std::{
     },
     time::Duration,
 };
+use tandem_engine::CachedTokens;
 use tandem_kv::{KvBatch, Load, StepStats};
 use tandem_node::Metrics;
 use tandem_proto::{channel::OnRefused, v1};
 use tokio::sync::broadcast::error::RecvError;
+
+const CACHED_TOKENS: &str = "tandem_worker_cached_tokens_total";
+const CACHED_TOKENS_HELP: &str = "Prompt tokens found in the prefix cache, by tier.";
 
 /// Handles of one worker's metric families, with the label `worker`.
 pub struct WorkerMetrics {
@@ -129,11 +133,7 @@ impl WorkerMetrics {
             hits: requests("hit"),
             misses: requests("miss"),
             prompt_tokens: registry.counter("tandem_worker_prompt_tokens_total", "Tokens of prompts prefilled here.", &[worker]),
-            cached_tokens: registry.counter(
-                "tandem_worker_cached_tokens_total",
-                "Prompt tokens found in the prefix cache, by tier.",
-                &[worker, ("tier", "device")],
-            ),
+            cached_tokens: registry.counter(CACHED_TOKENS, CACHED_TOKENS_HELP, &[worker, ("tier", "device")]),
             free_blocks: blocks("free"),
             cached_blocks: blocks("cached"),
             in_use_blocks: blocks("in_use"),
@@ -172,16 +172,28 @@ impl WorkerMetrics {
         }
     }
 
+    /// Counts what became of a handle for a prompt's KV in an external engine: `pulled`, `abandoned` or `expired`.
+    pub fn count_handle(&self, outcome: &'static str) {
+        let help = "Handles that let another engine pull a prompt's KV, by what became of them. KV that is not pulled stays in the engine's memory until its lease ends.";
+        let labels = [("worker", self.worker_id.as_str()), ("outcome", outcome)];
+        self.registry.counter("tandem_worker_kv_handles_total", help, &labels).increment(1);
+    }
+
     /// Sets the number of KV blocks.
     pub fn set_capacity(&self, blocks: u32) {
         self.capacity_blocks.set(blocks);
     }
 
     /// Counts a prompt whose prefill begins on this worker. To be called once per prompt.
-    pub fn observe_scheduled(&self, prompt_tokens: u32, cached_tokens: u32) {
+    pub fn observe_scheduled(&self, prompt_tokens: u32, cached: CachedTokens) {
+        let cached_tokens = cached.total();
         if cached_tokens > 0 { &self.hits } else { &self.misses }.increment(1);
         self.prompt_tokens.increment(prompt_tokens.into());
-        self.cached_tokens.increment(cached_tokens.into());
+        self.cached_tokens.increment(cached.device.into());
+        if cached.host > 0 {
+            let labels = [("worker", self.worker_id.as_str()), ("tier", "host")];
+            self.registry.counter(CACHED_TOKENS, CACHED_TOKENS_HELP, &labels).increment(cached.host.into());
+        }
         let totals = {
             let mut totals = self.totals.lock();
             totals.observe(prompt_tokens, cached_tokens);
@@ -312,7 +324,7 @@ mod tests {
         let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
         assert_eq!((metrics.totals().hit_rate(), metrics.totals().token_hit_rate()), (0.0, 0.0));
         for (prompt, cached) in [(1000, 0), (100, 96), (100, 96), (20, 0)] {
-            metrics.observe_scheduled(prompt, cached);
+            metrics.observe_scheduled(prompt, CachedTokens::on_device(cached));
         }
         let totals = metrics.totals();
         let expected = CacheTotals {
@@ -351,8 +363,8 @@ mod tests {
             let subscriber = tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish();
             tracing::subscriber::with_default(subscriber, || {
                 let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
-                metrics.observe_scheduled(100, 0);
-                metrics.observe_scheduled(100, 96);
+                metrics.observe_scheduled(100, CachedTokens::on_device(0));
+                metrics.observe_scheduled(100, CachedTokens::on_device(96));
             });
             let bytes = lines.0.lock().clone();
             String::from_utf8(bytes).expect("text")
@@ -369,8 +381,8 @@ mod tests {
     async fn each_family_has_the_worker_label() {
         let registry = Metrics::default();
         let metrics = WorkerMetrics::new(&registry, "decode-0");
-        metrics.observe_scheduled(33, 32);
-        metrics.observe_scheduled(10, 0);
+        metrics.observe_scheduled(33, CachedTokens::on_device(32));
+        metrics.observe_scheduled(10, CachedTokens::on_device(0));
         let sent = metrics.transfer("tcp", Direction::Sent);
         sent.bytes.increment(4096);
         sent.duration.record(0.004);

@@ -62,6 +62,7 @@ impl Machine {
         let remote = match generate.kv {
             KvSource::Local => None,
             KvSource::Remote => Some(Remote::default()),
+            KvSource::Handle => return Err(Refusal::Unsupported("this worker's engine takes no KV handles".into())),
         };
         let prompt = Prompt {
             sampler: Sampler::new(generate.sampling, &generate.prompt),
@@ -293,7 +294,7 @@ impl Machine {
             self.reserve(sequence, now);
         } else {
             if first_time {
-                let scheduled = Event::Scheduled { cached_tokens: sequence.computed as u32 };
+                let scheduled = Event::Scheduled { cached: Some(CachedTokens::on_device(sequence.computed as u32)) };
                 self.actions.push(Action::Emit(job, scheduled));
             }
             self.settle(sequence, now);

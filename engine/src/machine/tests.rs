@@ -110,7 +110,7 @@ impl World {
 
     fn cached(&self, job: JobId) -> Option<u32> {
         self.events.get(&job)?.iter().find_map(|event| match event {
-            Event::Scheduled { cached_tokens } => Some(*cached_tokens),
+            Event::Scheduled { cached } => cached.map(CachedTokens::total),
             _ => None,
         })
     }

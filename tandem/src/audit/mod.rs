@@ -209,15 +209,20 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
         match line {
             LedgerLine::Scheduled { request_id, attempt, worker, prompt, cached, computed, by_tier, .. } => {
                 let tiers: u64 = by_tier.values().map(|tokens| u64::from(*tokens)).sum();
-                if u64::from(*computed) + u64::from(*cached) != u64::from(*prompt)
-                    || tiers != u64::from(*cached)
-                    || cached >= prompt
-                {
+                let adds_up = match (cached, computed) {
+                    (Some(cached), Some(computed)) => {
+                        u64::from(*computed) + u64::from(*cached) == u64::from(*prompt) && tiers == u64::from(*cached) && cached < prompt
+                    }
+                    // The worker's engine does not report cached tokens: the usage has an estimate.
+                    (None, None) => tiers == 0,
+                    _ => false,
+                };
+                if !adds_up {
                     let (prompt, worker) = (request_id.clone(), worker.clone());
                     findings.push(Finding::Arithmetic { prompt, attempt: *attempt, worker });
                 }
                 let entry = prompts.entry(request_id).or_default().entry(*attempt).or_default();
-                entry.counted.push((worker.clone(), *prompt, *cached));
+                entry.counted.push((worker.clone(), *prompt, cached.unwrap_or(0)));
             }
             LedgerLine::Ended { request_id, attempt, outcome, .. } => {
                 let entry = prompts.entry(request_id).or_default().entry(*attempt).or_default();

@@ -1,8 +1,8 @@
 use super::*;
-use crate::Job;
+use crate::{Job, KvExchange};
 use futures::StreamExt;
 use parking_lot::Mutex;
-use tandem_engine::{EngineHandle, EngineInfo, Generate, Prefill, Refusal};
+use tandem_engine::{EngineInfo, Generate, Prefill, Refusal};
 use tandem_kv::{Change, KvEvent, SequenceHash, Snapshot, StoredChain};
 use tandem_node::Metrics;
 use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
@@ -39,8 +39,8 @@ impl Backend for Scripted {
         drop(self.hangs.subscribe().wait_for(|hangs| *hangs).await);
     }
 
-    fn transfers(&self) -> Option<&EngineHandle> {
-        None
+    fn kv_exchange(&self) -> KvExchange<'_> {
+        KvExchange::None
     }
 }
 
@@ -183,7 +183,7 @@ async fn idle_worker_sends_a_heartbeat_every_second() {
     worker.send(events(1..=3));
     next_batch(&mut replies).await;
     worker.metrics.observe_bandwidth(500, Duration::from_secs(1));
-    worker.metrics.observe_scheduled(100, 0);
+    worker.metrics.observe_scheduled(100, tandem_engine::CachedTokens::on_device(0));
     for second in 1..=3_u32 {
         let started = Instant::now();
         let heartbeat = next_batch(&mut replies).await;
@@ -194,7 +194,7 @@ async fn idle_worker_sends_a_heartbeat_every_second() {
         let (prompts, cached_tokens) = (u64::from(second), 16 * (u64::from(second) - 1));
         let totals = v1::CacheTotals { prompts, prompts_hit: prompts - 1, prompt_tokens: 100 * prompts, cached_tokens };
         assert_eq!(load.cache, Some(totals), "totals come with the next load");
-        worker.metrics.observe_scheduled(100, 16);
+        worker.metrics.observe_scheduled(100, tandem_engine::CachedTokens::on_device(16));
     }
 }
 

@@ -66,7 +66,7 @@ impl Worker {
 
     fn cached(&self, job: JobId) -> u32 {
         let cached = |event: &Event| match event {
-            Event::Scheduled { cached_tokens } => Some(*cached_tokens),
+            Event::Scheduled { cached } => cached.map(CachedTokens::total),
             _ => None,
         };
         self.events[&job].iter().find_map(cached).expect("every job is scheduled")

@@ -1,0 +1,63 @@
+//! The back end: jobs, the mirror of the engine's cache, and the engine's health.
+
+use crate::{
+    api::Api,
+    job,
+    shared::Shared,
+};
+use std::sync::Arc;
+use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
+use tandem_worker::{Backend, CacheWatch, Job, KvExchange};
+use tokio::sync::watch;
+
+/// An engine in another process, driven over the network. Cheap to clone.
+#[derive(Clone)]
+pub struct Adapter {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) api: Arc<dyn Api>,
+    /// The family of engines with which it exchanges KV; absent: it exchanges none.
+    pub(crate) family: Option<Arc<str>>,
+    /// Whether the engine answers.
+    pub(crate) hung: watch::Receiver<bool>,
+}
+
+#[tonic::async_trait]
+impl Backend for Adapter {
+    fn info(&self) -> &EngineInfo {
+        &self.shared.info
+    }
+
+    async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {
+        prefill.check(self.info())?;
+        Ok(Box::new(job::prefill(&self.shared, &self.api, prefill)?))
+    }
+
+    async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal> {
+        generate.check(self.info())?;
+        let supported = match generate.kv {
+            KvSource::Local => true,
+            KvSource::Handle => self.family.is_some(),
+            KvSource::Remote => false,
+        };
+        if !supported {
+            return Err(Refusal::Unsupported("this worker's engine does not receive KV from other workers".into()));
+        }
+        Ok(Box::new(job::generate(&self.shared, &self.api, generate)?))
+    }
+
+    async fn watch(&self) -> Option<CacheWatch> {
+        self.shared.watch()
+    }
+
+    async fn hung(&self) {
+        let mut hung = self.hung.clone();
+        if hung.wait_for(|hung| *hung).await.is_err() {
+            // The engine is not watched any more: the worker ends.
+            std::future::pending().await
+        }
+    }
+
+    fn kv_exchange(&self) -> KvExchange<'_> {
+        self.family.as_deref().map_or(KvExchange::None, |family| KvExchange::Handles { family })
+    }
+}

@@ -1,0 +1,194 @@
+//! What the adapter knows of its engine's load: the requests it has queued and submitted, and what it has measured.
+
+use parking_lot::Mutex;
+use std::{sync::Arc, time::Duration};
+use tandem_kv::Load;
+use tokio::{sync::Notify, time::Instant};
+
+/// A prompt with fewer computed tokens says little about the rate: other times dominate.
+const MEASURED_TOKENS_MIN: usize = 256;
+
+/// The weight of a new measurement in a moving average.
+const WEIGHT: f64 = 0.1;
+
+/// All requests of the worker.
+#[derive(Default)]
+pub(crate) struct Books {
+    state: Mutex<State>,
+    /// Notified when the load has changed.
+    pub changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    running: u32,
+    waiting: u32,
+    pending_prefill_tokens: u64,
+    /// Tokens whose KV running requests hold.
+    tokens: u64,
+    included: Vec<String>,
+    prefill_tokens_per_second: f64,
+    prefill_measurements: u64,
+    decode_step_ms: f64,
+}
+
+impl Books {
+    /// Returns the load without its blocks, and the tokens whose KV running requests hold.
+    pub fn load(&self) -> (Load, u64) {
+        let state = self.state.lock();
+        let load = Load {
+            running_sequences: state.running,
+            waiting_requests: state.waiting,
+            pending_prefill_tokens: state.pending_prefill_tokens,
+            prefill_tokens_per_second: state.prefill_tokens_per_second,
+            prefill_measurements: state.prefill_measurements,
+            decode_step_ms: state.decode_step_ms,
+            ..Load::default()
+        };
+        (load, state.tokens)
+    }
+
+    /// Takes the ids of the requests that were queued since the last call.
+    pub fn take_included(&self) -> Vec<String> {
+        std::mem::take(&mut self.state.lock().included)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock());
+        self.changed.notify_one();
+    }
+}
+
+/// One request in the books; dropping it takes it out.
+pub(crate) struct Work {
+    books: Arc<Books>,
+    queued_at: Instant,
+    prompt_tokens: usize,
+    samples: u32,
+    state: Mutex<WorkState>,
+}
+
+#[derive(Default)]
+struct WorkState {
+    submitted_after: Option<Duration>,
+    /// Tokens of the prompt that are still to be computed.
+    pending: u64,
+    generated: u64,
+    last_chunk_at: Option<Instant>,
+}
+
+impl Work {
+    /// Enters a request into the queue. `new_tokens`: those that the engine is expected to compute.
+    pub fn new(books: &Arc<Books>, request_id: String, new_tokens: usize, (prompt_tokens, samples): (usize, usize)) -> Self {
+        books.update(|state| {
+            state.waiting += 1;
+            state.pending_prefill_tokens += new_tokens as u64;
+            state.included.push(request_id);
+        });
+        Self {
+            books: Arc::clone(books),
+            queued_at: Instant::now(),
+            prompt_tokens,
+            samples: samples as u32,
+            state: Mutex::new(WorkState { pending: new_tokens as u64, ..WorkState::default() }),
+        }
+    }
+
+    /// The request was submitted to the engine.
+    pub fn submitted(&self) {
+        self.state.lock().submitted_after = Some(self.queued_at.elapsed());
+        self.books.update(|state| {
+            state.waiting -= 1;
+            state.running += self.samples;
+            state.tokens += self.prompt_tokens as u64;
+        });
+    }
+
+    /// Returns the time that it waited in the queue.
+    pub fn queued(&self) -> Duration {
+        self.state.lock().submitted_after.unwrap_or_default()
+    }
+
+    /// The prompt is computed: the engine computed this many tokens in this time.
+    pub fn begun(&self, computed: usize, took: Duration) {
+        let pending = std::mem::take(&mut self.state.lock().pending);
+        self.books.update(|state| {
+            state.pending_prefill_tokens -= pending;
+            if computed >= MEASURED_TOKENS_MIN && took > Duration::ZERO {
+                average(&mut state.prefill_tokens_per_second, computed as f64 / took.as_secs_f64());
+                state.prefill_measurements += 1;
+            }
+        });
+    }
+
+    /// Tokens of a sample have come together.
+    pub fn generated(&self, tokens: usize) {
+        if tokens == 0 {
+            return;
+        }
+        let step = {
+            let mut state = self.state.lock();
+            state.generated += tokens as u64;
+            let now = Instant::now();
+            let before = state.last_chunk_at.replace(now);
+            // The chunks of several samples are interleaved.
+            before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
+        };
+        self.books.update(|state| {
+            state.tokens += tokens as u64;
+            step.into_iter().for_each(|step| average(&mut state.decode_step_ms, step));
+        });
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        let WorkState { submitted_after, pending, generated, .. } = std::mem::take(self.state.get_mut());
+        self.books.update(|state| {
+            state.pending_prefill_tokens -= pending;
+            match submitted_after {
+                None => state.waiting -= 1,
+                Some(_) => {
+                    state.running -= self.samples;
+                    state.tokens -= self.prompt_tokens as u64 + generated;
+                }
+            }
+        });
+    }
+}
+
+fn average(of: &mut f64, measured: f64) {
+    *of = if *of == 0.0 { measured } else { *of + (measured - *of) * WEIGHT };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn request_counts_from_its_queueing_to_its_end() {
+        let books = Arc::new(Books::default());
+        let counts = || {
+            let (load, tokens) = books.load();
+            (load.waiting_requests, load.running_sequences, load.pending_prefill_tokens, tokens)
+        };
+        let work = Work::new(&books, "a".to_owned(), 600, (1000, 2));
+        assert_eq!(counts(), (1, 0, 600, 0));
+        tokio::time::advance(Duration::from_secs(1)).await;
+        work.submitted();
+        assert_eq!((counts(), work.queued()), ((0, 2, 600, 1000), Duration::from_secs(1)));
+        work.begun(600, Duration::from_secs(2));
+        work.generated(1);
+        assert_eq!(counts(), (0, 2, 0, 1001));
+        assert_eq!(books.load().0.prefill_tokens_per_second, 300.0);
+        tokio::time::advance(Duration::from_millis(5)).await;
+        work.generated(1);
+        assert_eq!(books.load().0.decode_step_ms, 10.0);
+        drop(work);
+        assert_eq!(counts(), (0, 0, 0, 0));
+        let waiting = Work::new(&books, "b".to_owned(), 10, (10, 1));
+        assert_eq!(books.take_included(), ["a", "b"]);
+        drop(waiting);
+        assert_eq!((counts(), books.take_included()), ((0, 0, 0, 0), Vec::<String>::new()));
+    }
+}

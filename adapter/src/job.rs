@@ -1,0 +1,342 @@
+//! A job on an external engine: a task that waits for a place, drives the engine's requests and reports their events.
+
+use crate::{
+    api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
+    books::Work,
+    shared::{Shared, Tiers},
+    slots::{Slot, QueuedRequest},
+};
+use futures::{StreamExt, future::try_join_all};
+use std::{
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+use tandem_engine::{
+    CachedTokens, Event, FinishReason, Generate, Generated, KvHandle, KvSource, Prefill, Refusal, Sampling, Started,
+};
+use tandem_node::retry::error_chain;
+use tandem_worker::Job;
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Events that wait for a slow reader; the engine's answer is not read on before there is room.
+const EVENTS_MAX: usize = 64;
+
+/// A job's half for the worker. Dropping it ends the engine's requests.
+pub(crate) struct AdapterJob {
+    events: mpsc::Receiver<Event>,
+    handle: Option<oneshot::Sender<KvHandle>>,
+    cancelled: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl Job for AdapterJob {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.events.poll_recv(context)
+    }
+
+    async fn pull(&mut self, handle: KvHandle) {
+        // A job that has ended says so by its events.
+        self.handle.take().map(|sender| sender.send(handle));
+    }
+
+    fn cancel(&mut self) {
+        self.cancelled.cancel();
+    }
+}
+
+/// What the task of a job has.
+struct Task {
+    api: Arc<dyn Api>,
+    shared: Arc<Shared>,
+    events: mpsc::Sender<Event>,
+    cancelled: CancellationToken,
+}
+
+/// Why a job ends without its last regular event.
+enum Ended {
+    /// The job was dropped or cancelled.
+    Dropped,
+    Event(Event),
+}
+
+impl From<EngineFailure> for Ended {
+    fn from(failure: EngineFailure) -> Self {
+        match failure.refusal() {
+            Some(refusal) => Self::Event(Event::Refused(refusal)),
+            None => {
+                tracing::warn!(error = %error_chain(&failure), "a request to the engine failed");
+                Self::Event(Event::Failed)
+            }
+        }
+    }
+}
+
+/// Starts a task that waits for its place and then does `run`.
+fn start<F>(shared: &Arc<Shared>, api: &Arc<dyn Api>, waiting: Waiting, run: impl FnOnce(Task, Running) -> F + Send + 'static) -> AdapterJob
+where
+    F: Future<Output = Result<(), Ended>> + Send,
+{
+    let (events, receiver) = mpsc::channel(EVENTS_MAX);
+    let (sender, handle) = oneshot::channel();
+    let cancelled = CancellationToken::new();
+    let task = Task { api: Arc::clone(api), shared: Arc::clone(shared), events: events.clone(), cancelled: cancelled.clone() };
+    tokio::spawn(async move {
+        let Waiting { mut queued, work } = waiting;
+        let slot = tokio::select! {
+            biased;
+            () = task.events.closed() => return,
+            () = task.cancelled.cancelled() => return,
+            slot = queued.slot() => slot,
+        };
+        let submitted = Instant::now();
+        work.submitted();
+        let closed = events.clone();
+        let running = Running { _slot: slot, work, handle, submitted };
+        if events.send(Event::Submitted).await.is_err() {
+            return;
+        }
+        tokio::select! {
+            biased;
+            // Dropping the requests ends them in the engine.
+            () = closed.closed() => {}
+            ended = run(task, running) => {
+                if let Err(Ended::Event(event)) = ended {
+                    drop(events.send(event).await);
+                }
+            }
+        }
+    });
+    AdapterJob { events: receiver, handle: Some(sender), cancelled }
+}
+
+/// A request in the queue.
+struct Waiting {
+    queued: QueuedRequest,
+    work: Work,
+}
+
+/// A request that has its place.
+struct Running {
+    _slot: Slot,
+    work: Work,
+    handle: oneshot::Receiver<KvHandle>,
+    submitted: Instant,
+}
+
+/// Starts a prefill whose KV is exported.
+pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
+    let Prefill { request_id, account, namespace, prompt } = prefill;
+    let queued = shared.slots.enqueue(&account, shared.blocks(prompt.len()))?;
+    let call = Call { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
+    let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens);
+    let work = Work::new(&shared.books, request_id, new_tokens, (call.tokens.len(), 1));
+    Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.export(call, running).await }))
+}
+
+/// Starts a generation.
+pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
+    let queued = shared.slots.enqueue(&generate.account, shared.blocks(generate.prompt.len()))?;
+    let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
+    let new_tokens = match generate.kv {
+        KvSource::Handle => 0,
+        KvSource::Local | KvSource::Remote => {
+            generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt)
+        }
+    };
+    let work = Work::new(&shared.books, generate.request_id.clone(), new_tokens, (generate.prompt.len(), samples));
+    Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.generate(generate, running).await }))
+}
+
+impl Task {
+    async fn send(&self, event: Event) -> Result<(), Ended> {
+        self.events.send(event).await.map_err(|_| Ended::Dropped)
+    }
+
+    async fn export(self, call: Call, running: Running) -> Result<(), Ended> {
+        let tiers = self.shared.tiers(&call);
+        let exporting = self.api.export(&call);
+        tokio::pin!(exporting);
+        let exported = tokio::select! {
+            biased;
+            exported = &mut exporting => exported?,
+            () = self.cancelled.cancelled() => {
+                self.api.abort(&call.request_id).await;
+                exporting.await?
+            }
+        };
+        let cached = exported.cached_tokens.map(|tokens| tiers.split(tokens));
+        let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
+        running.work.begun(call.tokens.len().saturating_sub(known), running.submitted.elapsed());
+        self.shared.routed(&call);
+        self.send(Event::Scheduled { cached }).await?;
+        self.send(Event::Exported(exported.handle)).await
+    }
+
+    async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
+        let Running { _slot, work, handle, submitted } = running;
+        let handle = match generate.kv {
+            KvSource::Handle => Some(handle.await.map_err(|_| Ended::Dropped)?),
+            KvSource::Local | KvSource::Remote => None,
+        };
+        let request_id = self.shared.request_id(&generate.request_id);
+        let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
+        let tiers = self.shared.tiers(&base);
+        if let Some(top) = generate.prompt_logprobs {
+            // The engine reads nothing from its cache for this.
+            let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
+            let logprobs = self.api.prompt_logprobs(&call, top).await?;
+            self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
+            self.send(Event::Started(Started { queue: work.queued(), ..Started::default() })).await?;
+            self.send(Event::PromptLogprobs(logprobs)).await?;
+        }
+        let samples = match &generate.generated {
+            none if none.is_empty() => (0..generate.samples).map(|sample| Generated { sample, tokens: Vec::new() }).collect(),
+            resumed => resumed.clone(),
+        };
+        let answer = Answer {
+            task: &self,
+            generate: &generate,
+            base: &base,
+            tiers,
+            work: &work,
+            submitted,
+            begun: CancellationToken::new(),
+            reports_prompt: generate.prompt_logprobs.is_none(),
+            counts_prompt: generate.prompt_logprobs.is_none() && handle.is_none(),
+        };
+        let mut handle = handle;
+        let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
+        try_join_all(samples).await?;
+        self.shared.routed(&base);
+        Ok(())
+    }
+}
+
+/// The samples of one generation. Each is a request of its own with its own seed, as in Tandem's engine.
+struct Answer<'a> {
+    task: &'a Task,
+    generate: &'a Generate,
+    base: &'a Call,
+    tiers: Tiers,
+    work: &'a Work,
+    submitted: Instant,
+    /// Cancelled when the first sample has its first token: the others then find the prompt in the cache.
+    begun: CancellationToken,
+    /// `Started` is still to be reported.
+    reports_prompt: bool,
+    /// The count of cached tokens is this worker's: that of the first sample, because the others find what that one has stored.
+    counts_prompt: bool,
+}
+
+impl Answer<'_> {
+    async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), Ended> {
+        if !first {
+            self.begun.cancelled().await;
+        }
+        let Generated { sample, tokens } = generated;
+        let mut sampling = self.generate.sampling.clone();
+        sampling.seed = sampling.seed.wrapping_add(sample.into());
+        sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
+        sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
+        // The engine generates at least one token, which is not reported then.
+        let silent = sampling.max_tokens == Some(0);
+        sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
+        if silent && !(first && (self.reports_prompt || handle.is_some())) {
+            return self.task.send(Event::Finished { sample, reason: FinishReason::Length }).await;
+        }
+        let call = Call {
+            request_id: format!("{}-{sample}", self.base.request_id),
+            namespace: self.base.namespace.clone(),
+            tokens: [&self.generate.prompt, &*tokens].concat(),
+        };
+        let (reason, usage) = self.run(&call, &sampling, (sample, first, silent), handle).await?;
+        if first && self.counts_prompt {
+            let cached = usage.cached_tokens.map(|tokens| self.tiers.split(tokens));
+            self.task.send(Event::Scheduled { cached }).await?;
+        }
+        let reason = reason.ok_or(Ended::Dropped)?;
+        self.task.send(Event::Finished { sample, reason }).await
+    }
+
+    /// Runs one request to its end; `None`: it was cancelled.
+    async fn run(
+        &self,
+        call: &Call,
+        sampling: &Sampling,
+        (sample, first, silent): (u32, bool, bool),
+        handle: Option<KvHandle>,
+    ) -> Result<(Option<FinishReason>, Usage), Ended> {
+        let Self { task, work, .. } = self;
+        let pulls = handle.is_some();
+        let failed = |failure: EngineFailure, has_begun: bool| {
+            if pulls && !has_begun && failure.refusal().is_none() {
+                tracing::warn!(error = %error_chain(&failure), "the engine did not pull the KV of a prompt");
+                return Ended::Event(Event::PullFailed);
+            }
+            failure.into()
+        };
+        let mut chunks = task.api.generate(call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
+        let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
+        loop {
+            let chunk = tokio::select! {
+                biased;
+                chunk = chunks.next() => chunk,
+                () = task.cancelled.cancelled(), if !aborted => {
+                    aborted = true;
+                    task.api.abort(&call.request_id).await;
+                    continue;
+                }
+            };
+            let lost = || EngineFailure::Protocol("the answer ended without usage".to_owned());
+            let Chunk { tokens, finish: ended, usage } =
+                chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
+            if !has_begun && !tokens.is_empty() {
+                has_begun = true;
+                self.begin(first, pulls, call).await?;
+            }
+            work.generated(tokens.len());
+            for (token, logprobs) in tokens {
+                last_token = Some(token);
+                if !silent {
+                    task.send(Event::Token { sample, token, logprobs }).await?;
+                }
+            }
+            finish = ended.or(finish);
+            let Some(usage) = usage else { continue };
+            let reason = match (finish, last_token) {
+                _ if silent => Some(FinishReason::Length),
+                (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),
+                (Some(Finish::Length), _) => Some(FinishReason::Length),
+                (Some(Finish::Aborted), _) if aborted => None,
+                _ => return Err(EngineFailure::Protocol("the answer has no reason for its end".to_owned()).into()),
+            };
+            return Ok((reason, usage));
+        }
+    }
+
+    /// A sample has its first token.
+    async fn begin(&self, first: bool, pulls: bool, call: &Call) -> Result<(), Ended> {
+        if !first {
+            return Ok(());
+        }
+        self.begun.cancel();
+        let took = self.submitted.elapsed();
+        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(self.tiers.known()) };
+        self.work.begun(computed, took);
+        if !self.reports_prompt {
+            return Ok(());
+        }
+        let started = Started {
+            queue: self.work.queued(),
+            kv_transfer: if pulls { took } else { Duration::ZERO },
+            kv_transfer_bytes: 0,
+            chunks: Vec::new(),
+        };
+        self.task.send(Event::Started(started)).await
+    }
+}

@@ -1,0 +1,147 @@
+//! What all jobs of an adapter share: the mirror of the engine's cache, the places in the engine, and the books.
+
+use crate::{
+    api::Call,
+    books::Books,
+    mirror::{Mirror, PrefixTiers},
+    slots::Slots,
+};
+use parking_lot::Mutex;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+use tandem_engine::{CachedTokens, EngineInfo};
+use tandem_kv::{KvBatch, Load, Namespace, Snapshot, TokenId};
+use tandem_worker::CacheWatch;
+use tokio::sync::broadcast;
+
+/// Batches that a slow reader may be behind before it has to read a snapshot.
+const BATCHES_MAX: usize = 1_024;
+
+/// The state of one adapter.
+pub(crate) struct Shared {
+    pub info: EngineInfo,
+    pub slots: Arc<Slots>,
+    pub books: Arc<Books>,
+    /// Blocks are assumed to be stored by what was routed here, because the engine reports no usable events.
+    pub approximate: bool,
+    mirror: Mutex<Mirror>,
+    /// `None` once the engine has ended.
+    batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
+    last: Mutex<Load>,
+    calls: AtomicU64,
+}
+
+/// Where the cached beginning of a prompt was when the prompt was submitted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tiers {
+    prefix: PrefixTiers,
+    block_size: u32,
+}
+
+impl Tiers {
+    /// Returns the tokens that are known to be cached.
+    pub fn known(&self) -> usize {
+        ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
+    }
+
+    /// Attributes the engine's number of cached tokens to tiers: those beyond the blocks on the device came from the host's memory, if blocks were
+    /// there at all.
+    pub fn split(&self, tokens: u32) -> CachedTokens {
+        let host = if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
+        CachedTokens { device: tokens - host, host }
+    }
+}
+
+impl Shared {
+    /// Returns the state of an adapter whose engine has done nothing yet.
+    pub fn new(info: EngineInfo, slots: Arc<Slots>, mirror: Mirror, approximate: bool) -> Self {
+        let (batches, _) = broadcast::channel(BATCHES_MAX);
+        let shared = Self {
+            info,
+            slots,
+            books: Arc::default(),
+            approximate,
+            mirror: Mutex::new(mirror),
+            batches: Mutex::new(Some(batches)),
+            last: Mutex::default(),
+            calls: AtomicU64::default(),
+        };
+        *shared.last.lock() = shared.load(0);
+        shared
+    }
+
+    /// Returns the blocks that a prompt's KV needs.
+    pub fn blocks(&self, tokens: usize) -> u64 {
+        tokens.div_ceil(self.info.block_size as usize) as u64
+    }
+
+    /// Returns an id for a request in the engine: clients may use one id for several attempts at a time.
+    pub fn request_id(&self, request_id: &str) -> String {
+        format!("{request_id}-{}", self.calls.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Returns where the cached beginning of the prompt is now.
+    pub fn tiers(&self, call: &Call) -> Tiers {
+        Tiers { prefix: self.mirror.lock().cached_prefix(&call.namespace, &call.tokens), block_size: self.info.block_size }
+    }
+
+    /// Returns how many leading tokens of the prompt need not be computed.
+    pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId]) -> usize {
+        let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
+        let known = Tiers { prefix, block_size: self.info.block_size }.known();
+        known.min(tokens.len().saturating_sub(1))
+    }
+
+    /// The engine has computed the request's prompt.
+    pub fn routed(&self, call: &Call) {
+        if self.approximate {
+            self.mirror.lock().assume_stored(&call.namespace, &call.tokens);
+            self.books.changed.notify_one();
+        }
+    }
+
+    /// Changes the mirror, and publishes the changes.
+    pub fn update(&self, change: impl FnOnce(&mut Mirror)) {
+        change(&mut self.mirror.lock());
+        self.publish();
+    }
+
+    /// Publishes what has changed in the mirror and the books.
+    pub fn publish(&self) {
+        let batches = self.batches.lock();
+        let Some(batches) = &*batches else { return };
+        let batch = {
+            let mut mirror = self.mirror.lock();
+            let load = self.load(mirror.cached_blocks());
+            *self.last.lock() = load.clone();
+            let included_request_ids = self.books.take_included();
+            KvBatch { last_event_id: mirror.last_id(), events: mirror.take(), load, included_request_ids, step: None }
+        };
+        // An error means that there are no watchers.
+        drop(batches.send(Arc::new(batch)));
+    }
+
+    /// Returns the snapshot, the load and all later batches; `None` if the engine has ended.
+    pub fn watch(&self) -> Option<CacheWatch> {
+        // With this lock no batch is published meanwhile.
+        let batches = self.batches.lock();
+        let batches = batches.as_ref()?.subscribe();
+        let snapshot: Snapshot = self.mirror.lock().snapshot();
+        Some(CacheWatch { snapshot, load: self.last.lock().clone(), batches })
+    }
+
+    /// The engine has ended: ends all watches.
+    pub fn end(&self) {
+        self.batches.lock().take();
+    }
+
+    fn load(&self, mirrored: usize) -> Load {
+        let (load, tokens) = self.books.load();
+        let capacity = self.info.capacity_blocks;
+        let in_use = u32::try_from(self.blocks(tokens as usize)).unwrap_or(u32::MAX).min(capacity);
+        let cached = u32::try_from(mirrored).unwrap_or(u32::MAX).saturating_sub(in_use).min(capacity - in_use);
+        Load { in_use_blocks: in_use, cached_blocks: cached, free_blocks: capacity - in_use - cached, ..load }
+    }
+}

@@ -1,0 +1,252 @@
+//! The queue in front of an external engine: a request is submitted when the engine can run it, so that the engine's own queue stays short and
+//! limits, fairness and drains keep their meaning.
+
+use parking_lot::Mutex;
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
+use tandem_engine::Refusal;
+use tokio::sync::oneshot;
+
+/// How many requests the engine runs at a time, and how many wait.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlotLimits {
+    /// Requests in the engine.
+    pub running: usize,
+    /// KV blocks of the engine that their prompts may need together. A request that needs more runs alone.
+    pub blocks: u64,
+    /// Requests that wait.
+    pub waiting: usize,
+}
+
+/// The places in the engine. Of the accounts with waiting requests, the one with the fewest requests in the engine is next; an account's requests
+/// are submitted in their order.
+pub(crate) struct Slots {
+    limits: SlotLimits,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    accounts: BTreeMap<Arc<str>, Account>,
+    running: usize,
+    blocks: u64,
+    waiting: usize,
+    /// Number of requests that were queued so far.
+    arrivals: u64,
+}
+
+#[derive(Default)]
+struct Account {
+    running: usize,
+    waiting: VecDeque<Waiting>,
+}
+
+struct Waiting {
+    arrival: u64,
+    blocks: u64,
+    granted: oneshot::Sender<Slot>,
+}
+
+/// A request's place in the engine; dropping it frees the place.
+pub(crate) struct Slot {
+    slots: Arc<Slots>,
+    account: Arc<str>,
+    blocks: u64,
+}
+
+/// A request in the queue; dropping it takes the request out.
+pub(crate) struct QueuedRequest {
+    slots: Arc<Slots>,
+    account: Arc<str>,
+    arrival: u64,
+    granted: oneshot::Receiver<Slot>,
+}
+
+impl Slots {
+    /// Returns free places.
+    pub fn new(limits: SlotLimits) -> Arc<Self> {
+        Arc::new(Self { limits, state: Mutex::default() })
+    }
+
+    /// Queues a request whose prompt needs this many blocks.
+    ///
+    /// # Errors
+    /// The queue is full.
+    pub fn enqueue(self: &Arc<Self>, account: &str, blocks: u64) -> Result<QueuedRequest, Refusal> {
+        let account: Arc<str> = account.into();
+        let (granted, receiver) = oneshot::channel();
+        let arrival = {
+            let mut state = self.state.lock();
+            if state.waiting >= self.limits.waiting && !state.has_room(&self.limits, blocks) {
+                return Err(Refusal::Full);
+            }
+            state.arrivals += 1;
+            state.waiting += 1;
+            let arrival = state.arrivals;
+            state.accounts.entry(Arc::clone(&account)).or_default().waiting.push_back(Waiting { arrival, blocks, granted });
+            arrival
+        };
+        self.grant();
+        Ok(QueuedRequest { slots: Arc::clone(self), account, arrival, granted: receiver })
+    }
+
+    /// Returns the numbers of requests in the engine and in the queue.
+    pub fn counts(&self) -> (usize, usize) {
+        let state = self.state.lock();
+        (state.running, state.waiting)
+    }
+
+    /// Grants places to waiting requests while there are any.
+    fn grant(self: &Arc<Self>) {
+        loop {
+            let granted = {
+                let mut state = self.state.lock();
+                state.next(&self.limits).map(|(account, waiting)| {
+                    let slot = Slot { slots: Arc::clone(self), account, blocks: waiting.blocks };
+                    (waiting.granted, slot)
+                })
+            };
+            let Some((granted, slot)) = granted else { return };
+            // A request that has left meanwhile gives its place back here.
+            drop(granted.send(slot));
+        }
+    }
+}
+
+impl State {
+    fn has_room(&self, limits: &SlotLimits, blocks: u64) -> bool {
+        self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
+    }
+
+    /// Takes the next request out of the queue, if there is a place for it.
+    fn next(&mut self, limits: &SlotLimits) -> Option<(Arc<str>, Waiting)> {
+        let heads = self.accounts.iter().filter_map(|(name, account)| {
+            let head = account.waiting.front()?;
+            Some((account.running, head.arrival, head.blocks, Arc::clone(name)))
+        });
+        let (_, _, blocks, name) = heads.min_by_key(|(running, arrival, ..)| (*running, *arrival))?;
+        if !self.has_room(limits, blocks) {
+            return None;
+        }
+        let account = self.accounts.get_mut(&name)?;
+        let waiting = account.waiting.pop_front()?;
+        account.running += 1;
+        self.waiting -= 1;
+        self.running += 1;
+        self.blocks += blocks;
+        Some((name, waiting))
+    }
+}
+
+impl QueuedRequest {
+    /// Waits for the request's place.
+    pub async fn slot(&mut self) -> Slot {
+        match (&mut self.granted).await {
+            Ok(slot) => slot,
+            // The sender is dropped with the queue only.
+            Err(_) => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for QueuedRequest {
+    fn drop(&mut self) {
+        let mut state = self.slots.state.lock();
+        let Some(account) = state.accounts.get_mut(&self.account) else { return };
+        let before = account.waiting.len();
+        account.waiting.retain(|waiting| waiting.arrival != self.arrival);
+        let removed = before - account.waiting.len();
+        if account.running == 0 && account.waiting.is_empty() {
+            state.accounts.remove(&self.account);
+        }
+        state.waiting -= removed;
+        drop(state);
+        if removed > 0 {
+            // It may have been the one that did not fit.
+            self.slots.grant();
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.slots.state.lock();
+        state.running -= 1;
+        state.blocks -= self.blocks;
+        if let Some(account) = state.accounts.get_mut(&self.account) {
+            account.running -= 1;
+            if account.running == 0 && account.waiting.is_empty() {
+                state.accounts.remove(&self.account);
+            }
+        }
+        drop(state);
+        self.slots.grant();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::FutureExt;
+
+    fn slots(running: usize, blocks: u64, waiting: usize) -> Arc<Slots> {
+        Slots::new(SlotLimits { running, blocks, waiting })
+    }
+
+    fn granted(queued: &mut QueuedRequest) -> Option<Slot> {
+        queued.slot().now_or_never()
+    }
+
+    #[test]
+    fn requests_wait_for_a_place_and_for_blocks_and_a_large_one_runs_alone() {
+        let slots = slots(2, 10, 8);
+        let mut requests: Vec<QueuedRequest> = [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("it may wait")).into();
+        let first = granted(&mut requests[0]).expect("the engine is idle");
+        let second = granted(&mut requests[1]).expect("two places");
+        assert!(granted(&mut requests[2]).is_none(), "both places are taken");
+        drop(first);
+        let third = granted(&mut requests[2]).expect("a place and blocks are free");
+        drop(second);
+        assert!(granted(&mut requests[3]).is_none(), "it needs more blocks than there are");
+        drop(third);
+        assert!(granted(&mut requests[3]).is_some(), "it is alone");
+        assert_eq!(slots.counts(), (0, 0));
+    }
+
+    #[test]
+    fn accounts_take_turns() {
+        let slots = slots(2, 100, 16);
+        let mut many: Vec<QueuedRequest> = (0..6).map(|_| slots.enqueue("many", 1).expect("it may wait")).collect();
+        let mut few = slots.enqueue("few", 1).expect("it may wait");
+        let running = [granted(&mut many[0]).expect("idle"), granted(&mut many[1]).expect("two places")];
+        let [first, _second] = running;
+        drop(first);
+        assert!(granted(&mut few).is_some(), "the account without requests in the engine is next");
+    }
+
+    #[test]
+    fn full_queue_refuses_and_a_request_that_leaves_frees_its_place_in_it() {
+        let slots = slots(1, 10, 1);
+        let mut first = slots.enqueue("", 1).expect("idle");
+        let running = granted(&mut first).expect("idle");
+        let waiting = slots.enqueue("", 1).expect("one may wait");
+        assert!(matches!(slots.enqueue("", 1), Err(Refusal::Full)));
+        drop(waiting);
+        let mut other = slots.enqueue("", 1).expect("one may wait");
+        assert_eq!(slots.counts(), (1, 1));
+        drop((first, running));
+        assert!(granted(&mut other).is_some());
+    }
+
+    #[test]
+    fn request_that_leaves_with_its_grant_frees_the_place() {
+        let slots = slots(1, 10, 4);
+        let first = slots.enqueue("", 1).expect("idle");
+        let mut second = slots.enqueue("", 1).expect("it may wait");
+        assert!(granted(&mut second).is_none());
+        drop(first);
+        assert!(granted(&mut second).is_some());
+    }
+}

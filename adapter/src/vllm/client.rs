@@ -1,0 +1,233 @@
+//! The HTTP client of a vLLM server.
+
+use super::{
+    handle,
+    request::{GenerateBody, SamplingParams, StreamOptions},
+    response,
+};
+use crate::{
+    api::{Api, Call, Chunk, EngineFailure, Exported},
+    salt::cache_salt,
+};
+use eventsource_stream::{EventStreamError, Eventsource};
+use futures::{
+    StreamExt,
+    stream::{self, BoxStream},
+};
+use reqwest::{RequestBuilder, Response, Url};
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::json;
+use std::{collections::HashMap, time::Duration};
+use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
+use tandem_kv::HashKey;
+
+/// Time for answers that need no step of the model.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The prefix that vLLM puts before the id of a request to this endpoint.
+const ID_PREFIX: &str = "generate-tokens-";
+
+/// One data-parallel rank of a vLLM server.
+pub(super) struct Client {
+    http: reqwest::Client,
+    url: Url,
+    key: Option<String>,
+    rank: Option<u32>,
+    hash_key: HashKey,
+    context_length: u32,
+    /// The time for which a prompt's KV is certain to be held for another engine.
+    handle_valid: Duration,
+}
+
+/// What a client needs besides the server's address.
+pub(super) struct ClientSettings {
+    pub http: reqwest::Client,
+    pub url: Url,
+    pub key: Option<String>,
+    pub rank: Option<u32>,
+    pub hash_key: HashKey,
+    pub handle_valid: Duration,
+}
+
+/// A model that the server serves.
+#[derive(Debug, Deserialize)]
+pub(super) struct Model {
+    pub id: String,
+    pub max_model_len: Option<u32>,
+}
+
+/// Where a rank publishes its KV events.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct EventSource {
+    #[serde(default)]
+    enable_kv_cache_events: bool,
+    #[serde(default)]
+    publisher: String,
+    pub endpoint: String,
+    pub replay_endpoint: Option<String>,
+    #[serde(default)]
+    pub topic: String,
+}
+
+impl Client {
+    pub fn new(settings: ClientSettings) -> Self {
+        let ClientSettings { http, url, key, rank, hash_key, handle_valid } = settings;
+        Self { http, url, key, rank, hash_key, context_length: 0, handle_valid }
+    }
+
+    /// Sets the model's context length, on which requests without a limit depend.
+    pub fn with_context_length(self, context_length: u32) -> Self {
+        Self { context_length, ..self }
+    }
+
+    fn get(&self, path: &str) -> RequestBuilder {
+        self.authorized(self.http.get(self.at(path)))
+    }
+
+    fn post(&self, path: &str) -> RequestBuilder {
+        self.authorized(self.http.post(self.at(path)))
+    }
+
+    fn at(&self, path: &str) -> Url {
+        let mut url = self.url.clone();
+        url.set_path(&format!("{}{path}", self.url.path().trim_end_matches('/')));
+        url
+    }
+
+    fn authorized(&self, request: RequestBuilder) -> RequestBuilder {
+        match &self.key {
+            Some(key) => request.bearer_auth(key),
+            None => request,
+        }
+    }
+
+    /// Returns the models that the server serves.
+    ///
+    /// # Errors
+    /// The server does not answer, or with an error.
+    pub async fn models(&self) -> Result<Vec<Model>, EngineFailure> {
+        #[derive(Deserialize)]
+        struct Models {
+            data: Vec<Model>,
+        }
+        Ok(self.json::<Models>(self.get("/v1/models")).await?.data)
+    }
+
+    /// Returns the server's version.
+    ///
+    /// # Errors
+    /// The server does not answer, or with an error.
+    pub async fn version(&self) -> Result<String, EngineFailure> {
+        #[derive(Deserialize)]
+        struct Version {
+            version: String,
+        }
+        Ok(self.json::<Version>(self.get("/version")).await?.version)
+    }
+
+    /// Returns the text of the server's metrics.
+    ///
+    /// # Errors
+    /// The server does not answer, or with an error.
+    pub async fn metrics(&self) -> Result<String, EngineFailure> {
+        Ok(checked(self.get("/metrics").timeout(ANSWER_TIMEOUT).send().await?).await?.text().await?)
+    }
+
+    /// Returns where a rank publishes its KV events; `None` if it publishes none, or the server does not tell.
+    pub async fn event_source(&self, rank: u32) -> Option<EventSource> {
+        let sources = self.json::<HashMap<String, EventSource>>(self.get("/kv_event_sources")).await;
+        let sources = sources.inspect_err(|error| tracing::debug!(%error, "the engine does not report where it publishes KV events"));
+        sources.ok()?.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events && source.publisher == "zmq")
+    }
+
+    /// Checks that the engine can work.
+    ///
+    /// # Errors
+    /// The server does not answer, or reports that the engine has failed.
+    pub async fn check_health(&self) -> Result<(), EngineFailure> {
+        checked(self.get("/health").timeout(ANSWER_TIMEOUT).send().await?).await.map(drop)
+    }
+
+    async fn json<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, EngineFailure> {
+        let body = checked(request.timeout(ANSWER_TIMEOUT).send().await?).await?.bytes().await?;
+        serde_json::from_slice(&body).map_err(|error| EngineFailure::Protocol(error.to_string()))
+    }
+
+    /// Sends a request for tokens; returns its answer once it has begun.
+    async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response, EngineFailure> {
+        let mut request = self.post("/inference/v1/generate").header("x-request-id", &call.request_id).json(body);
+        if let Some(rank) = self.rank {
+            request = request.header("x-data-parallel-rank", rank);
+        }
+        checked(request.send().await?).await
+    }
+
+    fn body<'a>(&self, call: &'a Call, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
+        let cache_salt = cache_salt(&self.hash_key, &call.namespace);
+        GenerateBody { token_ids: &call.tokens, sampling_params, cache_salt, stream: false, stream_options: None, kv_transfer_params: None }
+    }
+}
+
+/// Returns the answer if it is no error.
+async fn checked(answer: Response) -> Result<Response, EngineFailure> {
+    let status = answer.status();
+    if status.is_success() {
+        return Ok(answer);
+    }
+    Err(response::failure(status.as_u16(), &answer.bytes().await.unwrap_or_default()))
+}
+
+#[tonic::async_trait]
+impl Api for Client {
+    async fn export(&self, call: &Call) -> Result<Exported, EngineFailure> {
+        let sampling = Sampling::default();
+        let body = GenerateBody {
+            kv_transfer_params: Some(json!({ "do_remote_decode": true, "do_remote_prefill": false })),
+            ..self.body(call, SamplingParams::prompt_only(&sampling, None))
+        };
+        let answer = response::answer(&self.send(call, &body).await?.bytes().await?)?;
+        let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
+        let bytes = handle::to_bytes(answer.kv_transfer_params)?;
+        Ok(Exported { handle: KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() }, cached_tokens })
+    }
+
+    async fn generate(
+        &self,
+        call: &Call,
+        sampling: &Sampling,
+        pull: Option<KvHandle>,
+    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure> {
+        let room = (self.context_length as usize).saturating_sub(call.tokens.len()).max(1);
+        let max_tokens = sampling.max_tokens.unwrap_or(u32::MAX).min(room.try_into().unwrap_or(u32::MAX));
+        let body = GenerateBody {
+            stream: true,
+            stream_options: Some(StreamOptions { include_usage: true }),
+            kv_transfer_params: pull.map(|handle| handle::from_bytes(&handle.bytes)).transpose()?,
+            ..self.body(call, SamplingParams::new(sampling, max_tokens))
+        };
+        let events = self.send(call, &body).await?.bytes_stream().eventsource();
+        let top = sampling.logprobs;
+        let chunks = events.map(move |event| match event {
+            Ok(event) if event.data == "[DONE]" => Ok(None),
+            Ok(event) => response::chunk(event.data.as_bytes(), top).map(Some),
+            Err(EventStreamError::Transport(error)) => Err(error.into()),
+            Err(error) => Err(EngineFailure::Protocol(error.to_string())),
+        });
+        Ok(chunks.map(Result::transpose).take_while(|chunk| std::future::ready(chunk.is_some())).flat_map(stream::iter).boxed())
+    }
+
+    async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+        let sampling = Sampling::default();
+        let body = self.body(call, SamplingParams::prompt_only(&sampling, Some(top)));
+        let answer = response::answer(&self.send(call, &body).await?.bytes().await?)?;
+        response::prompt_logprobs(answer, &call.tokens, top)
+    }
+
+    async fn abort(&self, request_id: &str) {
+        let ids = json!({ "request_ids": [format!("{ID_PREFIX}{request_id}")] });
+        let answer = self.post("/inference/v1/abort_requests").json(&ids).timeout(ANSWER_TIMEOUT).send().await;
+        if let Err(error) = answer {
+            tracing::debug!(%error, "the engine was not told to abort a request");
+        }
+    }
+}

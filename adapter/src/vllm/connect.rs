@@ -1,0 +1,351 @@
+//! Connects to a vLLM server and follows it for as long as it runs.
+
+use super::{
+    Subscription, SubscriptionSettings, Update,
+    client::{Client, ClientSettings, EventSource},
+    metrics::{self, EngineConstants},
+};
+use crate::{
+    Adapter, InvalidEndpoint,
+    api::EngineFailure,
+    mirror::{Mirror, MirrorSettings, WrongBlockSize},
+    shared::Shared,
+    slots::{SlotLimits, Slots},
+};
+use reqwest::Url;
+use std::{sync::Arc, time::Duration};
+use tandem_engine::EngineInfo;
+use tandem_kv::HashKey;
+use tandem_node::{Backoff, retry::error_chain};
+use tokio::{sync::watch, time::sleep};
+
+/// The pauses between attempts to reach a server that is starting.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
+
+/// Time between two checks of the engine's health.
+const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Failed checks after which the server counts as ended.
+const FAILED_CHECKS_MAX: u32 = 3;
+
+/// The shortest time between two reports of the load.
+const LOAD_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How long the event socket may take to connect, and each batch of a replay to arrive.
+const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The longest time without events before lost ones are looked for.
+const EVENTS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Host memory may hold many times the device's blocks: the bound on mirrored blocks.
+const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
+
+/// How a vLLM server is reached, and what of it is used.
+#[derive(Clone, Debug)]
+pub struct VllmSettings {
+    /// The server's address: `http://HOST:PORT`, or `https://`.
+    pub url: String,
+    /// The server's `--api-key`.
+    pub key: Option<String>,
+    /// Certificates (PEM) of authorities that may vouch for the server, besides the public ones.
+    pub ca: Option<Vec<u8>>,
+    /// The data-parallel rank that this worker is; absent: the server has one.
+    pub rank: Option<u32>,
+    /// Where the server publishes KV events.
+    pub events: KvEvents,
+    /// Tokens in a block of the cluster; absent: the engine's block.
+    pub block_size: Option<u32>,
+    /// The key of the cluster's sequence hashes.
+    pub hash_key: HashKey,
+    /// Requests that the engine runs at a time (vLLM's `--max-num-seqs`).
+    pub running_max: usize,
+    /// Requests that wait for the engine.
+    pub waiting_max: usize,
+    /// The engine has `--kv-transfer-config` with `NixlConnector`: it exchanges KV with other workers' engines.
+    pub nixl: bool,
+    /// vLLM's `kv_lease_duration`: the time for which a prompt's KV is held for another engine.
+    pub kv_lease: Duration,
+}
+
+/// Where an engine publishes KV events.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KvEvents {
+    /// Where the server says; without an answer, blocks are assumed to be cached by what was routed to it.
+    Discover,
+    /// At these addresses.
+    At {
+        /// `tcp://HOST:PORT` or `ipc://PATH`.
+        endpoint: String,
+        /// The address of replays, if there is one.
+        replay: Option<String>,
+        /// The topic.
+        topic: String,
+    },
+    /// Nowhere: blocks are assumed to be cached by what was routed to it.
+    None,
+}
+
+/// Why a server cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// Its address is invalid.
+    #[error("the engine's address {0:?} is no http:// or https:// URL with a host")]
+    Url(String),
+    /// The client cannot be made, such as by an invalid certificate.
+    #[error("the client of the engine cannot be set up: {0}")]
+    Client(#[source] reqwest::Error),
+    /// It refuses the adapter.
+    #[error("{0}")]
+    Denied(String),
+    /// It does not report its KV cache.
+    #[error("the engine's /metrics have no cache_config_info of rank {rank}; it must be vLLM 0.30 or later, with that rank")]
+    NoCacheConfig {
+        /// The rank.
+        rank: u32,
+    },
+    /// It serves no model.
+    #[error("the engine serves no model")]
+    NoModel,
+    /// Its blocks do not fit the cluster's.
+    #[error(transparent)]
+    BlockSize(#[from] WrongBlockSize),
+    /// An event address is invalid.
+    #[error(transparent)]
+    Endpoint(#[from] InvalidEndpoint),
+}
+
+/// Why a server is not followed any more. Its successor is another instance.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineEnded {
+    /// It does not answer.
+    #[error("the engine does not answer any more")]
+    Gone,
+    /// Another process answers at its address.
+    #[error("the engine was restarted")]
+    Restarted,
+}
+
+/// A connected server.
+pub struct Connected {
+    /// The back end of a worker.
+    pub adapter: Adapter,
+    /// The id of the model that it serves.
+    pub model: String,
+    follower: Follower,
+}
+
+struct Follower {
+    client: Arc<Client>,
+    shared: Arc<Shared>,
+    subscription: Option<Subscription>,
+    started: f64,
+    hung: watch::Sender<bool>,
+}
+
+/// Waits until the server answers, and connects to it.
+///
+/// # Errors
+/// The settings are invalid, or the server is none that can be used.
+pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
+    let url: Url = settings.url.parse().ok().filter(is_http).ok_or_else(|| ConnectError::Url(settings.url.clone()))?;
+    let client = Client::new(ClientSettings {
+        http: http_client(settings.ca.as_deref()).map_err(ConnectError::Client)?,
+        url: url.clone(),
+        key: settings.key.clone(),
+        rank: settings.rank,
+        hash_key: settings.hash_key,
+        handle_valid: settings.kv_lease / 2,
+    });
+    let rank = settings.rank.unwrap_or(0);
+    let (model, version, constants) = describe(&client, rank).await?;
+    let context_length = model.max_model_len.unwrap_or(u32::MAX);
+    let client = Arc::new(client.with_context_length(context_length));
+    let block_size = settings.block_size.unwrap_or(constants.block_size);
+    // The engine never uses its first block.
+    let capacity_blocks = constants.blocks.saturating_sub(1).saturating_mul(constants.block_size / block_size.max(1));
+    let source = match &settings.events {
+        _ if !constants.prefix_caching => None,
+        KvEvents::None => None,
+        KvEvents::At { endpoint, replay, topic } => Some((endpoint.clone(), replay.clone(), topic.clone())),
+        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, &url)),
+    };
+    let subscription = match &source {
+        None => None,
+        Some((endpoint, replay, topic)) => Some(Subscription::start(SubscriptionSettings {
+            endpoint: endpoint.clone(),
+            replay_endpoint: replay.clone(),
+            topic: topic.clone(),
+            data_parallel_rank: rank,
+            timeout: EVENTS_TIMEOUT,
+            check_interval: EVENTS_CHECK_INTERVAL,
+        })?),
+    };
+    let approximate = subscription.is_none() && constants.prefix_caching;
+    let mirror = Mirror::new(MirrorSettings {
+        hash_key: settings.hash_key,
+        block_size,
+        engine_block_size: constants.block_size,
+        device_blocks: capacity_blocks,
+        hits_are_reported: true,
+        engine_blocks_max: MIRRORED_BLOCKS_MAX,
+    })?;
+    let info = EngineInfo { vocab_size: usize::MAX, context_length, block_size, capacity_blocks, block_bytes: 0 };
+    let limits = SlotLimits { running: settings.running_max, blocks: capacity_blocks.into(), waiting: settings.waiting_max };
+    let shared = Arc::new(Shared::new(info, Slots::new(limits), mirror, approximate));
+    let family = settings.nixl.then(|| {
+        let EngineConstants { block_size, cache_dtype, .. } = &constants;
+        format!("nixl/vllm-{version}/{cache_dtype}/{block_size}").into()
+    });
+    tracing::info!(
+        engine = %url,
+        version,
+        model = model.id,
+        engine_blocks = constants.blocks,
+        engine_block_size = constants.block_size,
+        block_size,
+        kv_events = source.as_ref().map_or("none", |(endpoint, ..)| endpoint),
+        family = family.as_deref().unwrap_or("none"),
+        "connected to a vLLM engine"
+    );
+    if approximate {
+        tracing::warn!(
+            engine = %url,
+            "the engine publishes no KV events, so its cache is assumed from what was routed to it; start vLLM with --kv-events-config \
+             '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}}'"
+        );
+    }
+    let (hung, is_hung) = watch::channel(false);
+    let adapter = Adapter { shared: Arc::clone(&shared), api: client.clone(), family, hung: is_hung };
+    let follower = Follower { client, shared, subscription, started: constants.started, hung };
+    Ok(Connected { adapter, model: model.id, follower })
+}
+
+impl Connected {
+    /// Splits the server into the back end and the future that follows the server until it has ended.
+    pub fn into_parts(self) -> (Adapter, impl Future<Output = EngineEnded> + Send) {
+        (self.adapter, self.follower.run())
+    }
+}
+
+/// The server's model, version and constants, as soon as it answers.
+async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, String, EngineConstants), ConnectError> {
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    loop {
+        let described = async { Ok::<_, EngineFailure>((client.models().await?, client.version().await?, client.metrics().await?)) };
+        let error = match described.await {
+            Ok((models, version, metrics)) => {
+                let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
+                let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
+                return Ok((model, version, constants));
+            }
+            Err(EngineFailure::Denied { status: 401 | 403, message }) => {
+                return Err(ConnectError::Denied(format!("the engine refuses the adapter ({message}); check --engine-key-file")));
+            }
+            Err(error) => error_chain(&error),
+        };
+        if backoff.is_new_error(&error) {
+            tracing::info!(%error, "waiting for the engine");
+        }
+        sleep(backoff.next_delay()).await;
+    }
+}
+
+fn is_http(url: &Url) -> bool {
+    matches!(url.scheme(), "http" | "https") && url.host().is_some()
+}
+
+fn http_client(ca: Option<&[u8]>) -> Result<reqwest::Client, reqwest::Error> {
+    let mut builder = reqwest::Client::builder().no_proxy().tcp_nodelay(true).connect_timeout(Duration::from_secs(5));
+    for certificate in ca.map(reqwest::Certificate::from_pem_bundle).transpose()?.into_iter().flatten() {
+        builder = builder.add_root_certificate(certificate);
+    }
+    builder.build()
+}
+
+/// Puts the server's host in place of "all addresses" in the addresses that it binds.
+fn reachable(source: EventSource, url: &Url) -> (String, Option<String>, String) {
+    let at = |endpoint: String| {
+        let host = url.host_str().unwrap_or("localhost");
+        ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
+            .iter()
+            .find_map(|all| Some(format!("tcp://{host}:{}", endpoint.strip_prefix(all)?)))
+            .unwrap_or(endpoint)
+    };
+    (at(source.endpoint), source.replay_endpoint.map(at), source.topic)
+}
+
+impl Follower {
+    /// Applies KV events, publishes the load and checks the health until the engine has ended.
+    async fn run(self) -> EngineEnded {
+        let Self { client, shared, subscription, started, hung } = self;
+        let ended = tokio::select! {
+            ended = follow_events(&shared, subscription) => ended,
+            ended = check_health(&client, started, &hung) => ended,
+            () = publish_load(&shared) => EngineEnded::Gone,
+        };
+        shared.end();
+        ended
+    }
+}
+
+async fn follow_events(shared: &Shared, subscription: Option<Subscription>) -> EngineEnded {
+    let Some(mut subscription) = subscription else { return std::future::pending().await };
+    let mut ignored = 0;
+    loop {
+        match subscription.next().await {
+            Update::Batch(events) => shared.update(|mirror| {
+                mirror.apply(&events);
+                let kinds = mirror.ignored_kinds();
+                if kinds.len() > ignored {
+                    ignored = kinds.len();
+                    tracing::warn!(?kinds, "the engine has layers without full attention; their blocks are not routable");
+                }
+            }),
+            Update::Lost(reason) => {
+                tracing::warn!(%reason, "KV events of the engine were lost; its cache counts as empty until it reports blocks again");
+                shared.update(Mirror::clear);
+            }
+            Update::Restarted => return EngineEnded::Restarted,
+        }
+    }
+}
+
+async fn publish_load(shared: &Shared) {
+    loop {
+        shared.books.changed.notified().await;
+        shared.publish();
+        sleep(LOAD_INTERVAL).await;
+    }
+}
+
+async fn check_health(client: &Client, started: f64, hung: &watch::Sender<bool>) -> EngineEnded {
+    let mut failed = 0;
+    loop {
+        sleep(HEALTH_INTERVAL).await;
+        let checked = async {
+            client.check_health().await?;
+            client.metrics().await
+        };
+        match checked.await {
+            Ok(text) => {
+                if metrics::started(&text).is_some_and(|now| now != started) {
+                    return EngineEnded::Restarted;
+                }
+                failed = 0;
+                hung.send_replace(false);
+            }
+            Err(EngineFailure::Connection(error)) if error.is_timeout() => {
+                if !hung.send_replace(true) {
+                    tracing::warn!("the engine does not answer; its requests are given up");
+                }
+            }
+            Err(error) => {
+                failed += 1;
+                tracing::debug!(%error, failed, "the engine's health check failed");
+                if failed >= FAILED_CHECKS_MAX {
+                    return EngineEnded::Gone;
+                }
+            }
+        }
+    }
+}

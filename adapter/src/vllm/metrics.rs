@@ -1,0 +1,80 @@
+//! What vLLM's `/metrics` say about the engine.
+
+/// The constants of an engine's KV cache, and when the server started.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct EngineConstants {
+    pub block_size: u32,
+    /// Blocks of the device. The first is never used.
+    pub blocks: u32,
+    /// Whether it reuses the KV of prompts with equal beginnings.
+    pub prefix_caching: bool,
+    /// The type of KV values.
+    pub cache_dtype: String,
+    /// The server's start in seconds since 1970: another value is another instance.
+    pub started: f64,
+}
+
+impl EngineConstants {
+    /// Reads the constants of one data-parallel rank.
+    pub fn parse(metrics: &str, rank: u32) -> Option<Self> {
+        let labels = samples(metrics, "vllm:cache_config_info")
+            .map(|(labels, _)| labels)
+            .find(|labels| label(labels, "engine").is_none_or(|engine| engine == rank.to_string()))?;
+        Some(Self {
+            block_size: label(labels, "block_size")?.parse().ok().filter(|size| *size > 0)?,
+            blocks: label(labels, "num_gpu_blocks")?.parse().ok()?,
+            prefix_caching: label(labels, "enable_prefix_caching").is_none_or(|value| value == "True"),
+            cache_dtype: label(labels, "cache_dtype").unwrap_or("auto").to_owned(),
+            started: started(metrics).unwrap_or(0.0),
+        })
+    }
+}
+
+/// Returns when the server started, in seconds since 1970.
+pub(super) fn started(metrics: &str) -> Option<f64> {
+    samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
+}
+
+/// The samples of a series: the text of the labels and of the value.
+fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &'a str)> {
+    metrics.lines().filter_map(move |line| {
+        let rest = line.strip_prefix(name)?;
+        match rest.strip_prefix('{') {
+            Some(rest) => rest.rsplit_once("} "),
+            None => rest.strip_prefix(' ').map(|value| ("", value)),
+        }
+    })
+}
+
+/// The value of a label. Values with escapes are not looked for.
+fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
+    let start = labels.match_indices(name).find(|(at, _)| {
+        (*at == 0 || labels.as_bytes()[at - 1] == b',') && labels[at + name.len()..].starts_with("=\"")
+    })?;
+    labels[start.0 + name.len() + 2..].split('"').next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Recorded from vLLM 0.32, shortened.
+    const METRICS: &str = r#"# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.79538511919e+09
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{_block_size_resolved="True",block_size="32",cache_dtype="auto",effective_attention_block_size="16",enable_prefix_caching="True",engine="0",kv_cache_dtype_skip_layers="[]",num_gpu_blocks="256"} 1.0
+vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching="False",engine="1",num_gpu_blocks="200"} 1.0
+"#;
+
+    #[test]
+    fn constants_are_read_for_each_rank() {
+        let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
+        let expected =
+            EngineConstants { block_size: 32, blocks: 256, prefix_caching: true, cache_dtype: "auto".to_owned(), started: 1_795_385_119.19 };
+        assert_eq!(first, expected);
+        let second = EngineConstants::parse(METRICS, 1).expect("rank 1");
+        assert_eq!((second.blocks, second.prefix_caching), (200, false));
+        assert_eq!(EngineConstants::parse(METRICS, 2), None);
+        assert_eq!(EngineConstants::parse("", 0), None);
+    }
+}

@@ -1,0 +1,151 @@
+//! A prompt that another worker's external engine prefills, and whose KV this worker's engine pulls with a handle.
+//!
+//! The request has its place in this worker's engine before the prefill is requested, so a handle never waits for one. What engines do not check is
+//! checked here: a handle is used once, for the prompt for which it was made, on the stream on which it came, and only while it is valid.
+
+use crate::{
+    client::Client,
+    convert::{self, Request},
+    failure::Ended,
+    forward::forward,
+    prefill::{Prefill, Reply},
+    remote::RemotePrompt,
+    worker::{Worker, in_time},
+};
+use futures::FutureExt;
+use parking_lot::Mutex;
+use std::{
+    collections::{HashSet, VecDeque},
+    hash::{BuildHasher, RandomState},
+    time::Duration,
+};
+use tandem_engine::{Event, Generate, KvHandle, KvSource};
+use tandem_kv::{HashKey, prompt_digest};
+use tandem_proto::v1::{self, PrefillDone, generate_reply::Message};
+use tandem_worker::Job;
+use tokio::time::{Instant, timeout_at};
+
+/// The time for which used handles are remembered: longer than any lease.
+const REMEMBERED: Duration = Duration::from_secs(600);
+
+/// What is needed to check handles.
+pub(crate) struct Handles {
+    hash_key: HashKey,
+    hasher: RandomState,
+    used: Mutex<Used>,
+}
+
+/// Hashes of the handles that were used, the oldest first.
+#[derive(Default)]
+struct Used {
+    hashes: HashSet<u64>,
+    by_age: VecDeque<(Instant, u64)>,
+}
+
+impl Handles {
+    pub(crate) fn new(hash_key: HashKey) -> Self {
+        Self { hash_key, hasher: RandomState::new(), used: Mutex::default() }
+    }
+
+    /// Takes a handle for use: once, and for this prompt only.
+    fn take(&self, handle: v1::KvHandle, digest: u64) -> Option<KvHandle> {
+        let v1::KvHandle { handle: bytes, prompt_digest, valid_ms } = handle;
+        if prompt_digest != digest || valid_ms == 0 {
+            return None;
+        }
+        let (mut used, now, hash) = (self.used.lock(), Instant::now(), self.hasher.hash_one(&bytes));
+        while let Some((_, oldest)) = used.by_age.front().copied().filter(|(at, _)| now.duration_since(*at) >= REMEMBERED) {
+            used.by_age.pop_front();
+            used.hashes.remove(&oldest);
+        }
+        let is_new = used.hashes.insert(hash);
+        if is_new {
+            used.by_age.push_back((now, hash));
+        }
+        is_new.then_some(KvHandle { bytes, valid_for: Duration::from_millis(valid_ms.into()), chunks: Vec::new() })
+    }
+}
+
+/// Runs one attempt. Dropping the future ends it on both workers.
+pub(crate) async fn run(
+    worker: &Worker,
+    handles: &Handles,
+    remote: RemotePrompt<'_>,
+    client: &Client,
+) -> Result<(), Ended> {
+    let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
+    let generate = Generate { kv: KvSource::Handle, ..generate };
+    let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
+    let (begun, culprit) = (Instant::now(), prefill.instance_id.clone());
+    let mut job = worker.backend.generate(generate).await?;
+    let place = async {
+        match job.next().await {
+            Some(Event::Submitted) => Ok(()),
+            other => Err(ended(other, &worker.instance_id)),
+        }
+    };
+    in_time(start_within, place, &worker.instance_id).await?;
+    let starting = async {
+        let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
+        let first = prefill.next().await?;
+        Ok((prefill, first))
+    };
+    let (mut prefill, first) = in_time(start_within.map(|limit| limit.saturating_sub(begun.elapsed())), starting, &culprit).await?;
+    let deadline = Instant::now() + worker.settings.receive_timeout;
+    let pulling = async {
+        let handle = handle(&mut *job, &mut prefill, first, client).await?;
+        // A handle that has expired is followed by the failure that says so.
+        let expired = prefill.next().now_or_never().is_some();
+        let handle = handles.take(handle, digest).filter(|_| !expired);
+        job.pull(handle.ok_or_else(|| Ended::BadHandle { prefill: culprit.clone() })?).await;
+        match job.next().await {
+            Some(Event::Started(started)) => Ok(started),
+            other => Err(ended(other, &culprit)),
+        }
+    };
+    let not_received = |_| Err(Ended::NotReceived { prefill: culprit.clone() });
+    let started = timeout_at(deadline, pulling).await.unwrap_or_else(not_received)?;
+    drop(waiting);
+    client.send(Message::DecodeStarted(convert::started(&started))).await?;
+    prefill.confirm_pulled();
+    let chunks = async {
+        if let Ok(Reply::Done(PrefillDone { chunks, .. })) = prefill.next().await {
+            client.prefilled(chunks).await?;
+        }
+        drop(prefill);
+        Ok(())
+    };
+    tokio::try_join!(forward(&mut *job, output, client), chunks)?;
+    Ok(())
+}
+
+/// Waits for the handle; reports meanwhile what the prefill worker reports.
+async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: &Client) -> Result<v1::KvHandle, Ended> {
+    let (mut reply, mut scheduled) = (first, false);
+    loop {
+        match reply {
+            Reply::Submitted => {}
+            Reply::Scheduled(message) if !scheduled => {
+                client.send(Message::Scheduled(message)).await?;
+                scheduled = true;
+            }
+            Reply::Handle(handle) if scheduled => return Ok(handle),
+            Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
+            Reply::Scheduled(_) | Reply::Handle(_) | Reply::Done(_) => return Err(prefill.lost()),
+        }
+        reply = tokio::select! {
+            biased;
+            event = job.next() => return Err(ended(event, prefill.instance_id())),
+            reply = prefill.next() => reply?,
+        };
+    }
+}
+
+/// Returns why an event, in place of the expected one, ends the attempt.
+fn ended(event: Option<Event>, prefill: &str) -> Ended {
+    match event {
+        Some(Event::PullFailed) => Ended::NotPulled { prefill: prefill.to_owned() },
+        Some(Event::Refused(refusal)) => refusal.into(),
+        _ => Ended::Engine,
+    }
+}

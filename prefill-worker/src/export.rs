@@ -1,0 +1,88 @@
+//! One attempt on an external engine: it computes the prompt, and the decode worker's engine pulls the KV with a handle.
+
+use crate::{
+    attempt::{send_scheduled, submit},
+    failure::{Ended, Protocol},
+    service::Worker,
+};
+use tandem_engine::{Event, KvHandle};
+use tandem_kv::{HashKey, Namespace, prompt_digest};
+use tandem_node::trace::Span;
+use tandem_proto::v1::{
+    self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Submitted, prefill_reply, prefill_request,
+};
+use tandem_worker::{ClientGone, Job, ReplySender};
+use tokio::time::timeout;
+use tonic::{Status, Streaming};
+
+/// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine; KV of a handle that was sent is released when
+/// the engine's lease for it ends.
+///
+/// A decode worker that was suspended for longer than the handle is valid finds the error behind the handle, and does not use it: engines do
+/// not check their leases.
+pub(crate) async fn export(
+    worker: &Worker,
+    hash_key: &HashKey,
+    mut start: PrefillStart,
+    mut messages: Streaming<PrefillRequest>,
+    replies: &ReplySender<PrefillReply>,
+    span: &Span,
+) -> Result<PrefillDone, Ended> {
+    let prompt_digest = prompt_digest(hash_key, &Namespace::from_bytes(&start.cache_namespace), &start.prompt);
+    let mut job = submit(worker, &mut start).await?;
+    let handle = loop {
+        let event = tokio::select! {
+            biased;
+            event = job.next() => event,
+            early = messages.message() => return Err(unexpected(early)),
+        };
+        match event {
+            Some(Event::Submitted) => {
+                replies.send(PrefillReply { message: Some(prefill_reply::Message::Submitted(Submitted {})) }).await?;
+            }
+            Some(Event::Scheduled { cached }) => {
+                send_scheduled(worker, cached, replies, span).await?;
+            }
+            Some(Event::Exported(handle)) => break handle,
+            Some(Event::Refused(refusal)) => return Err(refusal.into()),
+            _ => return Err(Ended::Engine),
+        }
+    };
+    span.event("computed", &[]);
+    drop(job);
+    let mut outcome = HandleOutcome { worker, label: "abandoned" };
+    let KvHandle { bytes, valid_for, chunks } = handle;
+    let valid_ms = u32::try_from(valid_for.as_millis()).unwrap_or(u32::MAX);
+    let message = prefill_reply::Message::KvHandle(v1::KvHandle { handle: bytes, prompt_digest, valid_ms });
+    replies.send(PrefillReply { message: Some(message) }).await?;
+    match timeout(valid_for, messages.message()).await {
+        Ok(Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Pulled(_)) }))) => outcome.label = "pulled",
+        Ok(other) => return Err(unexpected(other)),
+        Err(_) => {
+            outcome.label = "expired";
+            return Err(Ended::HandleExpired);
+        }
+    }
+    let chunks = chunks.iter().map(|chunk| PrefillChunk::new(chunk.begun, chunk.took, chunk.tokens));
+    Ok(PrefillDone { chunks: chunks.collect(), ipc_handle: Vec::new() })
+}
+
+/// Counts what became of a handle. Unless it was pulled, the engine holds its blocks until the handle's lease ends.
+struct HandleOutcome<'a> {
+    worker: &'a Worker,
+    label: &'static str,
+}
+
+impl Drop for HandleOutcome<'_> {
+    fn drop(&mut self) {
+        self.worker.metrics.count_handle(self.label);
+    }
+}
+
+/// Returns why a message ends the attempt. A closed stream cancels it.
+fn unexpected(message: Result<Option<PrefillRequest>, Status>) -> Ended {
+    match message {
+        Ok(Some(_)) => Ended::Protocol(Protocol::UnexpectedMessage),
+        Ok(None) | Err(_) => ClientGone.into(),
+    }
+}

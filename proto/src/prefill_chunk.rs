@@ -1,0 +1,12 @@
+//! A constructor of a message.
+
+use crate::v1;
+use std::time::Duration;
+
+impl v1::PrefillChunk {
+    /// Reports `tokens` tokens that were computed in a step. `begun`: from Scheduled to the beginning of the step; `took`: its duration.
+    pub fn new(begun: Duration, took: Duration, tokens: u32) -> Self {
+        let ms = |time: Duration| time.as_secs_f32() * 1e3;
+        Self { start_ms: ms(begun), duration_ms: ms(took), tokens }
+    }
+}

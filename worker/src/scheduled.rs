@@ -1,0 +1,120 @@
+//! The count of a prompt's cached tokens, which is recorded once for each prompt that a back end has scheduled, whatever becomes of its client.
+
+use crate::{Job, ScheduledPrompt, WorkerLedger, WorkerMetrics, ledger::by_tier};
+use std::{
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tandem_engine::{CachedTokens, Event, KvHandle};
+use tandem_kv::BlockAccess;
+use tandem_proto::v1;
+use tokio::time::timeout;
+
+/// The time that an external engine has to report the count of a cancelled request.
+const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
+
+/// Returns the message that reports cached tokens. `None` reports nothing, which differs from 0.
+pub fn scheduled(cached: Option<CachedTokens>) -> v1::Scheduled {
+    v1::Scheduled {
+        cached_tokens: cached.map(CachedTokens::total),
+        cached_tokens_by_tier: by_tier(cached).into_iter().collect(),
+        reported_later: false,
+    }
+}
+
+/// A job whose prompt this worker prefills: it counts the prompt in the metrics and the ledger when the back end reports it as scheduled.
+///
+/// External engines report that late. If such a job is dropped before, it is cancelled and read to its end in the background, so that the engine's
+/// number is not lost; if the engine reports none, the ledger says so.
+pub struct CountedJob {
+    /// `None` only while it is dropped.
+    job: Option<Box<dyn Job>>,
+    count: Option<Count>,
+    submitted: bool,
+}
+
+struct Count {
+    metrics: Arc<WorkerMetrics>,
+    ledger: WorkerLedger,
+    request_id: String,
+    attempt: u32,
+    account: String,
+    prompt: u32,
+}
+
+impl CountedJob {
+    /// Counts the prompt of this job. Its `cached` is ignored.
+    pub fn new(job: Box<dyn Job>, metrics: &Arc<WorkerMetrics>, ledger: &WorkerLedger, prompt: ScheduledPrompt<'_>) -> Self {
+        let ScheduledPrompt { request_id, attempt, account, prompt, cached: _ } = prompt;
+        let (metrics, ledger) = (Arc::clone(metrics), ledger.clone());
+        let count = Count { metrics, ledger, request_id: request_id.to_owned(), attempt, account: account.to_owned(), prompt };
+        Self { job: Some(job), count: Some(count), submitted: false }
+    }
+
+    fn job(&mut self) -> &mut dyn Job {
+        &mut **self.job.as_mut().expect("the job is there until this is dropped")
+    }
+}
+
+impl Count {
+    fn record(self, cached: Option<CachedTokens>) {
+        let Self { metrics, ledger, request_id, attempt, account, prompt } = self;
+        if let Some(cached) = cached {
+            metrics.observe_scheduled(prompt, cached);
+        }
+        ledger.scheduled(ScheduledPrompt { request_id: &request_id, attempt, account: &account, prompt, cached });
+    }
+}
+
+#[tonic::async_trait]
+impl Job for CountedJob {
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        let event = ready!(self.job().poll_next(context));
+        match &event {
+            Some(Event::Submitted) => self.submitted = true,
+            Some(Event::Scheduled { cached }) => {
+                if let Some(count) = self.count.take() {
+                    count.record(*cached);
+                }
+            }
+            _ => {}
+        }
+        Poll::Ready(event)
+    }
+
+    async fn send_blocks(&mut self, block_indices: Vec<u32>, access: BlockAccess) {
+        self.job().send_blocks(block_indices, access).await;
+    }
+
+    async fn pull(&mut self, handle: KvHandle) {
+        self.job().pull(handle).await;
+    }
+
+    fn cancel(&mut self) {
+        self.job().cancel();
+    }
+}
+
+impl Drop for CountedJob {
+    fn drop(&mut self) {
+        let (Some(mut job), Some(count)) = (self.job.take(), self.count.take().filter(|_| self.submitted)) else { return };
+        job.cancel();
+        let reading = async move {
+            let reported = async {
+                loop {
+                    match job.next().await {
+                        Some(Event::Scheduled { cached }) => return cached,
+                        Some(_) => {}
+                        None => return None,
+                    }
+                }
+            };
+            count.record(timeout(LATE_REPORT_MAX, reported).await.ok().flatten());
+        };
+        // Without a runtime the process is ending.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(reading);
+        }
+    }
+}
