@@ -1,0 +1,3 @@
+//! A vLLM server without a model, for tests: what a stock server sends, byte for byte, from payloads recorded with vLLM 0.32.0.
+
+pub mod events;
