@@ -1,10 +1,6 @@
 //! The back end: jobs, the mirror of the engine's cache, and the engine's health.
 
-use crate::{
-    api::Api,
-    job,
-    shared::Shared,
-};
+use crate::{api::Api, job, shared::Shared};
 use std::sync::Arc;
 use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
 use tandem_worker::{Backend, CacheWatch, Job, KvExchange};

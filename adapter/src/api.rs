@@ -108,12 +108,10 @@ impl EngineFailure {
     pub fn refusal(&self) -> Option<Refusal> {
         match self {
             Self::Full(_) => Some(Refusal::Full),
-            Self::Invalid(message) => Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}")))),
-            Self::Denied { .. }
-            | Self::Failed(_)
-            | Self::Connection(_)
-            | Self::Protocol(_)
-            | Self::Timeout(_) => None,
+            Self::Invalid(message) => {
+                Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}"))))
+            }
+            Self::Denied { .. } | Self::Failed(_) | Self::Connection(_) | Self::Protocol(_) | Self::Timeout(_) => None,
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::{
     api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
     books::Work,
     shared::{Shared, Tiers},
-    slots::{Slot, QueuedRequest},
+    slots::{QueuedRequest, Slot},
 };
 use futures::{StreamExt, future::try_join_all};
 use std::{
@@ -77,7 +77,12 @@ impl From<EngineFailure> for Ended {
 }
 
 /// Starts a task that waits for its place and then does `run`.
-fn start<F>(shared: &Arc<Shared>, api: &Arc<dyn Api>, waiting: Waiting, run: impl FnOnce(Task, Running) -> F + Send + 'static) -> AdapterJob
+fn start<F>(
+    shared: &Arc<Shared>,
+    api: &Arc<dyn Api>,
+    waiting: Waiting,
+    run: impl FnOnce(Task, Running) -> F + Send + 'static,
+) -> AdapterJob
 where
     F: Future<Output = Result<(), Ended>> + Send,
 {
@@ -144,9 +149,7 @@ pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Gener
     let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
     let new_tokens = match generate.kv {
         KvSource::Handle => 0,
-        KvSource::Local | KvSource::Remote => {
-            generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt)
-        }
+        KvSource::Local | KvSource::Remote => generate.prompt.len() - shared.known_tokens(&generate.namespace, &generate.prompt),
     };
     let work = Work::new(&shared.books, generate.request_id.clone(), new_tokens, (generate.prompt.len(), samples));
     Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.generate(generate, running).await }))

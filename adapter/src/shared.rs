@@ -49,7 +49,8 @@ impl Tiers {
     /// Attributes the engine's number of cached tokens to tiers: those beyond the blocks on the device came from the host's memory, if blocks were
     /// there at all.
     pub fn split(&self, tokens: u32) -> CachedTokens {
-        let host = if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
+        let host =
+            if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
         CachedTokens { device: tokens - host, host }
     }
 }

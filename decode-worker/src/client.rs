@@ -1,9 +1,10 @@
 //! The client of one attempt.
 
 use std::sync::Once;
+use tandem_engine::CachedTokens;
 use tandem_node::trace::Span;
 use tandem_proto::v1::{GenerateReply, PrefillChunk, PrefillTimeline, generate_reply::Message};
-use tandem_worker::{ClientGone, LedgerEntry, ReplySender};
+use tandem_worker::{ClientGone, LedgerEntry, ReplySender, scheduled};
 
 /// The client of one attempt.
 pub(crate) struct Client {
@@ -13,11 +14,12 @@ pub(crate) struct Client {
     /// The attempt's.
     pub(crate) span: Span,
     began: Once,
+    withhold_cached_tokens: bool,
 }
 
 impl Client {
-    pub(crate) fn new(replies: ReplySender<GenerateReply>, entry: LedgerEntry, span: Span) -> Self {
-        Self { replies, entry, span, began: Once::new() }
+    pub(crate) fn new(replies: ReplySender<GenerateReply>, entry: LedgerEntry, span: Span, withhold_cached_tokens: bool) -> Self {
+        Self { replies, entry, span, began: Once::new(), withhold_cached_tokens }
     }
 
     /// Sends a message; waits while the client is slow.
@@ -39,6 +41,11 @@ impl Client {
             record(&self.entry);
         }
         Ok(())
+    }
+
+    /// Reports the cached tokens of a prompt that this worker prefills.
+    pub(crate) async fn send_scheduled(&self, cached: Option<CachedTokens>) -> Result<(), ClientGone> {
+        self.send(Message::Scheduled(scheduled(cached.filter(|_| !self.withhold_cached_tokens)))).await
     }
 
     /// Sends the chunks of the prompt's prefill, if there are any.

@@ -4,6 +4,7 @@ use crate::{
     client::Client,
     convert::{self, Output},
     failure::Ended,
+    finishing::Attempt,
 };
 use futures::FutureExt;
 use tandem_engine::Event;
@@ -14,19 +15,43 @@ use tandem_worker::{ClientGone, Job};
 const TOKENS_MAX: usize = 256;
 
 /// Forwards all events until the last sample has finished. A slow client makes this wait, never the engine.
-pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) -> Result<(), Ended> {
+///
+/// `attempt`: its count of cached tokens comes with the end, and the client may request the end before.
+pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client, attempt: Option<&Attempt>) -> Result<(), Ended> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
+    let mut finishing = false;
     while running > 0 {
         // Tokens that have come together are sent together; none is held back for another.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {
                 tokens.flush(client).await?;
-                job.next().await
+                tokio::select! {
+                    biased;
+                    event = job.next() => event,
+                    () = finish_requested(attempt), if !finishing => {
+                        finishing = true;
+                        job.cancel();
+                        continue;
+                    }
+                }
             }
         };
         match event {
+            Some(Event::Scheduled { cached }) => {
+                tokens.flush(client).await?;
+                client.send_scheduled(cached).await?;
+                if finishing {
+                    return Ok(());
+                }
+            }
+            // The engine has ended the cancelled request without a report.
+            _ if finishing => {
+                if event.is_none() {
+                    return Ok(());
+                }
+            }
             // A stop token is no output; `Finished` names it.
             Some(Event::Token { token, .. }) if output.stop_tokens.contains(&token) => {}
             Some(Event::Token { sample, token, logprobs }) => {
@@ -56,6 +81,13 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) 
         }
     }
     Ok(())
+}
+
+async fn finish_requested(attempt: Option<&Attempt>) {
+    match attempt {
+        Some(attempt) => attempt.finish_requested().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Tokens not sent yet, by sample.

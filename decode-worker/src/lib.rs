@@ -9,6 +9,7 @@
 mod client;
 mod convert;
 mod failure;
+mod finishing;
 mod forward;
 mod memory;
 mod prefill;
@@ -17,7 +18,9 @@ mod remote;
 mod service;
 mod worker;
 
+use finishing::Finishing;
 use memory::EngineMemory;
+use pull::Handles;
 use service::Service;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown};
@@ -29,7 +32,6 @@ use tandem_transfer::{Lifetime, ReceivePaths, TransferMode};
 use tandem_worker::{Backend, Direction, KvExchange, WorkerError, WorkerSettings};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
-use pull::Handles;
 use worker::{Receiving, Worker};
 
 /// Settings of a decode worker.
@@ -103,6 +105,7 @@ pub async fn run(
         backend: Arc::clone(&backend),
         metrics,
         receiving,
+        finishing: Finishing::default(),
         requests,
         ledger,
         channels: Channels::on(listener.network().clone()),

@@ -4,8 +4,8 @@ use crate::failure::Ended;
 use tandem_proto::{
     channel::{Channels, MESSAGE_BYTES_MAX},
     v1::{
-        Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket, TransferCapabilities,
-        WorkerRef, prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
+        Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket,
+        TransferCapabilities, WorkerRef, prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
     },
 };
 use tokio::sync::mpsc;

@@ -67,12 +67,7 @@ impl Handles {
 }
 
 /// Runs one attempt. Dropping the future ends it on both workers.
-pub(crate) async fn run(
-    worker: &Worker,
-    handles: &Handles,
-    remote: RemotePrompt<'_>,
-    client: &Client,
-) -> Result<(), Ended> {
+pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt<'_>, client: &Client) -> Result<(), Ended> {
     let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
@@ -90,7 +85,8 @@ pub(crate) async fn run(
         let first = prefill.next().await?;
         Ok((prefill, first))
     };
-    let (mut prefill, first) = in_time(start_within.map(|limit| limit.saturating_sub(begun.elapsed())), starting, &culprit).await?;
+    let (mut prefill, first) =
+        in_time(start_within.map(|limit| limit.saturating_sub(begun.elapsed())), starting, &culprit).await?;
     let deadline = Instant::now() + worker.settings.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;
@@ -115,7 +111,7 @@ pub(crate) async fn run(
         drop(prefill);
         Ok(())
     };
-    tokio::try_join!(forward(&mut *job, output, client), chunks)?;
+    tokio::try_join!(forward(&mut *job, output, client, None), chunks)?;
     Ok(())
 }
 

@@ -92,7 +92,7 @@ async fn run_with_transfers(
     // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
     drop(prefill);
     client.prefilled(chunks).await?;
-    forward(&mut *job, output, client).await
+    forward(&mut *job, output, client, None).await
 }
 
 struct ReceivedBlocks {

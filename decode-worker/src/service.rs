@@ -10,8 +10,10 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_engine::Event;
-use tandem_proto::v1::{GenerateReply, GenerateRequest, decode_server::Decode, generate_reply::Message};
-use tandem_worker::{ClientGone, Replies, ScheduledPrompt, report_scheduled};
+use tandem_proto::v1::{
+    FinishReply, FinishRequest, GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message,
+};
+use tandem_worker::{ClientGone, CountedJob, Replies, ScheduledPrompt};
 use tonic::{Response, Status};
 use tracing::Instrument;
 
@@ -33,9 +35,19 @@ impl Decode for Service {
         }
         let logged = span.logged(&request.request_id, request.attempt);
         let entry = worker.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
-        let serve = |replies| async move { worker.serve(request, Client::new(replies, entry, span)).await }.instrument(logged);
+        let withhold = worker.settings.worker.withhold_cached_tokens;
+        let serve =
+            |replies| async move { worker.serve(request, Client::new(replies, entry, span, withhold)).await }.instrument(logged);
         let replies = self.0.requests.start(serve);
         Ok(Response::new(replies))
+    }
+
+    async fn finish(&self, request: tonic::Request<FinishRequest>) -> Result<Response<FinishReply>, Status> {
+        let FinishRequest { instance_id, request_id, attempt } = request.into_inner();
+        if instance_id == self.0.instance_id {
+            self.0.finishing.finish(request_id, attempt);
+        }
+        Ok(Response::new(FinishReply {}))
     }
 }
 
@@ -77,7 +89,7 @@ impl Worker {
             Ok((job, first))
         };
         let (mut job, first) = in_time(start_within, starting, &self.instance_id).await?;
-        let _finish = match first {
+        let finish = match first {
             Some(Event::Scheduled { cached }) => {
                 client.send_scheduled(cached).await?;
                 None
@@ -89,6 +101,6 @@ impl Worker {
             Some(Event::Refused(refusal)) => return Err(refusal.into()),
             _ => return Err(Ended::Engine),
         };
-        forward(&mut *job, output, client).await
+        forward(&mut job, output, client, finish.as_ref()).await
     }
 }

@@ -1,6 +1,6 @@
 //! The state of a decode worker.
 
-use crate::{DecodeWorkerSettings, failure::Ended, pull::Handles};
+use crate::{DecodeWorkerSettings, failure::Ended, finishing::Finishing, pull::Handles};
 use std::{sync::Arc, time::Duration};
 use tandem_proto::channel::Channels;
 use tandem_transfer::ReceivePaths;
@@ -16,6 +16,7 @@ pub(crate) struct Worker {
     pub(crate) settings: DecodeWorkerSettings,
     pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) receiving: Receiving,
+    pub(crate) finishing: Finishing,
     pub(crate) requests: Requests,
     pub(crate) ledger: WorkerLedger,
     pub(crate) channels: Channels,

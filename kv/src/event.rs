@@ -42,8 +42,8 @@ pub struct Snapshot {
 }
 
 /// Changes that have not been taken yet. Successive changes of one kind are merged into one event.
-#[derive(Default)]
-pub(crate) struct EventLog {
+#[derive(Debug, Default)]
+pub struct EventLog {
     last_id: u64,
     pending: Vec<KvEvent>,
     /// `last_id` has been returned as the id of all changes so far, so no change may be merged into that event.
@@ -51,7 +51,8 @@ pub(crate) struct EventLog {
 }
 
 impl EventLog {
-    pub(crate) fn stored(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
+    /// Records that the block with this hash was stored under `parent` (`None`: it begins a prompt).
+    pub fn stored(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
         if let Some(Change::Stored(chain)) = self.last_mutable()
             && parent.as_ref() == chain.sequence_hashes.last()
         {
@@ -60,22 +61,26 @@ impl EventLog {
         self.push(Change::Stored(StoredChain { parent, sequence_hashes: vec![hash] }));
     }
 
-    pub(crate) fn removed(&mut self, hash: SequenceHash) {
+    /// Records that the block with this hash was dropped.
+    pub fn removed(&mut self, hash: SequenceHash) {
         if let Some(Change::Removed(hashes)) = self.last_mutable() {
             return hashes.push(hash);
         }
         self.push(Change::Removed(vec![hash]));
     }
 
-    pub(crate) fn cleared(&mut self) {
+    /// Records that all blocks were dropped.
+    pub fn cleared(&mut self) {
         self.push(Change::Cleared);
     }
 
-    pub(crate) fn take(&mut self) -> Vec<KvEvent> {
+    /// Returns the changes since the last call, in the order of their ids.
+    pub fn take(&mut self) -> Vec<KvEvent> {
         std::mem::take(&mut self.pending)
     }
 
-    pub(crate) fn last_id(&self) -> u64 {
+    /// Returns the id of the last change, 0 before the first. Later changes get higher ids.
+    pub fn last_id(&self) -> u64 {
         self.last_id_returned.set(true);
         self.last_id
     }

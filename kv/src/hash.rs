@@ -67,7 +67,7 @@ impl Namespace {
     }
 
     /// Returns the hash that stands for the parent of a prompt's first block.
-    pub(crate) fn root(&self, key: &HashKey) -> SequenceHash {
+    pub fn root(&self, key: &HashKey) -> SequenceHash {
         let mut hasher = key.hasher();
         hasher.write(&self.0);
         SequenceHash(hasher.finish())
@@ -95,7 +95,13 @@ const HASHED_TOKENS: usize = 16;
 
 /// Returns the hashes of all full blocks of `tokens`, in order.
 pub fn sequence_hashes(key: &HashKey, namespace: &Namespace, block_size: usize, tokens: &[TokenId]) -> Vec<SequenceHash> {
-    let mut last = namespace.root(key);
+    child_hashes(key, namespace.root(key), block_size, tokens)
+}
+
+/// Returns the hashes of all full blocks of `tokens` that follow the block with hash `parent`, in order. The parent of a prompt's first
+/// block is [`Namespace::root`].
+pub fn child_hashes(key: &HashKey, parent: SequenceHash, block_size: usize, tokens: &[TokenId]) -> Vec<SequenceHash> {
+    let mut last = parent;
     tokens
         .chunks_exact(block_size)
         .map(|block| {
@@ -151,6 +157,14 @@ mod tests {
     #[test]
     fn debug_hides_the_key() {
         assert_eq!(format!("{KEY:?}"), "HashKey(…)");
+    }
+
+    #[test]
+    fn hashes_of_a_continuation_equal_those_of_the_whole_prompt() {
+        let namespace = Namespace::new("model", "", "", "");
+        let whole = sequence_hashes(&KEY, &namespace, 4, &PROMPT);
+        assert_eq!(child_hashes(&KEY, namespace.root(&KEY), 4, &PROMPT), whole);
+        assert_eq!(child_hashes(&KEY, whole[0], 4, &PROMPT[4..]), whole[1..]);
     }
 
     #[test]

@@ -10,9 +10,7 @@ use tandem_kv::Namespace;
 use tandem_node::trace::Span;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
-    v1::{
-        self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request,
-    },
+    v1::{self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request},
 };
 use tandem_transfer::{SendPaths, TicketError, Transfer, TransferError};
 use tandem_worker::{ClientGone, CountedJob, Direction, Job, ReplySender, ScheduledPrompt, scheduled};

@@ -11,7 +11,7 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{
     self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Submitted, prefill_reply, prefill_request,
 };
-use tandem_worker::{ClientGone, Job, ReplySender};
+use tandem_worker::{ClientGone, ReplySender};
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 

@@ -1,6 +1,7 @@
 //! Helpers for the scenarios in `tests/`, which use a whole cluster as its users do.
 #![allow(clippy::missing_errors_doc, reason = "a helper fails where the test that calls it must fail")]
 
+pub mod fake_vllm;
 pub mod simulation;
 
 use anyhow::{Context, Result};

@@ -4,7 +4,7 @@ use cargo_metadata::{Dependency, DependencyKind};
 use std::path::{Path, PathBuf};
 
 /// The allowed dependencies of each crate, by folder. `tandem` and `tests` may use all crates but each other.
-const ALLOWED: [(&str, &[&str]); 11] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("kv", &[]),
     ("model", &[]),
     ("proto", &["kv"]),
@@ -14,6 +14,7 @@ const ALLOWED: [(&str, &[&str]); 11] = [
     ("router", &["node", "proto", "kv"]),
     ("frontend", &["node", "proto", "kv", "model"]),
     ("worker", &["node", "proto", "kv", "engine"]),
+    ("adapter", &["worker", "node", "kv", "engine"]),
     ("prefill-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
     ("decode-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
 ];

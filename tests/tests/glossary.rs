@@ -11,6 +11,7 @@ const CHECKED: &[&str] = &[
     "CHANGELOG.md",
     "README.md",
     "SECURITY.md",
+    "adapter",
     "bench",
     "ci/test.sh",
     "deploy",

@@ -292,7 +292,13 @@ impl Drop for LedgerEntry {
 mod tests {
     use super::*;
 
-    const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt { request_id: "a", attempt: 1, account: "", prompt: 1, cached: Some(CachedTokens { device: 0, host: 0 }) };
+    const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt {
+        request_id: "a",
+        attempt: 1,
+        account: "",
+        prompt: 1,
+        cached: Some(CachedTokens { device: 0, host: 0 }),
+    };
 
     /// A disk that a test can block, by its lock.
     #[derive(Clone, Default)]
@@ -332,7 +338,13 @@ mod tests {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
-        worker.scheduled(ScheduledPrompt { request_id: "a \"name\"\n", attempt: 1, account: "acme", prompt: 100, cached: Some(CachedTokens::on_device(96)) });
+        worker.scheduled(ScheduledPrompt {
+            request_id: "a \"name\"\n",
+            attempt: 1,
+            account: "acme",
+            prompt: 100,
+            cached: Some(CachedTokens::on_device(96)),
+        });
         let won = worker.attempt("a", 1, false);
         won.began();
         won.failed();

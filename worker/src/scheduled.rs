@@ -52,6 +52,11 @@ impl CountedJob {
         Self { job: Some(job), count: Some(count), submitted: false }
     }
 
+    /// The next event; `None` after the last. Cancel-safe.
+    pub async fn next(&mut self) -> Option<Event> {
+        (self as &mut dyn Job).next().await
+    }
+
     fn job(&mut self) -> &mut dyn Job {
         &mut **self.job.as_mut().expect("the job is there until this is dropped")
     }

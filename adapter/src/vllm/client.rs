@@ -136,7 +136,8 @@ impl Client {
     /// Returns where a rank publishes its KV events; `None` if it publishes none, or the server does not tell.
     pub async fn event_source(&self, rank: u32) -> Option<EventSource> {
         let sources = self.json::<HashMap<String, EventSource>>(self.get("/kv_event_sources")).await;
-        let sources = sources.inspect_err(|error| tracing::debug!(%error, "the engine does not report where it publishes KV events"));
+        let sources =
+            sources.inspect_err(|error| tracing::debug!(%error, "the engine does not report where it publishes KV events"));
         sources.ok()?.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events && source.publisher == "zmq")
     }
 
@@ -164,7 +165,14 @@ impl Client {
 
     fn body<'a>(&self, call: &'a Call, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
         let cache_salt = cache_salt(&self.hash_key, &call.namespace);
-        GenerateBody { token_ids: &call.tokens, sampling_params, cache_salt, stream: false, stream_options: None, kv_transfer_params: None }
+        GenerateBody {
+            token_ids: &call.tokens,
+            sampling_params,
+            cache_salt,
+            stream: false,
+            stream_options: None,
+            kv_transfer_params: None,
+        }
     }
 }
 

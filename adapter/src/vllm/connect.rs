@@ -1,12 +1,12 @@
 //! Connects to a vLLM server and follows it for as long as it runs.
 
 use super::{
-    Subscription, SubscriptionSettings, Update,
+    InvalidEndpoint, Subscription, SubscriptionSettings, Update,
     client::{Client, ClientSettings, EventSource},
     metrics::{self, EngineConstants},
 };
 use crate::{
-    Adapter, InvalidEndpoint,
+    Adapter,
     api::EngineFailure,
     mirror::{Mirror, MirrorSettings, WrongBlockSize},
     shared::Shared,
@@ -231,7 +231,8 @@ impl Connected {
 async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, String, EngineConstants), ConnectError> {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     loop {
-        let described = async { Ok::<_, EngineFailure>((client.models().await?, client.version().await?, client.metrics().await?)) };
+        let described =
+            async { Ok::<_, EngineFailure>((client.models().await?, client.version().await?, client.metrics().await?)) };
         let error = match described.await {
             Ok((models, version, metrics)) => {
                 let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;

@@ -43,7 +43,8 @@ pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> 
 /// # Errors
 /// It is not a handle of this kind.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
-    let params = serde_json::from_slice(bytes).map_err(|error| EngineFailure::Protocol(format!("a KV handle is not JSON: {error}")))?;
+    let params =
+        serde_json::from_slice(bytes).map_err(|error| EngineFailure::Protocol(format!("a KV handle is not JSON: {error}")))?;
     check(&params)?;
     Ok(params)
 }

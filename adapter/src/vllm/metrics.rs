@@ -48,9 +48,9 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
 
 /// The value of a label. Values with escapes are not looked for.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
-    let start = labels.match_indices(name).find(|(at, _)| {
-        (*at == 0 || labels.as_bytes()[at - 1] == b',') && labels[at + name.len()..].starts_with("=\"")
-    })?;
+    let start = labels
+        .match_indices(name)
+        .find(|(at, _)| (*at == 0 || labels.as_bytes()[at - 1] == b',') && labels[at + name.len()..].starts_with("=\""))?;
     labels[start.0 + name.len() + 2..].split('"').next()
 }
 
@@ -69,8 +69,13 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
     #[test]
     fn constants_are_read_for_each_rank() {
         let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
-        let expected =
-            EngineConstants { block_size: 32, blocks: 256, prefix_caching: true, cache_dtype: "auto".to_owned(), started: 1_795_385_119.19 };
+        let expected = EngineConstants {
+            block_size: 32,
+            blocks: 256,
+            prefix_caching: true,
+            cache_dtype: "auto".to_owned(),
+            started: 1_795_385_119.19,
+        };
         assert_eq!(first, expected);
         let second = EngineConstants::parse(METRICS, 1).expect("rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));

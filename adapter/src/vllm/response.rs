@@ -163,11 +163,7 @@ impl Sampled {
 ///
 /// # Errors
 /// The answer does not have the logprobs of each token.
-pub(super) fn prompt_logprobs(
-    answer: Answer,
-    prompt: &[TokenId],
-    top: u32,
-) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
     let missing = || EngineFailure::Protocol("the prompt's logprobs are missing".to_owned());
     let logprobs = answer.prompt_logprobs.filter(|logprobs| logprobs.len() == prompt.len()).ok_or_else(missing)?;
     let of_token = |(at, (token, ranked)): (usize, (&TokenId, Option<HashMap<TokenId, Ranked>>))| {
@@ -176,7 +172,10 @@ pub(super) fn prompt_logprobs(
         let mut ranked: Vec<_> = ranked.into_iter().collect();
         ranked.sort_by_key(|(_, Ranked { rank, .. })| *rank);
         let top = ranked.into_iter().take(top as usize);
-        Ok(Some(TokenLogprobs { logprob, top: top.map(|(token, Ranked { logprob, .. })| TokenLogprob { token, logprob }).collect() }))
+        Ok(Some(TokenLogprobs {
+            logprob,
+            top: top.map(|(token, Ranked { logprob, .. })| TokenLogprob { token, logprob }).collect(),
+        }))
     };
     prompt.iter().zip(logprobs).enumerate().map(of_token).collect()
 }
@@ -189,7 +188,8 @@ mod tests {
     const FIRST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":null,"stop_reason":null,"token_ids":[324],"routed_experts":null,"sampling_mask":null,"weight_versions":null,"logprobs":{"content":[{"token_id":324,"logprob":-3.5,"rank":2,"top_logprobs":[{"token_id":324,"logprob":-3.5,"rank":2},{"token_id":344,"logprob":-3.25,"rank":1}]}]}}]}"#;
     const LAST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":"length","stop_reason":null,"token_ids":[516],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],"logprobs":null}]}"#;
     const USAGE: &str = r#"{"request_id":"generate-tokens-a4","usage":{"prompt_tokens":70,"total_tokens":74,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":64}},"output_mode":"tokens","choices":[]}"#;
-    const ERROR: &str = r#"{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}"#;
+    const ERROR: &str =
+        r#"{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}"#;
 
     #[test]
     fn streamed_answer_is_decoded() {
@@ -201,7 +201,9 @@ mod tests {
         assert_eq!((last.tokens.as_slice(), last.finish), (&[(516, None)][..], Some(Finish::Length)));
         let usage = chunk(USAGE.as_bytes(), None).expect("a recorded event").usage;
         assert_eq!(usage, Some(Usage { cached_tokens: Some(64) }));
-        assert!(matches!(chunk(ERROR.as_bytes(), None), Err(EngineFailure::Failed(message)) if message == "Internal server error"));
+        assert!(
+            matches!(chunk(ERROR.as_bytes(), None), Err(EngineFailure::Failed(message)) if message == "Internal server error")
+        );
         assert!(matches!(chunk(LAST.as_bytes(), Some(1)), Err(EngineFailure::Protocol(_))), "logprobs are missing");
     }
 

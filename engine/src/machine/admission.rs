@@ -4,7 +4,7 @@ use super::fair::{Shares, due};
 use super::sequence::{JobId, Order, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
 use super::waiting::{Due, PrefixOwner, Queued};
 use super::{Action, Machine, Sampler};
-use crate::{Event, Generate, Generated, KvSource, Prefill, Refusal};
+use crate::{CachedTokens, Event, Generate, Generated, KvSource, Prefill, Refusal};
 use std::{
     cmp::Reverse,
     collections::{BTreeSet, BinaryHeap},

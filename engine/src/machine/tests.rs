@@ -13,7 +13,7 @@ mod sending;
 
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
-use crate::{Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
+use crate::{CachedTokens, Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use tandem_kv::{BlockAccess, HashKey, Namespace, Ticket, TokenId};

@@ -211,7 +211,9 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
                 let tiers: u64 = by_tier.values().map(|tokens| u64::from(*tokens)).sum();
                 let adds_up = match (cached, computed) {
                     (Some(cached), Some(computed)) => {
-                        u64::from(*computed) + u64::from(*cached) == u64::from(*prompt) && tiers == u64::from(*cached) && cached < prompt
+                        u64::from(*computed) + u64::from(*cached) == u64::from(*prompt)
+                            && tiers == u64::from(*cached)
+                            && cached < prompt
                     }
                     // The worker's engine does not report cached tokens: the usage has an estimate.
                     (None, None) => tiers == 0,
@@ -364,7 +366,7 @@ fn check_workers(evidence: &Evidence, findings: &mut Vec<Finding>) {
     let metrics = &evidence.metrics;
     let mut tallies: BTreeMap<&str, Tally> = BTreeMap::new();
     for line in &evidence.ledger {
-        if let LedgerLine::Scheduled { worker, prompt, cached, .. } = line {
+        if let LedgerLine::Scheduled { worker, prompt, cached: Some(cached), .. } = line {
             let tally = tallies.entry(worker).or_default();
             tally.prompts += 1.0;
             tally.prompt_tokens += f64::from(*prompt);

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    EngineSettings, Event, Generate, KvSource, Sampling,
+    CachedTokens, EngineSettings, Event, Generate, KvSource, Sampling,
     machine::{Action, JobId, Machine},
 };
 use proptest::{prelude::*, test_runner::TestRunner};

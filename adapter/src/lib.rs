@@ -1,0 +1,17 @@
+//! Drives an engine in another process, such as a stock vLLM server, as a worker's back end.
+
+mod adapter;
+mod api;
+mod books;
+mod event;
+mod job;
+mod mirror;
+mod salt;
+mod shared;
+mod slots;
+pub mod vllm;
+
+pub use adapter::Adapter;
+pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+pub use mirror::{Mirror, MirrorSettings, PrefixTiers, Unroutable, WrongBlockSize};
+pub use salt::cache_salt;

@@ -1,0 +1,342 @@
+//! The adapter's copy of what an engine's prefix cache holds, in Tandem's blocks.
+//!
+//! An engine's block is k = `engine_block_size` ÷ `block_size` Tandem blocks, whose sequence hashes follow from its tokens, the block before it,
+//! and, for a prompt's first block, the salt. A block that cannot be identified in this way is not routable: neither it nor a block after it is
+//! reported, and [`Unroutable`] counts it.
+//!
+//! Invariants: every block that the engine holds in device or host memory, as far as it was identified, is counted as often as the engine has
+//! reported it, because engines keep duplicates; a Tandem block is *reported* while some engine block holds it and its parent is reported, so
+//! what is reported is prefix-closed, as the router's index needs it, even while an engine has dropped a block and kept its children; replaying
+//! the own events from a snapshot gives what is reported now.
+//!
+//! An engine without usable events has a mirror of assumptions instead ([`Mirror::assume_stored`]).
+
+mod assumed;
+mod blocks;
+
+pub use blocks::PrefixTiers;
+
+use crate::{
+    event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium},
+    salt,
+};
+use assumed::Assumed;
+use blocks::{Blocks, Tier};
+use std::collections::{BTreeSet, HashMap};
+use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, child_hashes, sequence_hashes};
+
+/// Constants of a mirror.
+#[derive(Clone, Copy, Debug)]
+pub struct MirrorSettings {
+    /// The key of the cluster's sequence hashes.
+    pub hash_key: HashKey,
+    /// Tokens in a block of the cluster.
+    pub block_size: u32,
+    /// Tokens in a block of the engine: a multiple of `block_size`.
+    pub engine_block_size: u32,
+    /// The capacity of the engine's device memory in the cluster's blocks: the bound on assumed blocks.
+    pub device_blocks: u32,
+    /// The engine also reports the leading blocks that a request found in the cache, as stored blocks without a parent (vLLM's
+    /// `kv_cache_report_mode: full`).
+    pub hits_are_reported: bool,
+    /// The largest number of engine blocks that are mirrored, in all tiers. What an engine stores beyond it is not routable.
+    pub engine_blocks_max: usize,
+}
+
+/// The block sizes of cluster and engine do not fit together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the engine's blocks of {engine_block_size} tokens are not a multiple of the cluster's blocks of {block_size} tokens")]
+pub struct WrongBlockSize {
+    /// Tokens in a block of the engine.
+    pub engine_block_size: u32,
+    /// Tokens in a block of the cluster.
+    pub block_size: u32,
+}
+
+/// Engine blocks that were stored but are not routable, by the reason. They only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unroutable {
+    /// A prompt's first block without a salt of this cluster.
+    pub namespace: u64,
+    /// A block after a block that is not routable or not known.
+    pub parent: u64,
+    /// A block whose KV depends on more than tokens and salt, such as a LoRA adapter or an image.
+    pub extra_keys: u64,
+    /// A block of layers without full attention, or of a second group of layers.
+    pub group: u64,
+    /// A block of another size, or without its tokens.
+    pub block_size: u64,
+    /// A block in storage or on another machine.
+    pub elsewhere: u64,
+    /// A block above the bound on mirrored blocks.
+    pub excess: u64,
+}
+
+/// What an engine's prefix cache holds.
+pub struct Mirror {
+    settings: MirrorSettings,
+    engine_blocks: HashMap<EngineHash, EngineBlock>,
+    blocks: Blocks,
+    assumed: Assumed,
+    /// The group of layers whose blocks are mirrored: the first one with full attention that was seen.
+    group: Option<u32>,
+    ignored_kinds: BTreeSet<String>,
+    unroutable: Unroutable,
+}
+
+/// An engine's block that is in at least one tier.
+struct EngineBlock {
+    /// The Tandem block before it.
+    parent: Option<SequenceHash>,
+    /// Its Tandem blocks.
+    hashes: Box<[SequenceHash]>,
+    device: u32,
+    host: u32,
+}
+
+/// What comes before a block in its prompt.
+#[derive(Clone, Copy)]
+enum Before {
+    Nothing,
+    Block(SequenceHash),
+    Unidentified,
+}
+
+/// Kinds of attention for which a cached prefix needs all of its blocks, and nothing else.
+const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
+/// The largest number of names of other kinds that are kept for the log: vLLM has ten kinds.
+const IGNORED_KINDS_MAX: usize = 16;
+
+impl Mirror {
+    /// Returns the mirror of an empty cache.
+    ///
+    /// # Errors
+    /// The engine's block size is not a multiple of the cluster's.
+    pub fn new(settings: MirrorSettings) -> Result<Self, WrongBlockSize> {
+        let MirrorSettings { block_size, engine_block_size, device_blocks, .. } = settings;
+        if block_size == 0 || engine_block_size == 0 || !engine_block_size.is_multiple_of(block_size) {
+            return Err(WrongBlockSize { engine_block_size, block_size });
+        }
+        Ok(Self {
+            settings,
+            engine_blocks: HashMap::new(),
+            blocks: Blocks::default(),
+            assumed: Assumed::new(device_blocks as usize),
+            group: None,
+            ignored_kinds: BTreeSet::new(),
+            unroutable: Unroutable::default(),
+        })
+    }
+
+    /// Applies what the engine reports, in its order.
+    pub fn apply(&mut self, events: &[EngineEvent]) {
+        for event in events {
+            match event {
+                EngineEvent::Stored(stored) => self.store(stored),
+                EngineEvent::Removed(removed) => self.remove(removed),
+                EngineEvent::Cleared => self.clear(),
+            }
+        }
+    }
+
+    /// Assumes that the engine has cached a prompt that it computed. Blocks that were not used for the longest time are dropped first, children
+    /// before their parents, so that no more than `device_blocks` are assumed. For engines without usable events.
+    pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId]) {
+        let whole = tokens.len() - tokens.len() % self.settings.engine_block_size as usize;
+        let hashes = self.sequence_hashes(namespace, &tokens[..whole]);
+        self.assumed.store(&hashes, &mut self.blocks);
+    }
+
+    /// Drops everything.
+    pub fn clear(&mut self) {
+        self.engine_blocks.clear();
+        self.assumed.clear();
+        self.blocks.clear();
+    }
+
+    /// Returns the changes since the last call. Their ids have no gaps in the mirror's life.
+    pub fn take(&mut self) -> Vec<KvEvent> {
+        self.blocks.take()
+    }
+
+    /// Returns the id of the last change.
+    pub fn last_id(&self) -> u64 {
+        self.blocks.last_id()
+    }
+
+    /// Returns all reported blocks.
+    pub fn snapshot(&self) -> Snapshot {
+        self.blocks.snapshot()
+    }
+
+    /// Returns the number of reported blocks.
+    pub fn cached_blocks(&self) -> usize {
+        self.blocks.reported()
+    }
+
+    /// Returns the leading blocks of a prompt that the engine finds in its caches.
+    pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> PrefixTiers {
+        self.blocks.prefix(&self.sequence_hashes(namespace, tokens))
+    }
+
+    /// Returns how many blocks were not routable since the start.
+    pub fn unroutable(&self) -> &Unroutable {
+        &self.unroutable
+    }
+
+    /// Returns the kinds of attention whose blocks were ignored since the start, as the engine names them.
+    pub fn ignored_kinds(&self) -> &BTreeSet<String> {
+        &self.ignored_kinds
+    }
+
+    fn sequence_hashes(&self, namespace: &Namespace, tokens: &[TokenId]) -> Vec<SequenceHash> {
+        sequence_hashes(&self.settings.hash_key, namespace, self.settings.block_size as usize, tokens)
+    }
+
+    fn store(&mut self, stored: &BlocksStored) {
+        let Some(tier) = tier(stored.medium) else {
+            self.unroutable.elsewhere += stored.hashes.len() as u64;
+            return;
+        };
+        if !self.is_mirrored(stored.group, stored.kind.as_deref()) {
+            self.unroutable.group += stored.hashes.len() as u64;
+            return;
+        }
+        let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
+        let begins_held =
+            stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
+        // A prompt whose first block is computed had no hit, so a first block that is held already was found, not stored.
+        let are_hits = self.settings.hits_are_reported && begins_held;
+        let mut before = match &stored.parent {
+            None => Before::Nothing,
+            Some(parent) => self.engine_blocks.get(parent).map_or(Before::Unidentified, EngineBlock::last),
+        };
+        for (index, hash) in stored.hashes.iter().enumerate() {
+            before = match self.identify(stored, index, before) {
+                Ok(mut block) => {
+                    if !(are_hits && is_held(&block)) {
+                        block.hold(tier, &mut self.blocks);
+                    }
+                    let last = block.last();
+                    self.engine_blocks.insert(hash.clone(), block);
+                    last
+                }
+                Err(count) => {
+                    *count += 1;
+                    Before::Unidentified
+                }
+            };
+        }
+    }
+
+    /// Returns the block with this index, taken out of the table if it is known, or the count of blocks that are not routable for the same reason.
+    fn identify(&mut self, stored: &BlocksStored, index: usize, before: Before) -> Result<EngineBlock, &mut u64> {
+        if let Some(block) = self.engine_blocks.remove(&stored.hashes[index]) {
+            return Ok(block);
+        }
+        let MirrorSettings { hash_key, block_size, engine_block_size, engine_blocks_max, .. } = self.settings;
+        let unroutable = &mut self.unroutable;
+        let size = engine_block_size as usize;
+        if stored.block_size != engine_block_size || Some(stored.tokens.len()) != stored.hashes.len().checked_mul(size) {
+            return Err(&mut unroutable.block_size);
+        }
+        let keys = stored.extra_keys.get(index).unwrap_or(&ExtraKeys::None);
+        let (parent, first) = match (before, keys) {
+            (Before::Unidentified, _) => return Err(&mut unroutable.parent),
+            _ if stored.lora => return Err(&mut unroutable.extra_keys),
+            (Before::Block(parent), ExtraKeys::None) => (Some(parent), parent),
+            (Before::Nothing, ExtraKeys::Text(salt)) => match salt::root_hash(salt) {
+                Some(root) => (None, root),
+                None => return Err(&mut unroutable.namespace),
+            },
+            (Before::Nothing, ExtraKeys::None) => return Err(&mut unroutable.namespace),
+            (Before::Nothing, ExtraKeys::Other) | (Before::Block(_), ExtraKeys::Text(_) | ExtraKeys::Other) => {
+                return Err(&mut unroutable.extra_keys);
+            }
+        };
+        if self.engine_blocks.len() >= engine_blocks_max {
+            return Err(&mut unroutable.excess);
+        }
+        let hashes = child_hashes(&hash_key, first, block_size as usize, &stored.tokens[index * size..][..size]);
+        Ok(EngineBlock { parent, hashes: hashes.into(), device: 0, host: 0 })
+    }
+
+    fn remove(&mut self, removed: &BlocksRemoved) {
+        let Some(tier) = tier(removed.medium).filter(|_| self.group == Some(removed.group.unwrap_or_default())) else { return };
+        for hash in &removed.hashes {
+            let Some(block) = self.engine_blocks.get_mut(hash) else { continue };
+            block.release(tier, &mut self.blocks);
+            if block.device == 0 && block.host == 0 {
+                self.engine_blocks.remove(hash);
+            }
+        }
+    }
+
+    /// Whether the blocks of a group are mirrored. A hit needs a prompt's blocks of every group, and they are dropped together in the main, so one
+    /// group stands for all.
+    fn is_mirrored(&mut self, group: Option<u32>, kind: Option<&str>) -> bool {
+        if let Some(kind) = kind.filter(|kind| !FULL_ATTENTION.contains(kind)) {
+            if self.ignored_kinds.len() < IGNORED_KINDS_MAX {
+                self.ignored_kinds.insert(kind.to_owned());
+            }
+            return false;
+        }
+        let group = group.unwrap_or_default();
+        *self.group.get_or_insert(group) == group
+    }
+}
+
+impl EngineBlock {
+    fn last(&self) -> Before {
+        self.hashes.last().map_or(Before::Unidentified, |last| Before::Block(*last))
+    }
+
+    /// Counts one more block with this content in the tier.
+    fn hold(&mut self, tier: Tier, blocks: &mut Blocks) {
+        *self.count(tier) += 1;
+        if *self.count(tier) == 1 {
+            let mut parent = self.parent;
+            for hash in &self.hashes {
+                blocks.hold(parent, *hash, tier);
+                parent = Some(*hash);
+            }
+        }
+    }
+
+    /// Counts one block less; a removal that was not preceded by a store changes nothing.
+    fn release(&mut self, tier: Tier, blocks: &mut Blocks) {
+        let count = self.count(tier);
+        let was_last = *count == 1;
+        *count = count.saturating_sub(1);
+        if was_last {
+            for hash in self.hashes.iter().rev() {
+                blocks.release(*hash, tier);
+            }
+        }
+    }
+
+    fn count(&mut self, tier: Tier) -> &mut u32 {
+        match tier {
+            Tier::Device => &mut self.device,
+            Tier::Host => &mut self.host,
+        }
+    }
+
+    fn count_in(&self, tier: Tier) -> u32 {
+        match tier {
+            Tier::Device => self.device,
+            Tier::Host => self.host,
+        }
+    }
+}
+
+fn tier(medium: Medium) -> Option<Tier> {
+    match medium {
+        Medium::Device => Some(Tier::Device),
+        Medium::Host => Some(Tier::Host),
+        Medium::Elsewhere => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,55 @@
+//! Blocks that an engine without usable events is assumed to have cached.
+
+use super::blocks::{Blocks, Tier};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeSet, HashMap},
+};
+use tandem_kv::SequenceHash;
+
+/// The assumed blocks, in the order of their last use.
+pub(super) struct Assumed {
+    capacity_blocks: usize,
+    uses: HashMap<SequenceHash, LastUse>,
+    /// What is dropped first comes first.
+    order: BTreeSet<(LastUse, SequenceHash)>,
+    last_prompt: u64,
+}
+
+/// The last prompt that used a block, and the block's position in it. A parent is used whenever its child is, so it comes later in the order.
+type LastUse = (u64, Reverse<usize>);
+
+impl Assumed {
+    pub fn new(capacity_blocks: usize) -> Self {
+        Self { capacity_blocks, uses: HashMap::new(), order: BTreeSet::new(), last_prompt: 0 }
+    }
+
+    /// Assumes that these leading blocks of a prompt are cached and were used just now, as far as they fit.
+    pub fn store(&mut self, hashes: &[SequenceHash], blocks: &mut Blocks) {
+        self.last_prompt += 1;
+        let mut parent = None;
+        for (index, hash) in hashes.iter().take(self.capacity_blocks).enumerate() {
+            let now = (self.last_prompt, Reverse(index));
+            match self.uses.insert(*hash, now) {
+                Some(before) => {
+                    self.order.remove(&(before, *hash));
+                }
+                None => blocks.hold(parent, *hash, Tier::Device),
+            }
+            self.order.insert((now, *hash));
+            parent = Some(*hash);
+        }
+        while self.uses.len() > self.capacity_blocks
+            && let Some((_, hash)) = self.order.pop_first()
+        {
+            self.uses.remove(&hash);
+            blocks.release(hash, Tier::Device);
+        }
+    }
+
+    /// Drops everything; the blocks are cleared by the caller.
+    pub fn clear(&mut self) {
+        self.uses.clear();
+        self.order.clear();
+    }
+}

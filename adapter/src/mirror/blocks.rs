@@ -1,0 +1,163 @@
+//! Tandem blocks by tier, and which of them are reported.
+
+use std::collections::{BTreeSet, HashMap, hash_map::Entry};
+use tandem_kv::{EventLog, KvEvent, SequenceHash, Snapshot, StoredChain};
+
+/// The memory in which a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tier {
+    Device,
+    Host,
+}
+
+/// The leading blocks of a prompt that an engine finds in its caches, in Tandem blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixTiers {
+    /// Blocks from the prompt's start that are in the device's memory.
+    pub device_blocks: u32,
+    /// Blocks after those that are in the host's memory.
+    pub host_blocks: u32,
+}
+
+/// The blocks of a mirror. A block is reported if it is held and its parent, if it has one, is reported.
+#[derive(Default)]
+pub(super) struct Blocks {
+    held: HashMap<SequenceHash, Block>,
+    /// The held blocks by their parents, which need not be held.
+    children: BTreeSet<(Option<SequenceHash>, SequenceHash)>,
+    reported: usize,
+    log: EventLog,
+}
+
+/// A block that is held in at least one tier.
+struct Block {
+    parent: Option<SequenceHash>,
+    device: u32,
+    host: u32,
+    reported: bool,
+}
+
+impl Blocks {
+    /// Counts one more holder of the block in the tier. A block's parent is that of its first holder.
+    pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
+        match self.held.entry(hash) {
+            Entry::Occupied(mut entry) => *entry.get_mut().count(tier) += 1,
+            Entry::Vacant(entry) => {
+                *entry.insert(Block { parent, device: 0, host: 0, reported: false }).count(tier) += 1;
+                self.children.insert((parent, hash));
+                if parent.is_none_or(|parent| self.held.get(&parent).is_some_and(|parent| parent.reported)) {
+                    self.report(hash);
+                }
+            }
+        }
+    }
+
+    /// Counts one holder less. The block must be held in the tier.
+    pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
+        let block = self.held.get_mut(&hash).expect("a block that is released is held");
+        *block.count(tier) -= 1;
+        if block.device > 0 || block.host > 0 {
+            return;
+        }
+        if block.reported {
+            self.retract(hash);
+        }
+        if let Some(block) = self.held.remove(&hash) {
+            self.children.remove(&(block.parent, hash));
+        }
+    }
+
+    /// Drops everything.
+    pub fn clear(&mut self) {
+        self.held.clear();
+        self.children.clear();
+        if std::mem::take(&mut self.reported) > 0 {
+            self.log.cleared();
+        }
+    }
+
+    /// Returns the changes of what is reported since the last call.
+    pub fn take(&mut self) -> Vec<KvEvent> {
+        self.log.take()
+    }
+
+    /// Returns the id of the last change.
+    pub fn last_id(&self) -> u64 {
+        self.log.last_id()
+    }
+
+    /// Returns the number of reported blocks.
+    pub fn reported(&self) -> usize {
+        self.reported
+    }
+
+    /// Returns all reported blocks. Each chain ends at a leaf; the other branches of a fork become chains of their own later.
+    pub fn snapshot(&self) -> Snapshot {
+        let mut starts: Vec<_> = self.children_of(None).map(|hash| (None, hash)).collect();
+        let mut stored = Vec::new();
+        while let Some((parent, start)) = starts.pop() {
+            let mut chain = StoredChain { parent, sequence_hashes: vec![start] };
+            let mut last = start;
+            loop {
+                let mut branches = self.children_of(Some(last));
+                let Some(next) = branches.next() else { break };
+                starts.extend(branches.map(|branch| (Some(last), branch)));
+                chain.sequence_hashes.push(next);
+                last = next;
+            }
+            stored.push(chain);
+        }
+        Snapshot { at_event_id: self.log.last_id(), stored }
+    }
+
+    /// Returns how far an engine gets that looks for a prompt's blocks on the device, and from the first that it lacks there on the host.
+    pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
+        let is_in = |hash: &SequenceHash, of: fn(&Block) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
+        let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();
+        let host = hashes[device..].iter().take_while(|hash| is_in(hash, |block| block.host)).count();
+        PrefixTiers { device_blocks: device as u32, host_blocks: host as u32 }
+    }
+
+    /// Returns the held blocks with this parent. If it is reported, so are they.
+    fn children_of(&self, parent: Option<SequenceHash>) -> impl Iterator<Item = SequenceHash> {
+        self.children.range((parent, SequenceHash(u64::MIN))..=(parent, SequenceHash(u64::MAX))).map(|(_, hash)| *hash)
+    }
+
+    /// Returns the block and all held blocks below it, parents before their children.
+    fn subtree(&self, root: SequenceHash) -> Vec<SequenceHash> {
+        let (mut found, mut open) = (Vec::new(), vec![root]);
+        while let Some(hash) = open.pop() {
+            found.push(hash);
+            open.extend(self.children_of(Some(hash)));
+        }
+        found
+    }
+
+    /// Reports the block and all held blocks below it.
+    fn report(&mut self, root: SequenceHash) {
+        for hash in self.subtree(root) {
+            let block = self.held.get_mut(&hash).expect("the tree has held blocks");
+            block.reported = true;
+            self.reported += 1;
+            self.log.stored(block.parent, hash);
+        }
+    }
+
+    /// Retracts the report of the block and all blocks below it.
+    fn retract(&mut self, root: SequenceHash) {
+        for hash in self.subtree(root).into_iter().rev() {
+            self.held.get_mut(&hash).expect("the tree has held blocks").reported = false;
+            self.reported -= 1;
+            self.log.removed(hash);
+        }
+    }
+}
+
+impl Block {
+    fn count(&mut self, tier: Tier) -> &mut u32 {
+        match tier {
+            Tier::Device => &mut self.device,
+            Tier::Host => &mut self.host,
+        }
+    }
+}

@@ -1,0 +1,475 @@
+use super::*;
+use proptest::{prelude::*, sample::Index};
+use std::collections::{BTreeMap, HashSet};
+use tandem_kv::{Change, StoredChain};
+
+const BLOCK: usize = 2;
+/// Tandem blocks in an engine block.
+const K: usize = 2;
+const ENGINE_BLOCK: usize = BLOCK * K;
+
+const KEY: HashKey = HashKey::NONE;
+
+fn mirror() -> Mirror {
+    mirror_with(|_| {})
+}
+
+fn mirror_with(change: impl FnOnce(&mut MirrorSettings)) -> Mirror {
+    let mut settings = MirrorSettings {
+        hash_key: KEY,
+        block_size: BLOCK as u32,
+        engine_block_size: ENGINE_BLOCK as u32,
+        device_blocks: 8,
+        hits_are_reported: false,
+        engine_blocks_max: 1000,
+    };
+    change(&mut settings);
+    Mirror::new(settings).unwrap()
+}
+
+fn namespace() -> Namespace {
+    Namespace::new("model", "main", "", "")
+}
+
+/// `blocks` engine blocks of tokens, which differ from those of another `seed` from the first on.
+fn tokens(seed: u32, blocks: usize) -> Vec<TokenId> {
+    (0..(blocks * ENGINE_BLOCK) as u32).map(|index| seed * 1000 + index).collect()
+}
+
+fn hashes(tokens: &[TokenId]) -> Vec<SequenceHash> {
+    sequence_hashes(&KEY, &namespace(), BLOCK, tokens)
+}
+
+fn number(hash: u64) -> EngineHash {
+    EngineHash::Number(hash)
+}
+
+/// Blocks that begin a prompt, with these engine hashes.
+fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
+    let mut extra_keys = vec![ExtraKeys::None; engine_hashes.len()];
+    extra_keys[0] = ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
+    BlocksStored {
+        hashes: engine_hashes.iter().copied().map(number).collect(),
+        parent: None,
+        tokens,
+        block_size: ENGINE_BLOCK as u32,
+        lora: false,
+        extra_keys,
+        medium: Medium::Device,
+        group: Some(0),
+        kind: Some("full_attention".to_owned()),
+        session: None,
+    }
+}
+
+fn later_blocks(parent: u64, engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
+    BlocksStored { parent: Some(number(parent)), extra_keys: Vec::new(), ..first_blocks(engine_hashes, tokens) }
+}
+
+fn removed(engine_hash: u64) -> EngineEvent {
+    removed_from(engine_hash, Medium::Device)
+}
+
+fn removed_from(engine_hash: u64, medium: Medium) -> EngineEvent {
+    EngineEvent::Removed(BlocksRemoved { hashes: vec![number(engine_hash)], medium, group: Some(0) })
+}
+
+fn changes(mirror: &mut Mirror) -> Vec<Change> {
+    mirror.take().into_iter().map(|event| event.change).collect()
+}
+
+fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Change {
+    Change::Stored(StoredChain { parent, sequence_hashes: sequence_hashes.to_vec() })
+}
+
+#[test]
+fn engine_blocks_become_the_blocks_that_a_router_looks_for() {
+    let mut mirror = mirror();
+    let prompt = tokens(1, 3);
+    let all = hashes(&prompt);
+    let (head, tail) = (prompt[..ENGINE_BLOCK].to_vec(), prompt[ENGINE_BLOCK..].to_vec());
+    mirror.apply(&[EngineEvent::Stored(first_blocks(&[11], head)), EngineEvent::Stored(later_blocks(11, &[12, 13], tail))]);
+    assert_eq!(changes(&mut mirror), [stored(None, &all)]);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 6, host_blocks: 0 });
+    assert_eq!(mirror.snapshot().stored, [StoredChain { parent: None, sequence_hashes: all.clone() }]);
+    mirror.apply(&[removed(13)]);
+    assert_eq!(changes(&mut mirror), [Change::Removed(vec![all[5], all[4]])]);
+    assert_eq!((mirror.cached_blocks(), mirror.last_id()), (4, 2));
+    mirror.apply(&[EngineEvent::Cleared, EngineEvent::Cleared]);
+    assert_eq!(changes(&mut mirror), [Change::Cleared]);
+    assert_eq!(*mirror.unroutable(), Unroutable::default());
+}
+
+#[test]
+fn block_that_the_engine_holds_twice_is_reported_until_both_are_dropped() {
+    let mut mirror = mirror();
+    let block = || EngineEvent::Stored(first_blocks(&[1], tokens(1, 1)));
+    mirror.apply(&[block(), block(), removed(1)]);
+    assert_eq!(changes(&mut mirror), [stored(None, &hashes(&tokens(1, 1)))]);
+    mirror.apply(&[removed(1), removed(1)]);
+    assert_eq!(changes(&mut mirror).len(), 1);
+    assert_eq!(mirror.cached_blocks(), 0);
+}
+
+#[test]
+fn reported_hits_are_not_counted_as_copies() {
+    let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
+    let prompt = tokens(1, 2);
+    let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
+    mirror.apply(&[both(), both(), removed(2)]);
+    assert_eq!(mirror.cached_blocks(), K);
+    // A hit also brings back what the mirror lacks.
+    mirror.apply(&[both()]);
+    assert_eq!(mirror.cached_blocks(), 2 * K);
+    mirror.apply(&[removed(2), removed(1)]);
+    assert_eq!(mirror.cached_blocks(), 0);
+}
+
+#[test]
+fn children_of_a_dropped_block_are_reported_again_when_it_returns() {
+    let mut mirror = mirror();
+    let prompt = tokens(1, 3);
+    let all = hashes(&prompt);
+    mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3], prompt.clone()))]);
+    mirror.take();
+    mirror.apply(&[removed(1)]);
+    let children_first: Vec<_> = all.iter().rev().copied().collect();
+    assert_eq!(changes(&mut mirror), [Change::Removed(children_first)]);
+    assert_eq!(mirror.snapshot().stored, []);
+    mirror.apply(&[EngineEvent::Stored(first_blocks(&[1], prompt[..ENGINE_BLOCK].to_vec()))]);
+    assert_eq!(changes(&mut mirror), [stored(None, &all)]);
+}
+
+#[test]
+fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
+    let mut mirror = mirror();
+    let prompt = tokens(1, 3);
+    let on_host = |engine_hashes: &[u64]| {
+        // vLLM's offloading reports hashes without tokens unless it is told to describe them.
+        let blocks = BlocksStored { block_size: 0, medium: Medium::Host, ..first_blocks(engine_hashes, Vec::new()) };
+        EngineEvent::Stored(BlocksStored { kind: None, ..blocks })
+    };
+    mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3], prompt.clone())), on_host(&[2]), on_host(&[3])]);
+    mirror.take();
+    mirror.apply(&[removed(3), removed(2)]);
+    assert_eq!(changes(&mut mirror), []);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 4 });
+    // The engine looks on the host for what follows the device's prefix, so block 3 is of no use there once block 2 is dropped.
+    mirror.apply(&[removed_from(2, Medium::Host)]);
+    assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 0 });
+    assert_eq!(mirror.cached_blocks(), K);
+    mirror.apply(&[on_host(&[9])]);
+    assert_eq!(mirror.unroutable().block_size, 1);
+}
+
+#[test]
+fn blocks_that_cannot_be_identified_are_not_routable() {
+    let first = || first_blocks(&[1, 2], tokens(1, 2));
+    let keys = |keys: [ExtraKeys; 2]| keys.to_vec();
+    let text = |text: &str| ExtraKeys::Text(text.to_owned());
+    let salt = || ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
+    let count = |change: fn(&mut Unroutable)| {
+        let mut unroutable = Unroutable::default();
+        change(&mut unroutable);
+        unroutable
+    };
+    let namespace_and_parent = count(|unroutable| (unroutable.namespace, unroutable.parent) = (1, 1));
+    let keys_and_parent = count(|unroutable| (unroutable.extra_keys, unroutable.parent) = (1, 1));
+    for (blocks, routable, expected) in [
+        (BlocksStored { extra_keys: Vec::new(), ..first() }, 0, namespace_and_parent),
+        (BlocksStored { extra_keys: keys([text("tenant-a"), ExtraKeys::None]), ..first() }, 0, namespace_and_parent),
+        (BlocksStored { extra_keys: keys([ExtraKeys::Other, ExtraKeys::None]), ..first() }, 0, keys_and_parent),
+        (BlocksStored { lora: true, ..first() }, 0, keys_and_parent),
+        (BlocksStored { extra_keys: keys([salt(), text("image")]), ..first() }, K, count(|unroutable| unroutable.extra_keys = 1)),
+        (
+            BlocksStored { extra_keys: keys([salt(), ExtraKeys::Other]), ..first() },
+            K,
+            count(|unroutable| unroutable.extra_keys = 1),
+        ),
+        (BlocksStored { parent: Some(number(7)), ..first() }, 0, count(|unroutable| unroutable.parent = 2)),
+        (BlocksStored { kind: Some("sliding_window".to_owned()), ..first() }, 0, count(|unroutable| unroutable.group = 2)),
+        (BlocksStored { medium: Medium::Elsewhere, ..first() }, 0, count(|unroutable| unroutable.elsewhere = 2)),
+        (BlocksStored { block_size: BLOCK as u32, ..first() }, 0, count(|unroutable| unroutable.block_size = 2)),
+        (BlocksStored { tokens: tokens(1, 1), ..first() }, 0, count(|unroutable| unroutable.block_size = 2)),
+    ] {
+        let mut mirror = mirror();
+        mirror.apply(&[EngineEvent::Stored(blocks.clone()), removed(1), removed(2), EngineEvent::Stored(blocks.clone())]);
+        assert_eq!(mirror.cached_blocks(), routable, "{blocks:?}");
+        let twice = |of: fn(&Unroutable) -> u64| (of(mirror.unroutable()), 2 * of(&expected));
+        for (found, expected) in [
+            twice(|unroutable| unroutable.namespace),
+            twice(|unroutable| unroutable.parent),
+            twice(|unroutable| unroutable.extra_keys),
+            twice(|unroutable| unroutable.group),
+            twice(|unroutable| unroutable.block_size),
+            twice(|unroutable| unroutable.elsewhere),
+        ] {
+            assert_eq!(found, expected, "{blocks:?}");
+        }
+    }
+}
+
+#[test]
+fn only_one_group_with_full_attention_is_mirrored_and_other_kinds_are_named() {
+    let mut mirror = mirror();
+    let of_group = |group, kind: &str| {
+        EngineEvent::Stored(BlocksStored { group: Some(group), kind: Some(kind.to_owned()), ..first_blocks(&[1], tokens(1, 1)) })
+    };
+    mirror.apply(&[of_group(0, "mamba"), of_group(1, "mla_attention"), of_group(2, "full_attention"), removed(1)]);
+    assert_eq!((mirror.cached_blocks(), mirror.unroutable().group), (K, 2));
+    assert_eq!(mirror.ignored_kinds().iter().collect::<Vec<_>>(), ["mamba"]);
+    mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes: vec![number(1)], medium: Medium::Device, group: Some(1) })]);
+    assert_eq!(mirror.cached_blocks(), 0);
+    for kind in 0..100 {
+        mirror.apply(&[of_group(0, &format!("kind {kind}"))]);
+    }
+    assert_eq!(mirror.ignored_kinds().len(), IGNORED_KINDS_MAX);
+}
+
+#[test]
+fn mirror_is_bounded() {
+    let mut mirror = mirror_with(|settings| settings.engine_blocks_max = 2);
+    mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3, 4], tokens(1, 4)))]);
+    assert_eq!((mirror.cached_blocks(), mirror.unroutable().excess, mirror.unroutable().parent), (2 * K, 1, 1));
+}
+
+#[test]
+fn block_sizes_that_do_not_divide_are_refused() {
+    let wrong = |engine_block_size| {
+        let settings = MirrorSettings { engine_block_size, ..mirror().settings };
+        Mirror::new(settings).err()
+    };
+    assert_eq!(wrong(BLOCK as u32), None);
+    for size in [0, 1, 3] {
+        assert_eq!(wrong(size), Some(WrongBlockSize { engine_block_size: size, block_size: BLOCK as u32 }));
+    }
+}
+
+#[test]
+fn assumed_blocks_are_those_of_the_last_prompts() {
+    let mut mirror = mirror();
+    // 8 blocks fit: two prompts of 2 engine blocks.
+    let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
+    let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt).device_blocks;
+    for prompt in &prompts[..2] {
+        mirror.assume_stored(&namespace(), prompt);
+    }
+    mirror.assume_stored(&namespace(), &prompts[0]);
+    mirror.take();
+    // The first engine block of prompt 3 displaces the tail of prompt 2, which was used before prompt 1. Its last, partial block is not cached.
+    mirror.assume_stored(&namespace(), &prompts[2][..ENGINE_BLOCK + 3]);
+    let (second, third) = (hashes(&prompts[1]), hashes(&prompts[2]));
+    assert_eq!(changes(&mut mirror), [stored(None, &third[..2]), Change::Removed(vec![second[3], second[2]])]);
+    assert_eq!([&prompts[0], &prompts[1], &prompts[2]].map(|prompt| cached(&mirror, prompt)), [4, 2, 2]);
+    mirror.assume_stored(&namespace(), &tokens(4, 5));
+    assert_eq!((mirror.cached_blocks(), cached(&mirror, &tokens(4, 5))), (8, 8));
+    mirror.clear();
+    assert_eq!(mirror.cached_blocks(), 0);
+    mirror.assume_stored(&namespace(), &prompts[0]);
+    assert_eq!(cached(&mirror, &prompts[0]), 4);
+}
+
+/// A set of blocks that is built from events as a router builds its own, and checks each of them.
+#[derive(Default)]
+struct Replica {
+    blocks: BTreeMap<SequenceHash, Option<SequenceHash>>,
+    last_id: u64,
+}
+
+impl Replica {
+    fn of(snapshot: &Snapshot) -> Self {
+        let mut replica = Self { last_id: snapshot.at_event_id, ..Self::default() };
+        for chain in &snapshot.stored {
+            replica.store(chain);
+        }
+        replica
+    }
+
+    fn apply(&mut self, events: &[KvEvent]) {
+        for event in events.iter().filter(|event| event.event_id > self.last_id) {
+            assert_eq!(event.event_id, self.last_id + 1, "a gap");
+            self.last_id = event.event_id;
+            match &event.change {
+                Change::Stored(chain) => self.store(chain),
+                Change::Removed(hashes) => {
+                    for hash in hashes {
+                        assert!(self.blocks.remove(hash).is_some(), "an absent block was removed");
+                        assert!(
+                            !self.blocks.values().any(|parent| *parent == Some(*hash)),
+                            "a parent was removed before its child"
+                        );
+                    }
+                }
+                Change::Cleared => self.blocks.clear(),
+            }
+        }
+    }
+
+    fn store(&mut self, chain: &StoredChain) {
+        let mut parent = chain.parent;
+        for hash in &chain.sequence_hashes {
+            assert!(parent.is_none_or(|parent| self.blocks.contains_key(&parent)), "a child was stored before its parent");
+            assert_eq!(self.blocks.insert(*hash, parent), None, "a block was stored twice");
+            parent = Some(*hash);
+        }
+    }
+
+    fn hashes(&self) -> HashSet<SequenceHash> {
+        self.blocks.keys().copied().collect()
+    }
+}
+
+/// A block of the model's engine: a path of one to four binary choices, under one of two salts of one namespace.
+type Path = (u8, Vec<bool>);
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// Stores the blocks of the path from this depth on.
+    Store(Path, usize, bool),
+    /// Drops one of the stored blocks, which need not be a leaf.
+    Remove(Index),
+    Clear,
+    /// Begins a replica from a snapshot.
+    Follow,
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let path = (0..2_u8, proptest::collection::vec(any::<bool>(), 1..5));
+    let op = prop_oneof![
+        8 => (path, 0..4_usize, proptest::bool::weighted(0.3)).prop_map(|(path, from, host)| Op::Store(path, from, host)),
+        8 => any::<Index>().prop_map(Op::Remove),
+        1 => Just(Op::Clear),
+        2 => Just(Op::Follow),
+    ];
+    proptest::collection::vec(op, 0..60)
+}
+
+/// The engine's hash: both salts have the same root hash, so blocks under them are different for the engine and equal here.
+fn engine_hash((salt, choices): &Path) -> EngineHash {
+    EngineHash::Bytes(std::iter::once(*salt).chain(choices.iter().map(|choice| u8::from(*choice))).collect())
+}
+
+fn path_tokens(choices: &[bool]) -> Vec<TokenId> {
+    choices.iter().flat_map(|choice| [u32::from(*choice); ENGINE_BLOCK]).collect()
+}
+
+/// The model: how often the engine has stored each block in each medium, as far as it could be identified.
+#[derive(Default)]
+struct Model(BTreeMap<Path, [u32; 2]>);
+
+impl Model {
+    fn held(&self, of: impl Fn(&[u32; 2]) -> bool) -> HashSet<SequenceHash> {
+        let held = self.0.iter().filter(|(_, counts)| of(counts));
+        held.flat_map(|((_, choices), _)| hashes(&path_tokens(choices)).split_off((choices.len() - 1) * K)).collect()
+    }
+
+    fn reported(&self) -> HashSet<SequenceHash> {
+        let held = self.held(|_| true);
+        let chains = self.0.keys().map(|(_, choices)| hashes(&path_tokens(choices)));
+        chains.flat_map(|chain| chain.into_iter().take_while(|hash| held.contains(hash)).collect::<Vec<_>>()).collect()
+    }
+}
+
+fn event_of((salt, choices): &Path, from: usize, host: bool) -> BlocksStored {
+    let ends = from + 1..=choices.len();
+    let mut digits = salt::cache_salt(&KEY, &namespace());
+    digits.replace_range(79.., &salt.to_string());
+    let mut extra_keys = vec![ExtraKeys::None; choices.len() - from];
+    if from == 0 {
+        extra_keys[0] = ExtraKeys::Text(digits);
+    }
+    BlocksStored {
+        hashes: ends.map(|end| engine_hash(&(*salt, choices[..end].to_vec()))).collect(),
+        parent: (from > 0).then(|| engine_hash(&(*salt, choices[..from].to_vec()))),
+        extra_keys,
+        medium: if host { Medium::Host } else { Medium::Device },
+        ..first_blocks(&[0], path_tokens(choices).split_off(from * ENGINE_BLOCK))
+    }
+}
+
+proptest! {
+    #[test]
+    fn mirror_equals_a_naive_model_and_its_events_replay_to_it(ops in ops()) {
+        let (mut mirror, mut model) = (mirror(), Model::default());
+        let mut replicas = vec![Replica::default()];
+        let mut physical: Vec<(Path, bool)> = Vec::new();
+        for op in ops {
+            match op {
+                Op::Store(path, from, host) => {
+                    let from = from.min(path.1.len() - 1);
+                    mirror.apply(&[EngineEvent::Stored(event_of(&path, from, host))]);
+                    let mut identified = from == 0 || model.0.contains_key(&(path.0, path.1[..from].to_vec()));
+                    for end in from + 1..=path.1.len() {
+                        let block = (path.0, path.1[..end].to_vec());
+                        identified |= model.0.contains_key(&block);
+                        if identified {
+                            model.0.entry(block.clone()).or_default()[usize::from(host)] += 1;
+                        }
+                        physical.push((block, host));
+                    }
+                }
+                Op::Remove(index) if !physical.is_empty() => {
+                    let (path, host) = physical.swap_remove(index.index(physical.len()));
+                    let medium = if host { Medium::Host } else { Medium::Device };
+                    let hashes = vec![engine_hash(&path)];
+                    mirror.apply(&[EngineEvent::Removed(BlocksRemoved { hashes, medium, group: Some(0) })]);
+                    if let Some(counts) = model.0.get_mut(&path) {
+                        let count = &mut counts[usize::from(host)];
+                        *count = count.saturating_sub(1);
+                        if *counts == [0, 0] {
+                            model.0.remove(&path);
+                        }
+                    }
+                }
+                Op::Remove(_) => {}
+                Op::Clear => {
+                    mirror.apply(&[EngineEvent::Cleared]);
+                    model.0.clear();
+                    physical.clear();
+                }
+                Op::Follow => replicas.push(Replica::of(&mirror.snapshot())),
+            }
+            let events = mirror.take();
+            let expected = model.reported();
+            prop_assert_eq!(mirror.cached_blocks(), expected.len());
+            for replica in &mut replicas {
+                replica.apply(&events);
+                prop_assert_eq!(replica.last_id, mirror.last_id());
+                prop_assert_eq!(&replica.hashes(), &expected);
+            }
+            prop_assert_eq!(Replica::of(&mirror.snapshot()).hashes(), expected);
+            let [device, host] = [0, 1].map(|tier| model.held(|counts| counts[tier] > 0));
+            for choices in [[true; 4], [false; 4], [true, false, true, false]] {
+                let prompt = path_tokens(&choices);
+                let chain = hashes(&prompt);
+                let on_device = chain.iter().take_while(|hash| device.contains(hash)).count();
+                let on_host = chain[on_device..].iter().take_while(|hash| host.contains(hash)).count();
+                let tiers = PrefixTiers { device_blocks: on_device as u32, host_blocks: on_host as u32 };
+                prop_assert_eq!(mirror.cached_prefix(&namespace(), &prompt), tiers);
+            }
+        }
+    }
+
+    #[test]
+    fn assumed_blocks_equal_a_naive_lru(prompts in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 1..5), 1..30)) {
+        let mut mirror = mirror();
+        let mut replica = Replica::default();
+        // Hash, time of last use, position in its prompt.
+        let mut model: Vec<(SequenceHash, usize, usize)> = Vec::new();
+        for (time, choices) in prompts.into_iter().enumerate() {
+            let prompt = path_tokens(&choices);
+            mirror.assume_stored(&namespace(), &prompt);
+            for (position, hash) in hashes(&prompt).into_iter().enumerate() {
+                model.retain(|(other, ..)| *other != hash);
+                model.push((hash, time, position));
+            }
+            while model.len() > 8 {
+                let oldest = (0..model.len()).min_by_key(|index| (model[*index].1, std::cmp::Reverse(model[*index].2))).unwrap();
+                model.swap_remove(oldest);
+            }
+            replica.apply(&mirror.take());
+            prop_assert_eq!(replica.hashes(), model.iter().map(|(hash, ..)| *hash).collect::<HashSet<_>>());
+            prop_assert_eq!(mirror.cached_blocks(), model.len());
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! The `cache_salt` by which an engine keeps namespaces apart, and by which its blocks are recognised.
+//!
+//! An engine hashes the salt into a prompt's first block and repeats it in the event that reports the block. The salt is 80 hexadecimal digits:
+//! the root hash of the namespace, from which the sequence hashes follow, then the namespace's SHA-256, so that two namespaces with one root hash
+//! share no block either. The namespace itself does not fit: vLLM accepts at most 128 characters.
+
+use ring::digest::{SHA256, digest};
+use tandem_kv::{HashKey, Namespace, SequenceHash};
+
+/// Hexadecimal digits of a root hash.
+const ROOT_DIGITS: usize = 16;
+/// Hexadecimal digits of a salt.
+const DIGITS: usize = ROOT_DIGITS + 64;
+
+/// Returns the salt of requests in this namespace.
+pub fn cache_salt(key: &HashKey, namespace: &Namespace) -> String {
+    let root = namespace.root(key).0.to_be_bytes();
+    let namespace = digest(&SHA256, namespace.as_bytes());
+    root.iter().chain(namespace.as_ref()).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Returns the root hash of the namespace with this salt; `None`: it is not a salt of this cluster.
+pub(crate) fn root_hash(salt: &str) -> Option<SequenceHash> {
+    let is_salt = salt.len() == DIGITS && salt.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    let root = salt.get(..ROOT_DIGITS).filter(|_| is_salt)?;
+    u64::from_str_radix(root, 16).ok().map(SequenceHash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn salt_has_the_root_hash_and_separates_namespaces() {
+        let key = HashKey::new([7; 16]);
+        let namespaces = ["", "tenant-a", "tenant-b", &"x".repeat(4096)].map(|salt| Namespace::new("model", "main", "", salt));
+        let salts = namespaces.each_ref().map(|namespace| cache_salt(&key, namespace));
+        for (namespace, salt) in namespaces.iter().zip(&salts) {
+            assert_eq!(root_hash(salt), Some(namespace.root(&key)));
+            assert_eq!(salt.len(), DIGITS);
+        }
+        assert_eq!(salts.iter().collect::<std::collections::BTreeSet<_>>().len(), salts.len());
+    }
+
+    #[test]
+    fn other_texts_are_not_salts() {
+        let salt = cache_salt(&HashKey::NONE, &Namespace::new("model", "", "", ""));
+        let wrong = [
+            String::new(),
+            "tenant-a".to_owned(),
+            salt[1..].to_owned(),
+            format!("{salt}0"),
+            salt.to_uppercase().replace(|digit: char| digit.is_ascii_digit(), "A"),
+            format!("+{}", &salt[1..]),
+            "ä".repeat(DIGITS / 2),
+        ];
+        for text in wrong {
+            assert_eq!(root_hash(&text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! A stock vLLM server as an engine.
+
+mod client;
+mod connect;
+mod events;
+mod handle;
+mod metrics;
+mod request;
+mod response;
+mod subscription;
+
+pub use connect::{ConnectError, Connected, EngineEnded, KvEvents, VllmSettings, connect};
+pub use events::{Batch, MalformedBatch, decode};
+pub use subscription::{InvalidEndpoint, Lost, Subscription, SubscriptionSettings, Update};

@@ -1,0 +1,188 @@
+//! Decodes the batches of KV events that vLLM publishes: msgpack, `[time, [event, …], data-parallel rank]`.
+//!
+//! Since 0.30 an event is a map with its name under `type`; before, it was an array that begins with its name. Fields, events and media that are
+//! not known here are ignored. A batch that is malformed is an error as a whole, because the events in it are lost.
+
+use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
+
+/// A batch: what one step of the engine changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// The changes, in their order.
+    pub events: Vec<EngineEvent>,
+    /// The engine's data-parallel rank, if the batch names it.
+    pub data_parallel_rank: Option<u32>,
+}
+
+/// A payload that is not a batch of KV events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MalformedBatch {
+    /// The payload is longer than any batch.
+    #[error("a batch of {0} bytes is too long")]
+    TooLong(usize),
+    /// The payload is not msgpack.
+    #[error("a batch is not msgpack")]
+    NotMsgpack,
+    /// The payload is msgpack, but not a list of events.
+    #[error("a batch is not a list of events")]
+    NotABatch,
+    /// A field of an event is missing or has the wrong type.
+    #[error("an event's field {0} is missing or has the wrong type")]
+    Field(&'static str),
+}
+
+/// The largest payload that is decoded. A token takes at most five bytes, so a step with a million tokens fits.
+const PAYLOAD_MAX: usize = 16 << 20;
+/// The deepest nesting: batch, events, event, extra keys, a block's keys, one key, and one more for fields that are ignored.
+const DEPTH_MAX: u16 = 16;
+
+/// Returns the batch in this payload.
+///
+/// # Errors
+/// The payload is not a batch.
+pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
+    if payload.len() > PAYLOAD_MAX {
+        return Err(MalformedBatch::TooLong(payload.len()));
+    }
+    let mut rest = payload;
+    let batch = read_value_ref_with_max_depth(&mut rest, DEPTH_MAX).map_err(|_| MalformedBatch::NotMsgpack)?;
+    let ValueRef::Array(fields) = batch else { return Err(MalformedBatch::NotABatch) };
+    let Some(ValueRef::Array(events)) = fields.get(1) else { return Err(MalformedBatch::NotABatch) };
+    let rank = fields.get(2).and_then(ValueRef::as_u64).and_then(|rank| u32::try_from(rank).ok());
+    let events = events.iter().filter_map(|event| self::event(event).transpose()).collect::<Result<_, _>>()?;
+    Ok(Batch { events, data_parallel_rank: rank })
+}
+
+/// The fields of an event, by name, or by position after the event's name.
+#[derive(Clone, Copy)]
+enum Fields<'a> {
+    Named(&'a [(ValueRef<'a>, ValueRef<'a>)]),
+    Listed(&'a [ValueRef<'a>]),
+}
+
+impl<'a> Fields<'a> {
+    /// Returns the field that is the one with this name, or with this position. Absent and nil are the same.
+    fn get(self, name: &str, position: usize) -> Option<&'a ValueRef<'a>> {
+        let value = match self {
+            Self::Named(fields) => fields.iter().find(|(key, _)| text(key) == Some(name)).map(|(_, value)| value),
+            Self::Listed(fields) => fields.get(position),
+        };
+        value.filter(|value| !matches!(value, ValueRef::Nil))
+    }
+
+    /// Returns the converted field; `None` if it is absent.
+    fn optional<T>(
+        self,
+        name: &'static str,
+        position: usize,
+        convert: impl FnOnce(&'a ValueRef<'a>) -> Option<T>,
+    ) -> Result<Option<T>, MalformedBatch> {
+        self.get(name, position).map(|value| convert(value).ok_or(MalformedBatch::Field(name))).transpose()
+    }
+
+    fn required<T>(
+        self,
+        name: &'static str,
+        position: usize,
+        convert: impl FnOnce(&'a ValueRef<'a>) -> Option<T>,
+    ) -> Result<T, MalformedBatch> {
+        self.optional(name, position, convert)?.ok_or(MalformedBatch::Field(name))
+    }
+}
+
+/// Returns the event; `None` if it is of a kind that is not known here.
+fn event(event: &ValueRef<'_>) -> Result<Option<EngineEvent>, MalformedBatch> {
+    let fields = match event {
+        ValueRef::Map(fields) => Fields::Named(fields),
+        ValueRef::Array(fields) => Fields::Listed(fields),
+        _ => return Err(MalformedBatch::NotABatch),
+    };
+    Ok(match fields.required("type", 0, text)? {
+        "BlockStored" => Some(EngineEvent::Stored(stored(fields)?)),
+        "BlockRemoved" => Some(EngineEvent::Removed(removed(fields)?)),
+        "AllBlocksCleared" => Some(EngineEvent::Cleared),
+        _ => None,
+    })
+}
+
+fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
+    let medium = medium(fields.get("medium", 6), fields.get("locality", 12));
+    let lora = fields.get("lora_id", 5).is_some() || fields.get("lora_name", 7).is_some();
+    Ok(BlocksStored {
+        hashes: fields.required("block_hashes", 1, |value| list(value, hash))?,
+        parent: fields.optional("parent_block_hash", 2, hash)?,
+        tokens: fields.required("token_ids", 3, |value| list(value, number))?,
+        block_size: fields.required("block_size", 4, number)?,
+        lora,
+        extra_keys: fields.optional("extra_keys", 8, |value| list(value, extra_keys))?.unwrap_or_default(),
+        medium,
+        group: fields.optional("group_idx", 9, number)?,
+        kind: fields.optional("kv_cache_spec_kind", 10, text)?.map(str::to_owned),
+        session: fields.optional("session_id", 14, text)?.map(str::to_owned),
+    })
+}
+
+fn removed(fields: Fields<'_>) -> Result<BlocksRemoved, MalformedBatch> {
+    Ok(BlocksRemoved {
+        hashes: fields.required("block_hashes", 1, |value| list(value, hash))?,
+        medium: medium(fields.get("medium", 2), fields.get("locality", 4)),
+        group: fields.optional("group_idx", 3, number)?,
+    })
+}
+
+fn list<'a, T>(value: &'a ValueRef<'a>, convert: impl Fn(&'a ValueRef<'a>) -> Option<T>) -> Option<Vec<T>> {
+    match value {
+        ValueRef::Array(values) => values.iter().map(convert).collect(),
+        _ => None,
+    }
+}
+
+fn text<'a>(value: &'a ValueRef<'a>) -> Option<&'a str> {
+    match value {
+        ValueRef::String(text) => text.as_str(),
+        _ => None,
+    }
+}
+
+fn number(value: &ValueRef<'_>) -> Option<u32> {
+    value.as_u64().and_then(|number| u32::try_from(number).ok())
+}
+
+/// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed numbers.
+fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
+    match value {
+        ValueRef::Integer(number) => {
+            number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number)
+        }
+        ValueRef::Binary(bytes) => Some(EngineHash::Bytes((*bytes).into())),
+        _ => None,
+    }
+}
+
+fn extra_keys(value: &ValueRef<'_>) -> Option<ExtraKeys> {
+    match value {
+        ValueRef::Nil => Some(ExtraKeys::None),
+        ValueRef::Array(keys) => Some(match &keys[..] {
+            [] => ExtraKeys::None,
+            [key] => text(key).map_or(ExtraKeys::Other, |key| ExtraKeys::Text(key.to_owned())),
+            _ => ExtraKeys::Other,
+        }),
+        _ => None,
+    }
+}
+
+/// Versions that know one medium only do not name it.
+fn medium(medium: Option<&ValueRef<'_>>, locality: Option<&ValueRef<'_>>) -> Medium {
+    if locality.is_some_and(|locality| text(locality) != Some("LOCAL")) {
+        return Medium::Elsewhere;
+    }
+    match medium.map(text) {
+        None | Some(Some("GPU")) => Medium::Device,
+        Some(Some("CPU")) => Medium::Host,
+        Some(_) => Medium::Elsewhere,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,180 @@
+use super::*;
+use proptest::prelude::*;
+use rmpv::Value;
+
+/// Payloads that vLLM 0.32.0 published, as hexadecimal digits.
+const STORED: &str = include_str!("../../../testdata/vllm-0.32/stored.hex");
+const HITS_THEN_STORED: &str = include_str!("../../../testdata/vllm-0.32/hits_then_stored.hex");
+const CLEARED_THEN_STORED: &str = include_str!("../../../testdata/vllm-0.32/cleared_then_stored.hex");
+const REMOVED_THEN_STORED: &str = include_str!("../../../testdata/vllm-0.32/removed_then_stored.hex");
+
+fn bytes(digits: &str) -> Vec<u8> {
+    let digits: Vec<u8> = digits.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect()
+}
+
+fn encode(value: &Value) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    rmpv::encode::write_value(&mut bytes, value).unwrap();
+    bytes
+}
+
+fn batch_of(events: Vec<Value>) -> Vec<u8> {
+    encode(&Value::Array(vec![1.5.into(), Value::Array(events), 0.into()]))
+}
+
+fn named(name: &str, fields: &[(&str, Value)]) -> Value {
+    let tag = [("type", Value::from(name))];
+    Value::Map(tag.iter().chain(fields).map(|(key, value)| ((*key).into(), value.clone())).collect())
+}
+
+#[test]
+fn recorded_stored_event_is_decoded() {
+    let batch = decode(&bytes(STORED)).unwrap();
+    assert_eq!(batch.data_parallel_rank, Some(0));
+    let [EngineEvent::Stored(stored)] = &batch.events[..] else { panic!("{batch:?}") };
+    assert_eq!(stored.hashes, [6_971_684_269_084_977_107, 17_369_516_024_744_833_275].map(EngineHash::Number));
+    assert_eq!((&stored.parent, stored.block_size, stored.tokens.len()), (&None, 32, 64));
+    assert_eq!(stored.tokens[..4], [1, 20, 7939, 15858]);
+    assert_eq!(stored.extra_keys, [ExtraKeys::Text("a1b2c3d4e5f60719".to_owned()), ExtraKeys::None]);
+    assert_eq!((stored.medium, stored.group, stored.kind.as_deref()), (Medium::Device, Some(0), Some("full_attention")));
+    assert!(!stored.lora);
+    assert_eq!(stored.session, None);
+}
+
+#[test]
+fn recorded_report_of_hits_names_the_session() {
+    let batch = decode(&bytes(HITS_THEN_STORED)).unwrap();
+    let [EngineEvent::Stored(hits), EngineEvent::Stored(stored)] = &batch.events[..] else { panic!("{batch:?}") };
+    assert_eq!((hits.session.as_deref(), stored.session.as_deref()), (Some("req-78"), Some("req-78")));
+    assert_eq!((hits.hashes.len(), stored.hashes.len()), (1, 2));
+    assert_eq!((&hits.parent, stored.parent.as_ref()), (&None, hits.hashes.last()));
+}
+
+#[test]
+fn recorded_clear_comes_before_what_was_stored_after_it() {
+    let batch = decode(&bytes(CLEARED_THEN_STORED)).unwrap();
+    assert!(
+        matches!(&batch.events[..], [EngineEvent::Cleared, EngineEvent::Stored(stored)] if stored.hashes.len() == 2),
+        "{batch:?}"
+    );
+}
+
+#[test]
+fn recorded_removals_come_one_by_one_before_what_was_stored() {
+    let batch = decode(&bytes(REMOVED_THEN_STORED)).unwrap();
+    let (last, removed) = batch.events.split_last().unwrap();
+    assert!(matches!(last, EngineEvent::Stored(_)), "{last:?}");
+    assert_eq!(removed.len(), 25);
+    for event in removed {
+        let EngineEvent::Removed(removed) = event else { panic!("{event:?}") };
+        assert_eq!((removed.hashes.len(), removed.medium, removed.group), (1, Medium::Device, Some(0)));
+    }
+}
+
+#[test]
+fn events_of_older_versions_are_arrays() {
+    let hashes = || Value::Array(vec![Value::from(-1), Value::Binary(vec![1, 2])]);
+    let tokens = Value::Array(vec![7.into(), 8.into()]);
+    let stored = Value::Array(vec!["BlockStored".into(), hashes(), 5.into(), tokens, 1.into(), Value::Nil]);
+    let removed = Value::Array(vec!["BlockRemoved".into(), hashes()]);
+    let batch = decode(&batch_of(vec![stored, removed, Value::Array(vec!["AllBlocksCleared".into()])])).unwrap();
+    let hashes = vec![EngineHash::Number(u64::MAX), EngineHash::Bytes([1, 2].into())];
+    let expected = [
+        EngineEvent::Stored(BlocksStored {
+            hashes: hashes.clone(),
+            parent: Some(EngineHash::Number(5)),
+            tokens: vec![7, 8],
+            block_size: 1,
+            lora: false,
+            extra_keys: Vec::new(),
+            medium: Medium::Device,
+            group: None,
+            kind: None,
+            session: None,
+        }),
+        EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: None }),
+        EngineEvent::Cleared,
+    ];
+    assert_eq!(batch.events, expected);
+}
+
+#[test]
+fn unknown_events_fields_and_media_are_tolerated() {
+    let hashes = || ("block_hashes", Value::Array(vec![1.into()]));
+    let batch = decode(&batch_of(vec![
+        named("BlockMoved", &[("to", "moon".into())]),
+        named("BlockRemoved", &[hashes(), ("medium", "CPU".into()), ("reason", Value::Array(vec![1.into(), Value::Nil]))]),
+        named("BlockRemoved", &[hashes(), ("medium", "TAPE".into())]),
+        named("BlockRemoved", &[hashes(), ("medium", "CPU".into()), ("locality", "REMOTE".into())]),
+        named("BlockRemoved", &[hashes(), ("medium", "CPU".into()), ("locality", "LOCAL".into())]),
+    ]));
+    let media: Vec<_> = batch.unwrap().events.into_iter().map(|event| match event {
+        EngineEvent::Removed(removed) => removed.medium,
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(media, [Medium::Host, Medium::Elsewhere, Medium::Elsewhere, Medium::Host]);
+}
+
+#[test]
+fn keys_besides_one_text_are_not_a_salt() {
+    let keys = |keys: Vec<Value>| Value::Array(keys);
+    let (image, lora, salt) = (Value::Array(vec!["image".into(), 3.into()]), Value::from("lora"), Value::from("salt"));
+    for (value, expected) in [
+        (Value::Nil, ExtraKeys::None),
+        (keys(vec![]), ExtraKeys::None),
+        (keys(vec![salt.clone()]), ExtraKeys::Text("salt".to_owned())),
+        (keys(vec![lora, salt.clone()]), ExtraKeys::Other),
+        (keys(vec![image.clone()]), ExtraKeys::Other),
+        (keys(vec![image, salt]), ExtraKeys::Other),
+    ] {
+        let bytes = encode(&value);
+        let value = rmpv::decode::read_value_ref(&mut &bytes[..]).unwrap();
+        assert_eq!(extra_keys(&value), Some(expected), "{value:?}");
+    }
+}
+
+#[test]
+fn malformed_batches_are_refused() {
+    let hashes = || ("block_hashes", Value::Array(vec![1.into()]));
+    let stored = |fields: &[(&str, Value)]| batch_of(vec![named("BlockStored", fields)]);
+    let tokens = || ("token_ids", Value::Array(vec![1.into()]));
+    let size = || ("block_size", Value::from(1));
+    assert!(decode(&stored(&[hashes(), tokens(), size()])).is_ok());
+    for (payload, expected) in [
+        (Vec::new(), MalformedBatch::NotMsgpack),
+        (bytes(STORED)[..300].to_vec(), MalformedBatch::NotMsgpack),
+        (vec![0x91; 1000], MalformedBatch::NotMsgpack),
+        (vec![0; PAYLOAD_MAX + 1], MalformedBatch::TooLong(PAYLOAD_MAX + 1)),
+        (encode(&1.into()), MalformedBatch::NotABatch),
+        (encode(&Value::Array(vec![1.into(), 2.into()])), MalformedBatch::NotABatch),
+        (batch_of(vec![1.into()]), MalformedBatch::NotABatch),
+        (batch_of(vec![Value::Map(vec![])]), MalformedBatch::Field("type")),
+        (stored(&[tokens(), size()]), MalformedBatch::Field("block_hashes")),
+        (stored(&[hashes(), tokens()]), MalformedBatch::Field("block_size")),
+        (stored(&[hashes(), size(), ("token_ids", Value::Array(vec![(-1).into()]))]), MalformedBatch::Field("token_ids")),
+        (stored(&[hashes(), tokens(), size(), ("parent_block_hash", "x".into())]), MalformedBatch::Field("parent_block_hash")),
+        (stored(&[hashes(), tokens(), size(), ("extra_keys", 1.into())]), MalformedBatch::Field("extra_keys")),
+    ] {
+        assert_eq!(decode(&payload), Err(expected));
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_payload_makes_the_decoder_panic(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let _ = decode(&payload);
+    }
+
+    #[test]
+    fn no_damage_to_a_batch_makes_the_decoder_panic(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
+        for digits in [STORED, HITS_THEN_STORED, CLEARED_THEN_STORED] {
+            let mut payload = bytes(digits);
+            for (index, byte) in &changes {
+                let index = index.index(payload.len());
+                payload[index] = *byte;
+            }
+            let _ = decode(&payload);
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! Follows the KV events that one data-parallel rank of a vLLM server publishes, so that no loss goes unnoticed.
+//!
+//! vLLM numbers its batches from 0, publishes them on a PUB socket, which drops what a slow subscriber does not take, and sends the last ones
+//! again on request from a ROUTER socket (*replay*). A task reads both and delivers each batch once and in order:
+//!
+//! - At the start it replays all batches. If the engine does not have its first ones any more, they are [`Lost`].
+//! - A number that is too high is a gap, which is replayed. A batch that the replay lacks, too, is [`Lost`].
+//! - After a loss all batches that the engine still has are delivered. What they say alone is a part of what is cached, and nothing else.
+//! - After a reconnect, and from time to time while no batch arrives, it replays from the last batch. If that is not there or is another one, the
+//!   batches are those of another process: [`Update::Restarted`]. So lost last batches are noticed as well.
+//! - A batch that clears the cache makes good any loss before it.
+
+mod socket;
+
+pub use socket::InvalidEndpoint;
+
+use super::events::{Batch, MalformedBatch, decode};
+use crate::event::EngineEvent;
+use socket::{Live, Replay, SocketError};
+use std::{
+    convert::Infallible,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::Arc,
+    time::Duration,
+};
+use tandem_node::Backoff;
+use tokio::{sync::mpsc, task::JoinSet, time::sleep};
+
+/// What to follow.
+#[derive(Clone, Debug)]
+pub struct SubscriptionSettings {
+    /// Where batches are published: `tcp://HOST:PORT` or `ipc://PATH`.
+    pub endpoint: String,
+    /// Where batches are replayed, if the engine offers that.
+    pub replay_endpoint: Option<String>,
+    /// The topic of the batches.
+    pub topic: String,
+    /// The rank whose batches are published there.
+    pub data_parallel_rank: u32,
+    /// How long a connection, and each batch of a replay, may take.
+    pub timeout: Duration,
+    /// The longest time without a batch before the task looks for lost ones with a replay.
+    pub check_interval: Duration,
+}
+
+/// What happened in an engine's prefix cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Update {
+    /// The next changes.
+    Batch(Vec<EngineEvent>),
+    /// Changes were lost: all that was reported before is void. Later updates say which blocks were stored and removed from some moment on, so a
+    /// copy that begins empty here is a part of what is cached, and all of it after the next clear.
+    Lost(Lost),
+    /// Another process publishes now, whose cache was empty when it began. Later updates are all of its own.
+    Restarted,
+}
+
+/// Why changes were lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Lost {
+    /// The engine does not have its first batches any more.
+    #[error("the engine's first {0} batches of KV events are not available")]
+    History(u64),
+    /// Batches from `next` up to before `got` were neither received nor replayed.
+    #[error("batches {next} to {got} (excluded) of KV events were lost")]
+    Gap {
+        /// The first batch that was lost.
+        next: u64,
+        /// The batch after the lost ones.
+        got: u64,
+    },
+    /// The connection was lost, and there is no replay that shows what was published meanwhile.
+    #[error("the connection to the KV events was lost, and a replay is not available")]
+    Disconnected,
+    /// A batch cannot be decoded.
+    #[error("a batch of KV events cannot be decoded")]
+    Malformed(#[source] MalformedBatch),
+    /// A batch is from another data-parallel rank.
+    #[error("a batch of KV events is from data-parallel rank {0}")]
+    OtherRank(u32),
+}
+
+/// The updates of one rank. Dropping it ends the subscription.
+pub struct Subscription {
+    updates: mpsc::Receiver<Update>,
+    _task: JoinSet<()>,
+}
+
+/// Updates that wait for the caller. When they are full, the socket is not read, and batches wait at the engine.
+const UPDATES_MAX: usize = 64;
+/// Delays between connections: an engine that restarts needs a minute, and its absence costs next to nothing.
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// The time without a batch before the first check of a connection. A batch that was published while the connection was made may have been
+/// missed, so the first check is early; the time doubles with each check, up to the setting.
+const FIRST_CHECK: Duration = Duration::from_millis(250);
+
+impl Subscription {
+    /// Starts a task that follows the events. It connects again as often as needed.
+    ///
+    /// # Errors
+    /// An endpoint is not one to which a client can connect.
+    pub fn start(settings: SubscriptionSettings) -> Result<Self, InvalidEndpoint> {
+        for endpoint in [Some(&settings.endpoint), settings.replay_endpoint.as_ref()].into_iter().flatten() {
+            socket::check(endpoint)?;
+        }
+        let (sender, updates) = mpsc::channel(UPDATES_MAX);
+        let backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
+        let follower = Follower {
+            settings: settings.into(),
+            updates: sender,
+            backoff,
+            position: Position::Start,
+            live: None,
+            missing: None,
+            replays: false,
+        };
+        let mut task = JoinSet::new();
+        task.spawn(follower.run());
+        Ok(Self { updates, _task: task })
+    }
+
+    /// Returns the next update. Cancel-safe.
+    pub async fn next(&mut self) -> Update {
+        self.updates.recv().await.expect("the task runs as long as its subscription exists")
+    }
+}
+
+/// The task's state.
+struct Follower {
+    settings: Arc<SubscriptionSettings>,
+    updates: mpsc::Sender<Update>,
+    backoff: Backoff,
+    position: Position,
+    /// The last batch that was received on the present connection.
+    live: Option<u64>,
+    /// What the present replay lacks, unless a batch that clears the cache follows in it.
+    missing: Option<Lost>,
+    /// The last replay succeeded.
+    replays: bool,
+}
+
+/// What was delivered.
+#[derive(Clone, Copy)]
+enum Position {
+    /// Nothing yet, so batch 0 is the next one.
+    Start,
+    /// All up to this batch.
+    After(Seen),
+    /// Nothing since the last loss. The next batch may have any number.
+    Unknown,
+}
+
+/// A batch, with a digest of its payload by which it is recognised.
+#[derive(Clone, Copy)]
+struct Seen {
+    number: u64,
+    digest: u64,
+}
+
+impl Seen {
+    fn new(number: u64, payload: &[u8]) -> Self {
+        let mut hasher = DefaultHasher::new();
+        payload.hash(&mut hasher);
+        Self { number, digest: hasher.finish() }
+    }
+}
+
+impl Position {
+    /// Returns the number of the next batch.
+    fn next(self) -> Option<u64> {
+        match self {
+            Self::Start => Some(0),
+            Self::After(seen) => Some(seen.number + 1),
+            Self::Unknown => None,
+        }
+    }
+
+    /// Returns what is lost if `got` comes next.
+    fn loss(self, got: u64) -> Lost {
+        match self {
+            Self::After(seen) => Lost::Gap { next: seen.number + 1, got },
+            Self::Start | Self::Unknown => Lost::History(got),
+        }
+    }
+}
+
+/// Returns the events from the last one on that clears the cache.
+fn since_clear(events: &[EngineEvent]) -> Option<Vec<EngineEvent>> {
+    let cleared = events.iter().rposition(|event| *event == EngineEvent::Cleared)?;
+    Some(events[cleared..].to_vec())
+}
+
+/// How a replay ended.
+enum Replayed {
+    /// All that the engine has was replayed.
+    All,
+    /// The replay itself has a gap: the engine drops what it cannot send at once.
+    Interrupted,
+    /// The batches are another process's.
+    OtherProcess,
+    /// Batches are missing, which was reported; those that the engine has were not delivered yet.
+    Incomplete,
+}
+
+/// Why following cannot continue.
+enum Stop {
+    /// The subscription was dropped.
+    Unsubscribed,
+    Failed(SocketError),
+}
+
+impl From<SocketError> for Stop {
+    fn from(error: SocketError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl Follower {
+    async fn run(mut self) {
+        loop {
+            match self.follow().await {
+                Ok(never) => match never {},
+                Err(Stop::Unsubscribed) => return,
+                Err(Stop::Failed(error)) => {
+                    if self.backoff.is_new_error(&error.to_string()) {
+                        tracing::warn!(endpoint = self.settings.endpoint, %error, "no KV events from the engine; retrying");
+                    }
+                    sleep(self.backoff.next_delay()).await;
+                }
+            }
+        }
+    }
+
+    /// Connects, and delivers what is published until the connection fails.
+    async fn follow(&mut self) -> Result<Infallible, Stop> {
+        let mut live = Live::connect(&self.settings).await?;
+        self.live = None;
+        self.synchronise().await?;
+        self.backoff.reset();
+        let mut until_check = FIRST_CHECK.min(self.settings.check_interval);
+        loop {
+            tokio::select! {
+                biased;
+                batch = live.next() => {
+                    let (number, payload) = batch?;
+                    self.receive(number, &payload).await?;
+                }
+                () = sleep(until_check), if self.settings.replay_endpoint.is_some() => {
+                    until_check = (until_check * 2).min(self.settings.check_interval);
+                    self.check().await?;
+                }
+            }
+        }
+    }
+
+    /// Delivers what was published before the connection was made.
+    async fn synchronise(&mut self) -> Result<(), Stop> {
+        if self.settings.replay_endpoint.is_some() {
+            match self.catch_up().await {
+                Err(Stop::Failed(error)) => tracing::warn!(%error, "the engine does not replay its KV events"),
+                other => return other,
+            }
+        }
+        if matches!(self.position, Position::Start) {
+            // The number of the first batch will show whether batches were missed.
+            return Ok(());
+        }
+        self.position = Position::Unknown;
+        self.lose(Lost::Disconnected).await
+    }
+
+    /// Delivers batches that were published but not received. If the engine has replayed before and does not now, the connection is given up.
+    async fn check(&mut self) -> Result<(), Stop> {
+        let has_replayed = self.replays;
+        match self.catch_up().await {
+            Err(Stop::Failed(_)) if !has_replayed => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Delivers a batch that was published, and what is missing before it.
+    async fn receive(&mut self, number: u64, payload: &[u8]) -> Result<(), Stop> {
+        if self.live.replace(number).is_some_and(|last| number <= last) {
+            self.restart().await?;
+        }
+        if self.position.next().is_some_and(|next| number > next) && self.settings.replay_endpoint.is_some() {
+            match self.catch_up().await {
+                Err(Stop::Failed(error)) => tracing::warn!(%error, "the engine does not replay its KV events"),
+                other => other?,
+            }
+        }
+        let lost = match self.position.next() {
+            // The replay had it.
+            Some(next) if number < next => return Ok(()),
+            Some(next) if number > next => Some(self.position.loss(number)),
+            _ => None,
+        };
+        let events = self.decode(number, payload).await?;
+        match (lost, since_clear(&events)) {
+            (Some(_), Some(since)) => self.send(Update::Batch(since)).await,
+            (Some(lost), None) => {
+                self.lose(lost).await?;
+                self.send(Update::Batch(events)).await
+            }
+            (None, _) => self.send(Update::Batch(events)).await,
+        }
+    }
+
+    /// Replays all that was published after the position.
+    async fn catch_up(&mut self) -> Result<(), Stop> {
+        let mut may_be_interrupted = true;
+        loop {
+            let before = self.position.next();
+            let replayed = self.replay(may_be_interrupted).await;
+            self.replays = replayed.is_ok();
+            match replayed {
+                Ok(Replayed::All) => return Ok(()),
+                Ok(Replayed::Interrupted) => may_be_interrupted = self.position.next() > before,
+                Ok(Replayed::OtherProcess) => self.restart().await?,
+                Ok(Replayed::Incomplete) => self.position = Position::Unknown,
+                Err(error) => {
+                    self.lose_missing().await?;
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Requests one replay, from the last batch that was delivered, and delivers it. While batches are missing, only those from the next clear on are
+    /// delivered.
+    async fn replay(&mut self, may_be_interrupted: bool) -> Result<Replayed, Stop> {
+        let mut known = if let Position::After(seen) = self.position { Some(seen) } else { None };
+        let mut replay = Replay::request(&self.settings, known.map_or(0, |seen| seen.number)).await?;
+        let mut is_first = true;
+        while let Some((number, payload)) = replay.next().await? {
+            let was_first = std::mem::take(&mut is_first);
+            if let Some(seen) = known.take().filter(|seen| seen.number == number) {
+                if Seen::new(number, &payload).digest != seen.digest {
+                    return Ok(Replayed::OtherProcess);
+                }
+                continue;
+            }
+            match self.position.next() {
+                Some(next) if number < next => continue,
+                Some(next) if number > next && !was_first && may_be_interrupted => return Ok(Replayed::Interrupted),
+                Some(next) if number > next => self.missing = Some(self.position.loss(number)),
+                _ => {}
+            }
+            let events = self.decode(number, &payload).await?;
+            if self.missing.is_none() {
+                self.send(Update::Batch(events)).await?;
+            } else if let Some(since) = since_clear(&events) {
+                self.missing = None;
+                self.send(Update::Batch(since)).await?;
+            }
+        }
+        if known.is_some() {
+            return Ok(Replayed::OtherProcess);
+        }
+        if self.missing.is_some() {
+            self.lose_missing().await?;
+            return Ok(Replayed::Incomplete);
+        }
+        Ok(Replayed::All)
+    }
+
+    /// Moves the position behind the batch, and returns its events. None of them is known if the batch is malformed, which is a loss.
+    async fn decode(&mut self, number: u64, payload: &[u8]) -> Result<Vec<EngineEvent>, Stop> {
+        self.position = Position::After(Seen::new(number, payload));
+        let lost = match decode(payload) {
+            Ok(Batch { events, data_parallel_rank }) => match data_parallel_rank {
+                Some(rank) if rank != self.settings.data_parallel_rank => Lost::OtherRank(rank),
+                _ => return Ok(events),
+            },
+            Err(error) => Lost::Malformed(error),
+        };
+        self.missing = None;
+        self.lose(lost).await?;
+        Ok(Vec::new())
+    }
+
+    async fn restart(&mut self) -> Result<(), Stop> {
+        (self.position, self.missing) = (Position::Start, None);
+        self.send(Update::Restarted).await
+    }
+
+    async fn lose_missing(&mut self) -> Result<(), Stop> {
+        match self.missing.take() {
+            Some(lost) => self.lose(lost).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn lose(&mut self, lost: Lost) -> Result<(), Stop> {
+        self.send(Update::Lost(lost)).await
+    }
+
+    async fn send(&mut self, update: Update) -> Result<(), Stop> {
+        if update == Update::Batch(Vec::new()) {
+            return Ok(());
+        }
+        self.updates.send(update).await.map_err(|_| Stop::Unsubscribed)
+    }
+}

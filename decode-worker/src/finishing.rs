@@ -1,0 +1,48 @@
+//! Attempts whose count of cached tokens is still to be reported, so that a client can end their generation and wait for it (`Finish`).
+
+use parking_lot::Mutex;
+use std::{collections::HashMap, sync::Arc};
+use tokio_util::sync::CancellationToken;
+
+/// A request id and an attempt's number.
+type Key = (String, u32);
+
+/// The attempts of one worker.
+#[derive(Clone, Default)]
+pub(crate) struct Finishing(Arc<Mutex<HashMap<Key, CancellationToken>>>);
+
+/// One attempt in the list; dropping it takes it out.
+pub(crate) struct Attempt {
+    all: Finishing,
+    key: Key,
+    finish: CancellationToken,
+}
+
+impl Finishing {
+    /// Adds an attempt.
+    pub(crate) fn add(&self, request_id: &str, attempt: u32) -> Attempt {
+        let (key, finish) = ((request_id.to_owned(), attempt), CancellationToken::new());
+        self.0.lock().insert(key.clone(), finish.clone());
+        Attempt { all: self.clone(), key, finish }
+    }
+
+    /// Requests that an attempt finish. An unknown one has ended.
+    pub(crate) fn finish(&self, request_id: String, attempt: u32) {
+        if let Some(finish) = self.0.lock().get(&(request_id, attempt)) {
+            finish.cancel();
+        }
+    }
+}
+
+impl Attempt {
+    /// Resolves when the client wants the attempt to finish.
+    pub(crate) async fn finish_requested(&self) {
+        self.finish.cancelled().await;
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        self.all.0.lock().remove(&self.key);
+    }
+}

@@ -1,0 +1,360 @@
+//! The KV events of a fake vLLM server: real ZMQ sockets, vLLM's encoding, and losses on request.
+
+use anyhow::{Context, Result};
+use rmpv::Value;
+use std::collections::VecDeque;
+use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::JoinSet,
+};
+use zeromq::{RouterSocket, Socket, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
+
+/// How a publisher publishes.
+#[derive(Clone, Debug)]
+pub struct PublisherSettings {
+    /// Where batches are published. Port 0 is a free one.
+    pub endpoint: String,
+    /// Where batches are replayed.
+    pub replay_endpoint: String,
+    /// The topic of the batches.
+    pub topic: String,
+    /// The data-parallel rank that the batches name.
+    pub data_parallel_rank: u32,
+    /// Batches that are kept for replays.
+    pub buffer_batches: usize,
+}
+
+impl Default for PublisherSettings {
+    fn default() -> Self {
+        let any_port = "tcp://127.0.0.1:0".to_owned();
+        Self {
+            endpoint: any_port.clone(),
+            replay_endpoint: any_port,
+            topic: "kv".to_owned(),
+            data_parallel_rank: 0,
+            buffer_batches: 10_000,
+        }
+    }
+}
+
+/// Publishes KV events until it is dropped.
+pub struct Publisher {
+    settings: PublisherSettings,
+    commands: mpsc::Sender<Command>,
+    subscriptions: watch::Receiver<usize>,
+    _task: JoinSet<()>,
+}
+
+type Reply<T> = oneshot::Sender<T>;
+
+enum Command {
+    Publish(Vec<EngineEvent>, Reply<u64>),
+    PublishBytes(Vec<u8>, Reply<u64>),
+    DropNext(usize, Reply<()>),
+    Forget(Reply<()>),
+    Reopen { as_other_process: bool, reply: Reply<Result<()>> },
+    Replay(bool, Reply<()>),
+}
+
+impl Publisher {
+    /// Publishes at free ports of this machine.
+    pub async fn bind() -> Result<Self> {
+        Self::bind_with(PublisherSettings::default()).await
+    }
+
+    /// Publishes with these settings.
+    pub async fn bind_with(mut settings: PublisherSettings) -> Result<Self> {
+        let (sockets, endpoint, replay_endpoint) = Sockets::bind(&settings).await?;
+        (settings.endpoint, settings.replay_endpoint) = (endpoint, replay_endpoint);
+        let (commands, receiver) = mpsc::channel(1);
+        let (subscribed, subscriptions) = watch::channel(0);
+        let mut task = JoinSet::new();
+        let state = State { settings: settings.clone(), next: 0, kept: VecDeque::new(), to_drop: 0, answers: true, subscribed };
+        task.spawn(state.run(sockets, receiver));
+        Ok(Self { settings, commands, subscriptions, _task: task })
+    }
+
+    /// Returns the settings, with the ports that are used. vLLM returns them at `/kv_event_sources`.
+    pub fn endpoints(&self) -> &PublisherSettings {
+        &self.settings
+    }
+
+    /// Waits for this many subscriptions since the start. Batches before the first one reach no subscriber.
+    pub async fn subscribed(&mut self, subscriptions: usize) -> Result<()> {
+        self.subscriptions.wait_for(|count| *count >= subscriptions).await.context("the publisher has ended")?;
+        Ok(())
+    }
+
+    /// Publishes a batch, and returns its number.
+    pub async fn publish(&self, events: Vec<EngineEvent>) -> Result<u64> {
+        self.command(|reply| Command::Publish(events, reply)).await
+    }
+
+    /// Publishes this payload, which need not be a batch.
+    pub async fn publish_bytes(&self, payload: Vec<u8>) -> Result<u64> {
+        self.command(|reply| Command::PublishBytes(payload, reply)).await
+    }
+
+    /// The next batches reach no subscriber, as if it had been too slow. They are replayed.
+    pub async fn drop_next(&self, batches: usize) -> Result<()> {
+        self.command(|reply| Command::DropNext(batches, reply)).await
+    }
+
+    /// Batches up to now are not replayed any more.
+    pub async fn forget(&self) -> Result<()> {
+        self.command(Command::Forget).await
+    }
+
+    /// Whether requests for a replay are answered.
+    pub async fn answer_replays(&self, answers: bool) -> Result<()> {
+        self.command(|reply| Command::Replay(answers, reply)).await
+    }
+
+    /// Closes all connections, and accepts new ones at the same endpoints.
+    pub async fn disconnect(&self) -> Result<()> {
+        self.command(|reply| Command::Reopen { as_other_process: false, reply }).await?
+    }
+
+    /// Ends, and begins again at the same endpoints as another process, with batch 0.
+    pub async fn restart(&self) -> Result<()> {
+        self.command(|reply| Command::Reopen { as_other_process: true, reply }).await?
+    }
+
+    async fn command<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
+        let (reply, done) = oneshot::channel();
+        self.commands.send(command(reply)).await.ok().context("the publisher has ended")?;
+        done.await.context("the publisher has ended")
+    }
+}
+
+struct State {
+    settings: PublisherSettings,
+    next: u64,
+    kept: VecDeque<(u64, Vec<u8>)>,
+    to_drop: usize,
+    answers: bool,
+    subscribed: watch::Sender<usize>,
+}
+
+struct Sockets {
+    publish: XPubSocket,
+    replay: RouterSocket,
+}
+
+impl Sockets {
+    async fn bind(settings: &PublisherSettings) -> Result<(Self, String, String)> {
+        let (mut publish, mut replay) = (XPubSocket::new(), RouterSocket::new());
+        let endpoint = publish.bind(&settings.endpoint).await?.to_string();
+        let replay_endpoint = replay.bind(&settings.replay_endpoint).await?.to_string();
+        Ok((Self { publish, replay }, endpoint, replay_endpoint))
+    }
+}
+
+impl State {
+    async fn run(mut self, mut sockets: Sockets, mut commands: mpsc::Receiver<Command>) {
+        loop {
+            tokio::select! {
+                command = commands.recv() => match command {
+                    Some(Command::Reopen { as_other_process, reply }) => {
+                        let reopened = self.reopen(sockets, as_other_process).await;
+                        let (result, opened) = match reopened {
+                            Ok(opened) => (Ok(()), Some(opened)),
+                            Err(error) => (Err(error), None),
+                        };
+                        let _ = reply.send(result);
+                        let Some(opened) = opened else { return };
+                        sockets = opened;
+                    }
+                    Some(command) => self.execute(command, &mut sockets).await,
+                    None => return,
+                },
+                // The first byte of a subscription is 1.
+                Ok(message) = sockets.publish.recv() => {
+                    if message.get(0).is_some_and(|frame| frame.first() == Some(&1)) {
+                        self.subscribed.send_modify(|count| *count += 1);
+                    }
+                }
+                Ok(request) = sockets.replay.recv() => self.replay(request, &mut sockets.replay).await,
+            }
+        }
+    }
+
+    async fn execute(&mut self, command: Command, sockets: &mut Sockets) {
+        // A caller that does not wait for the reply is none of this task's business.
+        match command {
+            Command::Publish(events, reply) => {
+                let payload = encode(self.next as f64, &events, self.settings.data_parallel_rank);
+                let _ = reply.send(self.publish(payload, sockets).await);
+            }
+            Command::PublishBytes(payload, reply) => {
+                let _ = reply.send(self.publish(payload, sockets).await);
+            }
+            Command::DropNext(batches, reply) => {
+                self.to_drop = batches;
+                let _ = reply.send(());
+            }
+            Command::Forget(reply) => {
+                self.kept.clear();
+                let _ = reply.send(());
+            }
+            Command::Replay(answers, reply) => {
+                self.answers = answers;
+                let _ = reply.send(());
+            }
+            Command::Reopen { .. } => unreachable!("the caller reopens"),
+        }
+    }
+
+    async fn publish(&mut self, payload: Vec<u8>, sockets: &mut Sockets) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        if self.to_drop > 0 {
+            self.to_drop -= 1;
+        } else {
+            let frames = [self.settings.topic.clone().into_bytes(), number.to_be_bytes().to_vec(), payload.clone()];
+            // A subscriber that has left receives nothing.
+            let _ = sockets.publish.send(message(frames)).await;
+        }
+        self.kept.push_back((number, payload));
+        if self.kept.len() > self.settings.buffer_batches {
+            self.kept.pop_front();
+        }
+        number
+    }
+
+    async fn replay(&mut self, request: ZmqMessage, socket: &mut RouterSocket) {
+        let frames = request.into_vec();
+        let [client, _, from] = &frames[..] else { return };
+        let Ok(from) = <[u8; 8]>::try_from(&from[..]).map(u64::from_be_bytes) else { return };
+        if !self.answers {
+            return;
+        }
+        let topic = self.settings.topic.as_bytes();
+        let batches = self.kept.iter().filter(|(number, _)| *number >= from);
+        let answers = batches.map(|(number, payload)| (topic, *number, &payload[..])).chain([(&b""[..], u64::MAX, &b""[..])]);
+        for (topic, number, payload) in answers {
+            let frames = [client.to_vec(), Vec::new(), topic.to_vec(), number.to_be_bytes().to_vec(), payload.to_vec()];
+            if socket.send(message(frames)).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn reopen(&mut self, sockets: Sockets, as_other_process: bool) -> Result<Sockets> {
+        let Sockets { publish, replay } = sockets;
+        publish.close().await;
+        replay.close().await;
+        if as_other_process {
+            self.kept.clear();
+            self.next = 0;
+        }
+        Ok(Sockets::bind(&self.settings).await?.0)
+    }
+}
+
+fn message<const N: usize>(frames: [Vec<u8>; N]) -> ZmqMessage {
+    ZmqMessage::try_from(frames.map(Into::into).to_vec()).expect("a message has frames")
+}
+
+/// Returns a batch as vLLM 0.32 encodes it. `time` is the engine's clock.
+pub fn encode(time: f64, events: &[EngineEvent], data_parallel_rank: u32) -> Vec<u8> {
+    let events = events.iter().map(event).collect();
+    let mut bytes = Vec::new();
+    let batch = Value::Array(vec![time.into(), Value::Array(events), data_parallel_rank.into()]);
+    rmpv::encode::write_value(&mut bytes, &batch).expect("a vector can be written");
+    bytes
+}
+
+/// Fields with a default value are left out if they have it; the others are nil.
+fn event(event: &EngineEvent) -> Value {
+    let map = |fields: Vec<(&str, Option<Value>)>| {
+        Value::Map(fields.into_iter().filter_map(|(name, value)| Some((name.into(), value?))).collect())
+    };
+    match event {
+        EngineEvent::Stored(BlocksStored {
+            hashes,
+            parent,
+            tokens,
+            block_size,
+            lora,
+            extra_keys,
+            medium,
+            group,
+            kind,
+            session,
+        }) => map(vec![
+            ("type", Some("BlockStored".into())),
+            ("block_hashes", Some(list(hashes, hash))),
+            ("parent_block_hash", Some(parent.as_ref().map_or(Value::Nil, hash))),
+            ("token_ids", Some(list(tokens, |token| (*token).into()))),
+            ("block_size", Some((*block_size).into())),
+            ("lora_id", Some(if *lora { 1.into() } else { Value::Nil })),
+            ("medium", Some(self::medium(*medium))),
+            ("lora_name", Some(if *lora { "adapter".into() } else { Value::Nil })),
+            ("extra_keys", (!extra_keys.is_empty()).then(|| list(extra_keys, keys))),
+            ("group_idx", group.map(Into::into)),
+            ("kv_cache_spec_kind", kind.as_deref().map(Into::into)),
+            ("session_id", session.as_deref().map(Into::into)),
+        ]),
+        EngineEvent::Removed(BlocksRemoved { hashes, medium, group }) => map(vec![
+            ("type", Some("BlockRemoved".into())),
+            ("block_hashes", Some(list(hashes, hash))),
+            ("medium", Some(self::medium(*medium))),
+            ("group_idx", group.map(Into::into)),
+        ]),
+        EngineEvent::Cleared => map(vec![("type", Some("AllBlocksCleared".into()))]),
+    }
+}
+
+fn list<T>(values: &[T], encode: impl Fn(&T) -> Value) -> Value {
+    Value::Array(values.iter().map(encode).collect())
+}
+
+fn hash(hash: &EngineHash) -> Value {
+    match hash {
+        EngineHash::Number(number) => (*number).into(),
+        EngineHash::Bytes(bytes) => Value::Binary(bytes.to_vec()),
+    }
+}
+
+fn medium(medium: Medium) -> Value {
+    match medium {
+        Medium::Device => "GPU",
+        Medium::Host => "CPU",
+        Medium::Elsewhere => "STORAGE",
+    }
+    .into()
+}
+
+fn keys(keys: &ExtraKeys) -> Value {
+    match keys {
+        ExtraKeys::None => Value::Nil,
+        ExtraKeys::Text(text) => Value::Array(vec![text.as_str().into()]),
+        ExtraKeys::Other => Value::Array(vec![Value::Array(vec!["image".into(), 0.into()])]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_adapter::vllm::decode;
+
+    /// Payloads that vLLM 0.32.0 published, as hexadecimal digits.
+    const RECORDED: [&str; 4] = [
+        include_str!("../../../adapter/testdata/vllm-0.32/stored.hex"),
+        include_str!("../../../adapter/testdata/vllm-0.32/hits_then_stored.hex"),
+        include_str!("../../../adapter/testdata/vllm-0.32/cleared_then_stored.hex"),
+        include_str!("../../../adapter/testdata/vllm-0.32/removed_then_stored.hex"),
+    ];
+
+    #[test]
+    fn encoding_equals_recorded_payloads() {
+        for digits in RECORDED {
+            let digits: Vec<u8> = digits.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+            let payload: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
+            let time = f64::from_be_bytes(payload[2..10].try_into().unwrap());
+            assert_eq!(encode(time, &decode(&payload).unwrap().events, 0), payload);
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! The HTTP side of a fake vLLM server, with the paths and bodies of vLLM 0.32.
+
+use super::{
+    engine::{Cache, Fabric, HeldKv, next_token},
+    events::Publisher,
+};
+use anyhow::Result;
+use axum::{
+    Json, Router,
+    body::{Body, Bytes},
+    extract::State,
+    http::{HeaderMap, StatusCode},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use futures::{StreamExt, stream};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::Instant};
+
+/// How a fake engine is built.
+#[derive(Clone, Debug)]
+pub struct FakeSettings {
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Blocks of the device.
+    pub blocks: usize,
+    /// It publishes KV events.
+    pub events: bool,
+    /// It reports cached tokens (`--enable-prompt-tokens-details`).
+    pub reports_cached_tokens: bool,
+    /// Time of a step.
+    pub step: Duration,
+    /// The time for which KV is held for another engine.
+    pub lease: Duration,
+    /// Where it finds the KV of other engines.
+    pub fabric: Fabric,
+}
+
+impl Default for FakeSettings {
+    fn default() -> Self {
+        Self {
+            block_size: 32,
+            blocks: 512,
+            events: true,
+            reports_cached_tokens: true,
+            step: Duration::from_millis(1),
+            lease: Duration::from_secs(30),
+            fabric: Fabric::default(),
+        }
+    }
+}
+
+/// A vLLM server that runs until it is dropped.
+pub struct FakeVllm {
+    address: SocketAddr,
+    engine: Arc<Engine>,
+    _serving: JoinSet<()>,
+}
+
+/// What the handlers share.
+struct Engine {
+    settings: FakeSettings,
+    id: String,
+    started: AtomicU64,
+    cache: Mutex<Cache>,
+    publisher: Option<Publisher>,
+    /// The streams of running requests end when their value is true.
+    running: Mutex<HashMap<String, watch::Sender<bool>>>,
+    requests: AtomicUsize,
+    next: AtomicU64,
+    fails: AtomicBool,
+    /// Bodies of all requests for tokens.
+    seen: Mutex<Vec<Value>>,
+    prompt_tokens: AtomicU64,
+    cached_tokens: AtomicU64,
+}
+
+impl FakeVllm {
+    /// Starts a server at a free port.
+    pub async fn start(settings: FakeSettings) -> Result<Self> {
+        let publisher = if settings.events { Some(Publisher::bind().await?) } else { None };
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+        let address = listener.local_addr()?;
+        let engine = Arc::new(Engine {
+            id: format!("engine-{}", address.port()),
+            cache: Mutex::new(Cache::new(settings.block_size, settings.blocks - 1)),
+            settings,
+            started: AtomicU64::new(1_000),
+            publisher,
+            running: Mutex::default(),
+            requests: AtomicUsize::new(0),
+            next: AtomicU64::new(0),
+            fails: AtomicBool::new(false),
+            seen: Mutex::default(),
+            prompt_tokens: AtomicU64::new(0),
+            cached_tokens: AtomicU64::new(0),
+        });
+        let routes = Router::new()
+            .route("/health", get(async || StatusCode::OK))
+            .route("/version", get(async || Json(json!({ "version": "0.32.0" }))))
+            .route("/v1/models", get(async || Json(json!({ "data": [{ "id": "fake", "max_model_len": 4096 }] }))))
+            .route("/metrics", get(metrics))
+            .route("/kv_event_sources", get(event_sources))
+            .route("/inference/v1/generate", post(generate))
+            .route("/inference/v1/abort_requests", post(abort))
+            .with_state(Arc::clone(&engine));
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            let _ = axum::serve(listener, routes).await;
+        });
+        Ok(Self { address, engine, _serving: serving })
+    }
+
+    /// Returns its URL.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Returns the number of requests that run.
+    pub fn running(&self) -> usize {
+        self.engine.requests.load(Ordering::SeqCst)
+    }
+
+    /// Returns the bodies of all requests for tokens so far.
+    pub fn seen(&self) -> Vec<Value> {
+        self.engine.seen.lock().clone()
+    }
+
+    /// Returns the prompt tokens that it has computed or found, and those that it has found, as vLLM's metrics count them.
+    pub fn counted(&self) -> (u64, u64) {
+        (self.engine.prompt_tokens.load(Ordering::SeqCst), self.engine.cached_tokens.load(Ordering::SeqCst))
+    }
+
+    /// Returns the number of cached blocks.
+    pub fn cached_blocks(&self) -> usize {
+        self.engine.cache.lock().len()
+    }
+
+    /// Its KV events.
+    pub fn publisher(&self) -> Option<&Publisher> {
+        self.engine.publisher.as_ref()
+    }
+
+    /// From now on every request for tokens fails with HTTP 500.
+    pub fn fail(&self, fails: bool) {
+        self.engine.fails.store(fails, Ordering::SeqCst);
+    }
+
+    /// From now on it reports a start of its own, as a restarted server does.
+    pub fn pretend_restart(&self) {
+        self.engine.started.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Loses the KV that it holds for other engines, as an engine that was killed.
+    pub fn lose_held_kv(&self) {
+        self.engine.settings.fabric.lock().retain(|(engine, _), _| *engine != self.engine.id);
+    }
+}
+
+async fn metrics(State(engine): State<Arc<Engine>>) -> String {
+    let FakeSettings { block_size, blocks, .. } = &engine.settings;
+    format!(
+        "process_start_time_seconds {}.0\nvllm:num_requests_running{{engine=\"0\"}} {}.0\n\
+         vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"0\",num_gpu_blocks=\"{blocks}\"}} 1.0\n",
+        engine.started.load(Ordering::SeqCst),
+        engine.requests.load(Ordering::SeqCst),
+    )
+}
+
+async fn event_sources(State(engine): State<Arc<Engine>>) -> Response {
+    let Some(publisher) = &engine.publisher else { return StatusCode::NOT_FOUND.into_response() };
+    let of = publisher.endpoints();
+    Json(json!({ "0": {
+        "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": of.endpoint, "replay_endpoint": of.replay_endpoint,
+        "buffer_steps": 10_000, "topic": of.topic,
+    } }))
+    .into_response()
+}
+
+async fn abort(State(engine): State<Arc<Engine>>, Json(body): Json<Value>) -> StatusCode {
+    let running = engine.running.lock();
+    for id in body["request_ids"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        if let Some(aborted) = running.get(id) {
+            aborted.send_replace(true);
+        }
+    }
+    StatusCode::OK
+}
+
+/// A request that runs; dropping it takes it out of the engine.
+struct Run {
+    engine: Arc<Engine>,
+    id: String,
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        self.engine.running.lock().remove(&self.id);
+        self.engine.requests.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn error(status: StatusCode, message: &str) -> Response {
+    (status, Json(json!({ "error": { "message": message, "type": "Error", "param": null, "code": status.as_u16() } })))
+        .into_response()
+}
+
+async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
+    let Ok(body) = serde_json::from_slice::<Value>(&body) else { return error(StatusCode::BAD_REQUEST, "not JSON") };
+    engine.seen.lock().push(body.clone());
+    if engine.fails.load(Ordering::SeqCst) {
+        return error(StatusCode::INTERNAL_SERVER_ERROR, "EngineCore encountered an issue.");
+    }
+    let tokens: Vec<u32> =
+        body["token_ids"].as_array().into_iter().flatten().filter_map(|token| token.as_u64()?.try_into().ok()).collect();
+    let params = &body["sampling_params"];
+    let max_tokens = params["max_tokens"].as_u64().unwrap_or(16) as usize;
+    if tokens.is_empty() || max_tokens == 0 || tokens.len() + max_tokens > 4096 {
+        return error(StatusCode::BAD_REQUEST, "This model's maximum context length is 4096 tokens.");
+    }
+    let number = engine.next.fetch_add(1, Ordering::SeqCst);
+    let id = headers.get("x-request-id").and_then(|id| id.to_str().ok()).map_or_else(|| number.to_string(), str::to_owned);
+    let id = format!("generate-tokens-{id}");
+    let (aborted, is_aborted) = watch::channel(false);
+    engine.running.lock().insert(id.clone(), aborted);
+    engine.requests.fetch_add(1, Ordering::SeqCst);
+    let run = Run { engine: Arc::clone(&engine), id: id.clone() };
+
+    let transfer = &body["kv_transfer_params"];
+    let pulled = if transfer["do_remote_prefill"] == true {
+        let key = (text(&transfer["remote_engine_id"]), text(&transfer["remote_request_id"]));
+        // As vLLM, it does not compare the KV with its prompt, nor the time with the lease.
+        match engine.settings.fabric.lock().remove(&key) {
+            Some(held) if held.tokens.len() == tokens.len() => Some(held.tokens),
+            _ if body["stream"] == true => {
+                return streamed(vec![json!({ "error": { "message": "Internal server error", "code": 500 } })]);
+            }
+            _ => return error(StatusCode::INTERNAL_SERVER_ERROR, "Internal server error"),
+        }
+    } else {
+        None
+    };
+    let wants_prompt = !params["prompt_logprobs"].is_null();
+    let report_hits = params["extra_args"]["kv_cache_report_mode"] == "full";
+    let salt = text(&body["cache_salt"]);
+    let context = pulled.clone().unwrap_or_else(|| tokens.clone());
+    tokio::time::sleep(engine.settings.step).await;
+    let stored = engine.cache.lock().store(&context, &salt, report_hits, !wants_prompt);
+    if let Some(publisher) = engine.publisher.as_ref().filter(|_| !stored.events.is_empty()) {
+        let _ = publisher.publish(stored.events).await;
+    }
+    let cached = if pulled.is_some() {
+        transfer["remote_prefill_cached_tokens"].as_u64().unwrap_or(0)
+    } else {
+        stored.cached_tokens as u64
+    };
+    if pulled.is_none() {
+        engine.prompt_tokens.fetch_add(tokens.len() as u64, Ordering::SeqCst);
+        engine.cached_tokens.fetch_add(stored.cached_tokens as u64, Ordering::SeqCst);
+    }
+    let details = engine.settings.reports_cached_tokens.then(|| json!({ "cached_tokens": cached }));
+    let usage = json!({ "prompt_tokens": tokens.len(), "prompt_tokens_details": details });
+    let generation = Generation { run, context, params: params.clone(), max_tokens, generated: 0, is_aborted, usage };
+    if body["stream"] == true {
+        return generation.streamed();
+    }
+    generation.whole(&tokens, transfer, &id).await
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+fn streamed(events: Vec<Value>) -> Response {
+    let events = events.into_iter().map(|event| format!("data: {event}\n\n")).chain(["data: [DONE]\n\n".to_owned()]);
+    Body::from_stream(stream::iter(events.map(Ok::<_, Infallible>).collect::<Vec<_>>())).into_response()
+}
+
+/// A request that generates.
+struct Generation {
+    run: Run,
+    context: Vec<u32>,
+    params: Value,
+    max_tokens: usize,
+    generated: usize,
+    is_aborted: watch::Receiver<bool>,
+    usage: Value,
+}
+
+impl Generation {
+    /// Generates a token; returns it with the reason for which it is the last, if it is.
+    async fn step(&mut self) -> (Option<u32>, Option<&'static str>) {
+        let step = self.run.engine.settings.step;
+        tokio::select! {
+            biased;
+            _ = self.is_aborted.wait_for(|aborted| *aborted) => return (None, Some("abort")),
+            () = tokio::time::sleep(step) => {}
+        }
+        let seed = (self.params["temperature"] != 0.0).then(|| self.params["seed"].as_u64().unwrap_or(0));
+        let token = next_token(&self.context, seed);
+        self.context.push(token);
+        self.generated += 1;
+        let stops = self.params["stop_token_ids"].as_array().is_some_and(|stops| stops.contains(&token.into()));
+        let finish = if stops { Some("stop") } else { (self.generated == self.max_tokens).then_some("length") };
+        (Some(token), finish)
+    }
+
+    fn choice(&self, token: Option<u32>, finish: Option<&str>) -> Value {
+        let tokens: Vec<u32> = token.into_iter().collect();
+        let logprobs = self.params["logprobs"].as_u64().map(|top| {
+            let content: Vec<Value> = tokens
+                .iter()
+                .map(|token| {
+                    let top: Vec<Value> = (0..top)
+                        .map(|rank| json!({ "token_id": token + rank as u32, "logprob": -0.5 - rank as f64, "rank": rank + 1 }))
+                        .collect();
+                    json!({ "token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": top })
+                })
+                .collect();
+            json!({ "content": content })
+        });
+        json!({ "index": 0, "finish_reason": finish, "stop_reason": null, "token_ids": tokens, "logprobs": logprobs })
+    }
+
+    fn streamed(self) -> Response {
+        let id = self.run.id.clone();
+        let chunks = stream::unfold((Some(self), false), move |(generation, finished)| {
+            let id = id.clone();
+            async move {
+                let mut generation = generation?;
+                if finished {
+                    let last = json!({ "request_id": id, "usage": generation.usage, "output_mode": "tokens", "choices": [] });
+                    return Some((format!("data: {last}\n\ndata: [DONE]\n\n"), (None, true)));
+                }
+                let (token, finish) = generation.step().await;
+                let choice = generation.choice(token, finish);
+                let chunk = json!({ "request_id": id, "usage": null, "output_mode": "tokens", "choices": [choice] });
+                Some((format!("data: {chunk}\n\n"), (Some(generation), finish.is_some())))
+            }
+        });
+        let kind = [("content-type", "text/event-stream; charset=utf-8")];
+        (kind, Body::from_stream(chunks.map(Ok::<_, Infallible>))).into_response()
+    }
+
+    async fn whole(mut self, tokens: &[u32], transfer: &Value, id: &str) -> Response {
+        let (mut generated, mut last) = (Vec::new(), None);
+        while last.is_none() {
+            let (token, finish) = self.step().await;
+            generated.extend(token);
+            last = finish;
+        }
+        let engine = &self.run.engine;
+        let params = (transfer["do_remote_decode"] == true && last != Some("abort")).then(|| {
+            let remote = format!("{id}-{}", engine.next.fetch_add(1, Ordering::SeqCst));
+            let held = HeldKv { tokens: tokens.to_vec(), until: Instant::now() + engine.settings.lease };
+            engine.settings.fabric.lock().insert((engine.id.clone(), remote.clone()), held);
+            json!({
+                "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1]], "remote_engine_id": engine.id,
+                "remote_request_id": remote, "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1,
+                "remote_num_tokens": tokens.len(),
+                "remote_prefill_cached_tokens": self.usage.pointer("/prompt_tokens_details/cached_tokens"),
+            })
+        });
+        let prompt_logprobs = self.params["prompt_logprobs"].as_u64().map(|_| {
+            let of = |(at, token): (usize, &u32)| {
+                if at == 0 { Value::Null } else { json!({ token.to_string(): { "logprob": -1.0, "rank": 1 } }) }
+            };
+            tokens.iter().enumerate().map(of).collect::<Vec<_>>()
+        });
+        let choice = json!({ "index": 0, "finish_reason": last, "stop_reason": null, "token_ids": generated, "logprobs": null });
+        Json(json!({
+            "request_id": id, "usage": self.usage, "prompt_logprobs": prompt_logprobs, "kv_transfer_params": params,
+            "output_mode": "tokens", "choices": [choice],
+        }))
+        .into_response()
+    }
+}

@@ -1,0 +1,293 @@
+//! The subscription to an engine's KV events, over real sockets, with losses.
+
+use anyhow::{Result, bail};
+use std::time::Duration;
+use tandem_adapter::{
+    BlocksRemoved, EngineEvent, EngineHash, Medium,
+    vllm::{Lost, MalformedBatch, Subscription, SubscriptionSettings, Update},
+};
+use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
+use tokio::time::timeout;
+
+/// Only a failing test waits this long.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+struct Setup {
+    publisher: Publisher,
+    subscription: Subscription,
+}
+
+/// A subscription that does not look for lost batches by itself for as long as a test runs.
+fn settings(publisher: &PublisherSettings) -> SubscriptionSettings {
+    SubscriptionSettings {
+        endpoint: publisher.endpoint.clone(),
+        replay_endpoint: Some(publisher.replay_endpoint.clone()),
+        topic: publisher.topic.clone(),
+        data_parallel_rank: publisher.data_parallel_rank,
+        timeout: TIMEOUT,
+        check_interval: Duration::from_millis(50),
+    }
+}
+
+async fn start() -> Result<Setup> {
+    start_with(|_| {}).await
+}
+
+/// Starts a publisher and a subscription, which has taken effect.
+async fn start_with(change: impl FnOnce(&mut SubscriptionSettings)) -> Result<Setup> {
+    follow(Publisher::bind().await?, change).await
+}
+
+async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionSettings)) -> Result<Setup> {
+    let mut settings = settings(publisher.endpoints());
+    change(&mut settings);
+    let subscription = Subscription::start(settings)?;
+    publisher.subscribed(1).await?;
+    Ok(Setup { publisher, subscription })
+}
+
+/// A batch that a test recognises by its number.
+fn batch(number: u64) -> Vec<EngineEvent> {
+    let hashes = vec![EngineHash::Number(number)];
+    vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
+}
+
+impl Setup {
+    async fn next(&mut self) -> Result<Update> {
+        Ok(timeout(TIMEOUT, self.subscription.next()).await?)
+    }
+
+    async fn publish(&self, batches: impl IntoIterator<Item = u64>) -> Result<()> {
+        for number in batches {
+            self.publisher.publish(batch(number)).await?;
+        }
+        Ok(())
+    }
+
+    async fn expect(&mut self, batches: impl IntoIterator<Item = u64>) -> Result<()> {
+        for number in batches {
+            assert_eq!(self.next().await?, Update::Batch(batch(number)));
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn batches_from_before_and_after_the_start_arrive_once_and_in_order() -> Result<()> {
+    let publisher = Publisher::bind().await?;
+    for number in 0..3 {
+        publisher.publish(batch(number)).await?;
+    }
+    let mut setup = follow(publisher, |_| {}).await?;
+    setup.publish(3..200).await?;
+    setup.expect(0..200).await
+}
+
+#[tokio::test]
+async fn dropped_batches_are_replayed_when_the_next_one_arrives() -> Result<()> {
+    let mut setup = start_with(|settings| settings.check_interval = TIMEOUT).await?;
+    setup.publish([0]).await?;
+    setup.expect([0]).await?;
+    setup.publisher.drop_next(3).await?;
+    setup.publish(1..6).await?;
+    setup.expect(1..6).await
+}
+
+#[tokio::test]
+async fn dropped_last_batches_are_found_without_another_one() -> Result<()> {
+    let mut setup = start().await?;
+    setup.publish([0]).await?;
+    setup.expect([0]).await?;
+    setup.publisher.drop_next(2).await?;
+    setup.publish([1, 2]).await?;
+    setup.expect([1, 2]).await
+}
+
+#[tokio::test]
+async fn gap_that_cannot_be_replayed_is_a_loss_and_what_follows_is_delivered() -> Result<()> {
+    let mut setup = start_with(|settings| settings.check_interval = TIMEOUT).await?;
+    setup.publish([0, 1]).await?;
+    setup.expect([0, 1]).await?;
+    setup.publisher.drop_next(3).await?;
+    setup.publish([2, 3]).await?;
+    setup.publisher.forget().await?;
+    setup.publish([4, 5]).await?;
+    assert_eq!(setup.next().await?, Update::Lost(Lost::Gap { next: 2, got: 4 }));
+    setup.expect([4, 5]).await?;
+    setup.publish([6]).await?;
+    setup.expect([6]).await
+}
+
+#[tokio::test]
+async fn history_that_is_not_kept_is_a_loss_and_what_is_kept_is_delivered() -> Result<()> {
+    let publisher = Publisher::bind_with(PublisherSettings { buffer_batches: 2, ..PublisherSettings::default() }).await?;
+    for number in 0..5 {
+        publisher.publish(batch(number)).await?;
+    }
+    let mut setup = follow(publisher, |_| {}).await?;
+    assert_eq!(setup.next().await?, Update::Lost(Lost::History(3)));
+    setup.expect([3, 4]).await
+}
+
+#[tokio::test]
+async fn batch_that_clears_the_cache_makes_good_what_was_lost_before_it() -> Result<()> {
+    let publisher = Publisher::bind_with(PublisherSettings { buffer_batches: 3, ..PublisherSettings::default() }).await?;
+    for number in 0..4 {
+        publisher.publish(batch(number)).await?;
+    }
+    let clear = |number| [batch(number), vec![EngineEvent::Cleared], batch(number + 1)].concat();
+    publisher.publish(clear(4)).await?;
+    let mut setup = follow(publisher, |settings| settings.check_interval = TIMEOUT).await?;
+    assert_eq!(setup.next().await?, Update::Batch(clear(4)[1..].to_vec()));
+    setup.publisher.drop_next(1).await?;
+    setup.publish([6]).await?;
+    setup.publisher.forget().await?;
+    setup.publisher.publish(clear(7)).await?;
+    assert_eq!(setup.next().await?, Update::Batch(clear(7)[1..].to_vec()));
+    Ok(())
+}
+
+#[tokio::test]
+async fn restarted_engine_is_noticed_and_followed_from_its_first_batch() -> Result<()> {
+    let mut setup = start().await?;
+    setup.publish([0, 1]).await?;
+    setup.expect([0, 1]).await?;
+    // The new process publishes as many batches as the old one before it is reached.
+    setup.publisher.restart().await?;
+    setup.publish([10, 11, 12]).await?;
+    assert_eq!(setup.next().await?, Update::Restarted);
+    setup.expect([10, 11, 12]).await
+}
+
+#[tokio::test]
+async fn restarted_engine_that_is_silent_is_noticed() -> Result<()> {
+    let mut setup = start().await?;
+    setup.publish([0]).await?;
+    setup.expect([0]).await?;
+    setup.publisher.restart().await?;
+    assert_eq!(setup.next().await?, Update::Restarted);
+    Ok(())
+}
+
+#[tokio::test]
+async fn lost_connection_loses_no_batch() -> Result<()> {
+    let mut setup = start().await?;
+    setup.publish([0]).await?;
+    setup.expect([0]).await?;
+    setup.publisher.disconnect().await?;
+    setup.publish([1, 2]).await?;
+    setup.expect([1, 2]).await
+}
+
+#[tokio::test]
+async fn without_replay_a_gap_and_a_lost_connection_are_losses() -> Result<()> {
+    let mut setup = start_with(|settings| settings.replay_endpoint = None).await?;
+    setup.publish([0]).await?;
+    setup.expect([0]).await?;
+    setup.publisher.drop_next(1).await?;
+    setup.publish([1, 2]).await?;
+    assert_eq!(setup.next().await?, Update::Lost(Lost::Gap { next: 1, got: 2 }));
+    setup.expect([2]).await?;
+    setup.publisher.disconnect().await?;
+    assert_eq!(setup.next().await?, Update::Lost(Lost::Disconnected));
+    setup.publisher.subscribed(2).await?;
+    setup.publish([3]).await?;
+    setup.expect([3]).await
+}
+
+#[tokio::test]
+async fn replay_that_is_not_answered_is_a_loss() -> Result<()> {
+    let mut setup = start_with(|settings| settings.timeout = Duration::from_millis(200)).await?;
+    setup.publish([0]).await?;
+    setup.expect([0]).await?;
+    setup.publisher.answer_replays(false).await?;
+    setup.publisher.drop_next(1).await?;
+    setup.publish([1, 2]).await?;
+    // Whether the gap or the silence is noticed first is a matter of time.
+    match setup.next().await? {
+        Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
+        other => bail!("{other:?}"),
+    }
+    setup.publisher.answer_replays(true).await?;
+    setup.publish([3]).await?;
+    loop {
+        match setup.next().await? {
+            Update::Batch(events) if events == batch(3) => return Ok(()),
+            Update::Batch(_) | Update::Lost(Lost::Disconnected) => {}
+            other => bail!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn payload_that_is_not_a_batch_is_a_loss() -> Result<()> {
+    let mut setup = start().await?;
+    setup.publish([0]).await?;
+    setup.publisher.publish_bytes(b"\xc1".to_vec()).await?;
+    setup.publish([2]).await?;
+    setup.expect([0]).await?;
+    assert_eq!(setup.next().await?, Update::Lost(Lost::Malformed(MalformedBatch::NotMsgpack)));
+    setup.expect([2]).await
+}
+
+#[tokio::test]
+async fn batches_of_another_rank_are_a_loss() -> Result<()> {
+    let mut setup = start_with(|settings| settings.data_parallel_rank = 1).await?;
+    setup.publish([0]).await?;
+    assert_eq!(setup.next().await?, Update::Lost(Lost::OtherRank(0)));
+    Ok(())
+}
+
+#[tokio::test]
+async fn other_topics_are_not_delivered() -> Result<()> {
+    let mut setup = start_with(|settings| {
+        // The subscription receives all topics that begin with `k`.
+        settings.topic = "k".to_owned();
+        settings.replay_endpoint = None;
+    })
+    .await?;
+    setup.publish([0, 1]).await?;
+    setup.publisher.disconnect().await?;
+    setup.publisher.subscribed(2).await?;
+    // No batch was delivered, so no batch is lost.
+    assert!(timeout(Duration::from_millis(100), setup.subscription.next()).await.is_err());
+    Ok(())
+}
+
+#[tokio::test]
+async fn engine_may_start_later_than_its_subscription() -> Result<()> {
+    let publisher = Publisher::bind().await?;
+    let settings = publisher.endpoints().clone();
+    drop(publisher);
+    let mut subscription = Subscription::start(self::settings(&settings))?;
+    let publisher = loop {
+        // The port is free as soon as the publisher's task has ended.
+        match Publisher::bind_with(settings.clone()).await {
+            Ok(publisher) => break publisher,
+            Err(_) => tokio::task::yield_now().await,
+        }
+    };
+    publisher.publish(batch(0)).await?;
+    assert_eq!(timeout(TIMEOUT, subscription.next()).await?, Update::Batch(batch(0)));
+    Ok(())
+}
+
+#[tokio::test]
+async fn unix_sockets_are_followed() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
+    let settings =
+        PublisherSettings { endpoint: path("events"), replay_endpoint: path("replay"), ..PublisherSettings::default() };
+    let mut setup = follow(Publisher::bind_with(settings).await?, |_| {}).await?;
+    setup.publisher.drop_next(1).await?;
+    setup.publish([0, 1]).await?;
+    setup.expect([0, 1]).await
+}
+
+#[tokio::test]
+async fn subscription_that_is_not_read_holds_the_engine_back_and_loses_nothing() -> Result<()> {
+    let mut setup = start().await?;
+    // More than the subscription buffers.
+    setup.publish(0..500).await?;
+    setup.expect(0..500).await
+}
