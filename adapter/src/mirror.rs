@@ -203,7 +203,8 @@ impl Mirror {
             return;
         }
         let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
-        let begins_held = stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
+        let begins_held =
+            stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
         // A prompt whose first block is computed had no hit, so a first block that is held already was found, not stored.
         let are_hits = self.settings.hits_are_reported && begins_held;
         let mut before = match &stored.parent {

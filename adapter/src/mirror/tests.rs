@@ -145,7 +145,7 @@ fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let on_host = |engine_hashes: &[u64]| {
-        // vLLM's offloading reports hashes without tokens unless it is told to describe them.
+        // vLLM's offloading reports hashes without tokens unless it is configured to describe them.
         let blocks = BlocksStored { block_size: 0, medium: Medium::Host, ..first_blocks(engine_hashes, Vec::new()) };
         EngineEvent::Stored(BlocksStored { kind: None, ..blocks })
     };
@@ -181,7 +181,11 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
         (BlocksStored { extra_keys: keys([ExtraKeys::Other, ExtraKeys::None]), ..first() }, 0, keys_and_parent),
         (BlocksStored { lora: true, ..first() }, 0, keys_and_parent),
         (BlocksStored { extra_keys: keys([salt(), text("image")]), ..first() }, K, count(|unroutable| unroutable.extra_keys = 1)),
-        (BlocksStored { extra_keys: keys([salt(), ExtraKeys::Other]), ..first() }, K, count(|unroutable| unroutable.extra_keys = 1)),
+        (
+            BlocksStored { extra_keys: keys([salt(), ExtraKeys::Other]), ..first() },
+            K,
+            count(|unroutable| unroutable.extra_keys = 1),
+        ),
         (BlocksStored { parent: Some(number(7)), ..first() }, 0, count(|unroutable| unroutable.parent = 2)),
         (BlocksStored { kind: Some("sliding_window".to_owned()), ..first() }, 0, count(|unroutable| unroutable.group = 2)),
         (BlocksStored { medium: Medium::Elsewhere, ..first() }, 0, count(|unroutable| unroutable.elsewhere = 2)),
@@ -290,7 +294,10 @@ impl Replica {
                 Change::Removed(hashes) => {
                     for hash in hashes {
                         assert!(self.blocks.remove(hash).is_some(), "an absent block was removed");
-                        assert!(!self.blocks.values().any(|parent| *parent == Some(*hash)), "a parent was removed before its child");
+                        assert!(
+                            !self.blocks.values().any(|parent| *parent == Some(*hash)),
+                            "a parent was removed before its child"
+                        );
                     }
                 }
                 Change::Cleared => self.blocks.clear(),

@@ -106,8 +106,15 @@ impl Subscription {
         }
         let (sender, updates) = mpsc::channel(UPDATES_MAX);
         let backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
-        let follower =
-            Follower { settings: settings.into(), updates: sender, backoff, position: Position::Start, live: None, missing: None, replays: false };
+        let follower = Follower {
+            settings: settings.into(),
+            updates: sender,
+            backoff,
+            position: Position::Start,
+            live: None,
+            missing: None,
+            replays: false,
+        };
         let mut task = JoinSet::new();
         task.spawn(follower.run());
         Ok(Self { updates, _task: task })

@@ -54,7 +54,10 @@ fn recorded_report_of_hits_names_the_session() {
 #[test]
 fn recorded_clear_comes_before_what_was_stored_after_it() {
     let batch = decode(&bytes(CLEARED_THEN_STORED)).unwrap();
-    assert!(matches!(&batch.events[..], [EngineEvent::Cleared, EngineEvent::Stored(stored)] if stored.hashes.len() == 2), "{batch:?}");
+    assert!(
+        matches!(&batch.events[..], [EngineEvent::Cleared, EngineEvent::Stored(stored)] if stored.hashes.len() == 2),
+        "{batch:?}"
+    );
 }
 
 #[test]

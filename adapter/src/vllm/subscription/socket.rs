@@ -123,7 +123,9 @@ mod tests {
         for valid in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine-0.example:5557", "ipc:///run/vllm/events"] {
             assert_eq!(check(valid), Ok(()), "{valid}");
         }
-        for invalid in ["", "127.0.0.1:5557", "tcp://*:5557", "tcp://127.0.0.1:0", "tcp://127.0.0.1", "inproc://events", "http://a:1"] {
+        for invalid in
+            ["", "127.0.0.1:5557", "tcp://*:5557", "tcp://127.0.0.1:0", "tcp://127.0.0.1", "inproc://events", "http://a:1"]
+        {
             assert_eq!(check(invalid), Err(InvalidEndpoint(invalid.to_owned())), "{invalid}");
         }
     }
