@@ -145,7 +145,7 @@ fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let on_host = |engine_hashes: &[u64]| {
-        // vLLM's offloading reports hashes without tokens unless it is told to describe them.
+        // vLLM's offloading reports hashes without tokens unless it is configured to describe them.
         let blocks = BlocksStored { block_size: 0, medium: Medium::Host, ..first_blocks(engine_hashes, Vec::new()) };
         EngineEvent::Stored(BlocksStored { kind: None, ..blocks })
     };

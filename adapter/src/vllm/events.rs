@@ -152,9 +152,7 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
 /// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
-        ValueRef::Integer(number) => {
-            number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number)
-        }
+        ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),
         ValueRef::Binary(bytes) => Some(EngineHash::Bytes((*bytes).into())),
         _ => None,
     }

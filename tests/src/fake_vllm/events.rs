@@ -55,6 +55,7 @@ enum Command {
     Forget(Reply<()>),
     Reopen { as_other_process: bool, reply: Reply<Result<()>> },
     Replay(bool, Reply<()>),
+    Topic(String, Reply<()>),
 }
 
 impl Publisher {
@@ -109,6 +110,11 @@ impl Publisher {
     /// Whether requests for a replay are answered.
     pub async fn answer_replays(&self, answers: bool) -> Result<()> {
         self.command(|reply| Command::Replay(answers, reply)).await
+    }
+
+    /// Later batches have this topic.
+    pub async fn set_topic(&self, topic: &str) -> Result<()> {
+        self.command(|reply| Command::Topic(topic.to_owned(), reply)).await
     }
 
     /// Closes all connections, and accepts new ones at the same endpoints.
@@ -200,6 +206,10 @@ impl State {
             }
             Command::Replay(answers, reply) => {
                 self.answers = answers;
+                let _ = reply.send(());
+            }
+            Command::Topic(topic, reply) => {
+                self.settings.topic = topic;
                 let _ = reply.send(());
             }
             Command::Reopen { .. } => unreachable!("the caller reopens"),
