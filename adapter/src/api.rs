@@ -1,7 +1,8 @@
 //! What an adapter needs of an engine's server: one request in, tokens out. Each kind of engine implements it over its own protocol.
 
+use crate::http::HttpError;
 use futures::stream::BoxStream;
-use std::{borrow::Cow, time::Duration};
+use std::borrow::Cow;
 use tandem_engine::{KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 
@@ -94,13 +95,10 @@ pub(crate) enum EngineFailure {
     Failed(String),
     /// It cannot be reached, or its answer broke.
     #[error("the connection to the engine failed")]
-    Connection(#[from] reqwest::Error),
+    Connection(#[from] HttpError),
     /// It sent what its protocol does not allow.
     #[error("the engine sent an invalid answer: {0}")]
     Protocol(String),
-    /// It did not answer in time.
-    #[error("the engine did not answer within {0:?}")]
-    Timeout(Duration),
 }
 
 impl EngineFailure {
@@ -111,7 +109,7 @@ impl EngineFailure {
             Self::Invalid(message) => {
                 Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}"))))
             }
-            Self::Denied { .. } | Self::Failed(_) | Self::Connection(_) | Self::Protocol(_) | Self::Timeout(_) => None,
+            Self::Denied { .. } | Self::Failed(_) | Self::Connection(_) | Self::Protocol(_) => None,
         }
     }
 }

@@ -275,6 +275,8 @@ impl Answer<'_> {
         handle: Option<KvHandle>,
     ) -> Result<(Option<FinishReason>, Usage), Ended> {
         let Self { task, work, .. } = self;
+        // Engines do not compare the time with their lease, which is twice the time for which the handle is valid.
+        let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
             if pulls && !has_begun && failure.refusal().is_none() {
@@ -299,6 +301,10 @@ impl Answer<'_> {
             let Chunk { tokens, finish: ended, usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
             if !has_begun && !tokens.is_empty() {
+                if lease_ends.is_some_and(|end| Instant::now() > end) {
+                    tracing::warn!("the KV of a prompt was pulled after its lease had ended; it is not used");
+                    return Err(Ended::Event(Event::PullFailed));
+                }
                 has_begun = true;
                 self.begin(first, pulls, call).await?;
             }

@@ -4,6 +4,7 @@ mod adapter;
 mod api;
 mod books;
 mod event;
+mod http;
 mod job;
 mod mirror;
 mod salt;
@@ -12,6 +13,7 @@ mod slots;
 pub mod vllm;
 
 pub use adapter::Adapter;
+pub use http::ClientError;
 pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
 pub use mirror::{Mirror, MirrorSettings, PrefixTiers, Unroutable, WrongBlockSize};
 pub use salt::cache_salt;

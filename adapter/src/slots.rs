@@ -93,7 +93,8 @@ impl Slots {
     }
 
     /// Returns the numbers of requests in the engine and in the queue.
-    pub fn counts(&self) -> (usize, usize) {
+    #[cfg(test)]
+    fn counts(&self) -> (usize, usize) {
         let state = self.state.lock();
         (state.running, state.waiting)
     }

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     api::{Api, Call, Chunk, EngineFailure, Exported},
+    http::{self, HttpClient},
     salt::cache_salt,
 };
 use eventsource_stream::{EventStreamError, Eventsource};
@@ -14,7 +15,8 @@ use futures::{
     StreamExt,
     stream::{self, BoxStream},
 };
-use reqwest::{RequestBuilder, Response, Url};
+use bytes::Bytes;
+use hyper::{Method, Response, body::Incoming};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::json;
 use std::{collections::HashMap, time::Duration};
@@ -29,9 +31,7 @@ const ID_PREFIX: &str = "generate-tokens-";
 
 /// One data-parallel rank of a vLLM server.
 pub(super) struct Client {
-    http: reqwest::Client,
-    url: Url,
-    key: Option<String>,
+    http: HttpClient,
     rank: Option<u32>,
     hash_key: HashKey,
     context_length: u32,
@@ -41,9 +41,7 @@ pub(super) struct Client {
 
 /// What a client needs besides the server's address.
 pub(super) struct ClientSettings {
-    pub http: reqwest::Client,
-    pub url: Url,
-    pub key: Option<String>,
+    pub http: HttpClient,
     pub rank: Option<u32>,
     pub hash_key: HashKey,
     pub handle_valid: Duration,
@@ -71,8 +69,8 @@ pub(super) struct EventSource {
 
 impl Client {
     pub fn new(settings: ClientSettings) -> Self {
-        let ClientSettings { http, url, key, rank, hash_key, handle_valid } = settings;
-        Self { http, url, key, rank, hash_key, context_length: 0, handle_valid }
+        let ClientSettings { http, rank, hash_key, handle_valid } = settings;
+        Self { http, rank, hash_key, context_length: 0, handle_valid }
     }
 
     /// Sets the model's context length, on which requests without a limit depend.
@@ -80,25 +78,14 @@ impl Client {
         Self { context_length, ..self }
     }
 
-    fn get(&self, path: &str) -> RequestBuilder {
-        self.authorized(self.http.get(self.at(path)))
+    /// Returns the body of a GET.
+    async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
+        let (status, body) = self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?;
+        if status.is_success() { Ok(body) } else { Err(response::failure(status.as_u16(), &body)) }
     }
 
-    fn post(&self, path: &str) -> RequestBuilder {
-        self.authorized(self.http.post(self.at(path)))
-    }
-
-    fn at(&self, path: &str) -> Url {
-        let mut url = self.url.clone();
-        url.set_path(&format!("{}{path}", self.url.path().trim_end_matches('/')));
-        url
-    }
-
-    fn authorized(&self, request: RequestBuilder) -> RequestBuilder {
-        match &self.key {
-            Some(key) => request.bearer_auth(key),
-            None => request,
-        }
+    async fn get_json<T: DeserializeOwned>(&self, path: &str) -> Result<T, EngineFailure> {
+        serde_json::from_slice(&self.get(path).await?).map_err(|error| EngineFailure::Protocol(error.to_string()))
     }
 
     /// Returns the models that the server serves.
@@ -110,7 +97,7 @@ impl Client {
         struct Models {
             data: Vec<Model>,
         }
-        Ok(self.json::<Models>(self.get("/v1/models")).await?.data)
+        Ok(self.get_json::<Models>("/v1/models").await?.data)
     }
 
     /// Returns the server's version.
@@ -122,7 +109,7 @@ impl Client {
         struct Version {
             version: String,
         }
-        Ok(self.json::<Version>(self.get("/version")).await?.version)
+        Ok(self.get_json::<Version>("/version").await?.version)
     }
 
     /// Returns the text of the server's metrics.
@@ -130,12 +117,12 @@ impl Client {
     /// # Errors
     /// The server does not answer, or with an error.
     pub async fn metrics(&self) -> Result<String, EngineFailure> {
-        Ok(checked(self.get("/metrics").timeout(ANSWER_TIMEOUT).send().await?).await?.text().await?)
+        Ok(String::from_utf8_lossy(&self.get("/metrics").await?).into_owned())
     }
 
     /// Returns where a rank publishes its KV events; `None` if it publishes none, or the server does not tell.
     pub async fn event_source(&self, rank: u32) -> Option<EventSource> {
-        let sources = self.json::<HashMap<String, EventSource>>(self.get("/kv_event_sources")).await;
+        let sources = self.get_json::<HashMap<String, EventSource>>("/kv_event_sources").await;
         let sources =
             sources.inspect_err(|error| tracing::debug!(%error, "the engine does not report where it publishes KV events"));
         sources.ok()?.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events && source.publisher == "zmq")
@@ -146,21 +133,20 @@ impl Client {
     /// # Errors
     /// The server does not answer, or reports that the engine has failed.
     pub async fn check_health(&self) -> Result<(), EngineFailure> {
-        checked(self.get("/health").timeout(ANSWER_TIMEOUT).send().await?).await.map(drop)
-    }
-
-    async fn json<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, EngineFailure> {
-        let body = checked(request.timeout(ANSWER_TIMEOUT).send().await?).await?.bytes().await?;
-        serde_json::from_slice(&body).map_err(|error| EngineFailure::Protocol(error.to_string()))
+        self.get("/health").await.map(drop)
     }
 
     /// Sends a request for tokens; returns its answer once it has begun.
-    async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response, EngineFailure> {
-        let mut request = self.post("/inference/v1/generate").header("x-request-id", &call.request_id).json(body);
-        if let Some(rank) = self.rank {
-            request = request.header("x-data-parallel-rank", rank);
+    async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
+        let mut headers = vec![("x-request-id", call.request_id.clone())];
+        headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
+        let json = serde_json::to_vec(body).expect("a body is plain data");
+        let answer = self.http.send(Method::POST, "/inference/v1/generate", &headers, Some(json)).await?;
+        let status = answer.status();
+        if status.is_success() {
+            return Ok(answer);
         }
-        checked(request.send().await?).await
+        Err(response::failure(status.as_u16(), &http::whole(answer).await.unwrap_or_default()))
     }
 
     fn body<'a>(&self, call: &'a Call, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
@@ -176,15 +162,6 @@ impl Client {
     }
 }
 
-/// Returns the answer if it is no error.
-async fn checked(answer: Response) -> Result<Response, EngineFailure> {
-    let status = answer.status();
-    if status.is_success() {
-        return Ok(answer);
-    }
-    Err(response::failure(status.as_u16(), &answer.bytes().await.unwrap_or_default()))
-}
-
 #[tonic::async_trait]
 impl Api for Client {
     async fn export(&self, call: &Call) -> Result<Exported, EngineFailure> {
@@ -193,7 +170,7 @@ impl Api for Client {
             kv_transfer_params: Some(json!({ "do_remote_decode": true, "do_remote_prefill": false })),
             ..self.body(call, SamplingParams::prompt_only(&sampling, None))
         };
-        let answer = response::answer(&self.send(call, &body).await?.bytes().await?)?;
+        let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
         let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
         let bytes = handle::to_bytes(answer.kv_transfer_params)?;
         Ok(Exported { handle: KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() }, cached_tokens })
@@ -213,7 +190,7 @@ impl Api for Client {
             kv_transfer_params: pull.map(|handle| handle::from_bytes(&handle.bytes)).transpose()?,
             ..self.body(call, SamplingParams::new(sampling, max_tokens))
         };
-        let events = self.send(call, &body).await?.bytes_stream().eventsource();
+        let events = Box::pin(http::pieces(self.send(call, &body).await?)).eventsource();
         let top = sampling.logprobs;
         let chunks = events.map(move |event| match event {
             Ok(event) if event.data == "[DONE]" => Ok(None),
@@ -227,15 +204,15 @@ impl Api for Client {
     async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
         let sampling = Sampling::default();
         let body = self.body(call, SamplingParams::prompt_only(&sampling, Some(top)));
-        let answer = response::answer(&self.send(call, &body).await?.bytes().await?)?;
+        let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
         response::prompt_logprobs(answer, &call.tokens, top)
     }
 
     async fn abort(&self, request_id: &str) {
         let ids = json!({ "request_ids": [format!("{ID_PREFIX}{request_id}")] });
-        let answer = self.post("/inference/v1/abort_requests").json(&ids).timeout(ANSWER_TIMEOUT).send().await;
+        let answer = self.http.read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT).await;
         if let Err(error) = answer {
-            tracing::debug!(%error, "the engine was not told to abort a request");
+            tracing::debug!(%error, "a request to abort did not reach the engine");
         }
     }
 }

@@ -8,11 +8,11 @@ use super::{
 use crate::{
     Adapter,
     api::EngineFailure,
+    http::{ClientError, HttpClient, HttpError},
     mirror::{Mirror, MirrorSettings, WrongBlockSize},
     shared::Shared,
     slots::{SlotLimits, Slots},
 };
-use reqwest::Url;
 use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
@@ -88,12 +88,9 @@ pub enum KvEvents {
 /// Why a server cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Its address is invalid.
-    #[error("the engine's address {0:?} is no http:// or https:// URL with a host")]
-    Url(String),
-    /// The client cannot be made, such as by an invalid certificate.
-    #[error("the client of the engine cannot be set up: {0}")]
-    Client(#[source] reqwest::Error),
+    /// Its address, key or certificate is invalid.
+    #[error(transparent)]
+    Client(#[from] ClientError),
     /// It refuses the adapter.
     #[error("{0}")]
     Denied(String),
@@ -147,11 +144,11 @@ struct Follower {
 /// # Errors
 /// The settings are invalid, or the server is none that can be used.
 pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
-    let url: Url = settings.url.parse().ok().filter(is_http).ok_or_else(|| ConnectError::Url(settings.url.clone()))?;
+    let url = &settings.url;
+    let http = HttpClient::new(url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let host = http.host().to_owned();
     let client = Client::new(ClientSettings {
-        http: http_client(settings.ca.as_deref()).map_err(ConnectError::Client)?,
-        url: url.clone(),
-        key: settings.key.clone(),
+        http,
         rank: settings.rank,
         hash_key: settings.hash_key,
         handle_valid: settings.kv_lease / 2,
@@ -167,7 +164,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         _ if !constants.prefix_caching => None,
         KvEvents::None => None,
         KvEvents::At { endpoint, replay, topic } => Some((endpoint.clone(), replay.clone(), topic.clone())),
-        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, &url)),
+        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, &host)),
     };
     let subscription = match &source {
         None => None,
@@ -251,22 +248,9 @@ async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, S
     }
 }
 
-fn is_http(url: &Url) -> bool {
-    matches!(url.scheme(), "http" | "https") && url.host().is_some()
-}
-
-fn http_client(ca: Option<&[u8]>) -> Result<reqwest::Client, reqwest::Error> {
-    let mut builder = reqwest::Client::builder().no_proxy().tcp_nodelay(true).connect_timeout(Duration::from_secs(5));
-    for certificate in ca.map(reqwest::Certificate::from_pem_bundle).transpose()?.into_iter().flatten() {
-        builder = builder.add_root_certificate(certificate);
-    }
-    builder.build()
-}
-
 /// Puts the server's host in place of "all addresses" in the addresses that it binds.
-fn reachable(source: EventSource, url: &Url) -> (String, Option<String>, String) {
+fn reachable(source: EventSource, host: &str) -> (String, Option<String>, String) {
     let at = |endpoint: String| {
-        let host = url.host_str().unwrap_or("localhost");
         ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
             .iter()
             .find_map(|all| Some(format!("tcp://{host}:{}", endpoint.strip_prefix(all)?)))
@@ -335,7 +319,7 @@ async fn check_health(client: &Client, started: f64, hung: &watch::Sender<bool>)
                 failed = 0;
                 hung.send_replace(false);
             }
-            Err(EngineFailure::Connection(error)) if error.is_timeout() => {
+            Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
                 if !hung.send_replace(true) {
                     tracing::warn!("the engine does not answer; its requests are given up");
                 }

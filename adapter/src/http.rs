@@ -1,0 +1,181 @@
+//! A small HTTP/1.1 client for an engine's server: one base address, optional TLS and bearer, whole or streamed answers.
+
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
+use http_body_util::{BodyExt, BodyStream, Full};
+use hyper::{
+    Method, Request, Response, StatusCode, Uri,
+    body::Incoming,
+    header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue},
+};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::{TokioExecutor, TokioTimer},
+};
+use rustls::{ClientConfig, RootCertStore, pki_types::{CertificateDer, pem::PemObject}};
+use std::{sync::Arc, time::Duration};
+use tokio::time::timeout;
+
+/// The time for a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Idle connections are closed before servers close theirs (uvicorn: 5 s), so that no request meets a closing one.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HttpError {
+    /// The server cannot be reached, or the connection broke before the answer.
+    #[error("the request was not answered")]
+    Request(#[from] hyper_util::client::legacy::Error),
+    /// The connection broke within the answer.
+    #[error("the answer broke off")]
+    Body(#[from] hyper::Error),
+    /// The server took too long.
+    #[error("no answer within {0:?}")]
+    Timeout(Duration),
+}
+
+/// Why a client cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The address is invalid.
+    #[error("the engine's address {0:?} is no http:// or https:// URL with a host and without a query")]
+    Url(String),
+    /// The key cannot be sent.
+    #[error("the engine's key has characters that an HTTP header cannot have")]
+    Key,
+    /// The certificates cannot be used.
+    #[error("the certificates for the engine are not PEM: {0}")]
+    Certificate(String),
+}
+
+/// A client of one server. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct HttpClient {
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    /// Scheme, authority and the beginning of every path, without a slash at the end.
+    base: Arc<str>,
+    host: Arc<str>,
+    bearer: Option<HeaderValue>,
+}
+
+impl HttpClient {
+    /// Returns a client of the server at `url`. `ca`: PEM certificates of authorities besides the public ones.
+    pub fn new(url: &str, key: Option<&str>, ca: Option<&[u8]>) -> Result<Self, ClientError> {
+        let invalid = || ClientError::Url(url.to_owned());
+        let uri: Uri = url.parse().map_err(|_| invalid())?;
+        let host = uri.host().filter(|_| matches!(uri.scheme_str(), Some("http" | "https")) && uri.query().is_none());
+        let host = host.ok_or_else(invalid)?.into();
+        let bearer = key.map(|key| HeaderValue::try_from(format!("Bearer {key}"))).transpose().map_err(|_| ClientError::Key)?;
+        let bearer = bearer.map(|mut bearer| {
+            bearer.set_sensitive(true);
+            bearer
+        });
+        let mut connector = HttpConnector::new();
+        connector.enforce_http(false);
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        let connector =
+            HttpsConnectorBuilder::new().with_tls_config(tls(ca)?).https_or_http().enable_http1().wrap_connector(connector);
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE_TIMEOUT)
+            .build(connector);
+        Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
+    }
+
+    /// The server's host.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Sends a request with a JSON body, or without one; returns the answer once its head has come.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or the connection broke.
+    pub async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&'static str, String)],
+        json: Option<Vec<u8>>,
+    ) -> Result<Response<Incoming>, HttpError> {
+        let mut request = Request::new(Full::new(Bytes::from(json.unwrap_or_default())));
+        *request.method_mut() = method;
+        *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a constant path are a URI");
+        let all = request.headers_mut();
+        all.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        all.extend(self.bearer.clone().map(|bearer| (AUTHORIZATION, bearer)));
+        for (name, value) in headers {
+            // A request id with characters that a header cannot have is left out.
+            all.extend(HeaderValue::try_from(value).ok().map(|value| (HeaderName::from_static(name), value)));
+        }
+        Ok(self.client.request(request).await?)
+    }
+
+    /// Sends a request and reads the whole answer.
+    ///
+    /// # Errors
+    /// The server cannot be reached, the connection broke, or the answer did not come in time.
+    pub async fn read(
+        &self,
+        method: Method,
+        path: &str,
+        json: Option<Vec<u8>>,
+        limit: Duration,
+    ) -> Result<(StatusCode, Bytes), HttpError> {
+        let reading = async {
+            let answer = self.send(method, path, &[], json).await?;
+            let status = answer.status();
+            Ok((status, whole(answer).await?))
+        };
+        timeout(limit, reading).await.unwrap_or(Err(HttpError::Timeout(limit)))
+    }
+}
+
+/// Reads the rest of an answer.
+///
+/// # Errors
+/// The connection broke.
+pub(crate) async fn whole(answer: Response<Incoming>) -> Result<Bytes, HttpError> {
+    Ok(answer.into_body().collect().await?.to_bytes())
+}
+
+/// The bytes of an answer as they come. Dropping the stream closes the connection.
+pub(crate) fn pieces(answer: Response<Incoming>) -> impl Stream<Item = Result<Bytes, HttpError>> + Send {
+    BodyStream::new(answer.into_body()).filter_map(async |frame| match frame {
+        Ok(frame) => frame.into_data().ok().map(Ok),
+        Err(error) => Some(Err(error.into())),
+    })
+}
+
+/// TLS with the public authorities and these.
+fn tls(ca: Option<&[u8]>) -> Result<ClientConfig, ClientError> {
+    let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.into() };
+    for certificate in CertificateDer::pem_slice_iter(ca.unwrap_or_default()) {
+        let added = certificate.map_err(|error| error.to_string()).and_then(|der| roots.add(der).map_err(|error| error.to_string()));
+        added.map_err(ClientError::Certificate)?;
+    }
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    Ok(config.expect("ring has the default protocols").with_root_certificates(roots).with_no_client_auth())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_http_addresses_without_a_query_are_accepted() {
+        for url in ["http://engine:8000", "https://engine", "http://[::1]:8000/base/"] {
+            HttpClient::new(url, Some("secret"), None).expect(url);
+        }
+        for url in ["engine:8000", "ftp://engine", "/path", "http://", "http://engine?x=1", "tcp://engine:1"] {
+            assert!(matches!(HttpClient::new(url, None, None), Err(ClientError::Url(_))), "{url}");
+        }
+        assert!(matches!(HttpClient::new("http://e", Some("a\nb"), None), Err(ClientError::Key)));
+        let broken = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        assert!(matches!(HttpClient::new("http://e", None, Some(broken)), Err(ClientError::Certificate(_))));
+    }
+}

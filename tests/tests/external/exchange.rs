@@ -1,0 +1,78 @@
+//! KV that engines exchange by handles.
+
+use super::*;
+use tandem_engine::{KvHandle, Prefill};
+use tandem_worker::KvExchange;
+
+/// A prefilling and a decoding engine that reach each other.
+async fn pair() -> Result<(External, External)> {
+    let fake = FakeSettings::default();
+    Ok((external(fake.clone(), |_| {}).await?, external(fake, |_| {}).await?))
+}
+
+async fn export(adapter: &Adapter, tokens: &[TokenId]) -> Result<(Option<Option<CachedTokens>>, KvHandle)> {
+    let prefill =
+        Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt: tokens.to_vec() };
+    let mut job = adapter.prefill(prefill).await?;
+    let mut cached = None;
+    while let Some(event) = next(&mut *job).await? {
+        match event {
+            Event::Scheduled { cached: counted } => cached = Some(counted),
+            Event::Exported(handle) => return Ok((cached, handle)),
+            Event::Submitted => {}
+            other => anyhow::bail!("{other:?}"),
+        }
+    }
+    anyhow::bail!("no handle")
+}
+
+async fn pull(adapter: &Adapter, tokens: &[TokenId], handle: KvHandle) -> Result<Report> {
+    let mut job = adapter.generate(Generate { kv: KvSource::Handle, ..generate(tokens, 6) }).await?;
+    assert!(matches!(next(&mut *job).await?, Some(Event::Submitted)));
+    job.pull(handle).await;
+    read(&mut *job).await
+}
+
+#[tokio::test]
+async fn pulled_prompt_is_continued_and_counted_where_it_was_prefilled() -> Result<()> {
+    let (prefill, decode) = pair().await?;
+    let prompt = prompt(1, 100);
+    for cached in [0, 96] {
+        let (counted, handle) = export(&prefill.adapter, &prompt).await?;
+        assert_eq!(counted, Some(Some(CachedTokens::on_device(cached))));
+        let report = pull(&decode.adapter, &prompt, handle).await?;
+        assert_eq!((report.tokens_of(0), report.cached, report.started), (continuation(&prompt, 6, None), None, 1));
+    }
+    assert_eq!(decode.fake.counted(), (0, 0), "the decoding engine computed no prompt");
+    Ok(())
+}
+
+#[tokio::test]
+async fn lost_kv_fails_the_pull_and_not_the_engine() -> Result<()> {
+    let (prefill, decode) = pair().await?;
+    let prompt = prompt(1, 100);
+    let (_, handle) = export(&prefill.adapter, &prompt).await?;
+    prefill.fake.lose_held_kv();
+    assert_eq!(pull(&decode.adapter, &prompt, handle).await?.other, ["PullFailed"]);
+    let (_, handle) = export(&prefill.adapter, &prompt).await?;
+    assert_eq!(pull(&decode.adapter, &prompt, handle).await?.tokens_of(0), continuation(&prompt, 6, None));
+    Ok(())
+}
+
+#[tokio::test]
+async fn incomplete_handle_never_reaches_the_engine() -> Result<()> {
+    let (_, decode) = pair().await?;
+    let handle = KvHandle { bytes: br#"{"do_remote_prefill":true}"#.to_vec(), valid_for: LIMIT, chunks: Vec::new() };
+    assert_eq!(pull(&decode.adapter, &prompt(1, 100), handle).await?.other, ["PullFailed"]);
+    assert!(decode.fake.seen().is_empty());
+    Ok(())
+}
+
+#[tokio::test]
+async fn engines_have_a_family_only_with_a_connector() -> Result<()> {
+    let (prefill, _) = pair().await?;
+    assert_eq!(prefill.adapter.kv_exchange().family(), "nixl/vllm-0.32.0/auto/32");
+    let alone = external(FakeSettings::default(), |settings| settings.nixl = false).await?;
+    assert_eq!(alone.adapter.kv_exchange().family(), KvExchange::NO_FAMILY);
+    Ok(())
+}

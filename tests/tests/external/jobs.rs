@@ -1,0 +1,221 @@
+//! Generations with their own prefill, the queue, and what the worker reports about the cache.
+
+use super::*;
+use tandem_engine::{Generated, Refusal};
+use tandem_kv::{Change, sequence_hashes};
+
+fn on_device(tokens: u32) -> Option<Option<CachedTokens>> {
+    Some(Some(CachedTokens::on_device(tokens)))
+}
+
+#[tokio::test]
+async fn generation_reports_the_engines_tokens_and_its_count_of_cached_tokens() -> Result<()> {
+    let External { fake, adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let prompt = prompt(1, 100);
+    for cached in [0, 96] {
+        let report = run(&adapter, generate(&prompt, 5)).await?;
+        let expected = Report {
+            cached: on_device(cached),
+            started: 1,
+            tokens: continuation(&prompt, 5, None).into_iter().map(|token| (0, token)).collect(),
+            finished: vec![(0, FinishReason::Length)],
+            other: Vec::new(),
+        };
+        assert_eq!(report, expected);
+    }
+    assert_eq!(fake.counted(), (200, 96));
+    until("the engine is idle", || fake.running() == 0).await
+}
+
+#[tokio::test]
+async fn other_namespaces_share_nothing() -> Result<()> {
+    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let prompt = prompt(1, 100);
+    run(&adapter, generate(&prompt, 1)).await?;
+    let other = Generate { namespace: Namespace::new("fake", "", "", "other"), ..generate(&prompt, 1) };
+    assert_eq!(run(&adapter, other).await?.cached, on_device(0));
+    Ok(())
+}
+
+#[tokio::test]
+async fn count_is_reported_before_the_last_sample_has_finished() -> Result<()> {
+    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let mut job = adapter.generate(generate(&prompt(1, 40), 3)).await?;
+    let mut counted = false;
+    while let Some(event) = next(&mut *job).await? {
+        counted |= matches!(event, Event::Scheduled { .. });
+        assert!(counted || !matches!(event, Event::Finished { .. }));
+    }
+    assert!(counted);
+    Ok(())
+}
+
+#[tokio::test]
+async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
+    let External { fake, adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let prompt = prompt(2, 70);
+    let sampling = Sampling { max_tokens: Some(4), temperature: 1.0, seed: 7, ..Sampling::default() };
+    let report = run(&adapter, Generate { samples: 3, sampling, ..generate(&prompt, 4) }).await?;
+    for sample in 0..3 {
+        assert_eq!(report.tokens_of(sample), continuation(&prompt, 4, Some(7 + u64::from(sample))));
+    }
+    assert_eq!((report.cached, report.started, report.finished.len()), (on_device(0), 1, 3));
+    let seeds: Vec<u64> = fake.seen().iter().filter_map(|body| body["sampling_params"]["seed"].as_u64()).collect();
+    assert_eq!(seeds.len(), 3);
+    Ok(())
+}
+
+#[tokio::test]
+async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
+    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let prompt = prompt(3, 50);
+    let whole = continuation(&prompt, 9, None);
+    let generated = vec![Generated { sample: 1, tokens: whole[..4].to_vec() }, Generated { sample: 2, tokens: whole.clone() }];
+    let report = run(&adapter, Generate { samples: 3, generated, ..generate(&prompt, 9) }).await?;
+    assert_eq!(report.tokens_of(1), whole[4..]);
+    assert!(report.tokens_of(2).is_empty());
+    assert_eq!(report.finished.len(), 2);
+    Ok(())
+}
+
+#[tokio::test]
+async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
+    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let prompt = prompt(4, 20);
+    let whole = continuation(&prompt, 3, None);
+    let mut request = generate(&prompt, 50);
+    request.sampling.stop_token_ids = vec![whole[2]];
+    let report = run(&adapter, request).await?;
+    assert_eq!((report.tokens_of(0), report.finished), (whole.clone(), vec![(0, FinishReason::Stop(whole[2]))]));
+    Ok(())
+}
+
+#[tokio::test]
+async fn logprobs_come_with_their_tokens() -> Result<()> {
+    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let prompt = prompt(5, 20);
+    let mut request = Generate { prompt_logprobs: Some(1), ..generate(&prompt, 2) };
+    request.sampling.logprobs = Some(2);
+    let mut job = adapter.generate(request).await?;
+    let (mut of_prompt, mut of_tokens) = (0, 0);
+    while let Some(event) = next(&mut *job).await? {
+        match event {
+            Event::PromptLogprobs(logprobs) => {
+                assert!(logprobs[0].is_none() && logprobs[1..].iter().all(Option::is_some));
+                of_prompt = logprobs.len();
+            }
+            Event::Token { logprobs: Some(logprobs), .. } => {
+                assert_eq!(logprobs.top.len(), 2);
+                of_tokens += 1;
+            }
+            Event::Scheduled { cached } => assert_eq!(cached, Some(CachedTokens::default())),
+            _ => {}
+        }
+    }
+    assert_eq!((of_prompt, of_tokens), (20, 2));
+    Ok(())
+}
+
+#[tokio::test]
+async fn unreported_count_stays_unreported() -> Result<()> {
+    let fake = FakeSettings { reports_cached_tokens: false, ..FakeSettings::default() };
+    let External { adapter, .. } = external(fake, |_| {}).await?;
+    assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.cached, Some(None));
+    Ok(())
+}
+
+#[tokio::test]
+async fn cancelled_job_ends_with_its_count_and_a_dropped_one_leaves_nothing() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
+    let External { fake, adapter, .. } = external(fake, |_| {}).await?;
+    for cancels in [true, false] {
+        let mut job = adapter.generate(generate(&prompt(1, 100), 3_000)).await?;
+        while !matches!(next(&mut *job).await?, Some(Event::Token { .. })) {}
+        assert_eq!(fake.running(), 1);
+        if cancels {
+            job.cancel();
+            let report = read(&mut *job).await?;
+            assert_eq!((report.cached, report.finished), (on_device(0), Vec::new()));
+        }
+        drop(job);
+        until("the engine is idle", || fake.running() == 0).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn request_is_submitted_when_the_engine_has_a_place() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
+    let External { fake, adapter, .. } = external(fake, |settings| (settings.running_max, settings.waiting_max) = (1, 1)).await?;
+    let mut first = adapter.generate(generate(&prompt(1, 40), 3_000)).await?;
+    assert!(matches!(next(&mut *first).await?, Some(Event::Submitted)));
+    let mut second = adapter.generate(generate(&prompt(2, 40), 1)).await?;
+    assert!(matches!(adapter.generate(generate(&prompt(3, 40), 1)).await, Err(Refusal::Full)));
+    until("the first runs", || fake.running() == 1).await?;
+    assert_eq!(fake.seen().len(), 1, "the second waits in the worker");
+    drop(first);
+    assert!(matches!(next(&mut *second).await?, Some(Event::Submitted)));
+    assert_eq!(read(&mut *second).await?.finished, [(0, FinishReason::Length)]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn engine_errors_have_their_reasons() -> Result<()> {
+    let External { fake, adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    fake.fail(true);
+    assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.other, ["Failed"]);
+    fake.fail(false);
+    let mut too_long = generate(&prompt(1, 40), 1);
+    too_long.sampling.max_tokens = Some(5_000);
+    assert!(matches!(adapter.generate(too_long).await, Err(Refusal::BeyondContext { .. })));
+    let remote = Generate { kv: KvSource::Remote, ..generate(&prompt(1, 40), 1) };
+    assert!(matches!(adapter.generate(remote).await, Err(Refusal::Unsupported(_))));
+    Ok(())
+}
+
+/// The sequence hashes of the prompts' blocks, which the worker must report.
+fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
+    sequence_hashes(&HashKey::new([7; 16]), &namespace(), 16, tokens)
+}
+
+#[tokio::test]
+async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
+    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let mut watch = adapter.watch().await.context("the engine runs")?;
+    assert!(watch.snapshot.stored.is_empty());
+    // An engine's block of 32 tokens is two blocks of the cluster; the answer's token does not fill another.
+    let prompt = prompt(1, 100);
+    run(&adapter, generate(&prompt, 1)).await?;
+    let mut stored = Vec::new();
+    while stored.len() < 6 {
+        for event in &timeout(LIMIT, watch.batches.recv()).await??.events {
+            let Change::Stored(chain) = &event.change else { panic!("{event:?}") };
+            stored.extend_from_slice(&chain.sequence_hashes);
+        }
+    }
+    assert_eq!(stored, hashes(&prompt)[..6]);
+    let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
+    assert_eq!(snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect::<Vec<_>>(), stored);
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
+    let fake = FakeSettings { events: false, ..FakeSettings::default() };
+    let External { adapter, .. } = external(fake, |_| {}).await?;
+    let prompt = prompt(1, 100);
+    run(&adapter, generate(&prompt, 1)).await?;
+    let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
+    let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
+    assert_eq!(stored, hashes(&prompt)[..6]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn restarted_engine_ends_the_instance() -> Result<()> {
+    let External { fake, adapter, follower } = external(FakeSettings::default(), |_| {}).await?;
+    fake.pretend_restart();
+    assert!(matches!(timeout(LIMIT, follower).await??, EngineEnded::Restarted));
+    assert!(adapter.watch().await.is_none());
+    Ok(())
+}
