@@ -35,7 +35,7 @@ pub enum MalformedBatch {
 /// The largest payload that is decoded. A token takes at most five bytes, so a step with a million tokens fits.
 const PAYLOAD_MAX: usize = 16 << 20;
 /// The deepest nesting: batch, events, event, extra keys, a block's keys, one key, and one more for fields that are ignored.
-const DEPTH_MAX: u16 = 16;
+const DEPTH_MAX: usize = 16;
 
 /// Returns the batch in this payload.
 ///

@@ -264,7 +264,12 @@ impl State {
 }
 
 fn message<const N: usize>(frames: [Vec<u8>; N]) -> ZmqMessage {
-    ZmqMessage::try_from(frames.map(Into::into).to_vec()).expect("a message has frames")
+    let mut frames = frames.into_iter();
+    let mut message = ZmqMessage::from(frames.next().unwrap_or_default());
+    for frame in frames {
+        message.push_back(frame.into());
+    }
+    message
 }
 
 /// Returns a batch as vLLM 0.32 encodes it. `time` is the engine's clock.

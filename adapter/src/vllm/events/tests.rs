@@ -109,10 +109,11 @@ fn unknown_events_fields_and_media_are_tolerated() {
         named("BlockRemoved", &[hashes(), ("medium", "CPU".into()), ("locality", "REMOTE".into())]),
         named("BlockRemoved", &[hashes(), ("medium", "CPU".into()), ("locality", "LOCAL".into())]),
     ]));
-    let media: Vec<_> = batch.unwrap().events.into_iter().map(|event| match event {
+    let medium = |event: EngineEvent| match event {
         EngineEvent::Removed(removed) => removed.medium,
         other => panic!("{other:?}"),
-    });
+    };
+    let media: Vec<_> = batch.unwrap().events.into_iter().map(medium).collect();
     assert_eq!(media, [Medium::Host, Medium::Elsewhere, Medium::Elsewhere, Medium::Host]);
 }
 
