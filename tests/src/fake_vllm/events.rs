@@ -175,13 +175,17 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // The first byte of a subscription is 1.
-                Ok(message) = sockets.publish.recv() => {
-                    if message.get(0).is_some_and(|frame| frame.first() == Some(&1)) {
+                // An error is that of one subscriber, which has left. The first byte of a subscription is 1.
+                received = sockets.publish.recv() => {
+                    if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);
                     }
                 }
-                Ok(request) = sockets.replay.recv() => self.replay(request, &mut sockets.replay).await,
+                received = sockets.replay.recv() => {
+                    if let Ok(request) = received {
+                        self.replay(request, &mut sockets.replay).await;
+                    }
+                }
             }
         }
     }
