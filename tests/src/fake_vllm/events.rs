@@ -1,6 +1,7 @@
 //! The KV events of a fake vLLM server: real ZMQ sockets, vLLM's encoding, and losses on request.
 
 use anyhow::{Context, Result};
+use futures::{FutureExt, StreamExt, channel::mpsc as futures_mpsc};
 use rmpv::Value;
 use std::collections::VecDeque;
 use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
@@ -8,7 +9,7 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
 };
-use zeromq::{RouterSocket, Socket, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
+use zeromq::{MultiPeerBackend, RouterSocket, Socket, SocketEvent, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
 
 /// How a publisher publishes.
 #[derive(Clone, Debug)]
@@ -146,14 +147,28 @@ struct State {
 struct Sockets {
     publish: XPubSocket,
     replay: RouterSocket,
+    accepted: futures_mpsc::Receiver<SocketEvent>,
+}
+
+impl Drop for Sockets {
+    /// A socket of this kind does not close its connections when it is dropped.
+    fn drop(&mut self) {
+        let backend = self.publish.backend();
+        while let Some(Some(event)) = self.accepted.next().now_or_never() {
+            if let SocketEvent::Accepted(_, subscriber) = event {
+                backend.peer_disconnected(&subscriber);
+            }
+        }
+    }
 }
 
 impl Sockets {
     async fn bind(settings: &PublisherSettings) -> Result<(Self, String, String)> {
         let (mut publish, mut replay) = (XPubSocket::new(), RouterSocket::new());
+        let accepted = publish.monitor();
         let endpoint = publish.bind(&settings.endpoint).await?.to_string();
         let replay_endpoint = replay.bind(&settings.replay_endpoint).await?.to_string();
-        Ok((Self { publish, replay }, endpoint, replay_endpoint))
+        Ok((Self { publish, replay, accepted }, endpoint, replay_endpoint))
     }
 }
 
@@ -255,10 +270,10 @@ impl State {
         }
     }
 
-    async fn reopen(&mut self, sockets: Sockets, as_other_process: bool) -> Result<Sockets> {
-        let Sockets { publish, replay } = sockets;
-        publish.close().await;
-        replay.close().await;
+    async fn reopen(&mut self, mut sockets: Sockets, as_other_process: bool) -> Result<Sockets> {
+        sockets.publish.unbind_all().await;
+        sockets.replay.unbind_all().await;
+        drop(sockets);
         if as_other_process {
             self.kept.clear();
             self.next = 0;
