@@ -9,7 +9,7 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
 };
-use zeromq::{MultiPeerBackend, RouterSocket, Socket, SocketEvent, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
+use zeromq::{RouterSocket, Socket, SocketEvent, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
 
 /// How a publisher publishes.
 #[derive(Clone, Debug)]
