@@ -18,7 +18,7 @@ const ALLOWED: [(&str, &[&str]); 11] = [
     ("decode-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
 ];
 
-/// The maximum length of a file: longer ones are split by topic.
+/// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
 
 fn root() -> PathBuf {
@@ -34,8 +34,8 @@ fn dependencies() -> Vec<(String, Vec<String>)> {
         .expect("cargo reads the workspace");
     let crates = metadata.packages.iter().map(|package| {
         // Tests may use anyhow, and the binary's tests may use the helpers of `tests`.
-        let of_tests = |name: &str| name == "anyhow" || (name, package.name.as_str()) == ("tandem-tests", "tandem");
-        let counts = |dependency: &&Dependency| dependency.kind != DependencyKind::Development || !of_tests(&dependency.name);
+        let is_for_tests = |name: &str| name == "anyhow" || (name, package.name.as_str()) == ("tandem-tests", "tandem");
+        let counts = |dependency: &&Dependency| dependency.kind != DependencyKind::Development || !is_for_tests(&dependency.name);
         let names = package.dependencies.iter().filter(counts).map(|dependency| dependency.name.clone()).collect();
         (package.name.to_string(), names)
     });
@@ -57,11 +57,11 @@ fn forbidden_dependencies(crates: &[(String, Vec<String>)]) -> Vec<String> {
             wrong.push(format!("{from} is not listed: add it to ALLOWED and to ARCHITECTURE.md"));
         }
         for to in uses.iter().filter(|name| ours(name)).map(|name| folder(name)) {
-            let fine = match allowed {
+            let is_allowed = match allowed {
                 Some((_, targets)) => targets.contains(&to),
                 None => from == "tests" || to != "tests",
             };
-            if !fine {
+            if !is_allowed {
                 wrong.push(format!("{from} must not use {to}"));
             }
         }
@@ -87,7 +87,7 @@ fn rust_files(dir: &Path, into: &mut Vec<PathBuf>) {
 }
 
 /// Returns a message for each rule that a file breaks; `name` is its path in the workspace.
-fn bad_habits(name: &str, text: &str) -> Vec<String> {
+fn broken_rules(name: &str, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let lines = text.lines().count();
     if lines > LINES_MAX {
@@ -120,7 +120,7 @@ fn crates_depend_only_on_allowed_crates() {
     assert_eq!(forbidden_dependencies(&crates), [] as [String; 0]);
 }
 
-/// The list describes the code only if it allows no more than what exists.
+/// The list must allow only dependencies that exist.
 #[test]
 fn allowed_dependencies_exist() {
     let crates = dependencies();
@@ -164,13 +164,13 @@ fn files_are_short_and_do_not_print() {
     for file in files {
         let name = file.strip_prefix(&root).expect("it is below the root").to_string_lossy().replace('\\', "/");
         let text = std::fs::read_to_string(&file).expect("source files are UTF-8");
-        found.extend(bad_habits(&name, &text));
+        found.extend(broken_rules(&name, &text));
     }
     assert_eq!(found, [] as [String; 0]);
 }
 
 #[test]
-fn bad_habits_are_detected() {
+fn violations_of_file_rules_are_detected() {
     let long = "x\n".repeat(LINES_MAX + 1);
     for (name, text, expected) in [
         ("kv/src/a.rs", "fn a() { println!(\"x\") }", 1),
@@ -182,6 +182,6 @@ fn bad_habits_are_detected() {
         ("kv/src/a.rs", "// TODO faster when there are 512 workers", 0),
         ("kv/src/a.rs", long.as_str(), 1),
     ] {
-        assert_eq!(bad_habits(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
+        assert_eq!(broken_rules(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
     }
 }

@@ -1,5 +1,4 @@
-//! The services of `deploy/` are hardened: each service of the compose file is checked, so that a new one cannot be forgotten. The scripts
-//! for passwords run against a real etcd and a real NATS.
+//! Checks that all services of `deploy/docker-compose.yml` are hardened. The scripts for passwords run against a real etcd and a real NATS.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -13,14 +12,14 @@ use std::{
 };
 use tandem::model::Source;
 
-/// Maps that are merged into each other: hardened, tandem, prefill, prefill-2.
+/// The depth of nested merge keys: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;
 
 fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// The compose file with anchors and merge keys resolved, and variables as they stand.
+/// Returns the compose file with resolved anchors and merge keys; variables are not replaced.
 fn compose() -> Result<Value> {
     let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy("docker-compose.yml"))?)?;
     // Each round resolves one level of nested merge keys.
@@ -52,8 +51,8 @@ fn services_are_confined() -> Result<()> {
         ensure!(service["security_opt"] == serde_json::json!(["no-new-privileges:true"]), "{name}: security_opt");
         ensure!(service["pids_limit"].is_u64(), "{name}: pids_limit");
         ensure!(service["mem_limit"].is_string(), "{name}: mem_limit");
-        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network, with no reason given");
-        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it takes rights back");
+        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network");
+        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it adds rights again");
         let image = service["image"].as_str().context("an image")?;
         ensure!(image.starts_with("${"), "{name}: {image} cannot be set to a digest");
         for port in service["ports"].as_array().into_iter().flatten().filter_map(Value::as_str) {
@@ -82,7 +81,7 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
         ("model", "router"),
         ("model", "etcd"),
     ] {
-        ensure!(!together(one, other), "{one} reaches {other}");
+        ensure!(!together(one, other), "{one} can reach {other}");
     }
     for (one, other) in [
         ("proxy", "frontend"),
@@ -93,10 +92,10 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
         ("etcd-auth", "etcd"),
         ("grafana", "prometheus"),
     ] {
-        ensure!(together(one, other), "{one} does not reach {other}");
+        ensure!(together(one, other), "{one} cannot reach {other}");
     }
     for network in ["cluster", "control", "monitoring"] {
-        ensure!(compose["networks"][network]["internal"] == true, "{network} has a way out");
+        ensure!(compose["networks"][network]["internal"] == true, "{network} is not internal");
     }
     Ok(())
 }
@@ -133,12 +132,12 @@ fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// A server that ends with the test.
+/// A server's process. Dropping it kills it.
 struct Server(Child);
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // `kill` fails if the process has ended by itself.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -151,7 +150,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let (one, other) = (one.path().join("s"), other.path().join("s"));
     make(&one)?;
     make(&other)?;
-    ensure!(fs::metadata(&one)?.permissions().mode() & 0o777 == 0o700, "others get into the folder");
+    ensure!(fs::metadata(&one)?.permissions().mode() & 0o777 == 0o700, "other users can read the folder");
     let made = names(&compose()?["secrets"]);
     ensure!(made.len() >= 5, "{made:?}");
     for name in &made {
@@ -161,7 +160,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let nats = fs::read_to_string(one.join("nats.conf"))?;
     ensure!(nats.contains(&fs::read_to_string(one.join("nats_password"))?), "NATS has another password");
     make(&one)?;
-    ensure!(fs::read_to_string(one.join("nats.conf"))? == nats, "a second run changes what is there");
+    ensure!(fs::read_to_string(one.join("nats.conf"))? == nats, "a second run changes existing secrets");
     run(Command::new("nats-server").arg("-t").arg("-c").arg(one.join("nats.conf")))?;
     Ok(())
 }
@@ -184,7 +183,7 @@ fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
         run(script.arg(secrets.join("etcd_root_password")).arg(secrets.join("etcd_password")))
     };
     enable()?;
-    // A restart of the service, and a new password.
+    // The same after a change of the password, as when the service restarts.
     fs::write(secrets.join("etcd_password"), "new")?;
     enable()?;
     let check = r"

@@ -1,4 +1,4 @@
-//! The explanation of a placement, as an operator sees it.
+//! The explanation of a placement, over HTTP and on the command line.
 
 use anyhow::Result;
 use serde_json::json;
@@ -15,7 +15,7 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
     assert!(cold["prompts"][0]["workers"].as_array().is_some_and(|workers| workers.len() == 4), "{cold:#}");
     assert_eq!(client.metric("tandem_worker_prompt_tokens_total", "").await?, 0.0, "nothing has run");
 
-    let answer = client.ask(path, &request).await?;
+    let answer = client.answer(path, &request).await?;
     cluster.settle_events().await?;
     let holder = answer.details()["prefill_worker"].clone();
     let warm = client.explain(path, &request).await?["prompts"][0].clone();
@@ -45,8 +45,8 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
         tandem::explain::run(args)
     };
     let table = tokio::task::block_in_place(|| run(false))?;
-    for part in ["prefill-0 prefills", "prefill-2 prefills", "decode-0 receives", "cheapest is"] {
-        assert!(table.contains(part), "{part} in\n{table}");
+    for expected in ["prefill-0 prefills", "prefill-2 prefills", "decode-0 receives", "cheapest is"] {
+        assert!(table.contains(expected), "{expected} in\n{table}");
     }
     let json: serde_json::Value = serde_json::from_str(&tokio::task::block_in_place(|| run(true))?)?;
     assert_eq!(json["prompts"][0]["prefill_worker"], holder);

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// An authority and what it vouches for, as PEM files.
+/// A certificate authority and a certificate that it has signed, as PEM files.
 pub struct Certificates {
     _folder: tempfile::TempDir,
     pub ca: PathBuf,
@@ -14,7 +14,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// For servers and clients at 127.0.0.1.
+    /// Creates a certificate for servers and clients at 127.0.0.1.
     pub fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let file = |name: &str| folder.path().join(name);

@@ -1,4 +1,4 @@
-//! The binary as its users see it: its output, its answers, its exit code.
+//! The binary's output, answers and exit codes.
 
 use crate::up::{Up, tandem};
 use std::{
@@ -22,17 +22,17 @@ fn sim(args: &[&str]) -> Up {
     Up::start(&[&["--engine", "sim"], args].concat(), Stdio::piped())
 }
 
-/// An answer of which the first event has come.
+/// Sends a request and returns its answer after the first event.
 fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
-    let mut answer = up.ask(CHAT, body).expect("the frontend listens");
+    let mut answer = up.send(CHAT, body).expect("the frontend listens");
     let mut head = String::new();
     while !head.contains("data:") {
-        assert_ne!(answer.read_line(&mut head).expect("text"), 0, "no event came: {head}");
+        assert_ne!(answer.read_line(&mut head).expect("text"), 0, "the answer ended without an event: {head}");
     }
     answer
 }
 
-const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"on and on"}]}"#;
+const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"a long story"}]}"#;
 
 #[test]
 fn printed_request_works_and_shutdown_is_clean() {
@@ -57,7 +57,7 @@ fn drain_finishes_running_answers() {
     up.signal("-TERM");
     let mut rest = String::new();
     answer.read_to_string(&mut rest).expect("text");
-    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer was cut off");
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer is incomplete");
     assert_eq!(up.wait().0.code(), Some(0));
 }
 
@@ -72,7 +72,7 @@ fn second_signal_ends_the_grace_period() {
             // The process has received the first signal when it refuses new requests.
             let refused = || {
                 let mut answer = String::new();
-                let read = up.ask(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
+                let read = up.send(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
                 read.is_err() || answer.is_empty() || answer.contains("503")
             };
             while !refused() {
@@ -156,7 +156,7 @@ fn print_config_prints_effective_settings() {
     assert!(printed.contains("block-size = 32") && printed.contains("engine = \"sim\""), "{printed}");
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("tandem.toml");
-    std::fs::write(&file, &printed).expect("ours");
+    std::fs::write(&file, &printed).expect("the folder is writable");
     let from_file = ["up", "--config", file.to_str().expect("text"), "--print-config"];
     let again = ended(&from_file);
     assert_eq!(text(&again.stdout), printed);
@@ -172,11 +172,11 @@ fn print_config_prints_effective_settings() {
 fn model_fetch_prints_the_path_last() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("Tiny.Q4_0.gguf");
-    std::fs::write(&file, b"GGUF").expect("ours");
+    std::fs::write(&file, b"GGUF").expect("the folder is writable");
     let models = dir.path().to_str().expect("text");
     let output = ended(&["model", "fetch", file.to_str().expect("text"), "--models-dir", models]);
     assert_eq!(text(&output.stdout).lines().last(), file.to_str());
-    // What `printf GGUF | sha256sum` prints.
+    // The hash is the output of `printf GGUF | sha256sum`.
     let revision = "revision b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
     assert_eq!(text(&output.stdout).lines().next(), Some(revision));
     let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);
@@ -188,7 +188,7 @@ fn audit_writes_its_result_with_and_without_findings() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, text).expect("ours");
+        std::fs::write(&path, text).expect("the folder is writable");
         path.to_str().expect("text").to_owned()
     };
     let (nothing, result) = (file("nothing", ""), folder.path().join("result"));

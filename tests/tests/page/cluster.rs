@@ -1,4 +1,4 @@
-//! A cluster of simulated workers with any names, which the command line would not allow.
+//! A cluster of simulated workers whose names may be any text, which the command line would not allow.
 
 use anyhow::Result;
 use std::time::Duration;
@@ -17,9 +17,9 @@ use tokio::net::TcpListener;
 
 /// Limit on prompt tokens of a step.
 pub const CHUNK_BUDGET: u32 = 64;
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The parts of a cluster, as tasks. Dropping it stops them.
+/// The services of a cluster, as tasks. Dropping it stops them.
 pub struct Parts {
     metrics: Metrics,
     shutdown: Shutdown,
@@ -31,7 +31,7 @@ fn sim() -> SimSettings {
 }
 
 impl Parts {
-    /// Starts a cluster that prefills remotely. Returns the frontend's address, too.
+    /// Starts a cluster that prefills remotely. Also returns the frontend's address.
     pub async fn start(model: &str, prefill: &[&str], decode: &[&str]) -> Result<(Self, std::net::SocketAddr)> {
         let parts = Self { metrics: Metrics::default(), shutdown: Shutdown::default(), model: model.to_owned() };
         let mut workers = Vec::new();
@@ -60,13 +60,13 @@ impl Parts {
             prefix_caching: true,
             hash_key: tandem_kv::HashKey::NONE,
             max_buffered_events: 1_024,
-            step_max: SOON,
+            step_max: TIMEOUT,
         };
         EngineHandle::start(Box::new(SimEngine::new(sim()).in_real_time()), settings)
     }
 
-    fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
-        self.shutdown.track(async move { part.await.expect("a part runs until it is stopped") });
+    fn run<E: std::error::Error + 'static>(&self, service: impl Future<Output = Result<(), E>> + Send + 'static) {
+        self.shutdown.track(async move { service.await.expect("a service runs until it is stopped") });
     }
 
     async fn prefill_worker(&self, name: &str) -> Result<String> {
@@ -79,7 +79,7 @@ impl Parts {
                 revision: "sim".to_owned(),
                 ..Default::default()
             },
-            ticket_wait: SOON,
+            ticket_wait: TIMEOUT,
             transfer_mode: TransferMode::Simulated { block: sim().block_transfer() },
         };
         self.run(tandem_prefill_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
@@ -98,7 +98,7 @@ impl Parts {
             },
             advertise: None,
             remote_waiting_max: 64,
-            receive_timeout: SOON,
+            receive_timeout: TIMEOUT,
             transfer_mode: TransferMode::Tcp,
         };
         self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
