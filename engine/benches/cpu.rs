@@ -3,7 +3,7 @@
 //!
 //! With `--stdin` each line of the input names a workload, of which one round is run; the answer is its seconds. The first line of the
 //! output names the instruction set. `bench/cpu.sh` uses this to alternate between this engine and llama.cpp.
-#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{error::Error, fmt, io, ops::Range, path::PathBuf, str::FromStr, time::Instant};
 use tandem_engine::{

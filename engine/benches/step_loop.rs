@@ -6,7 +6,7 @@
 //!
 //! It is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a vocabulary of
 //! SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.
-#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
     sync::mpsc,

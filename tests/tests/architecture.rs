@@ -22,7 +22,7 @@ const ALLOWED: [(&str, &[&str]); 11] = [
 const LINES_MAX: usize = 500;
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate lies in the workspace").to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
 }
 
 /// Returns every crate of the workspace with its dependencies, by package name.
@@ -162,7 +162,7 @@ fn files_are_short_and_do_not_print() {
     assert!(files.len() > 50, "the workspace was not read");
     let mut found = Vec::new();
     for file in files {
-        let name = file.strip_prefix(&root).expect("it is below the root").to_string_lossy().replace('\\', "/");
+        let name = file.strip_prefix(&root).expect("the file is below the root").to_string_lossy().replace('\\', "/");
         let text = std::fs::read_to_string(&file).expect("source files are UTF-8");
         found.extend(broken_rules(&name, &text));
     }

@@ -175,7 +175,7 @@ async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
     let request =
         |messages: &serde_json::Value| json!({ "model": cluster.model_id(), "messages": messages, "max_tokens": 200, "seed": 1 });
     let first = client.answer(Endpoint::Chat.path(), &request(&messages)).await?;
-    let turns = messages.as_array_mut().expect("it is a list");
+    let turns = messages.as_array_mut().expect("the messages are a list");
     turns.push(json!({ "role": "assistant", "content": first.text(0) }));
     turns.push(json!({ "role": "user", "content": "And then?" }));
     cluster.settle_events().await?;

@@ -243,7 +243,7 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
 /// At most 0.876 of all tokens can be cached, because the first question about each document must compute it. `--nocapture` shows the
 /// figures.
 #[test]
-#[expect(clippy::print_stdout, reason = "it prints figures")]
+#[expect(clippy::print_stdout, reason = "the test prints measurements")]
 fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(run_documents(seed))?;

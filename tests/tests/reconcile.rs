@@ -102,8 +102,8 @@ async fn disconnect_clients(cluster: &TestCluster, client: &Client, clients: u64
             anyhow::Ok(())
         });
     }
-    while let Some(left) = clients_running.join_next().await {
-        left??;
+    while let Some(ended) = clients_running.join_next().await {
+        ended??;
     }
     Ok((scheduled, uncertain))
 }

@@ -188,12 +188,12 @@ async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again()
     let settings = EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[server.address()]) };
     let mut watcher = Watcher::start(&settings);
     let stays = Registered::start(&settings, Role::DecodeWorker, "stays:1");
-    let mut dies = tokio::task::JoinSet::new();
+    let mut killed = tokio::task::JoinSet::new();
     let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
     let own = settings.clone();
-    dies.spawn(async move { register(own, record(Role::DecodeWorker, "dies:1"), &metrics, &shutdown).await });
-    watcher.expect_members(&["dies:1", "stays:1"]).await;
-    dies.shutdown().await;
+    killed.spawn(async move { register(own, record(Role::DecodeWorker, "killed:1"), &metrics, &shutdown).await });
+    watcher.expect_members(&["killed:1", "stays:1"]).await;
+    killed.shutdown().await;
     watcher.expect_members(&["stays:1"]).await;
     let again = "tandem_discovery_reregistrations_total";
     assert_eq!(value(&stays.metrics, again), Some(0.0), "the lease was kept alive, so the process did not register again");

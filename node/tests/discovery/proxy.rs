@@ -26,7 +26,7 @@ pub struct Proxy {
 impl Proxy {
     pub async fn to(server: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound").to_string();
+        let address = listener.local_addr().expect("the listener is bound").to_string();
         let (state, _) = watch::channel(State::default());
         let (server, shared, mut task) = (server.to_owned(), state.clone(), JoinSet::new());
         task.spawn(async move {

@@ -86,7 +86,7 @@ async fn events_of_an_instance_arrive_in_order_in_bounded_messages() {
     let server = Server::nats(&[]);
     let settings = settings(&server);
     let (worker, router) = (connected(&settings).await, connected(&settings).await);
-    let mut published = router.subscribe("i").await.expect("it is connected");
+    let mut published = router.subscribe("i").await.expect("the broker is connected");
     subscribed(&worker, &mut published).await;
     drained(&worker, &mut published).await;
 
@@ -131,21 +131,21 @@ async fn messages_without_a_valid_signature_are_dropped_and_counted() {
     for broker in [&worker, &router, &keyless, &stranger] {
         timeout(TIMEOUT, broker.until(true)).await.expect("NATS is connected");
     }
-    let mut published = router.subscribe("i").await.expect("it is connected");
+    let mut published = router.subscribe("i").await.expect("the broker is connected");
     subscribed(&worker, &mut published).await;
     let forged = event_batch("i", &batch(vec![event(666, 1)]), 0);
     keyless.publish(forged.clone()).await;
     stranger.publish(forged).await;
     // A message that is signed for another instance.
     let raw = async_nats::connect(server.address()).await.expect("NATS is connected");
-    let mut others = raw.subscribe("tandem.c.kv.j").await.expect("it is connected");
+    let mut others = raw.subscribe("tandem.c.kv.j").await.expect("the broker is connected");
     let replayed = loop {
         worker.publish(event_batch("j", &batch(vec![event(666, 1)]), 0)).await;
         if let Ok(Some(message)) = timeout(Duration::from_millis(50), others.next()).await {
             break message.payload;
         }
     };
-    raw.publish("tandem.c.kv.i", replayed).await.expect("it is connected");
+    raw.publish("tandem.c.kv.i", replayed).await.expect("the broker is connected");
     while value(&metrics, "tandem_events_nats_forged_total") != Some(3.0) {
         worker.publish(event_batch("i", &batch(vec![event(2, 1)]), 0)).await;
         assert!(next(&mut published).await.last_event_id <= 2, "only the worker's own messages are received");
@@ -178,7 +178,7 @@ async fn slow_subscriber_detects_gap() {
     let settings = NatsSettings { pending_max: 8, ..settings(&server) };
     let (worker, (router, metrics)) = (connected(&settings).await, open(&settings).await);
     router.until(true).await;
-    let mut published = router.subscribe("i").await.expect("it is connected");
+    let mut published = router.subscribe("i").await.expect("the broker is connected");
     subscribed(&worker, &mut published).await;
     for id in 100..200 {
         worker.publish(event_batch("i", &batch(vec![event(id, 100)]), 0)).await;

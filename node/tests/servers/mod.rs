@@ -130,14 +130,14 @@ impl Server {
     /// Kills the process.
     pub fn kill(&mut self) {
         let Some(mut process) = self.process.take() else { return };
-        process.kill().expect("it is our child");
-        process.wait().expect("it is our child");
+        process.kill().expect("the process is a child of this one");
+        process.wait().expect("the process is a child of this one");
     }
 
     /// Deletes the data of a server that does not run.
     pub fn lose_data(&self) {
         assert!(self.process.is_none(), "the server must not run");
-        fs::remove_dir_all(self.data()).expect("it has data");
+        fs::remove_dir_all(self.data()).expect("the data exist");
     }
 }
 

@@ -27,9 +27,9 @@ struct Fault {
 
 /// The signal that the victim receives.
 enum Signal {
-    /// SIGKILL.
+    /// Kills the process with SIGKILL.
     Kill,
-    /// SIGSTOP, and SIGCONT after this time.
+    /// Stops the process with SIGSTOP, and continues it with SIGCONT after this time.
     Stop(Duration),
 }
 

@@ -48,7 +48,7 @@ const TICKS: f64 = 100.0;
 
 /// Returns the CPU time of a process since its start, in seconds.
 fn cpu_seconds(process: &Up) -> f64 {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("it runs");
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("the process runs");
     // The name, which may contain any character, is followed by the state, ten other numbers, and the times.
     let numbers = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("Linux writes them");
     numbers.map(|ticks| ticks.parse::<f64>().expect("a number")).sum::<f64>() / TICKS
@@ -137,7 +137,7 @@ fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metr
     for number in 0..WORKERS {
         let worker = Worker::new(number, key);
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
-        let record = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
+        let record = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("the listener is bound").to_string());
         let (etcd, metrics, own_shutdown) = (etcd.clone(), metrics.clone(), shutdown.clone());
         let _entered = runtime.enter();
         let server = channel::server().add_service(ControlServer::new(worker));

@@ -103,9 +103,9 @@ impl Usage {
         for histogram in ["request_prompt_tokens", "request_completion_tokens", "request_cached_ratio"] {
             assert_eq!(sum(&format!("{histogram}_count")), counted.prompts, "{histogram}");
         }
-        let left: u64 = counted.requests.iter().filter(|([_, _, code], _)| code == "499").map(|(_, count)| count).sum();
-        assert_eq!(sum("cancelled_total"), left);
-        assert_eq!(sum("request_duration_seconds_count"), counted.requests.values().sum::<u64>() - left);
+        let disconnected: u64 = counted.requests.iter().filter(|([_, _, code], _)| code == "499").map(|(_, count)| count).sum();
+        assert_eq!(sum("cancelled_total"), disconnected);
+        assert_eq!(sum("request_duration_seconds_count"), counted.requests.values().sum::<u64>() - disconnected);
         counted
     }
 }

@@ -24,7 +24,7 @@ const RETRIED: &str = "tandem_frontend_attempts_failed_total";
 
 /// Returns a process's resident memory in KiB.
 pub fn resident(process: &Up) -> f64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("it runs");
+    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number")
 }
@@ -201,7 +201,7 @@ impl Rig {
 
     /// Returns a running process.
     pub fn process(&self, name: &str) -> &Up {
-        self.members[name].process.as_ref().expect("it runs")
+        self.members[name].process.as_ref().expect("the process runs")
     }
 
     fn of_role(&self, role: &'static str) -> impl Iterator<Item = &Up> {
@@ -229,7 +229,7 @@ impl Rig {
                 *self.ended_counts.entry(counter).or_default() += series(self.process(name), counter);
             }
         }
-        self.members.get_mut(name).expect("a process of the rig").process.take().expect("it runs")
+        self.members.get_mut(name).expect("a process of the rig").process.take().expect("the process runs")
     }
 
     /// Sends all requests to the first frontend at the same time.
@@ -237,8 +237,8 @@ impl Rig {
         let mut pending = JoinSet::new();
         for (number, request) in requests.iter().cloned().enumerate() {
             let client = self.clients[0].clone();
-            let asked = async move { (number, client.answer(Endpoint::Chat.path(), &request).await) };
-            pending.spawn_on(asked, self.plan.runtime.handle());
+            let request = async move { (number, client.answer(Endpoint::Chat.path(), &request).await) };
+            pending.spawn_on(request, self.plan.runtime.handle());
         }
         PendingAnswers(pending)
     }

@@ -42,7 +42,7 @@ impl Hub {
     fn run(self) -> (Machine, Arc<Self>) {
         let hub = Arc::new(self);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = format!("http://{}", listener.local_addr().expect("bound"));
+        let address = format!("http://{}", listener.local_addr().expect("the listener is bound"));
         let (serving, at) = (Arc::clone(&hub), address.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -66,9 +66,10 @@ impl Hub {
         let large = file.ends_with(".gguf") || file.ends_with(".safetensors");
         let blob =
             if large { revision::git_blob_sha1(0, &b""[..]) } else { revision::git_blob_sha1(content.len() as u64, content) };
-        listed["blobId"] = blob.expect("memory").into();
+        listed["blobId"] = blob.expect("reading from memory does not fail").into();
         if large {
-            listed["lfs"] = serde_json::json!({ "sha256": revision::sha256(content, |_| {}).expect("memory") });
+            listed["lfs"] =
+                serde_json::json!({ "sha256": revision::sha256(content, |_| {}).expect("reading from memory does not fail") });
         }
         listed
     }

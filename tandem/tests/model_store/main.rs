@@ -116,7 +116,7 @@ fn path_must_name_one_model() {
     fs::write(dir.join("model.safetensors"), b"").expect("the folder is writable");
     assert!(matches!(at(&dir), Err(ModelError::Safetensors(_))));
     fs::write(dir.join("config.json"), b"{}").expect("the folder is writable");
-    let directory = at(&dir).expect("it has both");
+    let directory = at(&dir).expect("the folder has both files");
     assert_eq!((directory.id.as_str(), directory.path == dir, directory.bytes), ("My-Model", true, 2));
     fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("the folder is writable");
     assert_eq!(at(&dir).expect("its only GGUF").id, "My-Model");
@@ -137,6 +137,6 @@ fn revision_depends_on_every_byte() {
     let mut model = gguf(100_000);
     let original = revision(&model);
     assert_eq!(original.len(), 64);
-    *model.last_mut().expect("it has bytes") ^= 1;
+    *model.last_mut().expect("the model has bytes") ^= 1;
     assert_ne!(revision(&model), original, "the last weight");
 }

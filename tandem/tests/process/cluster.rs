@@ -70,7 +70,7 @@ impl Plan {
         // The runtime's thread also closes used connections while no call runs.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
         let (folder, routers) = (tempfile::tempdir().expect("a folder"), (0..count).map(|_| address()).collect());
-        let key = ClusterKey::new(SECRET.as_bytes()).expect("it is long enough");
+        let key = ClusterKey::new(SECRET.as_bytes()).expect("the secret is long enough");
         let plan = Self { folder, routers, key, runtime };
         plan.secret("key", SECRET);
         plan.list(&[]);
@@ -86,7 +86,7 @@ impl Plan {
     pub fn secret(&self, name: &str, secret: &str) {
         let path = self.file(name);
         fs::write(&path, secret).expect("a temporary file");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("ours");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("the folder is writable");
     }
 
     /// Writes the list of workers that the router reads.
@@ -154,8 +154,8 @@ impl Plan {
     pub fn view_of(&self, number: usize) -> WorkersReply {
         let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("an address");
         let network = Network::tcp(self.key.clone());
-        let asked = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
-        self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)
+        let reply = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
+        self.runtime.block_on(reply).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }
 
     /// Waits until exactly these workers have joined.

@@ -111,7 +111,7 @@ fn ready_reports_readiness_by_its_exit_code() {
 #[test]
 fn port_in_use_is_reported_in_one_line() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let address = taken.local_addr().expect("bound").to_string();
+    let address = taken.local_addr().expect("the listener is bound").to_string();
     let output = ended(&["up", "--engine", "sim", "--log", "error", "--listen", &address]);
     assert_eq!(output.status.code(), Some(1));
     let errors = text(&output.stderr);
@@ -150,7 +150,8 @@ fn mistakes_are_reported_in_one_line_and_by_the_exit_code() {
 
 #[test]
 fn print_config_prints_effective_settings() {
-    let output = tandem(&["up", "--engine", "sim", "--print-config"]).env("TANDEM_BLOCK_SIZE", "32").output().expect("runs");
+    let output =
+        tandem(&["up", "--engine", "sim", "--print-config"]).env("TANDEM_BLOCK_SIZE", "32").output().expect("the binary runs");
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0));
     assert!(printed.contains("block-size = 32") && printed.contains("engine = \"sim\""), "{printed}");
@@ -160,7 +161,7 @@ fn print_config_prints_effective_settings() {
     let from_file = ["up", "--config", file.to_str().expect("text"), "--print-config"];
     let again = ended(&from_file);
     assert_eq!(text(&again.stdout), printed);
-    let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("runs");
+    let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("the binary runs");
     assert!(
         text(&overridden.stdout).contains("block-size = 64"),
         "the environment overrides the file: {}",
@@ -200,9 +201,9 @@ fn audit_writes_its_result_with_and_without_findings() {
     for (client, code) in [(&client, 1), (&nothing, 0)] {
         let output = audit(client, path);
         let found = text(&output.stdout).lines().count() as u64 - 1;
-        let left = tandem_frontend::AuditResult::read(&result).expect("it was written");
-        assert_eq!((output.status.code(), left.findings, left.answers), (Some(code), found, code as u64), "{output:?}");
-        assert!(left.checked_unix_s > 1_700_000_000);
+        let written = tandem_frontend::AuditResult::read(&result).expect("the result was written");
+        assert_eq!((output.status.code(), written.findings, written.answers), (Some(code), found, code as u64), "{output:?}");
+        assert!(written.checked_unix_s > 1_700_000_000);
     }
     let output = audit(&nothing, "/nowhere/result");
     assert_eq!(output.status.code(), Some(1));

@@ -105,12 +105,12 @@ fn times(answers: &[Answer]) -> Vec<Duration> {
 fn send_question(frontend: &Up, about: &str) -> Answer {
     let body = chat(&format!("{about} {}", "and so on ".repeat(PROMPT / 10)), 4, true).replacen('{', r#"{"seed":7,"#, 1);
     let sent_at = Instant::now();
-    let mut stream = TcpStream::connect(frontend.address()).expect("it listens");
+    let mut stream = TcpStream::connect(frontend.address()).expect("the server listens");
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", frontend.address());
     let head = format!("{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-    stream.write_all(head.as_bytes()).expect("it reads");
+    stream.write_all(head.as_bytes()).expect("the process reads");
     let mut first = [0];
-    stream.read_exact(&mut first).expect("it answers");
+    stream.read_exact(&mut first).expect("the frontend answers");
     let first_token = sent_at.elapsed();
     let mut answer = String::from_utf8(first.to_vec()).expect("text");
     stream.read_to_string(&mut answer).expect("text");
@@ -239,8 +239,8 @@ impl LivenessProbe {
             while !stopped.load(Ordering::Relaxed) {
                 let sent_at = Instant::now();
                 let mut answer = String::new();
-                let mut stream = TcpStream::connect(&address).expect("it listens");
-                write!(stream, "GET /live HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("it reads");
+                let mut stream = TcpStream::connect(&address).expect("the server listens");
+                write!(stream, "GET /live HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("the process reads");
                 stream.read_to_string(&mut answer).expect("text");
                 assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
                 times.push(sent_at.elapsed());
@@ -259,7 +259,7 @@ impl LivenessProbe {
 
 /// Returns the peak resident memory of a process in MB.
 fn resident_max_mb(process: &Up) -> f64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("it runs");
+    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("Linux reports the peak");
     let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("a number");
     kib * 1_024.0 / 1e6

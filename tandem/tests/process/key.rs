@@ -102,7 +102,7 @@ fn reachable_process_warns_without_a_key_and_with_a_readable_one() {
     let path = key.to_str().expect("text");
     let _keyed = router("keyed", [0, 0, 0, 0], &["--cluster-key-file", path]);
     assert!(!plan.log("keyed").contains("WARN"), "{}", plan.log("keyed"));
-    fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("ours");
+    fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("the folder is writable");
     let _readable = router("readable", [0, 0, 0, 0], &["--cluster-key-file", path]);
     assert!(warned("readable", "can read the cluster key"));
 }

@@ -98,8 +98,8 @@ fn promtool(page: &str) -> String {
     command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process =
         command.spawn().expect("promtool is missing: apt-get install prometheus, or leave it out: -- --skip a_real_");
-    process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("it reads");
-    let output = process.wait_with_output().expect("it ends");
+    process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("the process reads");
+    let output = process.wait_with_output().expect("the process ends");
     let printed = [output.stdout, output.stderr].concat();
     if output.status.success() { String::new() } else { String::from_utf8_lossy(&printed).into_owned() }
 }

@@ -27,11 +27,11 @@ const RATIO_MAX: f64 = 1.03;
 fn cpu_ms(process: &Up) -> [f64; 2] {
     const TICK_MS: f64 = 10.0;
     let proc = format!("/proc/{}", process.id());
-    let stat = fs::read_to_string(format!("{proc}/stat")).expect("it runs");
+    let stat = fs::read_to_string(format!("{proc}/stat")).expect("the process runs");
     let user: f64 =
         stat.rsplit(')').next().and_then(|rest| rest.split(' ').nth(12)).and_then(|ticks| ticks.parse().ok()).expect("ticks");
     let tasks = fs::read_dir(format!("{proc}/task"))
-        .expect("it runs")
+        .expect("the process runs")
         .filter_map(|task| fs::read_to_string(task.ok()?.path().join("schedstat")).ok());
     let all: f64 = tasks.filter_map(|task| task.split(' ').next()?.parse::<f64>().ok()).sum();
     [user * TICK_MS, all / 1e6]

@@ -54,7 +54,7 @@ impl Control for FromTheFuture {
 /// Serves a worker of a future version until the runtime is dropped.
 fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
-    let address = listener.local_addr().expect("bound");
+    let address = listener.local_addr().expect("the listener is bound");
     let server =
         channel::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
     runtime.spawn(async move { server.serve_with_incoming(channel::incoming(listener)).await });
@@ -138,7 +138,7 @@ fn failed_start_advises_the_operator() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let taken = taken.local_addr().expect("bound").to_string();
+    let taken = taken.local_addr().expect("the listener is bound").to_string();
     for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),

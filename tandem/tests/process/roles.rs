@@ -38,7 +38,7 @@ fn roles_start_in_any_order() {
         for (_, process) in &parts {
             ready(process);
         }
-        let frontend = &parts.iter().find(|(part, _)| *part == 'f').expect("it was started").1;
+        let frontend = &parts.iter().find(|(part, _)| *part == 'f').expect("the process was started").1;
         let long = prompt(order);
         assert_eq!(chat(frontend, &long).1, 0);
         until("the prompt is found in the cache", || chat(frontend, &long).1, |cached| *cached > 400);
@@ -80,7 +80,7 @@ fn restarted_worker_joins_as_a_new_instance() {
     let prefill = plan.worker("prefill", "p", at, &[]);
     let instance = |view: tandem_proto::v1::WorkersReply| {
         let worker = view.workers.into_iter().flat_map(|worker| worker.info).find(|info| info.worker_id == "p");
-        worker.expect("it has joined").instance_id
+        worker.expect("the worker has joined").instance_id
     };
     let first = instance(plan.joined(&["d", "p"]));
     ready(&frontend);

@@ -43,7 +43,7 @@ impl Cluster {
     }
 
     fn router(&self, number: usize) -> &Up {
-        self.routers[number].as_ref().expect("it runs")
+        self.routers[number].as_ref().expect("the process runs")
     }
 
     fn assert_no_bookings(&self) {
@@ -100,7 +100,7 @@ fn killed_router_loses_no_answer() {
         let synced =
             |views: &[tandem_proto::v1::WorkersReply; 2]| views.iter().all(|view| view.bookings > 0 && view.peer_bookings > 0);
         until("both routers have bookings and those of the other", || both(cluster), synced);
-        let router = cluster.routers[0].take().expect("it runs");
+        let router = cluster.routers[0].take().expect("the process runs");
         router.signal("-KILL");
         router.wait();
         until(
@@ -122,7 +122,7 @@ fn rolling_restart_of_routers_loses_no_answer() {
     let mut cluster = Cluster::start(2, &[]);
     under_load(&mut cluster, 12, |cluster| {
         for number in 0..2 {
-            let router = cluster.routers[number].take().expect("it runs");
+            let router = cluster.routers[number].take().expect("the process runs");
             let started = tokio::time::Instant::now();
             router.signal("-TERM");
             assert_eq!(router.wait().0.code(), Some(0));

@@ -62,9 +62,10 @@ pub fn streamed_chat(frontend: &Up, text: &str, max_tokens: u32) {
 
 /// Sends a chat with headers; returns the answer and the request's id.
 pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
-    let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("it listens"), body.to_string());
+    let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("the server listens"), body.to_string());
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
-    write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
+    write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+        .expect("the process reads");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("text");
     let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has an id").to_owned();

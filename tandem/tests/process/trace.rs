@@ -27,7 +27,7 @@ pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 #[tonic::async_trait]
 impl TraceService for Collector {
     async fn export(&self, request: Request<ExportTraceServiceRequest>) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut received = self.0.lock().expect("not poisoned");
+        let mut received = self.0.lock().expect("no holder panics");
         for service_spans in request.into_inner().resource_spans {
             let resource = service_spans.resource.expect("a resource").attributes;
             let service = text(&resource, "service.name");
@@ -48,7 +48,7 @@ impl Collector {
     }
 
     pub fn spans(&self) -> Vec<(String, Span)> {
-        self.0.lock().expect("not poisoned").clone()
+        self.0.lock().expect("no holder panics").clone()
     }
 }
 
@@ -134,7 +134,7 @@ fn trace_is_one_tree_across_processes_without_text() {
     let frontend = &processes[0];
     ready(frontend);
 
-    let mut asked = BTreeMap::new();
+    let mut answers = BTreeMap::new();
     for number in 0..6 {
         let prompt = format!("{SECRET} {number}: {}", "a prompt of some blocks ".repeat(8));
         let body = json!({
@@ -148,11 +148,11 @@ fn trace_is_one_tree_across_processes_without_text() {
         let headers =
             if number == 0 { format!("traceparent: 00-{CALLERS_TRACE}-b7ad6b7169203331-01\r\n") } else { String::new() };
         let (answer, id) = post_chat(frontend, &headers, &body);
-        asked.insert(format!("chatcmpl-{id}"), (answer, 10 + number));
+        answers.insert(format!("chatcmpl-{id}"), (answer, 10 + number));
     }
     let unsampled = "traceparent: 00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00\r\n";
     post_chat(frontend, unsampled, &json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 }));
-    until("all spans have arrived", || collector.spans().len(), |spans| *spans >= 5 * asked.len());
+    until("all spans have arrived", || collector.spans().len(), |spans| *spans >= 5 * answers.len());
     for process in processes {
         process.signal("-TERM");
         assert_eq!(process.wait().0.code(), Some(0), "the process sends its remaining spans before it ends");
@@ -163,7 +163,7 @@ fn trace_is_one_tree_across_processes_without_text() {
     for span in &spans {
         traces.entry(span.1.trace_id.clone()).or_default().push(span);
     }
-    assert_eq!(traces.len(), asked.len(), "there is one trace for each request: {spans:#?}");
+    assert_eq!(traces.len(), answers.len(), "there is one trace for each request: {spans:#?}");
     let edges = [
         ("tandem-frontend", "", "chat sim"),
         ("tandem-router", "chat sim", "route"),
@@ -176,7 +176,7 @@ fn trace_is_one_tree_across_processes_without_text() {
         assert_eq!((tree(trace), trace.len()), (edges.clone(), edges.len()));
         let of = |name: &str| &trace.iter().find(|(_, span)| span.name == name).expect("the tree has the span").1;
         let (root, prefill) = (of("chat sim"), of("prefill"));
-        let (answer, completion) = &asked[&text(&root.attributes, "gen_ai.response.id")];
+        let (answer, completion) = &answers[&text(&root.attributes, "gen_ai.response.id")];
         let usage = |key: &str| {
             let number = answer.rsplit(&format!("\"{key}\":")).next().and_then(|rest| rest.split([',', '}']).next());
             number.and_then(|number| number.parse::<i64>().ok()).expect("the usage has the number")
@@ -220,7 +220,7 @@ fn unresponsive_collector_delays_no_request() {
     // One collector accepts connections and never answers; the other one does not exist.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
     let closed = address();
-    for collector in [silent.local_addr().expect("bound"), closed] {
+    for collector in [silent.local_addr().expect("the listener is bound"), closed] {
         let plan = Plan::new();
         let (endpoint, workers) = (format!("http://{collector}"), [address(), address()]);
         plan.list(&workers);

@@ -49,8 +49,9 @@ impl Up {
     /// Sends a GET request and returns the complete answer with its head.
     pub fn get(&self, path: &str) -> String {
         let mut answer = String::new();
-        let mut stream = TcpStream::connect(self.address()).expect("it listens");
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.address()).expect("it reads");
+        let mut stream = TcpStream::connect(self.address()).expect("the server listens");
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.address())
+            .expect("the process reads");
         stream.read_to_string(&mut answer).expect("text");
         answer
     }
@@ -66,7 +67,7 @@ impl Up {
 
     /// Waits for the end. Returns the exit status, and the text on stderr if that is a pipe.
     pub fn wait(mut self) -> (ExitStatus, String) {
-        let status = self.process.wait().expect("it is our child");
+        let status = self.process.wait().expect("the process is a child of this one");
         let mut rest = String::new();
         self.stdout.read_to_string(&mut rest).expect("text");
         let mut errors = String::new();

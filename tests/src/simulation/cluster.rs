@@ -75,7 +75,7 @@ struct Process {
 
 impl SimulatedCluster {
     pub(super) fn new(plan: &Plan, ledger: &Path, random: &mut Random, log: Log) -> Result<Self> {
-        let key = ClusterKey::new(SECRET).expect("it is long enough");
+        let key = ClusterKey::new(SECRET).expect("the secret is long enough");
         let engine = EngineSettings { hash_key: key.hash_key(), ..plan.engine };
         let network = SimulatedNetwork::new(random.fork(), key, log.clone());
         let host = |(role, number): (Role, usize)| {

@@ -154,8 +154,8 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
         answered += 1;
     }
     assert_eq!(answered, 60);
-    let left = rows.as_object().into_iter().flatten().filter(|(_, row)| row["status"] == "client disconnected").count();
-    assert_eq!(left, 1);
+    let disconnected = rows.as_object().into_iter().flatten().filter(|(_, row)| row["status"] == "client disconnected").count();
+    assert_eq!(disconnected, 1);
     Ok(())
 }
 
@@ -178,7 +178,7 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
         ensure!(visited.iter().any(|at| at == stop), "Tab does not lead to {stop}: {visited:?}");
     }
     let outlined = browser.value("getComputedStyle(document.activeElement).outlineStyle").await?;
-    ensure!(outlined == "solid", "one sees where the focus is: {outlined}");
+    ensure!(outlined == "solid", "the focused element has an outline: {outlined}");
     browser.press("Enter").await?;
     browser.until("document.getElementById('request').open").await?;
     assert_eq!(browser.value("document.getElementById('request-title').textContent").await?, format!("Request {request}"));

@@ -197,7 +197,7 @@ async fn failure_names_the_restarted_instance() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let wrong = (FailureReason::WrongInstance, "before".to_owned());
     let mut request = cluster.remote(prompt(1, 50), 1);
-    request.prefill.as_mut().expect("set").instance_id = "before".to_owned();
+    request.prefill.as_mut().expect("the field is set").instance_id = "before".to_owned();
     assert_eq!(cluster.failure(request).await, wrong);
     let mut request = cluster.local(prompt(1, 50), 1);
     request.instance_id = "before".to_owned();
@@ -263,7 +263,8 @@ async fn protocol_violations_are_errors() {
 #[tokio::test]
 async fn prefill_ends_when_the_decode_worker_refuses_or_is_lost() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").to_string();
+    let closed =
+        std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("the listener is bound").to_string();
     for address in [cluster.decode.address.clone(), closed] {
         let mut decode_worker = FakeDecodeWorker::start(&cluster, prompt(1, 50)).await;
         decode_worker.scheduled().await;

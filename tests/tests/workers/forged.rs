@@ -197,10 +197,10 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let workers = prefill.chain([&cluster.decode.address]).cloned().collect();
     let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, ..Default::default() };
     let routing = tandem_router::run(router, settings, metrics.clone(), shutdown.clone());
-    shutdown.track(async move { routing.await.expect("it runs until it is stopped") });
+    shutdown.track(async move { routing.await.expect("the service runs until it is stopped") });
     let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router_at.to_string(), ServedModel::sim("sim")) };
     let serving = tandem_frontend::run(frontend, settings, metrics.clone(), shutdown.clone());
-    shutdown.track(async move { serving.await.expect("it runs until it is stopped") });
+    shutdown.track(async move { serving.await.expect("the service runs until it is stopped") });
     let joined = || metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
     let all_joined = async {
         while joined() < prefill_workers + 1 {

@@ -247,7 +247,7 @@ impl Worker {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
         listener.set_nonblocking(true).expect("a socket");
-        let address = listener.local_addr().expect("bound").to_string();
+        let address = listener.local_addr().expect("the listener is bound").to_string();
         let (metrics, shutdown, (end, ended)) = (Metrics::default(), Shutdown::default(), oneshot::channel());
         let parts = (engine.clone(), metrics.clone(), shutdown.clone());
         runtime.spawn(async move {

@@ -41,7 +41,7 @@ async fn samples_equal_separate_requests_and_the_prompt_counts_once() {
     assert_eq!(three.finished.len(), 3);
     for sample in 0..3 {
         let mut one = cluster.local(prompt(1, 50), 12);
-        one.sampling.as_mut().expect("set").seed += u64::from(sample);
+        one.sampling.as_mut().expect("the field is set").seed += u64::from(sample);
         assert_eq!(cluster.answer(one).await.tokens[&0], three.tokens[&sample]);
     }
     assert_eq!(cluster.decode.metric(r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#), 200.0);
@@ -78,7 +78,7 @@ async fn stop_token_ends_a_sample_and_is_reported_but_not_output() {
     let stop = whole[5];
     let first = whole.iter().position(|token| *token == stop).expect("the token is generated");
     let mut request = cluster.local(prompt(1, 50), 12);
-    request.sampling.as_mut().expect("set").stop_token_ids = vec![stop];
+    request.sampling.as_mut().expect("the field is set").stop_token_ids = vec![stop];
     let stopped = cluster.answer(request).await;
     assert_eq!(stopped.tokens.get(&0).map_or(&[][..], Vec::as_slice), &whole[..first]);
     assert_eq!((stopped.finished[&0].reason(), stopped.finished[&0].stop_token), (FinishReason::Stop, Some(stop)));
@@ -92,7 +92,7 @@ async fn logprobs_of_tokens_and_prompt_are_sent_on_request() {
     request.prompt_logprobs = Some(2);
     let answer = cluster.answer(request).await;
     assert_eq!(answer.cached_tokens(), Some(0), "computed without cache reads");
-    let logprobs = answer.prompt_logprobs.expect("they were requested").tokens;
+    let logprobs = answer.prompt_logprobs.expect("logprobs were requested").tokens;
     assert_eq!(logprobs.iter().map(|token| token.token).collect::<Vec<_>>(), prompt(1, 50));
     assert!(logprobs[0].logprob.is_none() && logprobs[1..].iter().all(|token| token.logprob.is_some() && token.top.len() == 2));
     assert!(answer.tokens.is_empty());
@@ -164,7 +164,7 @@ async fn requests_that_can_never_run_are_refused_as_invalid() {
     samples.samples = 128;
     requests.extend([cluster.remote(prompt(1, 50), u32::MAX), cluster.remote(prompt(1, 70_000), 1), samples]);
     let mut nan = cluster.local(prompt(1, 50), 1);
-    nan.sampling.as_mut().expect("set").temperature = f32::NAN;
+    nan.sampling.as_mut().expect("the field is set").temperature = f32::NAN;
     requests.push(nan);
     for request in requests {
         assert_eq!(cluster.failure(request).await, (FailureReason::InvalidRequest, decode.clone()));

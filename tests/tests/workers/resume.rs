@@ -38,7 +38,7 @@ impl Cluster {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a free port") };
         let (router_listener, listener) = (bind().await, bind().await);
-        let address = |listener: &TcpListener| listener.local_addr().expect("bound");
+        let address = |listener: &TcpListener| listener.local_addr().expect("the listener is bound");
         let (router, frontend) = (address(&router_listener).to_string(), address(&listener));
         let workers = prefills.iter().chain(&decodes).map(|worker| worker.address.clone()).collect();
         let settings = RouterSettings { workers, prefill, ..Default::default() };
