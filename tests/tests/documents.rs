@@ -3,21 +3,17 @@
 
 use anyhow::{Context, Result};
 use serde_json::json;
-use std::collections::VecDeque;
-use std::time::Duration;
-use tandem_decode_worker::DecodeWorkerSettings;
+use std::{collections::VecDeque, time::Duration};
 use tandem_engine::{
-    EngineHandle, EngineSettings,
+    EngineHandle,
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
-use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_tests::{Client, Endpoint};
-use tandem_transfer::TransferMode;
-use tandem_worker::WorkerSettings;
-use tokio::net::TcpListener;
+use tandem_tests::{
+    Client, Endpoint,
+    services::{Services, engine_settings, worker_settings},
+};
 
 const DOCUMENTS: u32 = 40;
 const DOCUMENT_TOKENS: u32 = 1_500;
@@ -28,7 +24,6 @@ const PREFILL_WORKERS: usize = 4;
 const BLOCK_SIZE: u32 = 64;
 /// The KV of fifteen documents.
 const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
-const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not
 /// wait for bytes that are in flight through a socket.
@@ -54,121 +49,50 @@ fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
     })
 }
 
-/// The services of a cluster, as tasks of this thread.
-struct Parts {
-    metrics: Metrics,
-    shutdown: Shutdown,
+/// A cluster, whose services are tasks of this thread.
+struct Cluster {
+    services: Services,
+    client: Client,
     prefill_workers: usize,
-    prefill_capacity_tokens: u32,
 }
 
 fn sim(capacity_tokens: u32) -> SimSettings {
     SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() }
 }
 
-impl Parts {
-    async fn listener() -> Result<(TcpListener, String)> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let address = listener.local_addr()?.to_string();
-        Ok((listener, address))
-    }
-
-    fn engine(&self, capacity_tokens: u32) -> EngineHandle {
-        let sim = sim(capacity_tokens);
-        let settings = EngineSettings {
-            chunk_budget: 512,
-            batch_max: 256,
-            queue_max: 64,
-            prefix_caching: true,
-            hash_key: tandem_kv::HashKey::NONE,
-            max_buffered_events: 1_024,
-            step_max: Duration::from_secs(60),
-        };
-        let engine = SimEngine::new(sim);
-        let clock = engine.clock();
-        let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
-        self.shutdown.spawn(running);
-        engine
-    }
-
-    fn run<E: std::error::Error + 'static>(&self, service: impl Future<Output = Result<(), E>> + Send + 'static) {
-        self.shutdown.track(async move { service.await.expect("a service runs until it is stopped") });
-    }
-
-    async fn prefill_worker(&self, number: usize) -> Result<String> {
-        let (listener, address) = Self::listener().await?;
-        let settings = PrefillWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: format!("prefill-{number}"),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                ..Default::default()
-            },
-            ticket_wait: TIMEOUT,
-            transfer_mode: TransferMode::Simulated { block: sim(0).block_transfer() },
-        };
-        let engine = self.engine(self.prefill_capacity_tokens);
-        self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn decode_worker(&self) -> Result<String> {
-        let (listener, address) = Self::listener().await?;
-        let settings = DecodeWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: "decode-0".to_owned(),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                ..Default::default()
-            },
-            advertise: None,
-            remote_waiting_max: 64,
-            receive_timeout: TIMEOUT,
-            transfer_mode: TransferMode::Tcp,
-        };
-        let engine = self.engine(65_536);
-        self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn router(&self, workers: Vec<String>, seed: u64) -> Result<String> {
-        let (listener, address) = Self::listener().await?;
-        let settings =
-            RouterSettings { workers: workers.into_iter().collect(), prefill: PrefillPlace::Remote, seed, ..Default::default() };
-        self.run(tandem_router::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn frontend(&self, router: String) -> Result<Client> {
-        let (listener, address) = Self::listener().await?;
-        let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
-        self.run(tandem_frontend::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(Client::new(address.parse()?))
-    }
-
+impl Cluster {
     /// Starts all services and waits until the router knows its workers.
-    async fn start(&self, seed: u64) -> Result<Client> {
+    async fn start(prefill_workers: usize, prefill_capacity_tokens: u32, seed: u64) -> Result<Self> {
+        let services = Services::default();
+        let start_engine = |capacity_tokens| {
+            let engine = SimEngine::new(sim(capacity_tokens));
+            let clock = engine.clock();
+            let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, engine_settings(), 7);
+            services.shutdown.spawn(running);
+            engine
+        };
         let mut workers = Vec::new();
-        for number in 0..self.prefill_workers {
-            workers.push(self.prefill_worker(number).await?);
+        for number in 0..prefill_workers {
+            let (settings, engine) =
+                (worker_settings(&format!("prefill-{number}"), "sim"), start_engine(prefill_capacity_tokens));
+            workers.push(services.prefill_worker(settings, engine, &sim(0)).await?.to_string());
         }
-        workers.push(self.decode_worker().await?);
-        let client = self.frontend(self.router(workers, seed).await?).await?;
-        let joined = || self.metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
-        while joined() <= self.prefill_workers {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        Ok(client)
+        workers.push(services.decode_worker(worker_settings("decode-0", "sim"), start_engine(65_536)).await?.to_string());
+        let workers = workers.into_iter().collect();
+        let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, seed, ..Default::default() };
+        let router = services.router(settings).await?.to_string();
+        let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
+        let client = Client::new(services.frontend(settings).await?);
+        services.joined(prefill_workers + 1).await?;
+        Ok(Self { services, client, prefill_workers })
     }
 
     /// Returns the number of prompts that were placed on each prefill worker.
-    async fn placed(&self, client: &Client) -> Result<Vec<f64>> {
+    async fn placed(&self) -> Result<Vec<f64>> {
         let mut placed = Vec::new();
         for number in 0..self.prefill_workers {
             let labels = format!("worker=\"prefill-{number}\",kind=\"prefill\"");
-            placed.push(client.metric("tandem_router_placements_total", &labels).await?);
+            placed.push(self.client.metric("tandem_router_placements_total", &labels).await?);
         }
         Ok(placed)
     }
@@ -210,19 +134,13 @@ fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
 
 /// Sends all questions. Returns the fraction of cached prompt tokens, and the requests of the busiest prefill worker divided by the mean.
 async fn run_documents(seed: u64) -> Result<(f64, f64)> {
-    let parts = Parts {
-        metrics: Metrics::default(),
-        shutdown: Shutdown::default(),
-        prefill_workers: PREFILL_WORKERS,
-        prefill_capacity_tokens: PREFILL_CAPACITY_TOKENS,
-    };
-    let client = parts.start(seed).await?;
+    let cluster = Cluster::start(PREFILL_WORKERS, PREFILL_CAPACITY_TOKENS, seed).await?;
     let prompts = std::sync::Mutex::new(prompts(seed));
     let send_questions = || async {
         let (mut prompt_tokens, mut cached_tokens) = (0, 0);
         loop {
             let Some(prompt) = prompts.lock().expect("no holder panics").pop_front() else { break };
-            let (all, cached) = usage_of(&client, &prompt).await?;
+            let (all, cached) = usage_of(&cluster.client, &prompt).await?;
             prompt_tokens += all;
             cached_tokens += cached;
         }
@@ -232,11 +150,11 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     let (prompt_tokens, cached_tokens) =
         clients.iter().fold((0, 0), |sum, client_sums| (sum.0 + client_sums.0, sum.1 + client_sums.1));
 
-    let placed = parts.placed(&client).await?;
+    let placed = cluster.placed().await?;
     let placed_max = placed.iter().copied().reduce(f64::max).context("there are workers")?;
     let placed_mean = placed.iter().sum::<f64>() / PREFILL_WORKERS as f64;
     assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each prompt was placed once: {placed:?}");
-    parts.shutdown.run(Duration::ZERO).await;
+    cluster.services.shutdown.run(Duration::ZERO).await;
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
@@ -259,18 +177,16 @@ fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
 /// Sends one to five prompts of two tokens, such as health checks, and then 28 prompts of 1,000 tokens. Returns how many of the 28 each of
 /// two prefill workers receives.
 async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
-    let parts =
-        Parts { metrics: Metrics::default(), shutdown: Shutdown::default(), prefill_workers: 2, prefill_capacity_tokens: 65_536 };
-    let client = parts.start(seed).await?;
+    let cluster = Cluster::start(2, 65_536, seed).await?;
     for tiny in 0..=seed % 5 {
-        usage_of(&client, &tokens(seed * 10 + tiny, 2)).await?;
+        usage_of(&cluster.client, &tokens(seed * 10 + tiny, 2)).await?;
     }
-    let before = parts.placed(&client).await?;
+    let before = cluster.placed().await?;
     for prompt in 0..28 {
-        usage_of(&client, &tokens(10_000 + seed * 100 + prompt, 1_000)).await?;
+        usage_of(&cluster.client, &tokens(10_000 + seed * 100 + prompt, 1_000)).await?;
     }
-    let placed = parts.placed(&client).await?.iter().zip(before).map(|(after, before)| after - before).collect();
-    parts.shutdown.run(Duration::ZERO).await;
+    let placed = cluster.placed().await?.iter().zip(before).map(|(after, before)| after - before).collect();
+    cluster.services.shutdown.run(Duration::ZERO).await;
     Ok(placed)
 }
 

@@ -52,7 +52,7 @@ fn churn_of_workers_and_clients_loses_no_answer() {
 }
 
 #[test]
-fn failure_of_any_part_with_etcd_and_nats_loses_no_answer() {
+fn failure_of_any_process_with_etcd_and_nats_loses_no_answer() {
     several::run(Form::Short, |row| print_and_check(&row));
 }
 
@@ -65,7 +65,7 @@ fn run_alone() -> MutexGuard<'static, ()> {
 /// Runs the scenarios in their long form and prints the tables of docs/reliability.md.
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
-fn figures_of_workers() {
+fn faults_of_workers_lose_no_answer_in_the_long_form() {
     let _alone = run_alone();
     let mut rows: Vec<Row> = [
         faults::decode_killed,
@@ -87,7 +87,7 @@ fn figures_of_workers() {
 
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
-fn figures_with_etcd_and_nats() {
+fn faults_with_etcd_and_nats_lose_no_answer_in_the_long_form() {
     let _alone = run_alone();
     let mut rows = Vec::new();
     several::run(Form::Long, |row| rows.push(row));
@@ -97,7 +97,7 @@ fn figures_with_etcd_and_nats() {
 
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
-fn figures_of_idle_processes() {
+fn idle_processes_use_few_resources() {
     let _alone = run_alone();
     idle::cluster();
     idle::router();

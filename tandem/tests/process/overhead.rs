@@ -64,7 +64,7 @@ fn print_row(line: &str) {
 /// Prints the table of docs/bench/telemetry.md.
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
-fn figures_of_telemetry() {
+fn telemetry_costs_little_cpu_time() {
     let plan = Plan::new();
     let (collector, at) = Collector::start(&plan);
     let (endpoint, workers) = (format!("http://{at}"), [address(), address()]);

@@ -6,6 +6,7 @@ use super::{
     plan::{BLOCK_SIZE, CLIENT, Fault, HOSTS, Plan, Role},
     random::Random,
 };
+use crate::services::worker_settings;
 use anyhow::Result;
 use std::{
     collections::BTreeSet,
@@ -134,18 +135,11 @@ impl SimulatedCluster {
             engine.insert(handle).clone()
         };
         let own_shutdown = shutdown.clone();
-        let text = |text: &str| text.to_owned();
+        let worker = WorkerSettings { ledger: self.ledger.clone(), ..worker_settings(&name, "sim") };
         match role {
             Role::Prefill => {
                 let settings = PrefillWorkerSettings {
-                    worker: WorkerSettings {
-                        worker_id: text(&name),
-                        cluster: text("tandem"),
-                        model: text("sim"),
-                        revision: text("sim"),
-                        ledger: self.ledger.clone(),
-                        ..Default::default()
-                    },
+                    worker,
                     ticket_wait: TICKET_WAIT,
                     transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
@@ -154,14 +148,7 @@ impl SimulatedCluster {
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
-                    worker: WorkerSettings {
-                        worker_id: text(&name),
-                        cluster: text("tandem"),
-                        model: text("sim"),
-                        revision: text("sim"),
-                        ledger: self.ledger.clone(),
-                        ..Default::default()
-                    },
+                    worker,
                     advertise: Some(format!("{name}:1")),
                     remote_waiting_max: 64,
                     receive_timeout: RECEIVE_TIMEOUT,

@@ -2,12 +2,12 @@
 //! OpenAI's finish reasons.
 
 use super::plan::{BLOCK_SIZE, RequestSpec};
-use std::time::Duration;
+use crate::services::engine_settings;
 use tandem_engine::{
     EngineHandle, EngineSettings, Event, FinishReason, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::{HashKey, Namespace};
+use tandem_kv::Namespace;
 use tandem_model::sim::IM_END;
 
 /// The choices of an answer.
@@ -27,15 +27,7 @@ pub(super) struct Choice {
 pub(super) fn expected(spec: &RequestSpec) -> Expected {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
-    let settings = EngineSettings {
-        chunk_budget: 4_096,
-        batch_max: 8,
-        queue_max: 1,
-        prefix_caching: false,
-        hash_key: HashKey::NONE,
-        max_buffered_events: 1_024,
-        step_max: Duration::from_secs(60),
-    };
+    let settings = EngineSettings { chunk_budget: 4_096, prefix_caching: false, ..engine_settings() };
     let sim = SimSettings { block_size: BLOCK_SIZE, capacity_blocks: 128, ..SimSettings::default() };
     let generate = Generate {
         request_id: "alone".to_owned(),

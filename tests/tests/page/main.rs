@@ -7,7 +7,6 @@ mod cluster;
 
 use anyhow::{Context, Result, ensure};
 use browser::Browser;
-use cluster::Parts;
 use futures::{StreamExt, TryStreamExt};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -293,7 +292,7 @@ async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn page_matches_metrics_in_a_real_browser() -> Result<()> {
-    let (_cluster, address) = Parts::start(MODEL, &["prefill-0", "prefill-1"], &[DECODE]).await?;
+    let (_cluster, address) = cluster::start(MODEL, &["prefill-0", "prefill-1"], &[DECODE]).await?;
     let client = Client::new(address);
     wait_until("the cluster is ready", async || {
         let seen: Value = serde_json::from_str(&client.get("/dashboard/cluster").await?.1)?;

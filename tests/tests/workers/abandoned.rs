@@ -4,7 +4,7 @@ use crate::harness::{Cluster, Setup, prompt};
 use tandem_proto::v1::generate_reply::Message;
 
 #[tokio::test]
-async fn blocks_are_released_when_the_client_disconnects_a_queued_prefill() {
+async fn blocks_are_released_when_the_client_disconnects_during_a_queued_prefill() {
     let mut slow = Setup::slow();
     slow.engine.batch_max = 1;
     let cluster = Cluster::start(slow, Setup::default()).await;

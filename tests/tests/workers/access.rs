@@ -75,7 +75,7 @@ async fn wait_for_joins(access: &DeviceAccess, count: u64) {
 }
 
 #[tokio::test]
-async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
+async fn ticket_without_a_reservation_gives_no_access() {
     let access = all_paths();
     let cluster = Cluster::start(setup(&access), setup(&access)).await;
     for number in 0..3 {
@@ -94,7 +94,7 @@ async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
 }
 
 #[tokio::test]
-async fn ticket_with_unvouched_address_yields_no_handle_and_no_join() {
+async fn ticket_with_unsigned_address_gives_no_access() {
     let (access, key) = (all_paths(), ClusterKey::random());
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let address = listener.local_addr().expect("the listener is bound").to_string();

@@ -2,17 +2,15 @@
 //! an answer, and forged blocks are never cached.
 
 use crate::{
-    harness::{BLOCK_BYTES, Cluster, SOON, Setup, Worker, channel, prompt},
+    harness::{BLOCK_BYTES, Cluster, Setup, Worker, channel, prompt},
     relay::{TicketRelay, write},
 };
 use serde_json::json;
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{FailureReason, GenerateRequest, WorkerRef, generate_reply::Message};
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_tests::{Client, Endpoint};
-use tokio::net::TcpListener;
+use tandem_tests::{Client, Endpoint, services::Services};
 
 const PROMPT: u32 = 300;
 const BLOCKS: u32 = 19;
@@ -189,26 +187,15 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let second = Worker::prefill(&Setup { number: 1, ..Setup::default() }).await;
     let mut one = TicketRelay::start(channel(&cluster.prefill.address).await).await;
     let mut other = TicketRelay::start(channel(&second.address).await).await;
-    let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-    let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-    let (router, frontend) = (bind().await, bind().await);
-    let [router_at, frontend_at] = [&router, &frontend].map(|listener| listener.local_addr().expect("the listener is bound"));
     let prefill = [&one.address, &other.address].into_iter().take(prefill_workers);
     let workers = prefill.chain([&cluster.decode.address]).cloned().collect();
+    let services = Services::default();
     let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, ..Default::default() };
-    let routing = tandem_router::run(router, settings, metrics.clone(), shutdown.clone());
-    shutdown.track(async move { routing.await.expect("the service runs until it is stopped") });
-    let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router_at.to_string(), ServedModel::sim("sim")) };
-    let serving = tandem_frontend::run(frontend, settings, metrics.clone(), shutdown.clone());
-    shutdown.track(async move { serving.await.expect("the service runs until it is stopped") });
-    let joined = || metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
-    let all_joined = async {
-        while joined() < prefill_workers + 1 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(SOON, all_joined).await.expect("all workers join in time");
-    let client = Client::new(frontend_at);
+    let router = services.router(settings).await.expect("a port is free").to_string();
+    let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
+    let frontend = services.frontend(settings).await.expect("a port is free");
+    services.joined(prefill_workers + 1).await.expect("all workers join in time");
+    let client = Client::new(frontend);
     let complete = async |salt: &str| {
         let body = json!({ "model": "sim", "prompt": prompt(1, PROMPT), "max_tokens": 24, "seed": 7, "cache_salt": salt });
         client.answer(Endpoint::Completions.path(), &body).await.expect("the request is answered")
@@ -233,5 +220,5 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
         let (again, ()) = tokio::join!(complete(salt), async { drop(ticket().await) });
         assert_eq!(again.text(0), answer.text(0), "salt {salt}");
     }
-    shutdown.run(Duration::ZERO).await;
+    services.shutdown.run(Duration::ZERO).await;
 }

@@ -14,7 +14,7 @@ use tandem_engine::{
     Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::{BlockId, HashKey, KvMemory};
+use tandem_kv::{BlockId, KvMemory};
 use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
@@ -25,6 +25,7 @@ use tandem_proto::{
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
+use tandem_tests::services::{engine_settings, worker_settings};
 use tandem_transfer::TransferMode;
 use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
@@ -57,15 +58,7 @@ impl Default for Setup {
         Self {
             number: 0,
             sim: SimSettings { speedup: 100.0, ..Default::default() },
-            engine: EngineSettings {
-                chunk_budget: 64,
-                batch_max: 32,
-                queue_max: 64,
-                prefix_caching: true,
-                hash_key: HashKey::NONE,
-                max_buffered_events: 1_024,
-                step_max: Duration::from_secs(60),
-            },
+            engine: EngineSettings { chunk_budget: 64, batch_max: 32, ..engine_settings() },
             report_cached_tokens: true,
             ticket_wait: TIMEOUT,
             receive_timeout: TIMEOUT,
@@ -83,16 +76,16 @@ impl Setup {
         Self { sim, ..Self::default() }
     }
 
+    fn worker_settings(&self, role: &str) -> WorkerSettings {
+        WorkerSettings {
+            withhold_cached_tokens: !self.report_cached_tokens,
+            ..worker_settings(&format!("{role}-{}", self.number), "sim")
+        }
+    }
+
     pub fn prefill_settings(&self) -> PrefillWorkerSettings {
         PrefillWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: format!("prefill-{}", self.number),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                withhold_cached_tokens: !self.report_cached_tokens,
-                ..Default::default()
-            },
+            worker: self.worker_settings("prefill"),
             ticket_wait: self.ticket_wait,
             transfer_mode: self.transfer_mode,
         }
@@ -218,14 +211,7 @@ impl Worker {
 
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: format!("decode-{}", setup.number),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                withhold_cached_tokens: !setup.report_cached_tokens,
-                ..Default::default()
-            },
+            worker: setup.worker_settings("decode"),
             advertise: None,
             remote_waiting_max: setup.remote_waiting_max,
             receive_timeout: setup.receive_timeout,

@@ -5,14 +5,13 @@ use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::sim::SimSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{PING_INTERVAL, PING_TIMEOUT},
     v1::{WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_tests::{Answer, Client, Endpoint, prose};
-use tokio::{net::TcpListener, task::JoinSet};
+use tandem_tests::{Answer, Client, Endpoint, prose, services::Services};
+use tokio::task::JoinSet;
 
 /// Two workers of each role, a router and a frontend.
 struct Cluster {
@@ -20,7 +19,7 @@ struct Cluster {
     decodes: Vec<Worker>,
     frontend: SocketAddr,
     router: String,
-    shutdown: Shutdown,
+    services: Services,
 }
 
 impl Cluster {
@@ -35,20 +34,12 @@ impl Cluster {
             prefills.push(Worker::prefill(&setup).await);
             decodes.push(Worker::decode(&setup).await);
         }
-        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-        let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a free port") };
-        let (router_listener, listener) = (bind().await, bind().await);
-        let address = |listener: &TcpListener| listener.local_addr().expect("the listener is bound");
-        let (router, frontend) = (address(&router_listener).to_string(), address(&listener));
-        let workers = prefills.iter().chain(&decodes).map(|worker| worker.address.clone()).collect();
-        let settings = RouterSettings { workers, prefill, ..Default::default() };
-        let (registry, stop) = (metrics.clone(), shutdown.clone());
-        shutdown
-            .track(async move { tandem_router::run(router_listener, settings, registry, stop).await.expect("the router runs") });
+        let (services, addresses) = (Services::default(), prefills.iter().chain(&decodes).map(|worker| worker.address.clone()));
+        let settings = RouterSettings { workers: addresses.collect(), prefill, ..Default::default() };
+        let router = services.router(settings).await.expect("a free port").to_string();
         let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
-        let (registry, stop) = (metrics, shutdown.clone());
-        shutdown.track(async move { tandem_frontend::run(listener, settings, registry, stop).await.expect("the frontend runs") });
-        let cluster = Self { prefills, decodes, frontend, router, shutdown };
+        let frontend = services.frontend(settings).await.expect("a free port");
+        let cluster = Self { prefills, decodes, frontend, router, services };
         cluster.wait_for_members(4).await;
         cluster
     }
@@ -109,7 +100,7 @@ impl Cluster {
     }
 
     async fn stop(self) {
-        self.shutdown.run(Duration::ZERO).await;
+        self.services.shutdown.run(Duration::ZERO).await;
     }
 }
 
