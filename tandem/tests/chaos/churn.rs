@@ -155,7 +155,7 @@ pub fn run(form: Form) -> (Row, Memory) {
         resumed: rig.resumed(),
         retried: rig.retried(),
         wrong_texts: records.iter().filter(wrong).count(),
-        wrong_counts: audit.wrong,
+        wrong_counts: audit.findings,
         unverified: audit.unverified,
         leaked_blocks: audit.leaked_blocks,
         largest_gap: records.iter().map(|records| largest_gap(&records.arrivals)).max().unwrap_or_default(),

@@ -154,7 +154,7 @@ fn run(fault: &Fault) -> Row {
         wrong_texts: of_both()
             .filter(|(outcome, expected)| answer_text(outcome).is_some_and(|answer_text| answer_text != **expected))
             .count(),
-        wrong_counts: audit.wrong,
+        wrong_counts: audit.findings,
         unverified: audit.unverified,
         leaked_blocks: audit.leaked_blocks,
         largest_gap: gap,

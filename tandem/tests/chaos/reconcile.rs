@@ -202,5 +202,5 @@ fn usage_of_clients_equals_counters_under_failures() {
     let frontend = rig.process("f0");
     until("no request is in flight", || series(frontend, "tandem_frontend_inflight_requests"), |running| *running == 0.0);
     assert_eq!(Usage::of_frontend(&frontend.get("/metrics")), received);
-    assert_eq!(rig.reconcile().wrong, [""; 0]);
+    assert_eq!(rig.reconcile().findings, [""; 0]);
 }

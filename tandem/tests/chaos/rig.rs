@@ -82,8 +82,8 @@ pub struct PendingAnswers(JoinSet<(usize, Outcome)>);
 /// The result of an audit of an idle cluster.
 pub struct AuditResult {
     /// Findings of the audit, and errors in logs.
-    pub wrong: Vec<String>,
-    /// Answers whose count only killed workers knew.
+    pub findings: Vec<String>,
+    /// Answers whose cached-token count was lost with a killed worker.
     pub unverified: u64,
     /// Blocks that are in use or missing although no request runs.
     pub leaked_blocks: f64,
@@ -280,7 +280,7 @@ impl Rig {
         let since = Instant::now();
         loop {
             let result = self.audit();
-            if result.wrong.is_empty() || since.elapsed() > SETTLE_MAX {
+            if result.findings.is_empty() || since.elapsed() > SETTLE_MAX {
                 return result;
             }
             std::thread::sleep(Duration::from_millis(100));
@@ -315,17 +315,17 @@ impl Rig {
         let output = evidence.iter().fold(&mut audit, |audit, (flag, value)| audit.arg(flag).arg(value)).output();
         let output = output.expect("the binary runs");
         let printed = String::from_utf8(output.stdout).expect("text");
-        let mut wrong: Vec<String> = printed.lines().map(str::to_owned).collect();
-        let sum = wrong.pop().unwrap_or_default();
+        let mut findings: Vec<String> = printed.lines().map(str::to_owned).collect();
+        let sum = findings.pop().unwrap_or_default();
         let before = sum.split(" ended_counts by killed workers").next().and_then(|text| text.rsplit(' ').next());
         let unverified = before.and_then(|number| number.parse().ok());
-        if wrong.is_empty() && (unverified.is_none() || !output.status.success()) {
-            wrong.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
+        if findings.is_empty() && (unverified.is_none() || !output.status.success()) {
+            findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
         // Processes must not log faults of others as errors.
-        wrong.extend(self.members.keys().flat_map(|name| self.errors(name)));
-        AuditResult { wrong, unverified, leaked_blocks }
+        findings.extend(self.members.keys().flat_map(|name| self.errors(name)));
+        AuditResult { findings, unverified, leaked_blocks }
     }
 
     /// Returns the errors that a process has logged.

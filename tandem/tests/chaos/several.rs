@@ -336,7 +336,7 @@ impl Baseline {
                 .iter()
                 .filter(|record| record.answer_text.as_ref().is_some_and(|answer_text| *answer_text != expected[record.which]))
                 .count(),
-            wrong_counts: audit.wrong,
+            wrong_counts: audit.findings,
             unverified: audit.unverified - self.unverified,
             leaked_blocks: audit.leaked_blocks,
             largest_gap: records.iter().map(|records| largest_gap(&records.arrivals)).max().unwrap_or_default(),

@@ -95,7 +95,7 @@ pub fn run(seed: u64) -> Report {
     });
     // The ledger is complete when the last task has ended.
     drop(runtime);
-    let (trace, mut lines) = log.end();
+    let (trace, mut lines) = log.finish();
     let (mut violations, coverage) = match cluster_run {
         Ok(ClusterRun { mut violations, outcomes, settled }) => {
             let coverage = Coverage::count(&outcomes, &metrics);
