@@ -3,6 +3,7 @@
 
 pub mod services;
 pub mod simulation;
+pub mod workspace;
 
 use anyhow::{Context, Result};
 use parking_lot::{Mutex, MutexGuard};

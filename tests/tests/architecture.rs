@@ -1,7 +1,7 @@
 //! Checks the dependencies between crates and rules for source files.
 
 use cargo_metadata::{Dependency, DependencyKind};
-use std::path::{Path, PathBuf};
+use tandem_tests::workspace::{files, root, text};
 
 /// The allowed dependencies of each crate, by folder. `tandem` and `tests` may use all crates but each other.
 const ALLOWED: [(&str, &[&str]); 11] = [
@@ -20,10 +20,6 @@ const ALLOWED: [(&str, &[&str]); 11] = [
 
 /// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
-}
 
 /// Returns every crate of the workspace with its dependencies, by package name.
 fn dependencies() -> Vec<(String, Vec<String>)> {
@@ -70,20 +66,6 @@ fn forbidden_dependencies(crates: &[(String, Vec<String>)]) -> Vec<String> {
         }
     }
     wrong
-}
-
-fn rust_files(dir: &Path, into: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(dir).expect("the workspace is readable").flatten() {
-        let path = entry.path();
-        let name = entry.file_name();
-        if path.is_dir() {
-            if name != "target" && !name.to_string_lossy().starts_with('.') {
-                rust_files(&path, into);
-            }
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            into.push(path);
-        }
-    }
 }
 
 /// Returns a message for each rule that a file breaks; `name` is its path in the workspace.
@@ -157,14 +139,13 @@ fn forbidden_dependency_is_detected() {
 #[test]
 fn files_are_short_and_do_not_print() {
     let root = root();
-    let mut files = Vec::new();
-    rust_files(&root, &mut files);
+    let mut files = files(&root);
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "rs"));
     assert!(files.len() > 50, "the workspace was not read");
     let mut found = Vec::new();
     for file in files {
         let name = file.strip_prefix(&root).expect("the file is below the root").to_string_lossy().replace('\\', "/");
-        let text = std::fs::read_to_string(&file).expect("source files are UTF-8");
-        found.extend(broken_rules(&name, &text));
+        found.extend(broken_rules(&name, &text(&file)));
     }
     assert_eq!(found, [] as [String; 0]);
 }

@@ -2,18 +2,15 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
 };
+use tandem_tests::workspace::{root, text};
 
 /// The number of circles in the whole workspace. Lower it when a circle is removed.
 const CIRCLES_MAX: usize = 7;
 
 /// A module's path from the crate's root: `["http", "app"]`.
 type Module = Vec<String>;
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
-}
 
 /// The modules below `dir`, each with its file's text, except tests.
 fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
@@ -24,7 +21,7 @@ fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
             modules(&path, &child(&name), into);
         } else if let Some(name) = name.strip_suffix(".rs").filter(|name| !name.ends_with("tests") && *name != "main") {
             let module = if matches!(name, "lib" | "mod") { parent.to_vec() } else { child(name) };
-            into.insert(module, std::fs::read_to_string(&path).expect("source files are UTF-8"));
+            into.insert(module, text(&path));
         }
     }
 }

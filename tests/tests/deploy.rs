@@ -1,14 +1,17 @@
 //! Checks that all services of `deploy/docker-compose.yml` are hardened. The scripts for passwords run against a real etcd and a real NATS.
 
+#[path = "../../node/tests/servers/mod.rs"]
+mod servers;
+
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use servers::Server;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    net::TcpListener,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    process::{Child, Command, Output, Stdio},
+    process::{Command, Output, Stdio},
 };
 use tandem::model::Source;
 
@@ -132,17 +135,6 @@ fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// A server's process. Dropping it kills it.
-struct Server(Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // `kill` fails if the process has ended by itself.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let (one, other) = (tempfile::tempdir()?, tempfile::tempdir()?);
@@ -170,16 +162,11 @@ fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let secrets = folder.path().join("secrets");
     run(Command::new("bash").arg(deploy("secrets.sh")).arg(&secrets))?;
-    let free = || TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let (clients, peers) = (format!("http://{}", free()?), format!("http://{}", free()?));
-    let mut etcd = Command::new("etcd");
-    etcd.arg("--data-dir").arg(folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
-    etcd.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients, "--listen-peer-urls", &peers]);
-    etcd.args(["--initial-advertise-peer-urls", &peers, "--initial-cluster", &format!("default={peers}")]);
-    let _etcd = Server(etcd.spawn().context("etcd is missing: apt-get install etcd-server")?);
+    let etcd = Server::etcd(&[]);
+    let url = format!("http://{}", etcd.address());
     let enable = || {
         let mut script = Command::new("python3");
-        script.arg("-B").arg(deploy("etcd_auth.py")).arg(&clients);
+        script.arg("-B").arg(deploy("etcd_auth.py")).arg(&url);
         run(script.arg(secrets.join("etcd_root_password")).arg(secrets.join("etcd_password")))
     };
     enable()?;
@@ -199,6 +186,6 @@ for key, token in (('/tandem/c/x', None), ('/other', token), ('/tandem0', token)
         continue
     sys.exit(f'{key} was written')
 ";
-    run(Command::new("python3").args(["-B", "-c", check]).arg(deploy(".")).arg(&clients))?;
+    run(Command::new("python3").args(["-B", "-c", check]).arg(deploy(".")).arg(&url))?;
     Ok(())
 }

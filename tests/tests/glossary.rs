@@ -1,10 +1,7 @@
 //! Checks the words of the code base: the words in backticks in the last table of docs/glossary.md must not occur in the folders below, and
 //! comments must not be fragments.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use tandem_tests::workspace::{files, root, text};
 
 /// The folders and files that are checked.
 const CHECKED: &[&str] = &[
@@ -42,10 +39,6 @@ const ENDINGS: &[&str] = &[".rs", ".proto", ".md", ".toml", ".yml", ".json", ".s
 
 const GLOSSARY: &str = "docs/glossary.md";
 const HEADING: &str = "## Words that are not used";
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
-}
 
 /// Returns the words of a text in lower case, with an empty word for each character that separates words except spaces and underscores. Names
 /// are split: `circuitOpen`, `circuit_open` and `CircuitOpen` have two words.
@@ -114,35 +107,23 @@ fn fragments(name: &str, text: &str) -> Vec<String> {
     single.collect()
 }
 
-/// Collects the files at or under a path that are checked.
-fn files(path: &Path, into: &mut Vec<PathBuf>) {
-    if path.is_dir() {
-        let hidden = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.') || name == "target");
-        for entry in fs::read_dir(path).expect("the workspace is readable").flatten().filter(|_| !hidden) {
-            files(&entry.path(), into);
-        }
-    } else if ENDINGS.iter().any(|ending| path.to_string_lossy().ends_with(ending)) {
-        into.push(path.to_owned());
-    }
-}
-
 #[test]
 fn comments_are_sentences_without_banned_words() {
     let root = root();
-    let glossary = fs::read_to_string(root.join(GLOSSARY)).expect("the glossary is there");
+    let glossary = text(&root.join(GLOSSARY));
     let banned = banned(&glossary);
     assert!(banned.len() > 20, "the table was not read: {banned:?}");
     let mut found = Vec::new();
     for part in CHECKED {
-        let mut paths = Vec::new();
-        files(&root.join(part), &mut paths);
+        let mut paths = files(&root.join(part));
+        paths.retain(|path| ENDINGS.iter().any(|ending| path.to_string_lossy().ends_with(ending)));
         assert!(!paths.is_empty(), "{part} has no files");
         for path in paths {
             let name = path.strip_prefix(&root).expect("the file is under the root").to_string_lossy().replace('\\', "/");
             if DATA.contains(&name.as_str()) {
                 continue;
             }
-            let text = fs::read_to_string(&path).expect("checked files are UTF-8");
+            let text = text(&path);
             if name.ends_with(".rs") {
                 found.extend(fragments(&name, &text));
             }
