@@ -8,7 +8,7 @@
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::chat,
+    talk::chat_body,
     up::Up,
 };
 use std::{
@@ -103,7 +103,7 @@ fn times(answers: &[Answer]) -> Vec<Duration> {
 
 /// Sends a question of the other client. The head of the answer arrives with the first token.
 fn send_question(frontend: &Up, about: &str) -> Answer {
-    let body = chat(&format!("{about} {}", "and so on ".repeat(PROMPT / 10)), 4, true).replacen('{', r#"{"seed":7,"#, 1);
+    let body = chat_body(&format!("{about} {}", "and so on ".repeat(PROMPT / 10)), 4, true).replacen('{', r#"{"seed":7,"#, 1);
     let sent_at = Instant::now();
     let mut stream = TcpStream::connect(frontend.address()).expect("the server listens");
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", frontend.address());
