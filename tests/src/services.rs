@@ -1,5 +1,6 @@
 //! The services of a cluster as tasks of this process, with settings that the command line does not permit.
 
+use crate::{Client, wait_until};
 use anyhow::Result;
 use std::{error::Error, net::SocketAddr, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
@@ -63,13 +64,14 @@ impl Services {
         Ok(address)
     }
 
-    /// Waits until this many workers have joined the router.
-    pub async fn joined(&self, workers: usize) -> Result<()> {
-        crate::wait_until("all workers have joined", async || {
+    /// Waits until this many workers have joined the router, and this client's frontend is ready.
+    pub async fn ready(&self, workers: usize, client: &Client) -> Result<()> {
+        wait_until("all workers have joined", async || {
             let metrics = self.metrics.render();
             Ok(metrics.lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count() >= workers)
         })
-        .await
+        .await?;
+        wait_until("the frontend is ready", async || Ok(client.get("/ready").await?.0 == 200)).await
     }
 
     fn run<E: Error + 'static>(&self, service: impl Future<Output = Result<(), E>> + Send + 'static) {

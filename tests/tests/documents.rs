@@ -83,7 +83,7 @@ impl Cluster {
         let router = services.router(settings).await?.to_string();
         let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
         let client = Client::new(services.frontend(settings).await?);
-        services.joined(prefill_workers + 1).await?;
+        services.ready(prefill_workers + 1, &client).await?;
         Ok(Self { services, client, prefill_workers })
     }
 

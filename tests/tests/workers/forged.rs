@@ -194,8 +194,8 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let router = services.router(settings).await.expect("a port is free").to_string();
     let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
     let frontend = services.frontend(settings).await.expect("a port is free");
-    services.joined(prefill_workers + 1).await.expect("all workers join in time");
     let client = Client::new(frontend);
+    services.ready(prefill_workers + 1, &client).await.expect("all workers join in time");
     let complete = async |salt: &str| {
         let body = json!({ "model": "sim", "prompt": prompt(1, PROMPT), "max_tokens": 24, "seed": 7, "cache_salt": salt });
         client.answer(Endpoint::Completions.path(), &body).await.expect("the request is answered")

@@ -41,6 +41,7 @@ impl Cluster {
         let frontend = services.frontend(settings).await.expect("a free port");
         let cluster = Self { prefills, decodes, frontend, router, services };
         cluster.wait_for_members(4).await;
+        cluster.services.ready(4, &cluster.client()).await.expect("the frontend is ready in time");
         cluster
     }
 
