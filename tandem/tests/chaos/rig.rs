@@ -307,17 +307,17 @@ impl Rig {
         }
         let workers = || self.members.iter().filter(|(_, member)| member.is_worker()).map(|(name, _)| name);
         evidence.extend(workers().map(|name| ("--ledger", self.ledger(name))));
-        evidence.extend(workers().filter(|name| self.ended.contains(*name)).map(|name| ("--ended-worker", name.into())));
+        evidence.extend(workers().filter(|name| self.ended.contains(*name)).map(|name| ("--lost-worker", name.into())));
         let mut audit = tandem(&["audit", "check"]);
         if self.ended.iter().any(|name| name.starts_with('f')) {
-            audit.arg("--ended-frontend");
+            audit.arg("--lost-frontend");
         }
         let output = evidence.iter().fold(&mut audit, |audit, (flag, value)| audit.arg(flag).arg(value)).output();
         let output = output.expect("the binary runs");
         let printed = String::from_utf8(output.stdout).expect("text");
         let mut findings: Vec<String> = printed.lines().map(str::to_owned).collect();
         let sum = findings.pop().unwrap_or_default();
-        let before = sum.split(" ended_counts by killed workers").next().and_then(|text| text.rsplit(' ').next());
+        let before = sum.split(" counted by killed workers").next().and_then(|text| text.rsplit(' ').next());
         let unverified = before.and_then(|number| number.parse().ok());
         if findings.is_empty() && (unverified.is_none() || !output.status.success()) {
             findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
