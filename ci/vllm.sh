@@ -116,7 +116,7 @@ with_engines() {
     trap end_engines EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
-    timeout --kill-after=20 "$limit_seconds" "$folder/venv/bin/python" "$program_file" "$folder" "$run" "$@" &
+    timeout --kill-after=20 "$limit_seconds" "$folder/venv/bin/python" -B "$program_file" "$folder" "$run" "$@" &
     program=$!
     wait "$program" || status=$?
     program=
