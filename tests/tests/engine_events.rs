@@ -226,7 +226,7 @@ async fn payload_that_is_not_a_batch_is_a_loss() -> Result<()> {
     setup.publisher.publish_bytes(b"\xc1".to_vec()).await?;
     setup.publish([2]).await?;
     setup.expect([0]).await?;
-    assert_eq!(setup.next().await?, Update::Lost(Lost::Malformed(MalformedBatch::NotMsgpack)));
+    assert_eq!(setup.next().await?, Update::Lost(Lost::Malformed(MalformedBatch::NotABatch)));
     setup.expect([2]).await
 }
 

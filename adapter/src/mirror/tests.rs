@@ -286,7 +286,8 @@ impl Replica {
     }
 
     fn apply(&mut self, events: &[KvEvent]) {
-        for event in events.iter().filter(|event| event.event_id > self.last_id) {
+        let last_id = self.last_id;
+        for event in events.iter().filter(|event| event.event_id > last_id) {
             assert_eq!(event.event_id, self.last_id + 1, "a gap");
             self.last_id = event.event_id;
             match &event.change {

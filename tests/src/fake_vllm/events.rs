@@ -1,6 +1,7 @@
 //! The KV events of a fake vLLM server: real ZMQ sockets, vLLM's encoding, and losses on request.
 
 use anyhow::{Context, Result};
+use futures::{FutureExt, StreamExt, channel::mpsc as futures_mpsc};
 use rmpv::Value;
 use std::collections::VecDeque;
 use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
@@ -8,7 +9,7 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
 };
-use zeromq::{RouterSocket, Socket, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
+use zeromq::{RouterSocket, Socket, SocketEvent, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
 
 /// How a publisher publishes.
 #[derive(Clone, Debug)]
@@ -146,14 +147,28 @@ struct State {
 struct Sockets {
     publish: XPubSocket,
     replay: RouterSocket,
+    accepted: futures_mpsc::Receiver<SocketEvent>,
+}
+
+impl Drop for Sockets {
+    /// A socket of this kind does not close its connections when it is dropped.
+    fn drop(&mut self) {
+        let backend = self.publish.backend();
+        while let Some(Some(event)) = self.accepted.next().now_or_never() {
+            if let SocketEvent::Accepted(_, subscriber) = event {
+                backend.peer_disconnected(&subscriber);
+            }
+        }
+    }
 }
 
 impl Sockets {
     async fn bind(settings: &PublisherSettings) -> Result<(Self, String, String)> {
         let (mut publish, mut replay) = (XPubSocket::new(), RouterSocket::new());
+        let accepted = publish.monitor();
         let endpoint = publish.bind(&settings.endpoint).await?.to_string();
         let replay_endpoint = replay.bind(&settings.replay_endpoint).await?.to_string();
-        Ok((Self { publish, replay }, endpoint, replay_endpoint))
+        Ok((Self { publish, replay, accepted }, endpoint, replay_endpoint))
     }
 }
 
@@ -175,13 +190,17 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // The first byte of a subscription is 1.
-                Ok(message) = sockets.publish.recv() => {
-                    if message.get(0).is_some_and(|frame| frame.first() == Some(&1)) {
+                // An error is that of one subscriber, which has left. The first byte of a subscription is 1.
+                received = sockets.publish.recv() => {
+                    if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);
                     }
                 }
-                Ok(request) = sockets.replay.recv() => self.replay(request, &mut sockets.replay).await,
+                received = sockets.replay.recv() => {
+                    if let Ok(request) = received {
+                        self.replay(request, &mut sockets.replay).await;
+                    }
+                }
             }
         }
     }
@@ -251,10 +270,10 @@ impl State {
         }
     }
 
-    async fn reopen(&mut self, sockets: Sockets, as_other_process: bool) -> Result<Sockets> {
-        let Sockets { publish, replay } = sockets;
-        publish.close().await;
-        replay.close().await;
+    async fn reopen(&mut self, mut sockets: Sockets, as_other_process: bool) -> Result<Sockets> {
+        sockets.publish.unbind_all().await;
+        sockets.replay.unbind_all().await;
+        drop(sockets);
         if as_other_process {
             self.kept.clear();
             self.next = 0;
