@@ -13,6 +13,7 @@ const CHECKED: &[&str] = &[
     "SECURITY.md",
     "bench",
     "ci/test.sh",
+    "decode-worker",
     "deploy",
     "docs",
     "frontend",
@@ -20,8 +21,10 @@ const CHECKED: &[&str] = &[
     "node/src",
     "engine",
     "kv",
+    "prefill-worker",
     "proto",
     "router",
+    "transfer",
     "worker",
 ];
 
