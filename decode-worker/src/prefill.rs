@@ -14,9 +14,9 @@ use tonic::Streaming;
 
 /// One prompt's prefill on another worker. Dropping it cancels the prefill.
 pub(crate) struct Prefill {
-    instance_id: String,
+    pub(crate) instance_id: String,
     /// The worker's transfer capabilities, which it sends before `Scheduled` if it has any.
-    offered: Option<TransferCapabilities>,
+    pub(crate) offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
@@ -76,14 +76,6 @@ impl Prefill {
 
     pub(crate) fn lost(&self) -> Ended {
         Ended::PrefillLost { prefill: self.instance_id.clone() }
-    }
-
-    pub(crate) fn offered(&self) -> Option<&TransferCapabilities> {
-        self.offered.as_ref()
-    }
-
-    pub(crate) fn instance_id(&self) -> &str {
-        &self.instance_id
     }
 
     /// Checks a failure. A failure with an unknown reason counts as a lost worker.

@@ -92,20 +92,20 @@ async fn receive(
             event = job.next() => match event {
                 Some(Event::Reserved { ticket: secret, missing_blocks }) => {
                     // With no missing blocks, no path is needed.
-                    let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
+                    let offered = prefill.offered.as_ref().filter(|_| !missing_blocks.is_empty());
                     let address = worker.address.clone();
                     let mut ticket =
                         v1::Ticket { ticket: secret.as_bytes().to_vec(), address, missing_blocks, ..v1::Ticket::default() };
                     *negotiated =
-                        Some(worker.transfers.negotiate(prefill.instance_id(), offered, secret, &mut ticket).await);
-                    prefill.send_ticket(ticket.vouched(prefill.instance_id(), worker.channels.network().key()));
+                        Some(worker.transfers.negotiate(&prefill.instance_id, offered, secret, &mut ticket).await);
+                    prefill.send_ticket(ticket.vouched(&prefill.instance_id, worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
                     return Ok(ReceivedBlocks { started, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
                 Some(Event::WriteRefused(reason)) => {
-                    let prefill = prefill.instance_id().to_owned();
+                    let prefill = prefill.instance_id.clone();
                     tracing::warn!(%reason, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
                     return Err(Ended::WriteRefused { prefill });
                 }
@@ -127,7 +127,7 @@ async fn receive(
             () = tokio::time::sleep_until(deadline) => {
                 return Err(match negotiated {
                     None => Ended::NoBlocks,
-                    Some(_) => Ended::NotReceived { prefill: prefill.instance_id().to_owned() },
+                    Some(_) => Ended::NotReceived { prefill: prefill.instance_id.clone() },
                 });
             }
         }
