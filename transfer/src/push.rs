@@ -57,7 +57,7 @@ impl PushPath {
                 Ok(())
             }
             // The connection accepts no more messages; the reply has the reason.
-            Err(_) => Err(self.interrupted().await),
+            Err(_) => Err(ended_early(self.reply.as_mut().await)),
         }
     }
 }

@@ -101,7 +101,7 @@ impl NcclSender {
         let (Ok(permit), Some(mut connection)) = (permit, self.enter(&address, &communicator_id)) else {
             return tracing::debug!(decode = address, "no NCCL communicator is joined now; KV continues over TCP");
         };
-        let (sender, memory, id) = (self.clone(), Arc::clone(&self.0.memory), communicator_id.clone());
+        let (memory, id) = (Arc::clone(&self.0.memory), communicator_id.clone());
         self.0.lifetime.shutdown.spawn(async move {
             let joining = spawn_blocking(move || {
                 // The thread may run longer than the task that waits for it.
@@ -110,7 +110,7 @@ impl NcclSender {
             });
             let joined = tokio::select! {
                 joined = joining => joined.expect("joining does not panic"),
-                () = sender.0.lifetime.shutdown.draining() => return,
+                () = connection.sender.0.lifetime.shutdown.draining() => return,
             };
             match joined {
                 Ok(communicator) => {
