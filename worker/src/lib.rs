@@ -53,7 +53,7 @@ pub enum WorkerError {
     #[error("the worker cannot serve its socket")]
     Serve(#[from] tonic::transport::Error),
     /// The back end has ended.
-    #[error("the worker's engine has ended; the log says why")]
+    #[error("the worker's engine has ended; the log has the reason")]
     EngineEnded,
     /// The back end moves KV itself, which this version does not support.
     #[error("the worker's engine does not support Tandem's KV transfers")]
