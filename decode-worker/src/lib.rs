@@ -85,7 +85,7 @@ pub async fn run(
     let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
     let transfer_service = transfers.service();
     // Registers the series before the first transfer.
-    common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Received);
+    drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Received));
     let worker = Worker {
         common: common.clone(),
         address,

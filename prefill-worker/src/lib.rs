@@ -52,7 +52,7 @@ pub async fn run(
     let PrefillWorkerSettings { worker: settings, ticket_wait, transfer_mode } = settings;
     let common = tandem_worker::Worker::new(Role::Prefill, backend, settings, listener.network(), &metrics, shutdown);
     // Registers the series before the first transfer.
-    common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent);
+    drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
     let requests = common.requests.clone();
     let transfers = SendPaths::new(SendSettings {
         instance_id: common.info.instance_id.clone(),
