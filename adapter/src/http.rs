@@ -13,7 +13,10 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
-use rustls::{ClientConfig, RootCertStore, pki_types::{CertificateDer, pem::PemObject}};
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, pem::PemObject},
+};
 use std::{sync::Arc, time::Duration};
 use tokio::time::timeout;
 
@@ -78,10 +81,8 @@ impl HttpClient {
         connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
         let connector =
             HttpsConnectorBuilder::new().with_tls_config(tls(ca)?).https_or_http().enable_http1().wrap_connector(connector);
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE_TIMEOUT)
-            .build(connector);
+        let client =
+            Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE_TIMEOUT).build(connector);
         Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
     }
 
@@ -154,7 +155,8 @@ pub(crate) fn pieces(answer: Response<Incoming>) -> impl Stream<Item = Result<By
 fn tls(ca: Option<&[u8]>) -> Result<ClientConfig, ClientError> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.into() };
     for certificate in CertificateDer::pem_slice_iter(ca.unwrap_or_default()) {
-        let added = certificate.map_err(|error| error.to_string()).and_then(|der| roots.add(der).map_err(|error| error.to_string()));
+        let added =
+            certificate.map_err(|error| error.to_string()).and_then(|der| roots.add(der).map_err(|error| error.to_string()));
         added.map_err(ClientError::Certificate)?;
     }
     let provider = Arc::new(rustls::crypto::ring::default_provider());

@@ -13,7 +13,7 @@ mod slots;
 pub mod vllm;
 
 pub use adapter::Adapter;
-pub use http::ClientError;
 pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
+pub use http::ClientError;
 pub use mirror::{Mirror, MirrorSettings, PrefixTiers, Unroutable, WrongBlockSize};
 pub use salt::cache_salt;

@@ -9,20 +9,25 @@ use crate::{
 use futures::FutureExt;
 use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
-use tandem_worker::{ClientGone, Job};
+use tandem_worker::{Disconnected, Job, Worker};
 
 /// Tokens in one message: as many as a slow client receives at a time.
 const TOKENS_MAX: usize = 256;
 
-/// Forwards all events until the last sample has finished. A slow client makes this wait, never the engine.
+/// Forwards all events until the last sample has finished. A slow client delays this task, never the engine.
 ///
-/// `attempt`: its count of cached tokens comes with the end, and the client may request the end before.
-pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client, attempt: Option<&Attempt>) -> Result<(), Ended> {
+/// With a `late` count the cached tokens are reported before the last sample's end, and the client may request the end before.
+pub(crate) async fn forward(
+    job: &mut dyn Job,
+    output: Output,
+    client: &Client,
+    late: Option<LateCount<'_>>,
+) -> Result<(), Ended> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
     let mut finishing = false;
     while running > 0 {
-        // Tokens that have come together are sent together; none is held back for another.
+        // Tokens that are available together are sent together; no token waits for another.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {
@@ -30,7 +35,7 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client, 
                 tokio::select! {
                     biased;
                     event = job.next() => event,
-                    () = finish_requested(attempt), if !finishing => {
+                    () = finish_requested(&late), if !finishing => {
                         finishing = true;
                         job.cancel();
                         continue;
@@ -38,20 +43,21 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client, 
                 }
             }
         };
-        match event {
-            Some(Event::Scheduled { cached }) => {
+        let event = match (event, &late) {
+            (Some(Event::Scheduled { cached }), Some(late)) => {
                 tokens.flush(client).await?;
-                client.send_scheduled(cached).await?;
+                client.send(Message::Scheduled(late.worker.scheduled(cached))).await?;
                 if finishing {
                     return Ok(());
                 }
+                continue;
             }
             // The engine has ended the cancelled request without a report.
-            _ if finishing => {
-                if event.is_none() {
-                    return Ok(());
-                }
-            }
+            (None, _) if finishing => return Ok(()),
+            (Some(_), _) if finishing => continue,
+            (event, _) => event,
+        };
+        match event {
             // A stop token is no output; `Finished` names it.
             Some(Event::Token { token, .. }) if output.stop_tokens.contains(&token) => {}
             Some(Event::Token { sample, token, logprobs }) => {
@@ -73,7 +79,7 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client, 
             Some(Event::PromptLogprobs(logprobs)) => {
                 client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
             }
-            // `Failed`, or an engine that has ended; other events do not come after `Started`.
+            // `Failed`, or the engine has ended; no other events follow `Started`.
             _ => {
                 tokens.flush(client).await?;
                 return Err(Ended::Engine);
@@ -83,9 +89,15 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client, 
     Ok(())
 }
 
-async fn finish_requested(attempt: Option<&Attempt>) {
-    match attempt {
-        Some(attempt) => attempt.finish_requested().await,
+/// An attempt whose cached tokens are reported at its end.
+pub(crate) struct LateCount<'a> {
+    pub(crate) worker: &'a Worker,
+    pub(crate) attempt: Attempt,
+}
+
+async fn finish_requested(late: &Option<LateCount<'_>>) {
+    match late {
+        Some(late) => late.attempt.finish_requested().await,
         None => std::future::pending().await,
     }
 }
@@ -106,7 +118,7 @@ impl Pending {
         }
     }
 
-    async fn flush(&mut self, client: &Client) -> Result<(), ClientGone> {
+    async fn flush(&mut self, client: &Client) -> Result<(), Disconnected> {
         self.len = 0;
         for tokens in self.samples.drain(..) {
             client.send(Message::Tokens(tokens)).await?;

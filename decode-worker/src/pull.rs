@@ -72,14 +72,14 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
     let (begun, culprit) = (Instant::now(), prefill.instance_id.clone());
-    let mut job = worker.backend.generate(generate).await?;
+    let mut job = worker.common.backend.generate(generate).await?;
     let place = async {
         match job.next().await {
             Some(Event::Submitted) => Ok(()),
-            other => Err(ended(other, &worker.instance_id)),
+            other => Err(ended(other, &worker.common.info.instance_id)),
         }
     };
-    in_time(start_within, place, &worker.instance_id).await?;
+    in_time(start_within, place, &worker.common.info.instance_id).await?;
     let starting = async {
         let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
         let first = prefill.next().await?;
@@ -87,7 +87,7 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     };
     let (mut prefill, first) =
         in_time(start_within.map(|limit| limit.saturating_sub(begun.elapsed())), starting, &culprit).await?;
-    let deadline = Instant::now() + worker.settings.receive_timeout;
+    let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;
         // A handle that has expired is followed by the failure that says so.
@@ -131,7 +131,7 @@ async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: 
         }
         reply = tokio::select! {
             biased;
-            event = job.next() => return Err(ended(event, prefill.instance_id())),
+            event = job.next() => return Err(ended(event, &prefill.instance_id)),
             reply = prefill.next() => reply?,
         };
     }

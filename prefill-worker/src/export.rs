@@ -1,9 +1,9 @@
 //! One attempt on an external engine: it computes the prompt, and the decode worker's engine pulls the KV with a handle.
 
 use crate::{
+    Worker,
     attempt::{send_scheduled, submit},
     failure::{Ended, Protocol},
-    service::Worker,
 };
 use tandem_engine::{Event, KvHandle};
 use tandem_kv::{HashKey, Namespace, prompt_digest};
@@ -11,7 +11,7 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{
     self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Submitted, prefill_reply, prefill_request,
 };
-use tandem_worker::{ClientGone, ReplySender};
+use tandem_worker::{Disconnected, ReplySender};
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
@@ -75,7 +75,7 @@ struct HandleOutcome<'a> {
 
 impl Drop for HandleOutcome<'_> {
     fn drop(&mut self) {
-        self.worker.metrics.count_handle(self.label);
+        self.worker.common.metrics.count_handle(self.label);
     }
 }
 
@@ -83,6 +83,6 @@ impl Drop for HandleOutcome<'_> {
 fn unexpected(message: Result<Option<PrefillRequest>, Status>) -> Ended {
     match message {
         Ok(Some(_)) => Ended::Protocol(Protocol::UnexpectedMessage),
-        Ok(None) | Err(_) => ClientGone.into(),
+        Ok(None) | Err(_) => Disconnected.into(),
     }
 }

@@ -1,16 +1,17 @@
-//! Prompt in, KV out: serves `Prefill`, which computes a prompt and pushes its blocks to the worker that decodes.
+//! The prefill worker: serves `Prefill`, which computes the KV of a prompt and sends its blocks to the decode worker.
 //!
-//! - A prompt's blocks are held from `Scheduled` until they are written on the decode worker, or until the stream closes; never longer.
-//! - Every stream ends with `PrefillDone`, a `Failure` with a reason, or a gRPC error for what breaks the protocol.
-//! - What was computed stays cached, whatever became of the request.
+//! - A prompt's blocks are pinned from `Scheduled` until they are written on the decode worker, or until the stream closes; never longer.
+//! - Every stream ends with `PrefillDone`, with a `Failure` that has a reason, or with a gRPC error if the client breaks the protocol.
+//! - Computed blocks stay cached, even if the request fails.
 
 mod attempt;
 mod export;
 mod failure;
 mod service;
 
-use service::{Sending, Service, Worker};
+use service::Service;
 use std::{sync::Arc, time::Duration};
+use tandem_kv::HashKey;
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{Listener, MESSAGE_BYTES_MAX},
@@ -23,12 +24,27 @@ use tonic::service::Routes;
 /// Settings of a prefill worker.
 #[derive(Clone, Debug)]
 pub struct PrefillWorkerSettings {
-    /// Those of every worker.
+    /// The settings of workers of either role.
     pub worker: WorkerSettings,
-    /// The longest time from the start of a prompt's prefill until its ticket comes; without a ticket the prompt's blocks are released.
+    /// The longest time from the start of a prompt's prefill until its ticket arrives. Without a ticket the prompt's blocks are released.
     pub ticket_wait: Duration,
-    /// The transfer paths that it may use.
+    /// The transfer paths that the worker may use.
     pub transfer_mode: TransferMode,
+}
+
+/// The state that all attempts share.
+struct Worker {
+    common: tandem_worker::Worker,
+    sending: Sending,
+    ticket_wait: Duration,
+}
+
+/// How KV leaves this worker.
+enum Sending {
+    /// Block by block, to the places that a ticket names.
+    Transfers(SendPaths),
+    /// By a handle for the prompt's KV; its digest uses this key.
+    Handles { hash_key: HashKey },
 }
 
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
@@ -43,26 +59,26 @@ pub async fn run(
     shutdown: Shutdown,
 ) -> Result<(), WorkerError> {
     let (listener, backend) = (listener.into(), Arc::new(backend));
-    let worker = tandem_worker::Worker::new(Role::Prefill, backend, &settings.worker, listener.network(), &metrics, shutdown);
-    let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let sending = match backend.kv_exchange() {
+    let PrefillWorkerSettings { worker: settings, ticket_wait, transfer_mode } = settings;
+    let common = tandem_worker::Worker::new(Role::Prefill, backend, settings, listener.network(), &metrics, shutdown);
+    let sending = match common.backend.kv_exchange() {
         KvExchange::Transfers(engine) => {
-            // The series exist before the first transfer.
-            metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent);
-            let drained = requests.clone();
+            // Registers the series before the first transfer.
+            drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
+            let requests = common.requests.clone();
             Sending::Transfers(SendPaths::new(SendSettings {
-                instance_id: info.instance_id.clone(),
-                mode: settings.transfer_mode,
+                instance_id: common.info.instance_id.clone(),
+                mode: transfer_mode,
                 memory: engine.kv_memory().cloned(),
-                block_bytes: backend.info().block_bytes,
+                block_bytes: common.backend.info().block_bytes,
                 network: listener.network().clone(),
-                lifetime: Lifetime::new(shutdown, async move { drained.drained().await }),
+                lifetime: Lifetime::new(common.shutdown.clone(), async move { requests.drained().await }),
             }))
         }
         KvExchange::Handles { .. } => Sending::Handles { hash_key: listener.network().key().hash_key() },
         KvExchange::None => return Err(WorkerError::NoKvExchange),
     };
-    let prefill = Worker { instance_id: info.instance_id.clone(), sending, metrics, requests, ledger, backend, settings };
-    let prefill = PrefillServer::new(Service(Arc::new(prefill))).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    worker.serve(listener, Routes::default().add_service(prefill)).await
+    let service = Service(Arc::new(Worker { common: common.clone(), sending, ticket_wait }));
+    let service = PrefillServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    common.serve(listener, Routes::default().add_service(service)).await
 }

@@ -1,6 +1,6 @@
 //! The count of a prompt's cached tokens, which is recorded once for each prompt that a back end has scheduled, whatever becomes of its client.
 
-use crate::{Job, ScheduledPrompt, WorkerLedger, WorkerMetrics, ledger::by_tier};
+use crate::{Job, ScheduledPrompt, Worker, WorkerLedger, WorkerMetrics};
 use std::{
     sync::Arc,
     task::{Context, Poll, ready},
@@ -8,20 +8,10 @@ use std::{
 };
 use tandem_engine::{CachedTokens, Event, KvHandle};
 use tandem_kv::BlockAccess;
-use tandem_proto::v1;
 use tokio::time::timeout;
 
 /// The time that an external engine has to report the count of a cancelled request.
 const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
-
-/// Returns the message that reports cached tokens. `None` reports nothing, which differs from 0.
-pub fn scheduled(cached: Option<CachedTokens>) -> v1::Scheduled {
-    v1::Scheduled {
-        cached_tokens: cached.map(CachedTokens::total),
-        cached_tokens_by_tier: by_tier(cached).into_iter().collect(),
-        reported_later: false,
-    }
-}
 
 /// A job whose prompt this worker prefills: it counts the prompt in the metrics and the ledger when the back end reports it as scheduled.
 ///
@@ -44,10 +34,10 @@ struct Count {
 }
 
 impl CountedJob {
-    /// Counts the prompt of this job. Its `cached` is ignored.
-    pub fn new(job: Box<dyn Job>, metrics: &Arc<WorkerMetrics>, ledger: &WorkerLedger, prompt: ScheduledPrompt<'_>) -> Self {
+    /// Counts the prompt of this job on `worker`. `prompt.cached` is ignored.
+    pub fn new(job: Box<dyn Job>, worker: &Worker, prompt: ScheduledPrompt<'_>) -> Self {
         let ScheduledPrompt { request_id, attempt, account, prompt, cached: _ } = prompt;
-        let (metrics, ledger) = (Arc::clone(metrics), ledger.clone());
+        let (metrics, ledger) = (Arc::clone(&worker.metrics), worker.ledger.clone());
         let count = Count { metrics, ledger, request_id: request_id.to_owned(), attempt, account: account.to_owned(), prompt };
         Self { job: Some(job), count: Some(count), submitted: false }
     }

@@ -10,12 +10,12 @@ use crate::{
     http::{self, HttpClient},
     salt::cache_salt,
 };
+use bytes::Bytes;
 use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
 };
-use bytes::Bytes;
 use hyper::{Method, Response, body::Incoming};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::json;
@@ -210,7 +210,10 @@ impl Api for Client {
 
     async fn abort(&self, request_id: &str) {
         let ids = json!({ "request_ids": [format!("{ID_PREFIX}{request_id}")] });
-        let answer = self.http.read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT).await;
+        let answer = self
+            .http
+            .read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT)
+            .await;
         if let Err(error) = answer {
             tracing::debug!(%error, "a request to abort did not reach the engine");
         }
