@@ -16,7 +16,7 @@ use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{
     BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, Finished,
-    GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled, Token, Tokens, WorkerInfo,
+    FinishReply, FinishRequest, GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled, Token, Tokens, WorkerInfo,
     WorkerRef, WorkerView, WorkersReply, WorkersRequest,
     decode_server::{Decode, DecodeServer},
     finished::FinishReason,
@@ -136,6 +136,10 @@ impl Decode for FakeDecode {
         let request = request.into_inner();
         self.0.send(Call { request, replies }).map_err(|_| Status::unavailable("the test is over"))?;
         Ok(tonic::Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+
+    async fn finish(&self, _: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
+        Err(Status::unimplemented("these workers report cached tokens at the start"))
     }
 }
 
@@ -394,7 +398,7 @@ impl Call {
 
 pub fn scheduled(cached_tokens: Option<u32>) -> generate_reply::Message {
     let cached_tokens_by_tier = cached_tokens.map(|tokens| ("device".to_owned(), tokens)).into_iter().collect();
-    generate_reply::Message::Scheduled(Scheduled { cached_tokens, cached_tokens_by_tier })
+    generate_reply::Message::Scheduled(Scheduled { cached_tokens, cached_tokens_by_tier, reported_later: false })
 }
 
 /// Tokens of the simulator's vocabulary are bytes.

@@ -150,7 +150,7 @@ impl Pair {
         });
         let engine = Arc::new(engine);
         let common = tandem_worker::Worker::new(Role::Prefill, engine, settings, &network, &Metrics::default(), shutdown);
-        let prefill = Worker { common, transfers, ticket_wait: Duration::from_secs(10) };
+        let prefill = Worker { common, sending: crate::Sending::Transfers(transfers), ticket_wait: Duration::from_secs(10) };
         let network = Arc::new(SimulatedNetwork::new(pace.settings().block_transfer()));
         Self { prefill, decode, written: Arc::default(), network, alone, _drivers: drivers }
     }
@@ -192,7 +192,7 @@ impl Pair {
         assert!(matches!(job.next().await, Some(Event::Computed(_))));
     }
 
-    async fn submit(&self, prompt: Vec<u32>) -> Box<dyn Job> {
+    async fn submit(&self, prompt: Vec<u32>) -> CountedJob {
         let instance_id = self.prefill.common.info.instance_id.clone();
         let mut start = PrefillStart { instance_id, prompt, ..PrefillStart::default() };
         let mut job = submit(&self.prefill, &mut start).await.expect("it fits");
