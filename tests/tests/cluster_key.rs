@@ -36,8 +36,8 @@ async fn keyed() -> Result<TestCluster> {
 async fn call_everything(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-    let [prefill, decode] = cluster.inner().workers() else { anyhow::bail!("there are two workers") };
-    let mut router = RouterClient::new(to(cluster.inner().router())?);
+    let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("there are two workers") };
+    let mut router = RouterClient::new(to(cluster.inner().router)?);
     let (mut control, mut prefills) = (ControlClient::new(to(prefill.address)?), PrefillClient::new(to(prefill.address)?));
     let (mut decodes, mut transfer) = (DecodeClient::new(to(decode.address)?), TransferClient::new(to(decode.address)?));
     Ok(vec![
@@ -96,7 +96,7 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     let request = Endpoint::Completions.request(&cluster.model_id(), &text, json!({ "max_tokens": 2 }));
     assert_eq!(client.ask(Endpoint::Completions.path(), &request).await?.status, 200);
     let mut seen = BTreeSet::new();
-    for worker in cluster.inner().workers() {
+    for worker in &cluster.inner().workers {
         let (snapshot, _) = worker.engine.watch().await.expect("it runs");
         seen.extend(snapshot.stored.into_iter().flat_map(|chain| chain.sequence_hashes));
     }
@@ -123,8 +123,8 @@ impl Insider {
     fn new(cluster: &TestCluster) -> Result<Self> {
         let network = Network::tcp(ClusterKey::new(SECRET)?);
         let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-        let [prefill, decode] = cluster.inner().workers() else { anyhow::bail!("there are two workers") };
-        let (router, decode) = (RouterClient::new(to(cluster.inner().router())?), DecodeClient::new(to(decode.address)?));
+        let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("there are two workers") };
+        let (router, decode) = (RouterClient::new(to(cluster.inner().router)?), DecodeClient::new(to(decode.address)?));
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
 

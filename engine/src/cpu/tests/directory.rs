@@ -3,7 +3,7 @@
 use super::{goldens, *};
 use safetensors::{Dtype, tensor::TensorView};
 use std::path::Path;
-use tandem_model::{HfDirectory, ModelConfig};
+use tandem_model::{HfDirectory, ModelConfig, ModelFile};
 
 fn hf_name(name: &str) -> String {
     [
