@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Circles in the whole workspace. Lower it when one is opened.
-const CIRCLES_MAX: usize = 7;
+const CIRCLES_MAX: usize = 4;
 
 /// A module's path from the crate's root: `["http", "app"]`.
 type Module = Vec<String>;

@@ -17,6 +17,7 @@ const CHECKED: &[&str] = &[
     "docs",
     "frontend",
     "model",
+    "tandem/src",
     "node/src",
     "engine",
     "kv",
