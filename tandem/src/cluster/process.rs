@@ -55,7 +55,7 @@ impl Process {
             None => None,
         };
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
-        process.name = format!("frontend for {}", served.id());
+        process.name = format!("frontend for {}", served.id);
         let address = local_address(&listener)?;
         let (routers, url) = (settings.routers(), format!("http://{}", reachable(address)));
         let listed = match &routers {
@@ -66,7 +66,7 @@ impl Process {
         if let Some(admin) = &admin {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
-        process.register_as(discovery::Role::Frontend, &settings.discovery, address, served.id(), &settings.common)?;
+        process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let served = (served, settings.model.max_concurrent_requests);
         process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.service);
         Ok(process)
@@ -117,7 +117,7 @@ impl Process {
         let engine = EngineHandle::start(loaded.engine(&config, 1)?, config.machine(&process.parts.key));
         let registered = registration.as_ref().map(|(_, address)| address.clone());
         let worker = Worker { id, role, address, advertise: registered.or_else(|| discovery.advertise.clone()), engine };
-        process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());
+        process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id);
         process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
         process.parts.worker(&worker, listener, &config, &loaded.served, &process.service);
         if let Some((etcd, advertised)) = registration {
