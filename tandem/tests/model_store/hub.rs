@@ -12,6 +12,7 @@ use std::{
     },
 };
 use tandem::model::{ModelError, Store, StoreArgs};
+use tandem_node::retry::error_chain;
 use tandem_model::revision;
 
 /// What the hub's branch `main` and its tag `v1` are.
@@ -204,7 +205,7 @@ fn file_that_the_hub_lacks_is_reported() {
         ("hf:org/name@v2/a.gguf", "404"),
         ("hf:org/other", "404"),
     ] {
-        let error = machine.bare_store().get(&source(name)).expect_err(name).to_string();
+        let error = error_chain(&machine.bare_store().get(&source(name)).expect_err(name));
         assert!(error.contains(told), "{error}");
     }
     let (machine, _hub) = Hub::start(&["model.safetensors"], Vec::new(), 0);
