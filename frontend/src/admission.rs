@@ -13,7 +13,7 @@ use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The identity that [`Limits::per_client`] counts by: the account that the proxy in front vouches for, else the address.
+/// The identity that [`Limits::per_client`] counts by: the account that a trusted proxy names, else the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),

@@ -269,7 +269,7 @@ impl HeldBooking {
                 self.booking = Some(booking);
                 drop(state);
                 describe(&span, &placement);
-                route_reply::Message::Placement(placement.vouched(&self.key))
+                route_reply::Message::Placement(placement.with_signed_addresses(&self.key))
             }
             Err(error) => {
                 tracing::debug!(request_id = %self.request.request_id, attempt = self.attempts, "request not placed: {error}");

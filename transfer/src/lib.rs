@@ -15,7 +15,7 @@
 //! - What is in flight is bounded: a receiver that does not write makes the sender wait.
 //! - Dropping a transfer ends it. Blocks written by then stay written; no block counts as written in part.
 //! - No block counts before the worker that computed it has confirmed it (`PrefillDone`), whatever its path.
-//! - A prefill worker connects only to an address that the cluster vouches for. It gives out its IPC handle, and joins a communicator, only for
+//! - A prefill worker connects only to a signed address. It gives out its IPC handle, and joins a communicator, only for
 //!   a ticket under which blocks were written.
 
 mod blocking;

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 
 /// The settings of a worker's [`SendPaths`].
 pub struct SendSettings {
-    /// The worker's instance: tickets vouch for their address to it.
+    /// The worker's instance: a ticket's address is signed for it.
     pub instance_id: String,
     /// The paths that it may use.
     pub mode: TransferMode,
@@ -86,8 +86,8 @@ impl SendPaths {
     /// The ticket cannot be used, or its communicator is closed.
     pub fn open(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
         let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, .. } = &*self.0;
-        if !ticket.is_vouched(instance_id, channels.network().key()) {
-            return Err(TicketError::Unvouched.into());
+        if !ticket.has_signed_address(instance_id, channels.network().key()) {
+            return Err(TicketError::UnsignedAddress.into());
         }
         let secret = Ticket::try_from(&ticket.ticket[..]).map_err(TicketError::from)?;
         let push = || Ok::<_, TicketError>(Push::open(channels.to(&ticket.address)?, secret));
@@ -108,7 +108,7 @@ impl SendPaths {
         Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
     }
 
-    /// Prepares the paths that the ticket of a finished transfer asks for. The decode worker at the vouched address has written blocks under the
+    /// Prepares the paths that the ticket of a finished transfer asks for. The decode worker at the signed address has written blocks under the
     /// ticket, so its reservation was live. Returns the IPC handle, if the ticket wants it.
     fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
         let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };

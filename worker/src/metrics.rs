@@ -34,7 +34,7 @@ pub struct WorkerMetrics {
     preemptions: Counter,
     invariant_violations: Counter,
     unauthenticated: Counter,
-    unvouched: Counter,
+    unsigned_addresses: Counter,
     capacity_blocks: Gauge,
     totals: Mutex<CacheTotals>,
     prefilled_tokens: AtomicU64,
@@ -109,8 +109,8 @@ impl WorkerMetrics {
     }
 
     /// Counts an address that was not connected to because it is not signed with the cluster's key.
-    pub fn count_unvouched(&self) {
-        self.unvouched.increment(1);
+    pub fn count_unsigned_address(&self) {
+        self.unsigned_addresses.increment(1);
     }
 
     /// Registers the worker's families.
@@ -147,8 +147,8 @@ impl WorkerMetrics {
                 "gRPC calls that were refused because they did not carry the cluster's key.",
                 &[worker],
             ),
-            unvouched: registry.counter(
-                "tandem_worker_unvouched_addresses_total",
+            unsigned_addresses: registry.counter(
+                "tandem_worker_unsigned_addresses_total",
                 "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.",
                 &[worker],
             ),

@@ -96,7 +96,7 @@ impl Work<'_> {
         let placed_at = Instant::now();
         let instance_id = placement.decode.instance_id.clone();
         let error = |reason| AttemptError::worker(&instance_id, reason);
-        if !placement.decode.wire().is_vouched(Role::Decode, decoders.network().key()) {
+        if !placement.decode.wire().has_signed_address(Role::Decode, decoders.network().key()) {
             tracing::warn!(instance = %instance_id, "placement ignored: its address lacks the cluster's signature");
             return Err(error(FailureReason::Unspecified));
         }

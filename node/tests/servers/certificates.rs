@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// An authority and what it vouches for, as PEM files.
+/// A certificate authority and the certificates that it signs, as PEM files.
 pub struct Certificates {
     _folder: tempfile::TempDir,
     pub ca: PathBuf,

@@ -86,7 +86,7 @@ async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
 }
 
 #[tokio::test]
-async fn ticket_with_unvouched_address_yields_no_handle_and_no_join() {
+async fn ticket_with_unsigned_address_yields_no_handle_and_no_join() {
     let (reach, key) = (everything(), ClusterKey::random());
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let address = listener.local_addr().expect("it is bound").to_string();
@@ -104,17 +104,18 @@ async fn ticket_with_unvouched_address_yields_no_handle_and_no_join() {
     let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("it serves").into_inner();
     let taking = Taking::start().await;
     let asking = asking_for_all(&taking.address, 1);
-    let vouched = asking.clone().vouched(&info.instance_id, &key);
+    let signed = asking.clone().with_signed_address(&info.instance_id, &key);
     // No signature, one for another prefill worker, and one that was made for another address.
-    let elsewhere = v1::Ticket { address: "127.0.0.1:1".to_owned(), ..asking.clone() }.vouched(&info.instance_id, &key);
+    let elsewhere =
+        v1::Ticket { address: "127.0.0.1:1".to_owned(), ..asking.clone() }.with_signed_address(&info.instance_id, &key);
     let elsewhere = v1::Ticket { address: asking.address.clone(), ..elsewhere };
-    for ticket in [asking.clone(), asking.vouched("another", &key), elsewhere] {
+    for ticket in [asking.clone(), asking.with_signed_address("another", &key), elsewhere] {
         let last = prefilled(&channel, &info.instance_id, ticket).await;
         assert_eq!(last.expect_err("it is refused").code(), Code::InvalidArgument);
     }
     assert_eq!(*reach.joined.borrow(), 0);
-    let Ok(Some(Message::Done(done))) = prefilled(&channel, &info.instance_id, vouched).await else {
-        panic!("it is vouched for")
+    let Ok(Some(Message::Done(done))) = prefilled(&channel, &info.instance_id, signed).await else {
+        panic!("its address is signed")
     };
     assert!(!done.ipc_handle.is_empty());
     joined(&reach, 1).await;
