@@ -12,7 +12,6 @@ pub struct Violation(String);
 /// Returns a [`Violation`] with this text unless `holds`. The text is formatted only then.
 ///
 /// # Errors
-///
 /// `holds` is false.
 pub fn ensure(holds: bool, violation: impl Display) -> Result<(), Violation> {
     if holds { Ok(()) } else { Err(Violation(violation.to_string())) }
@@ -22,7 +21,6 @@ impl PrefixCache {
     /// Checks all invariants. Takes time proportional to the capacity: the hash of every cached block is computed again.
     ///
     /// # Errors
-    ///
     /// The first violation.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         let mut is_free = vec![false; self.blocks.len()];
