@@ -5,7 +5,6 @@ use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
 };
-use tandem_kv::mix;
 
 /// Identifies one placement of one router. Breaks ties and determines the ranks of the policies that estimate no time.
 #[derive(Clone, Copy, Debug)]
@@ -16,9 +15,12 @@ pub struct PlacementSeed {
 }
 
 impl PlacementSeed {
-    /// Returns a pseudo-random number for this placement and index.
+    /// Returns a pseudo-random number for this placement and index (SplitMix64's finaliser).
     pub(super) fn random(self, index: u64) -> u64 {
-        mix(self.seed ^ mix(self.number ^ mix(index)))
+        let mut z = self.seed ^ self.number.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ index.wrapping_mul(0xD1B5_4A32_D192_ED03);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
     }
 }
 
