@@ -5,15 +5,16 @@ use crate::{
     error::ApiError,
     listen::Peer,
     metrics::{Endpoint, FrontendMetrics},
+    shares::Counts,
 };
 use axum::http::StatusCode;
-use parking_lot::{Mutex, MutexGuard};
-use std::{collections::HashMap, sync::Arc};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The identity that [`Limits::per_client`] counts by: the account that a trusted proxy names, else the address.
+/// The identity that [`Limits::per_client`] counts by: the account if a trusted proxy names one, else the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
@@ -34,44 +35,30 @@ pub(crate) struct Limits {
 pub(crate) struct Admission {
     sequences: Arc<Sequences>,
     running: TaskTracker,
-    shutdown: Shutdown,
+    pub(crate) shutdown: Shutdown,
     metrics: Arc<FrontendMetrics>,
 }
 
-/// The sequences that run now.
 struct Sequences {
     limits: Limits,
-    used: Mutex<Used>,
-}
-
-#[derive(Default)]
-struct Used {
-    all: usize,
-    /// Clients with running sequences; never more entries than sequences.
-    by_client: HashMap<Client, usize>,
-}
-
-/// The sequences of one request. Dropping it releases them.
-struct Permits {
-    sequences: Arc<Sequences>,
-    client: Option<Client>,
-    count: usize,
-    metrics: Arc<FrontendMetrics>,
+    used: Mutex<Counts<Client>>,
 }
 
 /// A request from its headers to the end of its answer. Dropping it releases its sequences and decrements the gauges; if it
 /// was not finished before, the client has disconnected, and the request counts as cancelled.
 pub(crate) struct Admitted {
-    endpoint: Endpoint,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) since: Instant,
     /// Whether the request names a model that is served.
-    model_known: bool,
-    since: Instant,
+    pub(crate) model_known: bool,
+    /// The span in which the request's end is recorded.
+    pub(crate) span: Span,
     finished: bool,
-    /// `None` while the request is read and parsed.
-    permits: Option<Permits>,
+    /// The number of reserved sequences, and the client that they count for if clients are limited. `None` while the request is read
+    /// and parsed.
+    reserved: Option<(usize, Option<Client>)>,
     sequences: Arc<Sequences>,
     metrics: Arc<FrontendMetrics>,
-    span: Span,
     _running: TaskTrackerToken,
 }
 
@@ -93,13 +80,13 @@ impl Admission {
         self.metrics.reading_requests.increment(1.0);
         Ok(Admitted {
             endpoint,
-            model_known: false,
             since: Instant::now(),
+            model_known: false,
+            span: Span::default(),
             finished: false,
-            permits: None,
+            reserved: None,
             sequences: Arc::clone(&self.sequences),
             metrics: Arc::clone(&self.metrics),
-            span: Span::default(),
             _running: self.running.token(),
         })
     }
@@ -110,105 +97,39 @@ impl Admission {
         self.running.close();
         self.running.wait().await;
     }
-
-    /// Resolves when running requests are to be aborted.
-    pub(crate) async fn stopped(&self) {
-        self.shutdown.stopped().await;
-    }
-
-    /// Whether new requests are refused.
-    pub(crate) fn is_draining(&self) -> bool {
-        self.shutdown.is_draining()
-    }
-}
-
-impl Sequences {
-    fn used(&self) -> MutexGuard<'_, Used> {
-        self.used.lock()
-    }
-
-    /// Reserves all or none. Requests do not wait here: a queue would only hide the overload.
-    fn reserve(&self, client: Option<&Client>, count: usize) -> Result<(), ApiError> {
-        let Limits { all, per_client } = self.limits;
-        let client = client.zip(per_client);
-        let max = client.map_or(all, |(_, per_client)| per_client.min(all));
-        if count > max {
-            return Err(ApiError::TooManySequences { sequences: count, max });
-        }
-        let mut used = self.used();
-        if let Some((client, per_client)) = client
-            && used.by_client.get(client).copied().unwrap_or(0) + count > per_client
-        {
-            return Err(ApiError::ClientLimit { max: per_client });
-        }
-        if used.all + count > all {
-            return Err(ApiError::Overloaded);
-        }
-        used.all += count;
-        if let Some((client, _)) = client {
-            *used.by_client.entry(client.clone()).or_default() += count;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Permits {
-    fn drop(&mut self) {
-        self.metrics.inflight_requests.decrement(1.0);
-        self.metrics.inflight_sequences.decrement(self.count as f64);
-        let mut used = self.sequences.used();
-        used.all -= self.count;
-        if let Some(client) = self.client.take()
-            && let Some(left) = used.by_client.get_mut(&client)
-        {
-            *left -= self.count;
-            if *left == 0 {
-                used.by_client.remove(&client);
-            }
-        }
-    }
 }
 
 impl Admitted {
-    /// The time of the request's arrival.
-    pub(crate) fn since(&self) -> Instant {
-        self.since
-    }
-
-    /// The endpoint that it asks.
-    pub(crate) fn endpoint(&self) -> Endpoint {
-        self.endpoint
-    }
-
-    /// Sets the span in which the request's end is recorded.
-    pub(crate) fn trace(&mut self, span: &Span) {
-        self.span = span.clone();
-    }
-
-    /// Notes that the request names the served model.
-    pub(crate) fn model_is_known(&mut self) {
-        self.model_known = true;
-    }
-
     /// Reserves the request's sequences, all or none: each of its prompts runs `n` times. Called once, when the request has been parsed.
+    /// Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors
     /// The limit of the client or of all clients is reached.
     pub(crate) fn reserve(&mut self, client: Option<Client>, sequences: usize) -> Result<(), ApiError> {
-        self.sequences.reserve(client.as_ref(), sequences)?;
+        let Limits { all, per_client } = self.sequences.limits;
+        let client = client.zip(per_client);
+        let max = client.as_ref().map_or(all, |(_, per_client)| all.min(*per_client));
+        if sequences > max {
+            return Err(ApiError::TooManySequences { sequences, max });
+        }
+        let mut used = self.sequences.used.lock();
+        if let Some((client, per_client)) = &client
+            && used.of(client) + sequences > *per_client
+        {
+            return Err(ApiError::ClientLimit { max: *per_client });
+        }
+        if used.all + sequences > all {
+            return Err(ApiError::Overloaded);
+        }
+        let client = client.map(|(client, _)| client);
+        used.add(client.as_ref(), sequences);
+        self.reserved = Some((sequences, client));
         self.metrics.reading_requests.decrement(1.0);
         self.metrics.inflight_requests.increment(1.0);
         self.metrics.inflight_sequences.increment(sequences as f64);
-        self.permits = Some(Permits {
-            sequences: Arc::clone(&self.sequences),
-            client: client.filter(|_| self.sequences.limits.per_client.is_some()),
-            count: sequences,
-            metrics: Arc::clone(&self.metrics),
-        });
         Ok(())
     }
 
-    /// Counts the request's complete reply.
     pub(crate) fn finish(&mut self, status: StatusCode) {
         self.finished = true;
         self.span.set("http.response.status_code", u32::from(status.as_u16()));
@@ -221,8 +142,13 @@ impl Admitted {
 
 impl Drop for Admitted {
     fn drop(&mut self) {
-        if self.permits.is_none() {
-            self.metrics.reading_requests.decrement(1.0);
+        match &self.reserved {
+            Some((sequences, client)) => {
+                self.sequences.used.lock().remove(client.as_ref(), *sequences);
+                self.metrics.inflight_requests.decrement(1.0);
+                self.metrics.inflight_sequences.decrement(*sequences as f64);
+            }
+            None => self.metrics.reading_requests.decrement(1.0),
         }
         if !self.finished {
             self.span.fail("cancelled");
@@ -274,7 +200,7 @@ mod tests {
         let _other = admit(&admission, "b", 2).expect("another client has its own limit");
         drop(first);
         drop(admit(&admission, "a", 1).expect("its sequences were released"));
-        assert_eq!(admission.sequences.used().by_client.len(), 1, "a client without sequences is removed");
+        assert_eq!(admission.sequences.used.lock().by_key.len(), 1, "a client without sequences is removed");
     }
 
     #[tokio::test(start_paused = true)]

@@ -12,9 +12,9 @@ use std::{
 };
 use tandem_node::Metrics;
 
-/// A longer file is not a result, which has one or two hundred bytes.
+/// The maximum that is read of a file; a result has less than 200 bytes.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// A scrape waits no longer for the disk.
+/// The maximum time for which a scrape waits for the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of one check.
@@ -35,31 +35,11 @@ pub struct AuditResult {
 
 /// The result cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum AuditResultError {
-    /// The file does not exist or cannot be read.
-    #[error("{} cannot be read: {cause}", path.display())]
-    Unreadable {
-        /// The path of the result file.
-        path: PathBuf,
-        /// The error of the operating system.
-        #[source]
-        cause: io::Error,
-    },
-    /// The file is not a result.
-    #[error("{} is not what `tandem audit check --result` writes: {cause}", path.display())]
-    Other {
-        /// The path of the result file.
-        path: PathBuf,
-        /// The error of the JSON parser.
-        #[source]
-        cause: serde_json::Error,
-    },
-    /// The disk takes too long.
-    #[error("{} is still being read", path.display())]
-    Slow {
-        /// The path of the result file.
-        path: PathBuf,
-    },
+#[error("{} cannot be read: {cause}", path.display())]
+pub struct AuditResultError {
+    path: PathBuf,
+    #[source]
+    cause: io::Error,
 }
 
 impl AuditResult {
@@ -68,8 +48,12 @@ impl AuditResult {
     /// # Errors
     /// The file cannot be read, or is not a result.
     pub fn read(path: &Path) -> Result<Self, AuditResultError> {
-        let text = beginning(path).map_err(|cause| AuditResultError::Unreadable { path: path.to_owned(), cause })?;
-        serde_json::from_slice(&text).map_err(|cause| AuditResultError::Other { path: path.to_owned(), cause })
+        let malformed = |error: serde_json::Error| {
+            let text = format!("it is not what `tandem audit check --result` writes ({error})");
+            io::Error::new(io::ErrorKind::InvalidData, text)
+        };
+        let read = beginning(path).and_then(|text| serde_json::from_slice(&text).map_err(malformed));
+        read.map_err(|cause| AuditResultError { path: path.to_owned(), cause })
     }
 
     /// Replaces the file atomically: a reader sees the old or the new result.
@@ -89,7 +73,7 @@ impl AuditResult {
     }
 }
 
-/// Reads at most [`READ_MAX_BYTES`] of a regular file: a pipe may block for ever.
+/// Reads at most [`READ_MAX_BYTES`] of a regular file; a pipe could block for ever.
 fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
@@ -99,11 +83,11 @@ fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// The result file, read when the metrics or the dashboard are asked for.
+/// The result file, which is read when the metrics or the dashboard are requested.
 pub(crate) struct LastAudit {
     path: PathBuf,
     metrics: Metrics,
-    /// Locked while the file is read, even if no caller waits for it any more.
+    /// Locked while the file is read, also after the caller has stopped waiting.
     reading: Arc<tokio::sync::Mutex<()>>,
     known: Arc<Mutex<Known>>,
 }
@@ -130,13 +114,12 @@ impl LastAudit {
                 note(AuditResult::read(&path), &metrics, &known);
                 drop(held);
             };
-            // The disk may be slow.
             tokio::task::spawn_blocking(read).await.expect("the read returns its errors");
         };
-        // After a timeout the last known result counts.
         let _ = tokio::time::timeout(READ_TIMEOUT, read).await;
         let known = self.known.lock().clone();
-        known.unwrap_or_else(|| Err(Arc::new(AuditResultError::Slow { path: self.path.clone() })))
+        let slow = || AuditResultError { path: self.path.clone(), cause: io::ErrorKind::TimedOut.into() };
+        known.unwrap_or_else(|| Err(Arc::new(slow())))
     }
 }
 
@@ -174,13 +157,14 @@ mod tests {
     #[test]
     fn folder_or_too_long_file_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
-        assert!(matches!(AuditResult::read(folder.path()), Err(AuditResultError::Unreadable { .. })));
+        let kind = |path: &Path| AuditResult::read(path).expect_err("it is refused").cause.kind();
+        assert_eq!(kind(folder.path()), io::ErrorKind::InvalidInput);
         let file = folder.path().join("audit");
-        AuditResult::default().write(&file).expect("ours");
+        AuditResult::default().write(&file).expect("the folder is writable");
         assert_eq!(AuditResult::read(&file).expect("it was written"), AuditResult::default());
-        let text = [vec![b' '; READ_MAX_BYTES as usize], fs::read(&file).expect("ours")].concat();
-        fs::write(&file, text).expect("ours");
-        assert!(matches!(AuditResult::read(&file), Err(AuditResultError::Other { .. })));
+        let text = [vec![b' '; READ_MAX_BYTES as usize], fs::read(&file).expect("the folder is writable")].concat();
+        fs::write(&file, text).expect("the folder is writable");
+        assert_eq!(kind(&file), io::ErrorKind::InvalidData);
     }
 
     #[tokio::test(start_paused = true)]
@@ -190,13 +174,13 @@ mod tests {
         let (audit, metrics) = last(&file);
         assert!(metrics.render().contains("tandem_frontend_audit_timestamp_seconds 0"));
         let old = AuditResult { checked_unix_s: 7, findings: 1, ..AuditResult::default() };
-        old.write(&file).expect("ours");
+        old.write(&file).expect("the folder is writable");
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
-        assert!(matches!(&*audit.read().await.expect_err("nothing is known"), AuditResultError::Slow { .. }));
+        assert_eq!(audit.read().await.expect_err("nothing is known").cause.kind(), io::ErrorKind::TimedOut);
         drop(hangs);
         assert_eq!(audit.read().await.expect("it is read"), old);
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
-        AuditResult { findings: 2, ..old }.write(&file).expect("ours");
+        AuditResult { findings: 2, ..old }.write(&file).expect("the folder is writable");
         assert_eq!(audit.read().await.expect("it was read"), old);
         drop(hangs);
         assert_eq!(audit.read().await.expect("it is read").findings, 2);

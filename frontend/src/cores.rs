@@ -1,18 +1,19 @@
-//! Runs CPU work that takes milliseconds or more on one thread fewer than there are cores. The remaining core is for everything that
-//! must not wait, such as other requests' tokens and health checks.
+//! Runs CPU work that takes milliseconds or more on all cores but one. The last core remains for work that must not wait, such as
+//! sending tokens and health checks.
 
 use crate::{admission::Client, error::ApiError, shares::Shares};
+use futures::future::OptionFuture;
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
 use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
-/// A request is refused after this time in the queue. The work of the largest request takes less.
+/// A request is refused after this time in the queue, which is longer than the work of the largest request.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Bounds the tasks of one kind that run at a time. Clients are served round-robin: each has at most one task in the queue for a core,
 /// and its other tasks wait for that one.
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
-    queued: Shares,
+    queued: Shares<Client>,
 }
 
 impl Default for Cores {
@@ -39,10 +40,7 @@ impl Cores {
     ) -> Result<T, ApiError> {
         let place = client.map(|client| self.queued.of(client));
         let core = async {
-            let _queued = match place {
-                Some(place) => Some(place.acquire_owned().await),
-                None => None,
-            };
+            let _queued = OptionFuture::from(place.map(Semaphore::acquire_owned)).await;
             Arc::clone(&self.free).acquire_owned().await
         };
         let core = timeout(QUEUE_TIMEOUT, core).await.map_err(|_| ApiError::Overloaded)?;

@@ -1,4 +1,4 @@
-//! Every error that a client may receive, and the only table from errors to HTTP and OpenAI's error body.
+//! The errors that a client may receive, and the only table from errors to HTTP and OpenAI's error body.
 
 use crate::dispatch::DispatchError;
 use axum::{
@@ -6,7 +6,7 @@ use axum::{
     http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::borrow::Cow;
 
 /// Why a request gets an error instead of a result.
@@ -94,7 +94,7 @@ pub(crate) enum ApiError {
     #[error("Too many requests are running; try again shortly.")]
     Overloaded,
     #[error(
-        "The request asks for {sequences} sequences (prompts × n), but at most {max} may run at once; lower 'n' or send fewer prompts."
+        "The request needs {sequences} sequences (prompts × n), but at most {max} may run at once; lower 'n' or send fewer prompts."
     )]
     TooManySequences { sequences: usize, max: usize },
     #[error("This client's limit of {max} running sequences (prompts × n) is reached; try again when some of them have ended.")]
@@ -191,15 +191,13 @@ impl ApiError {
         }
     }
 
-    /// The error's HTTP status.
     pub(crate) fn status(&self) -> StatusCode {
         self.parts().status
     }
 
-    /// Returns the response body, in the form of OpenAI's errors.
-    pub(crate) fn body(&self) -> ErrorBody<'_> {
+    pub(crate) fn body(&self) -> Value {
         let Parts { kind, param, code, .. } = self.parts();
-        ErrorBody { error: ErrorObject { message: shortened(&self.to_string()).into_owned(), kind, param, code } }
+        json!({ "error": { "message": shortened(&self.to_string()), "type": kind, "param": param, "code": code } })
     }
 }
 
@@ -210,21 +208,6 @@ struct Parts<'a> {
     code: Option<&'static str>,
     /// Seconds after which the client may retry.
     retry_after: Option<u16>,
-}
-
-/// `{"error": {…}}`
-#[derive(Serialize)]
-pub(crate) struct ErrorBody<'a> {
-    error: ErrorObject<'a>,
-}
-
-#[derive(Serialize)]
-struct ErrorObject<'a> {
-    message: String,
-    #[serde(rename = "type")]
-    kind: &'static str,
-    param: Option<&'a str>,
-    code: Option<&'static str>,
 }
 
 impl Problem {
@@ -248,6 +231,14 @@ impl IntoResponse for ApiError {
         }
         response
     }
+}
+
+/// Checks a length or number.
+///
+/// # Errors
+/// It is greater than `max`.
+pub(crate) fn at_most(param: &str, found: usize, max: usize, unit: &'static str) -> Result<(), ApiError> {
+    if found > max { Err(ApiError::invalid(param, Problem::TooMany { max, unit })) } else { Ok(()) }
 }
 
 /// Shortens text of a client that is quoted in an error.

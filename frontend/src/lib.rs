@@ -1,8 +1,8 @@
 //! OpenAI's HTTP API in front of a cluster that works on token ids.
 //!
-//! The path of a request: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` has it placed and opens the
-//! decode worker's stream, `stream` turns the tokens into text, and `usage` counts them. Everything reserved for a request (a
-//! permit, a booking, a generation) is owned by values in its response, and is released when the client disconnects.
+//! The path of a request: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement and opens the
+//! decode worker's stream, `stream` turns the tokens into text, and `usage` counts them. The response owns everything reserved for a
+//! request (sequences, booking, generation) and releases it when the client disconnects.
 
 mod admission;
 mod audit;
@@ -35,7 +35,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown, discovery::DiscoveryError};
 use tandem_proto::channel::Listener;
 
-/// Connections to [`FrontendSettings::admin`]: scrapers, health checks and a few viewers of the dashboard.
+/// The maximum number of connections to [`FrontendSettings::admin`].
 const ADMIN_CONNECTIONS_MAX: usize = 256;
 
 /// The frontend cannot run.
@@ -53,7 +53,7 @@ pub enum FrontendError {
 }
 
 /// Serves HTTP until the process drains and every request has ended, or until it stops. While it drains, new requests are
-/// refused with 503; what still runs at the stop ends with an error event.
+/// refused with 503; requests that still run at the stop end with an error event.
 ///
 /// # Errors
 /// The settings cannot be used, or the routers' addresses cannot be watched.
@@ -75,12 +75,12 @@ pub async fn run(
     let app = Arc::new(App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let serve = |listener: Listener, routes: axum::Router, limits: ConnectionLimits| {
         let routes = http::guarded(routes, &listener, &allowed_hosts);
-        listen::serve(listener, routes, Arc::new(limits), unread_max, app.admission().clone().drained())
+        listen::serve(listener, routes, Arc::new(limits), unread_max, app.admission.clone().drained())
     };
-    let limits = ConnectionLimits::new(connections_max, per_address_max, proxies, app.metrics());
+    let limits = ConnectionLimits::new(connections_max, per_address_max, proxies, Arc::clone(&app.metrics));
     let api = serve(listener, http::api(Arc::clone(&app), admin.is_none()), limits);
     let admin = admin.map(|listener| {
-        let limits = ConnectionLimits::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), app.metrics());
+        let limits = ConnectionLimits::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), Arc::clone(&app.metrics));
         serve(listener, http::admin(Arc::clone(&app)), limits)
     });
     let server = async { tokio::join!(api, futures::future::OptionFuture::from(admin)) };

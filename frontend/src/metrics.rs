@@ -8,13 +8,13 @@ use std::{collections::HashSet, time::Duration};
 use tandem_node::Metrics;
 use tandem_proto::v1::FailureReason;
 
-/// The maximum of workers that are remembered as reporting.
+/// The maximum number of workers in [`FrontendMetrics::reporting`].
 const WORKERS_MAX: usize = 4096;
 /// The status of a request whose client disconnected, as in nginx.
-const CLIENT_CLOSED: &str = "499";
-/// The label of cached tokens whose tier is not known; not the name of a real tier.
+pub(crate) const CLIENT_CLOSED: u16 = 499;
+/// The label of cached tokens whose tier is not known.
 const TIER_UNKNOWN: &str = "unknown";
-/// Values of the label `tier`: the cache tiers in which a prompt's tokens can be found.
+/// The known cache tiers.
 const TIERS: [&str; 1] = ["device"];
 
 /// An endpoint that generates text.
@@ -24,7 +24,6 @@ pub(crate) enum Endpoint {
     Completions,
 }
 
-/// The metrics of a frontend.
 pub(crate) struct FrontendMetrics {
     registry: Metrics,
     model: String,
@@ -88,30 +87,15 @@ impl FrontendMetrics {
             ),
             reading_requests: gauge("tandem_frontend_reading_requests", "Requests being read and parsed, before admission."),
             connections: gauge("tandem_frontend_connections", "Open connections."),
-            connections_refused: counter(
-                "tandem_frontend_connections_refused_total",
-                "Connections refused by the limit on all connections or on those of one address.",
-            ),
+            connections_refused: counter("tandem_frontend_connections_refused_total", "Connections refused by a limit."),
             ready: gauge("tandem_frontend_ready", "1 while a request could be served."),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client disconnected before the answer's end."),
             migrations: counter("tandem_frontend_migrations_total", "Generations resumed on another worker after a loss."),
-            rebooked: counter(
-                "tandem_frontend_rebooked_total",
-                "Running requests booked with another router after theirs was lost or drained.",
-            ),
+            rebooked: counter("tandem_frontend_rebooked_total", "Running requests booked again with another router."),
             healthy_routers: gauge("tandem_frontend_routers", "Routers that could place a request."),
-            request_duration: histogram(
-                "tandem_frontend_request_duration_seconds",
-                "Time from a request to the end of its answer.",
-            ),
-            time_to_first_token: histogram(
-                "tandem_frontend_time_to_first_token_seconds",
-                "Time from a request to the first token of each prompt.",
-            ),
-            inter_token_latency: histogram(
-                "tandem_frontend_inter_token_latency_seconds",
-                "Time from a token of a sample to the next.",
-            ),
+            request_duration: histogram("tandem_frontend_request_duration_seconds", "Time from request to end of answer."),
+            time_to_first_token: histogram("tandem_frontend_time_to_first_token_seconds", "Time to first token of a prompt."),
+            inter_token_latency: histogram("tandem_frontend_inter_token_latency_seconds", "Time between tokens of a sample."),
             prompt_tokens: counter("tandem_frontend_prompt_tokens_total", "Tokens of finished prompts."),
             completion_tokens: counter("tandem_frontend_completion_tokens_total", "Tokens generated for finished prompts."),
             request_prompt_tokens: histogram("tandem_frontend_request_prompt_tokens", "Tokens of each finished prompt."),
@@ -119,14 +103,8 @@ impl FrontendMetrics {
                 "tandem_frontend_request_completion_tokens",
                 "Tokens generated for each finished prompt, all its samples together.",
             ),
-            request_cached_tokens: histogram(
-                "tandem_frontend_request_cached_tokens",
-                "Tokens of each finished prompt that came from a prefix cache.",
-            ),
-            request_cached_ratio: histogram(
-                "tandem_frontend_request_cached_ratio",
-                "Cached tokens of each finished prompt divided by its tokens.",
-            ),
+            request_cached_tokens: histogram("tandem_frontend_request_cached_tokens", "Cached tokens of each finished prompt."),
+            request_cached_ratio: histogram("tandem_frontend_request_cached_ratio", "Cached fraction of each finished prompt."),
             reporting: Mutex::default(),
             registry: registry.clone(),
             model: model.to_owned(),
@@ -144,19 +122,16 @@ impl FrontendMetrics {
         self.request_duration.record(duration.as_secs_f64());
     }
 
-    /// Counts a request whose client disconnected.
     pub(crate) fn cancelled(&self, endpoint: Endpoint, model_known: bool) {
-        self.requests(endpoint, model_known, CLIENT_CLOSED).increment(1);
+        self.requests(endpoint, model_known, &CLIENT_CLOSED.to_string()).increment(1);
         self.cancelled.increment(1);
     }
 
-    /// Counts an attempt that ended before its first token.
     pub(crate) fn attempt_failed(&self, reason: FailureReason) {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
-    /// Counts a prompt whose answer is complete, once, on every endpoint, streamed or not, with or without usage. `worker` prefilled
-    /// it.
+    /// Counts a prompt whose answer is complete. `worker` prefilled it.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
         let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
@@ -183,7 +158,7 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // Tokens of an unknown tier are not counted as the device's. 0 cached tokens still create their source's counter.
+        // Also for 0 cached tokens, so that the source's counter exists.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());
@@ -217,7 +192,6 @@ impl FrontendMetrics {
         self.registry.counter(NAME, "Requests by the status of their reply.", &labels)
     }
 
-    /// All metrics of the process, in Prometheus' text format.
     pub(crate) fn render(&self) -> String {
         self.registry.render()
     }

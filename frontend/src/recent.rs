@@ -1,5 +1,4 @@
-//! The prompts that ended last: what they used, where they ran and how long each stage took. Never their content: no text and no
-//! token id is kept here.
+//! The prompts that ended last: their usage, their workers and the duration of each stage; no text and no token ids.
 
 use crate::{clock::unix_ms, usage::CachedSource};
 use parking_lot::Mutex;
@@ -9,9 +8,9 @@ use std::{
     sync::Arc,
 };
 
-/// A ring of records, one for each prompt that ended.
+/// The latest records, one for each prompt that ended.
 pub(crate) struct Recent {
-    max: usize,
+    pub(crate) max: usize,
     ring: Mutex<Ring>,
 }
 
@@ -32,14 +31,13 @@ pub(crate) struct Record {
     finished: Finished,
 }
 
-/// The record of a prompt at its end.
+/// What is recorded of a prompt at its end.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finished {
     pub(crate) endpoint: &'static str,
     pub(crate) streamed: bool,
     /// The status of the whole request; 499: the client disconnected.
     pub(crate) status: u16,
-    /// Continuations of the prompt.
     pub(crate) samples: usize,
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
@@ -71,23 +69,23 @@ pub(crate) struct PromptDetails {
 /// The time at which each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before.
 #[derive(Debug, Serialize)]
 pub(crate) struct Stages {
-    /// The request was tokenized, and a router was asked.
-    pub(crate) asked_ms: Option<f64>,
-    /// The attempt that brought the first token was placed.
+    /// The request was tokenized, and a placement was requested.
+    pub(crate) requested_ms: Option<f64>,
+    /// The attempt that generated the first token was placed.
     pub(crate) placed_ms: Option<f64>,
     /// The prefill of that attempt began.
     pub(crate) scheduled_ms: Option<f64>,
     /// The chunks of the prefill. Empty: all tokens were cached, or the worker did not report them.
     pub(crate) chunks: Vec<Chunk>,
-    /// All KV was on the decode worker.
+    /// All of the prompt's KV was on the decode worker.
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
-    /// Attempts before the one that brought the first token; unknown, and so empty, without a first token.
+    /// Attempts before the one that generated the first token; empty without a first token.
     pub(crate) failed: Vec<FailedAttempt>,
 }
 
-/// The tokens of a prompt that one engine step computed; the 64th chunk is of all later steps together.
+/// The tokens of a prompt that one engine step computed; the 64th chunk holds those of all later steps.
 #[derive(Debug, Serialize)]
 pub(crate) struct Chunk {
     pub(crate) start_ms: f64,
@@ -103,12 +101,11 @@ pub(crate) struct FailedAttempt {
 }
 
 impl Recent {
-    /// A ring of at most `max` records.
     pub(crate) fn new(max: usize) -> Self {
         Self { max, ring: Mutex::default() }
     }
 
-    /// Adds a prompt that ends now; the oldest record makes way.
+    /// Adds a prompt that ends now, and removes the oldest record if there are more than `max`.
     pub(crate) fn add(&self, finished: Finished) {
         let ended_unix_ms = unix_ms();
         let mut ring = self.ring.lock();
@@ -125,10 +122,5 @@ impl Recent {
         let ring = self.ring.lock();
         let new = usize::try_from(ring.added.saturating_sub(after)).unwrap_or(usize::MAX);
         ring.records.iter().skip(ring.records.len().saturating_sub(new)).cloned().collect()
-    }
-
-    /// The maximum of records.
-    pub(crate) fn max(&self) -> usize {
-        self.max
     }
 }

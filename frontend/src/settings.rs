@@ -19,53 +19,49 @@ pub struct FrontendSettings {
     pub model: ServedModel,
     /// Tokens in a block; equal in the whole cluster.
     pub block_size: u32,
-    /// The most running sequences (prompts × `n`); further requests are refused with 503. Bounds memory and load of the cluster.
+    /// The maximum of running sequences (prompts × `n`); further requests are refused with 503.
     pub concurrent_sequences: usize,
-    /// Sequences of one client (an account, or else an address) that run at a time; its further requests are refused with 429.
-    /// `None`: one client may use all.
+    /// The maximum of running sequences of one client (account, else address); its further requests are refused with 429.
     pub sequences_per_client: Option<usize>,
     /// The longest accepted body, in bytes. `None`: it follows from the model's context, 4 to 32 MiB.
     pub body_max_bytes: Option<usize>,
-    /// Bytes of all bodies that are read or parsed at a time; further requests are refused with 503. The first 16 KiB of each
-    /// body do not count.
+    /// The maximum of all bodies that are read or parsed at a time, in bytes, not counting the first 16 KiB of each; further requests
+    /// are refused with 503.
     pub bodies_max_bytes: usize,
-    /// The most open connections; further ones are closed with 503.
+    /// The maximum of open connections; further ones are closed with 503.
     pub connections_max: usize,
-    /// The most open connections from one address (an IPv6 /64) that is not a trusted proxy's. 0: no limit for one address.
+    /// The maximum of open connections from one address (an IPv6 /64), except trusted proxies. 0: no limit for one address.
     pub connections_per_address_max: usize,
-    /// Names accepted in `Host`, besides IP addresses and localhost. Checked where the listener is on a loopback address, and everywhere
-    /// if the list is not empty: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
+    /// Names accepted in `Host`, besides IP addresses and localhost. Checked if the listener is on a loopback address or the list is not
+    /// empty: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
     pub allowed_hosts: Vec<String>,
     /// The listener of `/metrics` and `/dashboard`. `None`: they are served with the API.
     pub admin: Option<TcpListener>,
-    /// The maximum time from a request to its first token, all attempts together.
+    /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
     /// Placements tried before a request is given up.
     pub attempts: u32,
-    /// An attempt whose prefill has not begun within this time is retried on another worker, except the last: a stuck or
-    /// overloaded worker costs this much, and not the whole time for the first token.
+    /// An attempt whose prefill has not begun within this time is retried on another worker, except the last attempt.
     pub attempt_timeout: Duration,
-    /// Times that a generation whose worker is lost is resumed on another worker with the same text. 0: it ends with an error event.
+    /// How often a generation whose worker is lost is resumed on another worker. 0: it ends with an error event.
     pub resumes: u32,
-    /// A client that reads nothing of its response for this long is disconnected: its request would hold its permit for ever. 5
-    /// minutes by default: no client pauses for longer and still wants the rest.
+    /// A client that reads nothing of its response for this long is disconnected, which releases its request's sequences.
     pub unread_max: Duration,
-    /// The time without an event after which a stream sends a comment, so that proxies keep the connection. Status and headers are sent with
-    /// the first token or comment: an earlier error has its own status, a later one is an event in a response with status 200. The default
-    /// is 10 seconds, because proxies time out after 15 at the earliest.
+    /// The time without an event after which a stream sends a comment, so that proxies keep the connection (they time out after 15 seconds
+    /// at the earliest). Status and headers are sent with the first token or comment; later errors are events in a response with status 200.
     pub keep_alive: Duration,
-    /// Finished prompts that the dashboard shows. 0: there is no dashboard.
+    /// The number of finished prompts that the dashboard shows. 0: there is no dashboard.
     pub dashboard_requests: usize,
     /// The file that `tandem audit check --result` writes, shown on the dashboard and in the metrics.
     pub audit_result: Option<PathBuf>,
-    /// Begins the traces of requests.
+    /// Creates the spans of requests.
     pub tracer: Tracer,
-    /// The header that holds a request's account, for the ledger and, if accounts are isolated, for the cache. A proxy that authenticates
-    /// clients sets it; requests of untrusted peers that have it are refused.
+    /// The header with a request's account, for the ledger and the isolation of accounts. A proxy that authenticates clients sets it;
+    /// requests of untrusted peers with this header are refused.
     pub account_header: Option<HeaderName>,
     /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
-    /// Peers that are trusted with the account header, `traceparent`, and details of the cluster. Empty: all peers, if the listener is on
+    /// Peers that may send the account header and `traceparent`, and see details of the cluster. Empty: all peers, if the listener is on
     /// loopback (or in memory), for requests that were not forwarded; else none.
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use `x-tandem-details` and `x-tandem-explain`.

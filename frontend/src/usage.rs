@@ -1,24 +1,22 @@
-//! Builds the field `usage`, for every endpoint, streamed or not. No other code builds it.
+//! Builds the field `usage` of all endpoints, streamed or not.
 
 use crate::dispatch::placement::Placement;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use tandem_proto::v1::Scheduled;
 
-/// The source of the number of cached tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum CachedSource {
-    /// The worker that prefilled counted them.
+    /// The worker that prefilled has counted them.
     Worker,
-    /// The worker reported nothing: the overlap that the router knew of.
+    /// The worker reported nothing; the router knew this overlap.
     RouterEstimate,
-    /// The worker reported nothing and no overlap was known: reported as 0.
+    /// The worker reported nothing and no overlap was known, so 0 is reported.
     Unknown,
 }
 
 impl CachedSource {
-    /// The value of a metric's label and in the `tandem` object.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Worker => "worker",
@@ -37,9 +35,8 @@ pub(crate) struct Cached {
     pub(crate) by_tier: BTreeMap<String, u32>,
 }
 
-/// Returns the cached tokens of the attempt that led to the first token: what its worker reported, else the placement's overlap.
-///
-/// A reported number is taken as it is, 0 included. A placement with a block size of 0 has no information about caches.
+/// Returns the cached tokens of the attempt that generated the first token: the number that its worker reported (0 included), else
+/// the placement's overlap. A placement with a block size of 0 has no information about caches.
 pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, prompt_tokens: u32) -> Cached {
     if let Some(scheduled) = scheduled
         && let Some(tokens) = scheduled.cached_tokens
@@ -65,41 +62,27 @@ pub(crate) struct PromptUsage {
     pub(crate) cached: Option<Cached>,
 }
 
-/// OpenAI's usage object. It has the same fields on every path.
+/// OpenAI's usage object. All fields are always present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Usage {
-    prompt_tokens: u32,
-    completion_tokens: u32,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) completion_tokens: u32,
     total_tokens: u32,
-    prompt_tokens_details: PromptTokensDetails,
+    pub(crate) prompt_tokens_details: PromptTokensDetails,
     completion_tokens_details: CompletionTokensDetails,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-struct PromptTokensDetails {
-    cached_tokens: u32,
+pub(crate) struct PromptTokensDetails {
+    pub(crate) cached_tokens: u32,
     /// 0: prompts are text.
     audio_tokens: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 struct CompletionTokensDetails {
-    /// 0: no model with a marked chain of thought is supported yet.
+    /// 0: reasoning is not separated from the answer.
     reasoning_tokens: u32,
-}
-
-impl Usage {
-    pub(crate) fn prompt_tokens(&self) -> u32 {
-        self.prompt_tokens
-    }
-
-    pub(crate) fn completion_tokens(&self) -> u32 {
-        self.completion_tokens
-    }
-
-    pub(crate) fn cached_tokens(&self) -> u32 {
-        self.prompt_tokens_details.cached_tokens
-    }
 }
 
 /// Returns the usage of a request: the sum over its prompts.
@@ -132,11 +115,11 @@ mod tests {
     }
 
     #[test]
-    fn reported_number_wins_and_only_a_missing_one_is_estimated() {
+    fn reported_number_is_used_and_only_a_missing_one_is_estimated() {
         use CachedSource::{RouterEstimate, Unknown, Worker};
         let reported = |tokens| Some(Scheduled { cached_tokens: tokens, ..Scheduled::default() });
         let cases = [
-            // A report wins, 0 included, also over a better prediction.
+            // A report is used, 0 included, also if the prediction is higher.
             (reported(Some(32)), placement(9, Some(9), 16), 100, 32, Worker),
             (reported(Some(0)), placement(9, Some(9), 16), 100, 0, Worker),
             (reported(Some(48)), placement(9, Some(9), 0), 100, 48, Worker),
@@ -145,7 +128,7 @@ mod tests {
             (reported(None), placement(2, None, 16), 100, 32, RouterEstimate),
             (None, placement(2, None, 16), 100, 32, RouterEstimate),
             (reported(None), placement(9, Some(0), 16), 100, 0, RouterEstimate),
-            // Never more than the prompt, and no overflow on the way.
+            // Never more than the prompt, and no overflow.
             (reported(None), placement(0, Some(7), 16), 100, 100, RouterEstimate),
             (reported(None), placement(0, Some(u32::MAX), u32::MAX), u32::MAX, u32::MAX, RouterEstimate),
             (reported(None), placement(0, Some(1 << 28), 16), 77, 77, RouterEstimate),

@@ -28,8 +28,8 @@ fn golden_texts_have_llama_cpps_ids_and_decode_to_themselves() {
     assert!(goldens.len() >= GOLDENS_MIN, "only {} goldens", goldens.len());
     for golden in goldens {
         let special = if golden.special { Special::Parsed } else { Special::Text };
-        let ids = model.tokenizer().encode(&golden.text, special).expect("every text can be encoded");
+        let ids = model.tokenizer.encode(&golden.text, special).expect("every text can be encoded");
         assert_eq!(ids, golden.ids, "{:?}", golden.text);
-        assert_eq!(model.tokenizer().decode(&ids), golden.text);
+        assert_eq!(model.tokenizer.decode(&ids), golden.text);
     }
 }

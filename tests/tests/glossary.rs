@@ -13,6 +13,8 @@ const CHECKED: &[&str] = &[
     "SECURITY.md",
     "bench",
     "ci/test.sh",
+    "ci/vllm",
+    "ci/vllm.sh",
     "deploy",
     "docs",
     "frontend",

@@ -1,7 +1,7 @@
-//! The booking of one request: the load that a router counts for it, held as an open `Route` stream.
+//! The booking of one request: the load that a router counts for it, for as long as a `Route` stream is open.
 //!
-//! The booking outlives its router: when the stream breaks or the router drains, another router is asked to book the request
-//! where it runs. While none can, the request continues without a booking.
+//! When the stream breaks or the router drains, another router books the request on the workers where it runs. While none can, the
+//! request continues without a booking.
 
 use super::{
     error::DispatchError,
@@ -19,14 +19,14 @@ pub(super) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
-    /// Resolves to the stream to the next router, after the router was lost or drains.
+    /// Resolves to the stream to another router; set when the router was lost or drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
-    /// The placement that another router would have to book.
+    /// The placement that another router has to book if this one is lost.
     existing: ExistingPlacement,
 }
 
 impl Booking {
-    /// Has the prompt placed.
+    /// Requests a placement for the prompt.
     ///
     /// # Errors
     /// No router can place it.
@@ -36,7 +36,7 @@ impl Booking {
         Ok((Self { routers: Arc::clone(routers), stream: Some(stream), rebooking: None, existing }, placement))
     }
 
-    /// Has the prompt placed again after a failed attempt; by another router if its own was lost or drains.
+    /// Requests another placement after a failed attempt, from another router if its own was lost or drains.
     ///
     /// # Errors
     /// No router can place it.
@@ -47,7 +47,7 @@ impl Booking {
             let mut stream = match self.stream.take() {
                 Some(stream) if !stream.draining => stream,
                 draining => {
-                    // The next router books it where it was, and so learns which instances to exclude.
+                    // The other router books the previous placement first, so that it excludes the failed instance from the next.
                     let rebooked = self.routers.book(&self.existing_prompt(prompt)).await;
                     rebooked.or_else(|error| draining.ok_or(error))?
                 }
@@ -73,14 +73,14 @@ impl Booking {
     /// Reports the attempt's first token to the router, which then releases the prompt's prefill load.
     pub(super) async fn prefill_finished(&mut self, cached_tokens: Option<u32>) {
         self.existing.prefilling = false;
-        // Another router would book it as it was before.
+        // It would book the prefill, too.
         self.rebooking = None;
         if let Some(stream) = &self.stream {
             stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
         }
     }
 
-    /// Keeps the request booked with one router or another. Never returns. Cancel-safe: a later call continues.
+    /// Keeps the request booked, with other routers if necessary. Never returns. Cancel-safe: a later call continues.
     pub(super) async fn maintain(&mut self, prompt: &Prompt) -> Infallible {
         loop {
             match &mut self.stream {
@@ -110,15 +110,15 @@ impl Booking {
     }
 
     fn existing_prompt(&self, prompt: &Prompt) -> tandem_proto::v1::RoutePrompt {
-        prompt.route_prompt(self.routers.identity(), Some(self.existing.clone()))
+        prompt.route_prompt(&self.routers.identity, Some(self.existing.clone()))
     }
 }
 
-/// A placement whose first token is still to come.
+/// The placement while its prompt is prefilled.
 fn before_first_token(placement: &Placement) -> ExistingPlacement {
     ExistingPlacement {
-        decode_instance_id: placement.decode.instance_id.to_string(),
-        prefill_instance_id: placement.prefill.as_ref().map(|prefill| prefill.instance_id.to_string()),
+        decode_instance_id: placement.decode.worker.instance_id.clone(),
+        prefill_instance_id: placement.prefill.as_ref().map(|prefill| prefill.worker.instance_id.clone()),
         prefilling: true,
     }
 }

@@ -1,6 +1,5 @@
-//! Places a prompt and generates its answer: asks a router, opens the decode worker's stream, and retries on other workers until
-//! the first token. A generation that is lost later is resumed on another worker from the tokens it has, and continues as if it
-//! had not been interrupted.
+//! Places a prompt and generates its answer: requests a placement from a router, opens the decode worker's stream, and retries on other
+//! workers until the first token. A generation whose worker is lost later is resumed on another worker from the tokens it has.
 
 mod attempt;
 mod booking;
@@ -16,7 +15,7 @@ pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
 
 use crate::metrics::FrontendMetrics;
-use attempt::{Attempt, Cause, Try, Work};
+use attempt::{Attempt, Work};
 use booking::Booking;
 use placement::Placement;
 use std::{sync::Arc, time::Duration};
@@ -28,28 +27,23 @@ use tokio::time::{Instant, timeout};
 
 /// Connections to the routers and the decode workers.
 pub(crate) struct Dispatcher {
-    routers: Arc<Routers>,
+    pub(crate) routers: Arc<Routers>,
     decoders: Channels,
     limits: Limits,
     metrics: Arc<FrontendMetrics>,
 }
 
-/// Limits of attempts and resumes.
+/// Limits of attempts and resumes: see [`FrontendSettings`](crate::FrontendSettings).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Placements before a request is given up, and again for each resume.
     pub(crate) attempts: u32,
-    /// The time in which an attempt that is not the last has to begin its prefill.
     pub(crate) attempt_timeout: Duration,
-    /// The time in which all attempts together have to bring a token.
     pub(crate) first_token_timeout: Duration,
-    /// Times that a generation is resumed on another worker.
     pub(crate) resumes: u32,
 }
 
 /// A running generation: its latest attempt and its booking. Dropping it ends the request on the workers and the booking.
 pub(crate) struct Generation {
-    /// The facts of the attempt that brought the first token, also after a resume.
     pub(crate) facts: Facts,
     attempt: Attempt,
     resumes: u32,
@@ -63,11 +57,7 @@ impl Dispatcher {
         Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
     }
 
-    pub(crate) fn routers(&self) -> &Routers {
-        &self.routers
-    }
-
-    /// Returns where a router would place the prompt now, and why.
+    /// Returns the placement that a router would choose for the prompt now, and its reasons.
     ///
     /// # Errors
     /// No router answers.
@@ -85,10 +75,10 @@ impl Dispatcher {
     /// all streams.
     ///
     /// # Errors
-    /// No attempt brought a token.
+    /// No attempt generated a token.
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Generation, DispatchError> {
         let limit = self.limits.first_token_timeout;
-        let work = Work { prompt, resumed: &[], asked_at: Instant::now() };
+        let work = Work { prompt, resumed: &[], requested_at: Instant::now() };
         let starting = async {
             let (booking, placement) = Booking::open(&self.routers, prompt).await?;
             self.first_token(work, booking, placement, 1).await
@@ -96,11 +86,11 @@ impl Dispatcher {
         timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
 
-    /// Resumes the samples that have not ended, each from the tokens it has generated, on another worker. The facts of the first
-    /// attempt stay. Cancel-safe as [`Dispatcher::start`] is.
+    /// Resumes the samples that have not ended, each from the tokens it has generated, on another worker. The facts remain those of the
+    /// first attempt. Cancel-safe like [`Dispatcher::start`].
     ///
     /// # Errors
-    /// The generation may not be resumed again, or no attempt brought a token.
+    /// The generation may not be resumed again, or no attempt generated a token.
     pub(crate) async fn resume(
         &self,
         lost: Generation,
@@ -110,33 +100,33 @@ impl Dispatcher {
     ) -> Result<Generation, DispatchError> {
         let Generation { facts, attempt, resumes, mut booking } = lost;
         let number = attempt.number;
-        // A worker that only seemed lost must not generate at the same time as the next one.
+        // A worker that is only slow must not generate at the same time as the next one.
         drop(attempt);
-        let reason = error.reason();
+        let reason = error.reason;
         tracing::debug!(request_id = %prompt.request_id, number, reason = reason.label(), instance = %error.instance_id, "stream lost");
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
         }
-        let work = Work { prompt, resumed, asked_at: Instant::now() };
+        let work = Work { prompt, resumed, requested_at: Instant::now() };
         let resuming = async {
             let placement = booking.reroute(prompt, work.failed(&error)).await?;
             self.first_token(work, booking, placement, number + 1).await
         };
-        match timeout(self.limits.first_token_timeout, resuming).await {
-            Ok(Ok(generation)) => {
+        let limit = self.limits.first_token_timeout;
+        match timeout(limit, resuming).await.unwrap_or(Err(DispatchError::Timeout { limit })) {
+            Ok(generation) => {
                 self.metrics.migrations.increment(1);
                 Ok(Generation { facts, resumes: resumes + 1, ..generation })
             }
-            Ok(Err(error)) => {
+            Err(error) => {
                 tracing::debug!(request_id = %prompt.request_id, %error, "not resumed");
                 Err(DispatchError::Lost { reason })
             }
-            Err(_) => Err(DispatchError::Lost { reason }),
         }
     }
 
-    /// Runs attempts from the `number`th on until one brings a token.
+    /// Runs attempts, the first with this number, until one generates a token.
     async fn first_token(
         &self,
         work: Work<'_>,
@@ -150,26 +140,27 @@ impl Dispatcher {
             let start_timeout = (number < last).then_some(self.limits.attempt_timeout);
             let attempt = tokio::select! {
                 biased;
-                attempt = work.attempt(&self.decoders, Try { placement, number, start_timeout, failed: &failed }) => attempt,
+                attempt = work.attempt(&self.decoders, placement, number, start_timeout) => attempt,
                 never = booking.maintain(work.prompt) => match never {},
             };
             let error = match attempt {
-                Ok((attempt, facts)) => {
-                    // A resumed prompt is longer than the one that the router predicted for.
+                Ok((attempt, mut facts)) => {
+                    facts.failed = failed;
+                    // The router's prediction was for the prompt without generated tokens.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     booking.prefill_finished(reported.filter(|_| work.resumed.is_empty())).await;
                     return Ok(Generation { facts, attempt, resumes: 0, booking });
                 }
                 Err(error) => error,
             };
-            let reason = error.reason();
+            let reason = error.reason;
             self.metrics.attempt_failed(reason);
             failed.push((Instant::now(), reason));
             let request_id = &work.prompt.request_id;
             work.prompt.span.event("attempt failed", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
             tracing::debug!(%request_id, number, reason = reason.label(), instance = %error.instance_id, "attempt failed");
-            if let Cause::Invalid { message } = error.cause {
-                return Err(DispatchError::Refused { message });
+            if reason == FailureReason::InvalidRequest {
+                return Err(DispatchError::Refused { message: error.message });
             }
             if number >= last {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason });
@@ -195,10 +186,10 @@ impl Generation {
 
     /// The error of an attempt whose decode worker sent an invalid reply.
     pub(crate) fn failed(&self, reason: FailureReason) -> AttemptError {
-        AttemptError::worker(&self.attempt.instance_id, reason)
+        AttemptError::new(&self.attempt.instance_id, reason)
     }
 
-    /// Ends the generation, also what the worker computes ahead, and then the booking in order.
+    /// Ends the generation on the workers, then the booking.
     pub(crate) async fn close(self) {
         drop(self.attempt);
         self.booking.close().await;

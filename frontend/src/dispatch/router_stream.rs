@@ -12,9 +12,9 @@ use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-/// The maximum time for which the end of an answer waits until the router has read the last message.
+/// The maximum time for which the end of an answer waits for the router to read the last message.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// Messages to one router that it has not read: a prompt, a few failures, the end of the prefill.
+/// The maximum of unread messages to a router: a prompt, a few failures, the end of the prefill.
 const OUTGOING_MAX: usize = 8;
 
 /// A router that can be called. Cheap to clone.
@@ -73,12 +73,12 @@ impl RouterStream {
         }
     }
 
-    /// Sends a message. A lost router does not receive it; that shows at the next wait for a reply.
+    /// Sends a message. If the router is lost, the next wait for a reply fails.
     pub(super) async fn send(&self, message: Message) {
         self.requests.send(RouteRequest { message: Some(message) }).await.ok();
     }
 
-    /// Resolves when the router drains or is lost: until then it sends nothing that was not asked for. Cancel-safe.
+    /// Resolves when the router drains or is lost. Cancel-safe.
     pub(super) async fn unusable(&mut self) {
         while !self.draining {
             match self.replies.message().await {
@@ -89,7 +89,7 @@ impl RouterStream {
         }
     }
 
-    /// Ends the booking in order. If the stream were dropped, its last message (the reported cached tokens) could be lost with it.
+    /// Ends the booking after the router has read all messages. Dropping the stream could lose the last one (the cached tokens).
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);

@@ -1,7 +1,7 @@
-//! The known routers, their health, and the order in which they are asked.
+//! The known routers, their health, and the order in which they are used.
 //!
-//! Requests go round-robin to the healthy routers. A router that fails a request becomes unhealthy and is asked last, until the
-//! check of all routers, once a second, finds it healthy: a lost router costs one request one failure.
+//! Requests are sent round-robin to the healthy routers. A router that fails a request becomes unhealthy and is used last, until the
+//! check of all routers, once a second, finds it healthy.
 
 use super::{
     error::DispatchError,
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::metrics::FrontendMetrics;
 use futures::{Stream, stream::FuturesUnordered};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -27,23 +27,21 @@ use tokio::{
 };
 use tonic::{Code, Response, Status};
 
-/// The maximum time for an answer about the cluster's state.
+/// The maximum time for a router's view or explanation.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(2);
-/// A router that has not placed a request within this time is given up for another one. Placing takes less than a millisecond.
+/// The maximum time for a placement if there is another router. Placing takes less than a millisecond.
 const PLACEMENT_TIMEOUT: Duration = Duration::from_secs(2);
-/// An empty list of members may be one that has not arrived yet: etcd is asked when the frontend starts, and answers within
-/// milliseconds.
+/// The maximum time for which a request waits for the first routers, such as those in etcd, which answers within milliseconds.
 const MEMBERS_TIMEOUT: Duration = Duration::from_secs(2);
-/// Between two tries to book a running request that every router has refused.
+/// The time between two tries to book a running request.
 const REBOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// All known routers.
 pub(crate) struct Routers {
     network: Network,
-    identity: Identity,
+    /// The identity that this frontend and the cluster must have in common.
+    pub(crate) identity: Identity,
     metrics: Arc<FrontendMetrics>,
     known: Mutex<Known>,
-    /// The number of healthy routers.
     healthy: watch::Sender<usize>,
 }
 
@@ -67,26 +65,26 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// The authority of a list of members.
+/// The kind of a list of members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
-    /// An operator's static list: other routers are not used.
+    /// An operator's list: other routers are not used.
     Static,
-    /// A list of etcd. A healthy router that is missing stays: it may have lost etcd and still place requests.
+    /// A list from etcd. A healthy router that is missing is kept, because it may have lost etcd and still place requests.
     Advisory,
 }
 
 impl Routers {
-    /// The `members`, healthy until found otherwise. Each is connected to when it is first used.
+    /// The `members` count as healthy until a call fails. Each is connected to when it is first used.
     pub(crate) fn new(members: &BTreeSet<String>, network: Network, identity: Identity, metrics: Arc<FrontendMetrics>) -> Self {
         let routers = Self { network, identity, metrics, known: Mutex::default(), healthy: watch::Sender::new(0) };
         routers.set_members(members, MemberList::Static);
         routers
     }
 
-    /// Replaces the known routers. Requests that are booked with removed ones stay there.
+    /// Replaces the known routers. Requests that are booked with removed ones remain so.
     pub(crate) fn set_members(&self, members: &BTreeSet<String>, list: MemberList) {
-        let mut known = self.lock();
+        let mut known = self.known.lock();
         known.routers.iter_mut().for_each(|(address, router)| router.is_member = members.contains(&**address));
         let stays = |router: &KnownRouter| list == MemberList::Advisory && router.health == Health::Healthy;
         known.routers.retain(|_, router| router.is_member || stays(router));
@@ -102,15 +100,10 @@ impl Routers {
         self.publish_count(&known);
     }
 
-    /// The identity that this frontend and the cluster must have in common.
-    pub(crate) fn identity(&self) -> &Identity {
-        &self.identity
-    }
-
-    /// Asks all routers at the same time for their view of the cluster. Yields the answers as they arrive, each with the router's
+    /// Requests the view of the cluster from all routers at the same time. Yields the answers as they arrive, each with the router's
     /// address, and updates the routers' health.
     pub(crate) fn views(&self) -> impl Stream<Item = (Arc<str>, Result<WorkersReply, DispatchError>)> {
-        let ask = |Router { address, mut client }: Router| async move {
+        let view = |Router { address, mut client }: Router| async move {
             let view = reply(client.workers(WorkersRequest {})).await;
             let can_place = view.as_ref().is_ok_and(|view| {
                 view.unavailable_reason.is_none()
@@ -119,10 +112,10 @@ impl Routers {
             self.set_health(&address, if can_place { Health::Healthy } else { Health::Unhealthy });
             (address, view)
         };
-        self.by_health().0.into_iter().map(ask).collect::<FuturesUnordered<_>>()
+        self.by_health().0.into_iter().map(view).collect::<FuturesUnordered<_>>()
     }
 
-    /// Asks one router after the other where a prompt would be placed, until one answers.
+    /// Requests an explanation from one router after the other until one answers.
     ///
     /// # Errors
     /// None answers; the error is the last router's.
@@ -137,7 +130,7 @@ impl Routers {
         Err(last)
     }
 
-    /// Has the prompt placed by the first router that can.
+    /// Requests a placement from one router after the other until one can place the prompt.
     ///
     /// # Errors
     /// No router can place it, or one reports that it can never run.
@@ -151,13 +144,13 @@ impl Routers {
                 let placement = stream.placement().await?;
                 Ok((stream, placement))
             };
-            // Without another router to ask it may take as long as the request may.
+            // If there is no other router, only the time for the first token bounds the wait.
             let placed = if only_one { placing.await } else { in_time(placing).await };
             match placed {
                 Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
                 Err(error) => {
                     let error = self.note_failure(&router.address, error);
-                    // A router's report that no worker is free is more specific than a missing answer.
+                    // "No worker" is more specific than an unreachable router.
                     if !matches!(last, DispatchError::NoWorker { .. }) {
                         last = error;
                     }
@@ -168,7 +161,7 @@ impl Routers {
         Err(last)
     }
 
-    /// Has a placed request booked by the first router that can.
+    /// Books a placed request with the first router that can.
     ///
     /// # Errors
     /// No router can book it; the error is the last router's.
@@ -198,14 +191,13 @@ impl Routers {
         }
     }
 
-    /// The number of known routers.
     pub(super) fn len(&self) -> usize {
-        self.lock().routers.len()
+        self.known.lock().routers.len()
     }
 
     /// Sets a router's health. An unhealthy one that is no member is removed.
     pub(super) fn set_health(&self, address: &str, health: Health) {
-        let mut known = self.lock();
+        let mut known = self.known.lock();
         if let Some(router) = known.routers.get_mut(address) {
             router.health = health;
             if health == Health::Unhealthy && !router.is_member {
@@ -229,21 +221,19 @@ impl Routers {
         error
     }
 
-    /// The routers in the order in which they are asked. Without any, as in a frontend that has not read etcd's list yet, the first
-    /// ones are waited for.
+    /// The routers in the order in which they are used. If none is known, as before the first answer of etcd, waits for the first ones.
     async fn candidates(&self) -> Vec<Router> {
         if self.len() == 0 {
             let mut healthy = self.healthy.subscribe();
-            // After the timeout the list is empty, which the caller handles.
             timeout(MEMBERS_TIMEOUT, healthy.wait_for(|count| *count > 0)).await.ok();
         }
         self.round_robin()
     }
 
-    /// The healthy routers before the unhealthy ones; at each call the next of each kind is the first.
+    /// The healthy routers before the unhealthy ones. Each call begins with the next router of each kind.
     fn round_robin(&self) -> Vec<Router> {
         let round = {
-            let mut known = self.lock();
+            let mut known = self.known.lock();
             known.round = known.round.wrapping_add(1);
             known.round
         };
@@ -256,7 +246,7 @@ impl Routers {
 
     /// The healthy routers before the unhealthy ones, and the number of healthy ones.
     fn by_health(&self) -> (Vec<Router>, usize) {
-        let known = self.lock();
+        let known = self.known.lock();
         let all = known.routers.iter().map(|(address, KnownRouter { client, health, .. })| {
             (*health, Router { address: address.clone(), client: client.clone() })
         });
@@ -270,13 +260,9 @@ impl Routers {
         self.metrics.healthy_routers.set(healthy as f64);
         self.healthy.send_if_modified(|before| std::mem::replace(before, healthy) != healthy);
     }
-
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock()
-    }
 }
 
-/// Bounds the wait for one router by [`PLACEMENT_TIMEOUT`], so that another one can be asked.
+/// Bounds the wait for one router by [`PLACEMENT_TIMEOUT`], so that another one can be used.
 pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, DispatchError>>) -> Result<T, DispatchError> {
     timeout(PLACEMENT_TIMEOUT, answer).await.unwrap_or(Err(DispatchError::RouterClosed))
 }

@@ -2,7 +2,7 @@
 
 use super::{
     app::App,
-    format::{Choice, Envelope, Format, Logprobs, UsageField},
+    format::{Choice, Envelope, Logprobs},
     incoming::{Incoming, Job},
     progress::{Progress, Recording},
 };
@@ -10,8 +10,10 @@ use crate::{
     clock::unix_time,
     dispatch::DispatchError,
     error::ApiError,
+    metrics::Endpoint,
     request::{Options, StreamUsage},
-    stream::{AnswerEvent, Delta, FinishReason, TokenLogprobs, answers},
+    stream::{AnswerEvent, FinishReason, TokenLogprobs, answers},
+    usage::Usage,
 };
 use axum::{
     Json,
@@ -22,18 +24,10 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
 use tokio::time::timeout;
 
-/// The reply to a request whose answer has begun.
+/// The reply to a request whose answer has begun. `first` is the first event; `None` if the first comment is due before.
 pub(super) enum Reply {
     Whole(Response),
-    Stream { run: Box<Run>, usage: StreamUsage, first: First },
-}
-
-/// The state of a streamed answer when the headers are sent.
-pub(super) enum First {
-    /// The first event came in time; `None` if the answer has none.
-    Event(Option<(usize, AnswerEvent)>),
-    /// No event came before the first comment was due.
-    Late,
+    Stream { run: Box<Run>, usage: StreamUsage, first: Option<(usize, AnswerEvent)> },
 }
 
 /// Events with the index of their prompt.
@@ -45,10 +39,12 @@ pub(super) struct Run {
     events: Events,
     pub(super) progress: Progress,
     echoes: Vec<Option<Echo>>,
-    /// Characters of each prompt's text that were echoed.
+    /// The number of echoed characters of each prompt.
     echoed_len: Vec<usize>,
     logprobs: bool,
-    pub(super) format: Format,
+    pub(super) endpoint: Endpoint,
+    /// The interval between comments while a stream has no tokens to send.
+    pub(super) keep_alive: Duration,
     id: String,
     created: u64,
     pub(super) details: bool,
@@ -57,36 +53,32 @@ pub(super) struct Run {
 /// A prompt's text that is still to be echoed.
 struct Echo {
     text: String,
-    /// It is echoed with its logprobs, when they have arrived.
+    /// The text is echoed with its logprobs, when they have arrived.
     with_logprobs: bool,
 }
 
-/// Runs the job to its whole answer or, if it is streamed, to its first event, but no longer than the interval of comments.
+/// Runs the job to the end of its answer or, if it is streamed, to its first event or the first comment.
 ///
 /// # Errors
-/// The answer failed before it began: the error has a status of its own. A later one is an event of the stream.
+/// The answer failed before it began. A later error is an event of the stream.
 pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiError> {
     let stream_usage = job.options.stream;
     let mut run = Run::new(incoming, job);
     let Some(usage) = stream_usage else { return run.whole().await.map(Reply::Whole) };
-    let first = match timeout(incoming.app.keep_alive, run.next()).await {
-        Ok(first) => First::Event(first.transpose()?),
-        Err(_) => First::Late,
-    };
+    let first = timeout(run.keep_alive, run.next()).await.ok().flatten().transpose()?;
     Ok(Reply::Stream { run: Box::new(run), usage, first })
 }
 
 impl Run {
     fn new(incoming: &Incoming, job: Job) -> Self {
-        let Job { format, prompts, options } = job;
-        let app = Arc::clone(&incoming.app);
-        describe(incoming, format, &options);
-        let since = incoming.admitted.since();
+        let Job { prompts, options } = job;
+        let (app, endpoint, since) = (Arc::clone(&incoming.app), incoming.admitted.endpoint, incoming.admitted.since);
+        describe(incoming, &options);
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
-        let endpoint = incoming.admitted.endpoint().label();
-        let recording = app.recent.clone().map(|recent| Recording { recent, endpoint, streamed: options.stream.is_some() });
-        let progress =
-            Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), incoming.span.clone(), recording);
+        let recording = |recent| Recording { recent, endpoint: endpoint.label(), streamed: options.stream.is_some() };
+        let recording = app.recent.clone().map(recording);
+        let span = incoming.admitted.span.clone();
+        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), span, recording);
         let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
             echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
@@ -99,21 +91,16 @@ impl Run {
             echoed_len: vec![0; echoes.len()],
             echoes,
             logprobs: options.sampling.logprobs.is_some(),
-            format,
-            id: format.id(&incoming.id),
+            endpoint,
+            keep_alive: app.keep_alive,
+            id: endpoint.answer_id(&incoming.id),
             created: unix_time().as_secs(),
             details: incoming.header_options.details,
             app,
         }
     }
 
-    /// The interval between comments while a stream has no tokens to send.
-    pub(super) fn keep_alive(&self) -> Duration {
-        self.app.keep_alive
-    }
-
-    /// The next event and the index of its prompt; `None` when all prompts have ended. Cancel-safe: events stay in their streams until
-    /// they are returned.
+    /// Returns the next event and the index of its prompt; `None` when all prompts have ended. Cancel-safe.
     pub(super) async fn next(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {
         let next = self.next_event().await;
         if let Some(Err(error)) = &next {
@@ -126,7 +113,7 @@ impl Run {
         let (index, event) = tokio::select! {
             biased;
             next = self.events.next() => next?,
-            () = self.app.admission.stopped() => return Some(Err(DispatchError::Stopped.into())),
+            () = self.app.admission.shutdown.stopped() => return Some(Err(DispatchError::Stopped.into())),
         };
         let mut event = match event {
             Ok(event) => event,
@@ -140,10 +127,10 @@ impl Run {
         Some(Ok((index, event)))
     }
 
-    /// Returns the text that opens the answer of a prompt, once, before any other text of it: its own text if that is to be echoed.
+    /// Returns the prompt's own text with its logprobs, once, if it is to be echoed. It precedes all generated text.
     ///
     /// # Errors
-    /// The worker did not send the prompt's logprobs that were asked for.
+    /// The worker did not send the requested logprobs of the prompt.
     pub(super) fn echo(&mut self, index: usize, event: &AnswerEvent) -> Result<Option<(String, Vec<TokenLogprobs>)>, ApiError> {
         let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
         let logprobs = match event {
@@ -151,7 +138,7 @@ impl Run {
             AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
             AnswerEvent::Started(_) => Vec::new(),
             AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
-            // They come before the first delta.
+            // The logprobs precede the first delta.
             AnswerEvent::Delta(_) | AnswerEvent::Finished => {
                 let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
                 self.progress.fail(error.status());
@@ -164,7 +151,12 @@ impl Run {
         Ok(Some((text, logprobs)))
     }
 
-    pub(super) fn envelope<'a>(&'a self, object: &'static str, choices: Vec<Choice<'a>>, usage: UsageField) -> Envelope<'a> {
+    pub(super) fn envelope<'a>(
+        &'a self,
+        object: &'static str,
+        choices: Vec<Choice<'a>>,
+        usage: Option<Option<Usage>>,
+    ) -> Envelope<'a> {
         Envelope { id: &self.id, object, created: self.created, model: &self.app.model.id, choices, usage, tandem: None }
     }
 
@@ -172,9 +164,8 @@ impl Run {
         self.logprobs.then_some(Logprobs { model: &self.app.model, tokens })
     }
 
-    /// Runs all prompts to their end, and writes the answer.
     async fn whole(mut self) -> Result<Response, ApiError> {
-        let samples = self.progress.samples();
+        let samples = self.progress.samples;
         let mut choices: Vec<WholeChoice> = Vec::new();
         choices.resize_with(self.echoes.len() * samples, WholeChoice::default);
         while let Some(next) = self.next().await {
@@ -186,34 +177,37 @@ impl Run {
                 }
             }
             if let AnswerEvent::Delta(delta) = event {
-                choices[index * samples + delta.sample as usize].push(delta);
+                let choice = &mut choices[index * samples + delta.sample as usize];
+                choice.text.push_str(&delta.text);
+                choice.logprobs.extend(delta.logprobs);
+                choice.finish = choice.finish.or(delta.finish);
             }
         }
         self.progress.finish();
         let written = choices
             .iter()
             .enumerate()
-            .map(|(index, choice)| self.format.whole(index, &choice.text, self.logprobs(&choice.logprobs), choice.finish))
+            .map(|(index, choice)| self.endpoint.whole(index, &choice.text, self.logprobs(&choice.logprobs), choice.finish))
             .collect();
-        let mut envelope = self.envelope(self.format.object(), written, UsageField::Value(self.progress.usage()));
+        let mut envelope = self.envelope(self.endpoint.object(), written, Some(Some(self.progress.usage())));
         envelope.tandem = self.details.then(|| self.progress.details());
         Ok(Json(envelope).into_response())
     }
 }
 
 /// Describes the request in its span, without its content.
-fn describe(incoming: &Incoming, format: Format, options: &Options) {
-    let span = &incoming.span;
+fn describe(incoming: &Incoming, options: &Options) {
+    let (span, endpoint) = (&incoming.admitted.span, incoming.admitted.endpoint);
     if !span.is_sampled() {
         return;
     }
-    let (operation, model) = (format.endpoint().operation(), &incoming.app.model.id);
+    let (operation, model) = (endpoint.operation(), &incoming.app.model.id);
     span.rename(|| format!("{operation} {model}"));
     span.set("gen_ai.operation.name", operation);
     span.set("gen_ai.provider.name", "tandem");
     span.set("gen_ai.request.model", model.clone());
     span.set("gen_ai.response.model", model.clone());
-    span.set("gen_ai.response.id", format.id(&incoming.id));
+    span.set("gen_ai.response.id", endpoint.answer_id(&incoming.id));
     span.set("gen_ai.request.choice.count", options.samples);
     span.set("gen_ai.request.temperature", f64::from(options.sampling.temperature));
     span.set("gen_ai.request.top_p", f64::from(options.sampling.top_p));
@@ -229,12 +223,4 @@ struct WholeChoice {
     text: String,
     logprobs: Vec<TokenLogprobs>,
     finish: Option<FinishReason>,
-}
-
-impl WholeChoice {
-    fn push(&mut self, delta: Delta) {
-        self.text.push_str(&delta.text);
-        self.logprobs.extend(delta.logprobs);
-        self.finish = self.finish.or(delta.finish);
-    }
 }

@@ -1,10 +1,6 @@
 //! The state of a frontend that all requests share.
 
-use super::{
-    body::Bodies,
-    context::body_bytes_max,
-    trust::{self, Trust},
-};
+use super::{body::Bodies, context::body_bytes_max, trust::Trust};
 use crate::{
     admission::{self, Admission},
     audit::LastAudit,
@@ -23,35 +19,30 @@ use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{channel::Network, v1::Identity};
 
-/// The longest account name, in bytes.
+/// The maximum length of an account name, in bytes.
 const ACCOUNT_MAX: usize = 64;
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
-const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
-/// The options in a request's headers, after the check that the peer may send them.
+/// The options in a request's headers. The peer may send them.
 pub(super) struct HeaderOptions {
-    /// The answer is to have the object `tandem` (`x-tandem-details`).
+    /// The answer has the object `tandem` (`x-tandem-details`).
     pub(super) details: bool,
-    /// Reply with an explanation of the placement instead of an answer (`x-tandem-explain`).
+    /// The reply is an explanation of the placement (`x-tandem-explain`).
     pub(super) explain: bool,
-    /// The request's account; empty if none is known.
     pub(super) account: String,
 }
 
-/// The state that all requests share.
 pub(crate) struct App {
     pub(super) model: Arc<ServedModel>,
     pub(super) dispatcher: Arc<Dispatcher>,
-    pub(super) metrics: Arc<FrontendMetrics>,
-    pub(super) admission: Admission,
+    pub(crate) metrics: Arc<FrontendMetrics>,
+    pub(crate) admission: Admission,
     pub(super) block_size: u32,
-    /// The key with which the cluster hashes prompts.
     pub(super) hash_key: HashKey,
     pub(super) bodies: Bodies,
-    /// Cores for parsing large bodies.
     pub(super) parsing: Cores,
-    /// Cores for tokenizing long texts.
     pub(super) encoding: Cores,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
@@ -66,11 +57,6 @@ pub(crate) struct App {
     pub(super) audit: Option<LastAudit>,
 }
 
-/// Whether the request is to be explained instead of answered.
-pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {
-    trust::wants(headers, &EXPLAIN)
-}
-
 impl App {
     pub(crate) fn new(
         settings: FrontendSettings,
@@ -80,12 +66,12 @@ impl App {
         registry: &Metrics,
         shutdown: Shutdown,
     ) -> Self {
-        let metrics = Arc::new(FrontendMetrics::new(registry, settings.model.id()));
+        let metrics = Arc::new(FrontendMetrics::new(registry, &settings.model.id));
         let identity = Identity {
             cluster: settings.cluster,
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            model: settings.model.id().to_owned(),
-            revision: settings.model.revision().to_owned(),
+            model: settings.model.id.clone(),
+            revision: settings.model.revision.clone(),
             block_size: settings.block_size,
             key_fingerprint: network.key().fingerprint().to_owned(),
         };
@@ -99,7 +85,7 @@ impl App {
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
-        // A body larger than one client's half of the budget never fits: it gets 413, because 503 would ask the client to retry.
+        // A body larger than one client's half of the budget never fits: 413, because a client may retry after 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
@@ -123,26 +109,21 @@ impl App {
         }
     }
 
-    pub(crate) fn admission(&self) -> &Admission {
-        &self.admission
-    }
-
-    pub(crate) fn metrics(&self) -> Arc<FrontendMetrics> {
-        Arc::clone(&self.metrics)
-    }
-
     /// Reads the options in a request's headers.
     ///
     /// # Errors
     /// This peer may not send one of the headers, or the account name is malformed.
     pub(super) fn header_options(&self, headers: &HeaderMap, trusted: bool) -> Result<HeaderOptions, ApiError> {
-        let [details, explain] = self.trust.flags(headers, [DETAILS, EXPLAIN], trusted)?;
-        Ok(HeaderOptions { details, explain, account: self.account(headers, trusted)? })
+        Ok(HeaderOptions {
+            details: self.trust.flag(headers, DETAILS, trusted)?,
+            explain: self.trust.flag(headers, EXPLAIN, trusted)?,
+            account: self.account(headers, trusted)?,
+        })
     }
 
-    /// The cache namespace of a request: model and `cache_salt`, and the account if accounts are isolated. Requests share KV only within a namespace.
+    /// The cache namespace of a request: model, `cache_salt`, and the account if accounts are isolated.
     pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
-        let namespace = self.model.namespace(cache_salt);
+        let namespace = Namespace::new(&self.model.id, &self.model.revision, "", cache_salt);
         match self.cache_isolation {
             CacheIsolation::Shared => namespace,
             CacheIsolation::Account => namespace.of_account(account),
@@ -152,7 +133,7 @@ impl App {
     /// Reads the request's account.
     ///
     /// # Errors
-    /// The peer is not trusted to set it, or the ledger cannot hold the name: it could not be billed.
+    /// The peer is not trusted to set it, or the name is not valid in the ledger.
     fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
         let mut values = headers.get_all(name).iter();
@@ -166,7 +147,7 @@ impl App {
         };
         let rule = "must occur once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
-        // If the header occurs twice, the client may have sent one of the two, so the request is refused.
+        // A header that occurs twice is refused: the client may have sent one of the two.
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
     }

@@ -1,7 +1,7 @@
 //! Reads request bodies within bounds of size, speed and memory.
 //!
-//! A body is read before the request takes sequences, so that a slow or huge body costs other clients nothing but the bytes that
-//! have arrived. A connection reads one body at a time: the number of readers is bounded by the number of connections.
+//! A body is read before the request reserves sequences, so a slow or huge body uses only memory for the bytes that have arrived. The
+//! number of connections bounds the number of bodies.
 
 use crate::{admission::Client, error::ApiError, shares::Shares};
 use axum::{
@@ -17,41 +17,29 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-/// The minimum speed of a body. It is low for any network connection, and ends requests that send a byte now and then only to hold a
-/// connection.
+/// The minimum speed of a body. It is low for any network connection, but prevents that many slow requests use up all connections.
 const BYTES_PER_SECOND: u32 = 16 << 10;
-/// A body may pause for this long, and may be this far behind [`BYTES_PER_SECOND`]: a few lost packets, and no more.
+/// The maximum pause of a body, and its maximum delay behind [`BYTES_PER_SECOND`]: enough for a few lost packets.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// The first bytes of each body, which the budget does not count: the bodies of ordinary requests are read while others' large
-/// ones fill it. 8,192 connections hold 128 MiB of these at most.
+/// The first bytes of each body do not count, so that ordinary requests are read while large ones fill the budget. 8,192 connections
+/// hold 128 MiB of these at most.
 const UNCOUNTED_BYTES: usize = 16 << 10;
 /// A body that grows beyond this is moved to a memory mapping of its own.
 const MAPPED_FROM_BYTES: usize = 256 << 10;
-/// Bytes read and discarded of a refused body, so that its sender gets to read the reply.
+/// The maximum of bytes that are discarded of a refused body.
 const DISCARD_BYTES: usize = 64 << 20;
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads the bodies of all requests of a process.
 pub(super) struct Bodies {
     max: usize,
-    /// One permit for each byte.
     budget: Arc<Semaphore>,
-    /// At most half of the budget for each client: one that sends fast at first and slowly later leaves the rest to others.
-    shares: Shares,
+    /// At most half of the budget for each client.
+    shares: Shares<Client>,
 }
 
-/// A body, and the part of the budget that it holds.
-pub(super) struct Read {
-    pub(super) bytes: Bytes,
-    pub(super) held: Held,
-}
-
-/// A part of the budget. Dropping it releases it.
-#[derive(Default)]
-pub(super) struct Held {
-    of_all: Option<OwnedSemaphorePermit>,
-    of_client: Option<OwnedSemaphorePermit>,
-}
+/// What a body uses of the client's share and of the whole budget; released on drop.
+pub(super) type Held = Vec<OwnedSemaphorePermit>;
 
 impl Bodies {
     /// `max`: bytes of one body. `budget`: bytes of all bodies that are read or parsed at a time.
@@ -64,8 +52,13 @@ impl Bodies {
     ///
     /// # Errors
     /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. After an error the rest of the body is read,
-    /// within bounds, so that the client gets to read the reply.
-    pub(super) async fn read(&self, client: Option<&Client>, headers: &HeaderMap, mut body: Body) -> Result<Read, ApiError> {
+    /// within bounds, because the client reads the reply only after it has sent its request.
+    pub(super) async fn read(
+        &self,
+        client: Option<&Client>,
+        headers: &HeaderMap,
+        mut body: Body,
+    ) -> Result<(Bytes, Held), ApiError> {
         let read = match is_json(headers) {
             Ok(()) => self.collect(client, &mut body).await,
             Err(error) => Err(error),
@@ -76,17 +69,18 @@ impl Bodies {
         read
     }
 
-    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<Read, ApiError> {
+    async fn collect(&self, client: Option<&Client>, body: &mut Body) -> Result<(Bytes, Held), ApiError> {
         let too_large = ApiError::BodyTooLarge { max: self.max };
         if body.size_hint().lower() > self.max as u64 {
             return Err(too_large);
         }
-        let share = client.map(|client| self.shares.of(client));
-        // The mapping needs no more than the client has announced; a client that announces nothing gets room for the largest body.
+        let budgets = client.map(|client| self.shares.of(client)).into_iter().chain([Arc::clone(&self.budget)]);
+        let held = budgets.map(|budget| budget.try_acquire_many_owned(0).map_err(|_| ApiError::BodyBudget));
+        let mut held = held.collect::<Result<Held, _>>()?;
+        // Without an announced length, the mapping has the size of the largest body.
         let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
         let max = announced.map_or(self.max, |announced| announced.min(self.max));
-        let (mut bytes, mut held) = (Buffer::new(max), Held::default());
-        let mut deadline = Instant::now() + PAUSE_MAX;
+        let (mut bytes, mut deadline) = (Buffer::new(max), Instant::now() + PAUSE_MAX);
         loop {
             let frame = timeout_at(deadline, body.frame()).await;
             let Some(frame) = frame.map_err(|_| ApiError::BodySlow { bytes_per_second: BYTES_PER_SECOND })? else { break };
@@ -95,27 +89,23 @@ impl Bodies {
                 return Err(too_large);
             }
             let counted = (bytes.len() + data.len()).saturating_sub(UNCOUNTED_BYTES).min(data.len());
-            held.grow(&self.budget, share.as_ref(), counted)?;
+            grow(&mut held, counted)?;
             bytes.append(&data)?;
             let worth = Duration::from_secs_f64(data.len() as f64 / f64::from(BYTES_PER_SECOND));
             deadline = (deadline + worth).min(Instant::now() + PAUSE_MAX);
         }
-        Ok(Read { bytes: bytes.freeze(), held })
+        Ok((bytes.freeze(), held))
     }
 }
 
-/// The bytes of one body so far.
-///
-/// A large body is stored in an anonymous memory mapping: pages take memory only once they are written, and the system has them back as
-/// soon as the body is parsed. From the heap, 50 clients that send 32 MiB each left a process with twice the budget in use, because the
-/// buffers were copied as they grew, and the allocator kept what they left.
+/// The bytes of one body so far. A large body is stored in an anonymous memory mapping, which uses memory only for written pages and
+/// returns it to the system at once. With buffers on the heap, 50 clients that sent 32 MiB each left a process with twice the budget in use.
 enum Buffer {
     Heap { bytes: BytesMut, max: usize },
     Mapped { mapping: MmapMut, len: usize },
 }
 
 impl Buffer {
-    /// `max`: bytes that the body has at most.
     fn new(max: usize) -> Self {
         Self::Heap { bytes: BytesMut::new(), max }
     }
@@ -156,27 +146,18 @@ impl Buffer {
     }
 }
 
-impl Held {
-    fn grow(&mut self, budget: &Arc<Semaphore>, share: Option<&Arc<Semaphore>>, bytes: usize) -> Result<(), ApiError> {
-        let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
-        if let Some(share) = share {
-            add(&mut self.of_client, share, bytes)?;
-        }
-        add(&mut self.of_all, budget, bytes)
-    }
-}
-
-fn add(held: &mut Option<OwnedSemaphorePermit>, from: &Arc<Semaphore>, bytes: u32) -> Result<(), ApiError> {
-    let more = Arc::clone(from).try_acquire_many_owned(bytes).map_err(|_| ApiError::BodyBudget)?;
-    match held {
-        Some(held) => held.merge(more),
-        None => *held = Some(more),
+/// Takes this many bytes more from each budget.
+fn grow(held: &mut Held, bytes: usize) -> Result<(), ApiError> {
+    let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
+    for permit in held {
+        let more = Arc::clone(permit.semaphore()).try_acquire_many_owned(bytes).map_err(|_| ApiError::BodyBudget)?;
+        permit.merge(more);
     }
     Ok(())
 }
 
-/// Browsers send JSON to another site only after a CORS preflight, which this server never grants; forms and plain text they send without
-/// one. A request without a content type needs an Authorization header, because that requires a preflight, too.
+/// Checks that the body is sent as JSON, which browsers send to another site only after a CORS preflight; this server grants none. Forms
+/// and plain text need no preflight. A request without a content type needs an Authorization header, which requires a preflight, too.
 fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
@@ -215,13 +196,13 @@ mod tests {
         HeaderMap::from_iter([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))])
     }
 
-    /// A body of `pieces` pieces, one every `pause`.
-    fn paced(pieces: usize, bytes: usize, pause: Duration) -> Body {
-        let pieces = stream::iter(0..pieces).then(move |_| async move {
+    /// A body of `chunks` chunks, one every `pause`.
+    fn paced(chunks: usize, bytes: usize, pause: Duration) -> Body {
+        let chunks = stream::iter(0..chunks).then(move |_| async move {
             tokio::time::sleep(pause).await;
             Ok::<_, Infallible>(Bytes::from(vec![b' '; bytes]))
         });
-        Body::from_stream(pieces)
+        Body::from_stream(chunks)
     }
 
     #[tokio::test(start_paused = true)]
@@ -230,7 +211,7 @@ mod tests {
         let second = Duration::from_secs(1);
         // Half a minute at the least rate.
         let read = bodies.read(None, &json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
-        assert_eq!(read.ok().map(|read| read.bytes.len()), Some(30 * BYTES_PER_SECOND as usize));
+        assert_eq!(read.ok().map(|read| read.0.len()), Some(30 * BYTES_PER_SECOND as usize));
         for (bytes, pause, gives_up_s) in [(1, second, 5), (BYTES_PER_SECOND as usize / 2, second, 9), (1 << 19, second * 6, 5)] {
             let since = Instant::now();
             let read = bodies.read(None, &json(), paced(100, bytes, pause)).await;
@@ -253,8 +234,8 @@ mod tests {
     #[tokio::test]
     async fn incomplete_body_releases_its_budget() {
         let bodies = Bodies::new(1 << 20, 100_000);
-        let pieces = [Ok(Bytes::from(vec![b' '; 100_000])), Err(io::Error::from(io::ErrorKind::UnexpectedEof))];
-        let read = bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await;
+        let chunks = [Ok(Bytes::from(vec![b' '; 100_000])), Err(io::Error::from(io::ErrorKind::UnexpectedEof))];
+        let read = bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await;
         assert!(matches!(read, Err(ApiError::BodyBroken)));
         assert_eq!(bodies.budget.available_permits(), 100_000);
     }
@@ -264,17 +245,18 @@ mod tests {
         let bodies = Bodies::new(1 << 20, 1 << 20);
         for length in [MAPPED_FROM_BYTES - 1, MAPPED_FROM_BYTES, MAPPED_FROM_BYTES + 1, 1 << 20] {
             let sent: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
-            for piece in [1_000, MAPPED_FROM_BYTES, length] {
-                let pieces: Vec<_> = sent.chunks(piece).map(|piece| Ok::<_, Infallible>(Bytes::copy_from_slice(piece))).collect();
-                let unannounced = bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await.expect("it fits");
-                assert!(unannounced.bytes == sent, "{length} bytes, {piece} at a time");
+            for chunk in [1_000, MAPPED_FROM_BYTES, length] {
+                let chunks: Vec<_> = sent.chunks(chunk).map(|chunk| Ok::<_, Infallible>(Bytes::copy_from_slice(chunk))).collect();
+                let (unannounced, _) =
+                    bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await.expect("it fits");
+                assert!(unannounced == sent, "{length} bytes, {chunk} at a time");
             }
-            let announced = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("it fits");
-            assert!(announced.bytes == sent, "{length} bytes, announced");
+            let (announced, _) = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("it fits");
+            assert!(announced == sent, "{length} bytes, announced");
         }
-        let pieces = (0..3).map(|_| Ok::<_, Infallible>(Bytes::from(vec![b' '; 400_000])));
+        let chunks = (0..3).map(|_| Ok::<_, Infallible>(Bytes::from(vec![b' '; 400_000])));
         assert!(matches!(
-            bodies.read(None, &json(), Body::from_stream(stream::iter(pieces))).await,
+            bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await,
             Err(ApiError::BodyTooLarge { .. })
         ));
     }

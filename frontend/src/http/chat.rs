@@ -3,11 +3,10 @@
 use super::{
     app::App,
     context::{check_context, check_texts},
-    format::Format,
     incoming::{Incoming, Job},
     lifecycle::handle,
 };
-use crate::{error::ApiError, metrics::Endpoint, request::chat::ChatRequest};
+use crate::{error::ApiError, metrics::Endpoint, request::ChatRequest};
 use axum::{
     extract::{Request, State},
     response::Response,
@@ -29,7 +28,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let encoder = Arc::clone(&model);
     let encoding_bytes = chat.encoding_bytes();
     let (chat, tokens) = incoming.encode(encoding_bytes, move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
-    incoming.release_body();
+    incoming.body.clear();
     let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
         (Some(max_tokens), _) => (max_tokens, chat.limit_param),
         (None, 0) => (1, chat.limit_param),
@@ -37,5 +36,5 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     };
     check_context(&model, tokens.len(), new_tokens, "messages", limit_param)?;
     let prompt = incoming.prompt(0, tokens, &chat.options, None);
-    Ok(Job { format: Format::Chat, prompts: vec![(prompt, None)], options: chat.options })
+    Ok(Job { prompts: vec![(prompt, None)], options: chat.options })
 }

@@ -3,14 +3,16 @@
 use super::{
     app::App,
     context::{check_context, check_texts},
-    format::Format,
     incoming::{Incoming, Job},
     lifecycle::handle,
 };
 use crate::{
     error::{ApiError, Problem},
     metrics::Endpoint,
-    request::completions::{Completion, CompletionRequest, Input},
+    request::{
+        CompletionRequest,
+        completions::{Completion, Input},
+    },
 };
 use axum::{
     extract::{Request, State},
@@ -34,7 +36,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     // The prompt's own logprobs are only reported for an echoed prompt.
     let prompt_logprobs = options.sampling.logprobs.filter(|_| echo);
     let mut ready = Vec::with_capacity(prompts.len());
-    // One after the other, so that prompts of other requests are encoded in between, and only up to the first that does not fit.
+    // One after the other, so that prompts of other requests are encoded in between.
     for (index, input) in prompts.into_iter().enumerate() {
         let encoder = Arc::clone(&model);
         let (tokens, text) = incoming.encode(all_bytes, move || input.encode(echo, &encoder)).await?;
@@ -44,6 +46,6 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
         check_context(&model, tokens.len(), max_tokens, "prompt", "max_tokens")?;
         ready.push((incoming.prompt(index, tokens, &options, prompt_logprobs), text));
     }
-    incoming.release_body();
-    Ok(Job { format: Format::Text, prompts: ready, options })
+    incoming.body.clear();
+    Ok(Job { prompts: ready, options })
 }

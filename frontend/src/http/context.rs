@@ -1,19 +1,19 @@
 //! Limits of bodies and prompts that follow from the length of the model's context.
 
 use crate::{
-    error::{ApiError, Problem},
+    error::{ApiError, at_most},
     model::ServedModel,
 };
 
-/// Bytes of text for each token of the context. Prose has 4 to 6 bytes a token, source code up to 12; runs of spaces have more.
+/// The maximum of bytes per token of the context. Prose has 4 to 6 bytes a token, source code up to 12; runs of spaces have more.
 const BYTES_PER_TOKEN: usize = 32;
-/// The lower limit, for models with a short context: a batch of short prompts fits in any case.
+/// The limit for models with a short context, so that a batch of short prompts fits.
 const PROMPT_BYTES_MIN: usize = 1 << 20;
 /// JSON may write a character of text in up to 6 bytes (`\u001f`), mostly in 1 or 2.
 const BODY_BYTES_PER_PROMPT_BYTE: usize = 4;
-/// The upper limit for any context: 128k tokens of prose have less than 1 MiB.
+/// The limit for any context: 128k tokens of prose have less than 1 MiB.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// JSON values other than tokens of prompts: enough for a conversation with the maximum number of messages.
+/// JSON values other than tokens: enough for the maximum number of messages.
 const OTHER_ELEMENTS: usize = 64 << 10;
 
 /// The maximum of all texts of a request together, in bytes: it bounds the time of tokenizing.
@@ -31,7 +31,7 @@ pub(super) fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Refuses texts that cannot fit before they are encoded, which would take minutes for the longest accepted body.
+/// Checks that texts can fit, before they are encoded, which would take minutes for the longest accepted body.
 ///
 /// # Errors
 /// A text, or all together, are too long.
@@ -48,11 +48,7 @@ pub(super) fn check_texts(
         }
         all = all.saturating_add(bytes);
     }
-    let max = prompt_bytes_max(context_length);
-    if all > max {
-        return Err(ApiError::invalid(param, Problem::TooMany { max, unit: "bytes of text" }));
-    }
-    Ok(())
+    at_most(param, all, prompt_bytes_max(context_length), "bytes of text")
 }
 
 /// Checks that prompt and new tokens (at least `new_tokens`) fit into the model's context.
@@ -71,7 +67,7 @@ pub(super) fn check_context(
     if u64::from(prompt_tokens) + u64::from(new_tokens) <= u64::from(context_length) {
         return Ok(());
     }
-    // The error names the prompt if not even one token fits after it, else the requested number of new tokens.
+    // The error names the prompt if no new token fits after it, else the limit of new tokens.
     let param_at_fault = if prompt_tokens >= context_length { param } else { limit_param };
     Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: param_at_fault })
 }

@@ -1,4 +1,4 @@
-//! Header `x-tandem-explain: true`: replies with where the request's prompts would be placed now, and why, instead of an answer.
+//! Header `x-tandem-explain: true`: replies with the current best placement of each prompt and its reasons, instead of an answer.
 
 use super::{app::App, incoming::Job};
 use crate::{
@@ -12,7 +12,7 @@ use axum::{
 use serde_json::{Value, json};
 use tandem_proto::v1::{Cost, ExplainReply, ExplainedWorker};
 
-/// Asks a router about each prompt; nothing is booked or run.
+/// Requests an explanation from a router for each prompt; nothing is booked or run.
 ///
 /// # Errors
 /// No router answers.
@@ -22,7 +22,7 @@ pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
         let reply = app.dispatcher.explain(&prompt).await?;
         prompts.push(explained(&prompt, &reply));
     }
-    Ok(Json(json!({ "object": "tandem.explanation", "model": app.model.id(), "prompts": prompts })).into_response())
+    Ok(Json(json!({ "object": "tandem.explanation", "model": app.model.id, "prompts": prompts })).into_response())
 }
 
 fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
@@ -31,8 +31,8 @@ fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {
         "prompt_tokens": prompt.tokens.len(),
         "block_size": reply.block_size,
         "reusable_blocks": prompt.sequence_hashes.len(),
-        "prefill_worker": placement.as_ref().and_then(|placement| Some(&*placement.prefill.as_ref()?.worker_id)),
-        "decode_worker": placement.as_ref().map(|placement| &*placement.decode.worker_id),
+        "prefill_worker": placement.as_ref().and_then(|placement| Some(&placement.prefill.as_ref()?.worker.worker_id)),
+        "decode_worker": placement.as_ref().map(|placement| &placement.decode.worker.worker_id),
         "explanation": reply.explanation,
         "workers": reply.workers.iter().map(worker).collect::<Vec<_>>(),
     })

@@ -7,15 +7,8 @@ use crate::{
     stream::{FinishReason, TokenLogprobs},
     usage::Usage,
 };
-use serde::{Serialize, Serializer, ser::SerializeMap};
+use serde::{Serialize, Serializer};
 use tandem_kv::TokenId;
-
-/// The format of an endpoint's answers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    Chat,
-    Text,
-}
 
 /// An answer or a chunk of one.
 #[derive(Serialize)]
@@ -25,25 +18,11 @@ pub(super) struct Envelope<'a> {
     pub(super) created: u64,
     pub(super) model: &'a str,
     pub(super) choices: Vec<Choice<'a>>,
-    #[serde(skip_serializing_if = "UsageField::is_absent")]
-    pub(super) usage: UsageField,
+    /// `None`: the answer has no such field; `Some(None)`: it is null.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) usage: Option<Option<Usage>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tandem: Option<Details>,
-}
-
-/// The field `usage` of an answer or chunk.
-#[derive(Serialize)]
-#[serde(untagged)]
-pub(super) enum UsageField {
-    Absent,
-    Null,
-    Value(Usage),
-}
-
-impl UsageField {
-    fn is_absent(&self) -> bool {
-        matches!(self, Self::Absent)
-    }
 }
 
 #[derive(Serialize)]
@@ -102,26 +81,15 @@ struct Alternatives(Vec<(String, f32)>);
 
 impl Serialize for Alternatives {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        for (token, logprob) in &self.0 {
-            map.serialize_entry(token, logprob)?;
-        }
-        map.end()
+        serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, logprob)))
     }
 }
 
-impl Format {
-    pub(super) fn endpoint(self) -> Endpoint {
-        match self {
-            Self::Chat => Endpoint::Chat,
-            Self::Text => Endpoint::Completions,
-        }
-    }
-
-    pub(super) fn id(self, request_id: &str) -> String {
+impl Endpoint {
+    pub(super) fn answer_id(self, request_id: &str) -> String {
         match self {
             Self::Chat => format!("chatcmpl-{request_id}"),
-            Self::Text => format!("cmpl-{request_id}"),
+            Self::Completions => format!("cmpl-{request_id}"),
         }
     }
 
@@ -129,44 +97,40 @@ impl Format {
     pub(super) fn object(self) -> &'static str {
         match self {
             Self::Chat => "chat.completion",
-            Self::Text => "text_completion",
+            Self::Completions => "text_completion",
         }
     }
 
     pub(super) fn chunk_object(self) -> &'static str {
         match self {
             Self::Chat => "chat.completion.chunk",
-            Self::Text => "text_completion",
+            Self::Completions => "text_completion",
         }
     }
 
-    /// The first chunk of a choice, if the format has one: the role alone.
+    /// The first chunk of a choice in a chat: the role alone.
     pub(super) fn role(self, index: usize) -> Option<Choice<'static>> {
         let delta = ChatDelta { role: Some("assistant"), content: Some("") };
         (self == Self::Chat).then_some(Choice::ChatDelta { index, delta, logprobs: None, finish_reason: None })
     }
 
-    /// A chunk with more text.
-    pub(super) fn delta<'a>(self, index: usize, text: &'a str, logprobs: Option<Logprobs<'_>>) -> Choice<'a> {
+    /// A chunk of a choice: more text, or its end.
+    pub(super) fn chunk<'a>(
+        self,
+        index: usize,
+        text: Option<&'a str>,
+        logprobs: Option<Logprobs<'_>>,
+        finish_reason: Option<FinishReason>,
+    ) -> Choice<'a> {
         match self {
             Self::Chat => {
-                let delta = ChatDelta { role: None, content: Some(text) };
-                Choice::ChatDelta { index, delta, logprobs: logprobs.map(Logprobs::chat), finish_reason: None }
+                let delta = ChatDelta { role: None, content: text };
+                Choice::ChatDelta { index, delta, logprobs: logprobs.map(Logprobs::chat), finish_reason }
             }
-            Self::Text => Choice::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason: None },
+            Self::Completions => self.whole(index, text.unwrap_or_default(), logprobs, finish_reason),
         }
     }
 
-    /// The last chunk of a choice.
-    pub(super) fn end(self, index: usize, finish: FinishReason) -> Choice<'static> {
-        let finish_reason = Some(finish);
-        match self {
-            Self::Chat => Choice::ChatDelta { index, delta: ChatDelta::default(), logprobs: None, finish_reason },
-            Self::Text => Choice::Text { index, text: "", logprobs: None, finish_reason },
-        }
-    }
-
-    /// A choice of a whole answer.
     pub(super) fn whole<'a>(
         self,
         index: usize,
@@ -179,7 +143,7 @@ impl Format {
                 let message = ChatMessage { role: "assistant", content: text, refusal: None };
                 Choice::ChatMessage { index, message, logprobs: logprobs.map(Logprobs::chat), finish_reason }
             }
-            Self::Text => Choice::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason },
+            Self::Completions => Choice::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason },
         }
     }
 }

@@ -1,6 +1,5 @@
-//! Refuses requests that a browser sends on behalf of a foreign web page: from a page of another site (cross-site request forgery), or
-//! from a page whose name resolves to this server's address (DNS rebinding). Browsers state a request's origin in headers that pages
-//! cannot change; other clients do not send them.
+//! Refuses requests of web pages of other sites (cross-site request forgery), and of pages whose name resolves to this server's address
+//! (DNS rebinding). Browsers send a request's origin in headers that pages cannot change; other clients do not send them.
 
 use super::{body::discard, request_id::with_id};
 use crate::error::ApiError;
@@ -17,12 +16,11 @@ use tandem_proto::channel::Listener;
 /// The names accepted in `Host`, besides IP addresses; `None`: all.
 type Hosts = Option<Arc<[String]>>;
 
-/// Adds the checks to `routes`. Names are checked where the listener is on a loopback address, or names are given: elsewhere
-/// the server does not know its names.
+/// Adds the checks to `routes`. Names are checked if the listener is on a loopback address or names are given.
 pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
     let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
-    // The last layer is the outermost, so refusals have a request id, too.
+    // The last layer is the outermost: refusals have a request id, too.
     routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(with_id))
 }
 
@@ -37,13 +35,13 @@ async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Resp
     next.run(request).await
 }
 
-/// Reads the body before the refusal is sent, so that the client gets to read it.
+/// Reads the body before the reply: a client reads it only after it has sent its request.
 async fn refused(request: Request, error: ApiError) -> Response {
     discard(request.into_body()).await;
     error.into_response()
 }
 
-/// Whether the request names this server. HTTP/1.0 clients may name none; browsers always do.
+/// Whether `Host` names this server. HTTP/1.0 clients may omit it; browsers do not.
 fn names_this_server(headers: &HeaderMap, hosts: &[String]) -> bool {
     let Some(host) = headers.get(header::HOST) else { return true };
     let Ok(authority) = Authority::try_from(host.as_bytes()) else { return false };

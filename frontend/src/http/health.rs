@@ -12,7 +12,6 @@ fn status(code: StatusCode, status: &str) -> Response {
     (code, axum::Json(serde_json::json!({ "status": status }))).into_response()
 }
 
-/// Liveness: 200 while the process answers.
 pub(super) async fn live() -> Response {
     status(StatusCode::OK, "ok")
 }
@@ -25,7 +24,6 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-/// The metrics in Prometheus' text format.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     if let Some(audit) = &app.audit {
         // Updates the gauges, or logs why it cannot.
@@ -34,7 +32,6 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }
 
-/// The API's OpenAPI document.
 pub(super) async fn openapi() -> Response {
     ([(header::CONTENT_TYPE, "application/json")], include_str!("openapi.json")).into_response()
 }

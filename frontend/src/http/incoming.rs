@@ -4,7 +4,6 @@ use super::{
     app::{App, HeaderOptions},
     body,
     context::elements_max,
-    format::Format,
 };
 use crate::{
     admission::{Admitted, Client},
@@ -17,33 +16,28 @@ use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_kv::TokenId;
-use tandem_node::trace::Span;
 
 /// Bodies longer than this are parsed on a blocking thread; shorter ones take less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
 /// Texts longer than this are tokenized on a blocking thread; shorter ones take a millisecond at most.
 const ENCODE_INLINE_BYTES: usize = 4 << 10;
 
-/// An admitted request with what its headers say.
+/// An admitted request and the contents of its headers.
 pub(super) struct Incoming {
     pub(super) app: Arc<App>,
-    /// The request id, which this server makes; unique whatever the client sends.
+    /// The request id, which this server generates.
     pub(super) id: String,
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
-    /// The trace context for routers and workers.
     pub(super) traceparent: String,
-    /// The first span of the request's trace.
-    pub(super) span: Span,
     /// The client whose limits count this request.
     pub(super) client: Option<Client>,
-    /// The body's share of the memory budget, until the request is encoded.
+    /// The body's share of the memory budget. It is released when the prompts are encoded.
     pub(super) body: body::Held,
 }
 
 /// A request that is ready to run.
 pub(super) struct Job {
-    pub(super) format: Format,
     /// The prompts, each with its text if that is to be echoed.
     pub(super) prompts: Vec<(Prompt, Option<String>)>,
     pub(super) options: Options,
@@ -62,10 +56,10 @@ impl Incoming {
         self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
     }
 
-    /// Runs `encode`, which tokenizes this many bytes of text; for a long text on a blocking thread.
+    /// Runs `encode`, which tokenizes this many bytes of text; a long text on a blocking thread.
     ///
     /// # Errors
-    /// The error of `encode`, or all cores are busy.
+    /// `encode` fails, or no core is free in time.
     pub(super) async fn encode<T: Send + 'static>(
         &self,
         text_bytes: usize,
@@ -85,11 +79,6 @@ impl Incoming {
         self.admitted.reserve(self.client.clone(), prompts.saturating_mul(options.samples as usize))
     }
 
-    /// Releases the body's share of the memory budget.
-    pub(super) fn release_body(&mut self) {
-        self.body = body::Held::default();
-    }
-
     /// Checks that the request names the served model.
     ///
     /// # Errors
@@ -98,7 +87,7 @@ impl Incoming {
         match model {
             None => Err(ApiError::invalid("model", Problem::Missing)),
             Some(model) if model == self.app.model.id => {
-                self.admitted.model_is_known();
+                self.admitted.model_known = true;
                 Ok(())
             }
             Some(model) => Err(ApiError::ModelNotFound { model: model.to_owned() }),
@@ -112,7 +101,7 @@ impl Incoming {
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),
             traceparent: self.traceparent.clone(),
-            span: self.span.clone(),
+            span: self.admitted.span.clone(),
             account: self.header_options.account.clone(),
             model: self.app.model.id.clone(),
             sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),

@@ -1,4 +1,4 @@
-//! A request from its headers to its reply: admits it, reads its body, runs it, and counts how it ended.
+//! A request from its headers to its reply: admission, body, answer, and the count of its outcome.
 
 use super::{
     answer::{Reply, respond},
@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Admits a request, has `prepare` make a job of its body, and replies with the job's answer. Every outcome is counted.
+/// Admits a request, makes a job of its body with `prepare`, and replies with the job's answer. Every outcome is counted.
 pub(super) async fn handle<F>(app: Arc<App>, endpoint: Endpoint, request: Request, prepare: F) -> Response
 where
     F: AsyncFnOnce(&mut Incoming, Bytes) -> Result<Job, ApiError>,
@@ -43,19 +43,19 @@ where
     // `traceparent` of an untrusted peer neither continues its trace nor decides about sampling.
     let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
-    // Routers and workers continue this span, or the proxy's if this one is not sampled.
+    // Routers and workers continue this span, or the proxy's span if this one is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
-    admitted.trace(&span);
+    admitted.span = span;
     let header_options = app.header_options(&parts.headers, trusted);
     let client = client(header_options.as_ref().map_or("", |options| &options.account), &app, &parts);
-    // Read in any case, so that the client gets to read the reply.
+    // A client can read the reply only after its whole body was read.
     let read = app.bodies.read(client.as_ref(), &parts.headers, body).await;
-    let (read, header_options) = match read.and_then(|read| Ok((read, header_options?))) {
+    let ((bytes, held), header_options) = match read.and_then(|read| Ok((read, header_options?))) {
         Ok(both) => both,
         Err(error) => return refused(&id, admitted, error),
     };
-    let mut incoming = Incoming { app, id, admitted, header_options, traceparent, span, client, body: read.held };
-    let reply = match prepare(&mut incoming, read.bytes).await {
+    let mut incoming = Incoming { app, id, admitted, header_options, traceparent, client, body: held };
+    let reply = match prepare(&mut incoming, bytes).await {
         Ok(job) if incoming.header_options.explain => explain(&incoming.app, job).await.map(Reply::Whole),
         Ok(job) => respond(&incoming, job).await,
         Err(error) => Err(error),
@@ -77,7 +77,7 @@ fn refused(id: &str, mut admitted: Admitted, error: ApiError) -> Response {
     error.into_response()
 }
 
-/// A request without an account counts for the address that it came from, except a listed proxy's, which many clients share.
+/// The client that the request counts for: its account, else its address; `None` for a listed proxy's, which many clients share.
 fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
     if !account.is_empty() {
         return Some(Client::Account(account.to_owned()));

@@ -34,7 +34,7 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// The routes of the OpenAI API, with the operator's pages unless these have a listener of their own.
+/// The routes of the OpenAI API, and the operator's pages unless they have another listener.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     let exposed = dashboard::routes().route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
     let pages = if with_pages { pages(&app, exposed) } else { Router::new() };
@@ -46,7 +46,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     finished(routes, app)
 }
 
-/// The routes of the admin listener: the operator's pages, and explanations of placements for the dashboard. It generates no text.
+/// The routes of the admin listener: the operator's pages, and explanations of placements for the dashboard.
 pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
@@ -56,7 +56,7 @@ pub(crate) fn admin(app: Arc<App>) -> Router {
 }
 
 async fn only_explanations(mut request: Request, next: Next) -> Response {
-    if !app::wants_explanation(request.headers()) {
+    if !trust::wants(request.headers(), &app::EXPLAIN) {
         body::discard(request.into_body()).await;
         return ApiError::AdminExplains.into_response();
     }
@@ -69,7 +69,7 @@ fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
     dashboard.route("/metrics", get(health::metrics))
 }
 
-/// On the API's listener the dashboard is only for peers that may ask for details, because it shows them for all clients' requests.
+/// On the API's listener the dashboard is only for peers that may request details, because it shows those of all clients' requests.
 async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let (parts, body) = request.into_parts();
     if !app.trust.exposes(app.trust.trusts(&parts)) {

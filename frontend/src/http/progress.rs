@@ -1,8 +1,8 @@
-//! The progress of a request: what its prompts used and where they ran.
+//! The progress of a request: the usage, workers and times of its prompts.
 
 use crate::{
     dispatch::Facts,
-    metrics::FrontendMetrics,
+    metrics::{CLIENT_CLOSED, FrontendMetrics},
     recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, Stages},
     stream::{AnswerEvent, Delta},
     usage::{CachedSource, PromptUsage, Usage, cached, usage},
@@ -15,13 +15,10 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{FailureReason, PrefillChunk};
 use tokio::time::Instant;
 
-/// The status of a request whose client disconnected, as in the metrics.
-const CLIENT_CLOSED: u16 = 499;
-
 /// The progress of one request. Dropping it records each prompt for the dashboard, if there is one.
 pub(super) struct Progress {
     since: Instant,
-    samples: usize,
+    pub(super) samples: usize,
     prompts: Vec<PromptProgress>,
     metrics: Arc<FrontendMetrics>,
     span: Span,
@@ -44,7 +41,7 @@ struct PromptProgress {
     usage: PromptUsage,
     /// `None` before the first token.
     facts: Option<Box<Facts>>,
-    /// How the attempt that brought the first token prefilled, as far as its worker has reported it.
+    /// The prefill of the attempt that generated the first token, if its worker has reported it.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
     /// Time at which the latest token of each sample arrived.
@@ -83,12 +80,7 @@ impl Progress {
         Self { since, samples, prompts: prompts.collect(), metrics, span, finish_reasons, recording, status }
     }
 
-    /// Continuations of each prompt.
-    pub(super) fn samples(&self) -> usize {
-        self.samples
-    }
-
-    /// Takes account of an event of prompt `index`.
+    /// Records an event of prompt `index`.
     pub(super) fn record(&mut self, index: usize, event: &AnswerEvent) {
         let prompt = &mut self.prompts[index];
         if let AnswerEvent::Delta(Delta { finish: Some(finish), .. }) = event
@@ -100,21 +92,20 @@ impl Progress {
             AnswerEvent::Started(facts) => {
                 let prompt_tokens = prompt.usage.prompt_tokens;
                 prompt.usage.cached = Some(cached(facts.scheduled.as_ref(), &facts.placement, prompt_tokens));
-                let ttft = facts.times.first_token_at.duration_since(self.since);
+                let ttft = facts.first_token_at.duration_since(self.since);
                 self.metrics.time_to_first_token.record(ttft.as_secs_f64());
                 prompt.facts = Some(facts.clone());
                 self.span.event("first token", &[]);
             }
             AnswerEvent::Delta(delta) if delta.tokens > 0 => prompt.record_tokens(delta, &self.metrics),
             AnswerEvent::Resumed => prompt.migrations += 1,
-            // A resumed generation prefills again, but the timeline is that of the attempt that brought the first token.
+            // A resumed generation prefills again, but the timeline is that of the first attempt.
             AnswerEvent::Prefilled(chunks) if prompt.migrations == 0 => prompt.chunks.clone_from(chunks),
             AnswerEvent::Finished => prompt.ended_at = Some(Instant::now()),
             AnswerEvent::Delta(_) | AnswerEvent::PromptLogprobs(_) | AnswerEvent::Prefilled(_) => {}
         }
     }
 
-    /// The usage so far.
     pub(super) fn usage(&self) -> Usage {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
@@ -124,7 +115,7 @@ impl Progress {
         self.status = StatusCode::OK.as_u16();
         self.trace();
         for prompt in &self.prompts {
-            let worker = prompt.facts.as_ref().map_or("", |facts| &facts.placement.prefilling().worker_id);
+            let worker = prompt.facts.as_ref().map_or("", |facts| &*facts.placement.prefilling().worker.worker_id);
             self.metrics.prompt_finished(&prompt.usage, worker);
         }
     }
@@ -139,16 +130,15 @@ impl Progress {
             return;
         }
         let usage = self.usage();
-        self.span.set("gen_ai.usage.input_tokens", usage.prompt_tokens());
-        self.span.set("gen_ai.usage.output_tokens", usage.completion_tokens());
-        self.span.set("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens());
+        self.span.set("gen_ai.usage.input_tokens", usage.prompt_tokens);
+        self.span.set("gen_ai.usage.output_tokens", usage.completion_tokens);
+        self.span.set("gen_ai.usage.cache_read.input_tokens", usage.prompt_tokens_details.cached_tokens);
         self.span.set("gen_ai.response.finish_reasons", self.finish_reasons.clone());
         self.span.set("tandem.prompts", self.prompts.len() as u64);
         let sources = self.prompts.iter().filter_map(|prompt| Some(prompt.usage.cached.as_ref()?.source.label()));
         self.span.set("tandem.cached_tokens_source", sources.collect::<Vec<_>>());
     }
 
-    /// The extension object `tandem` of the answer.
     pub(super) fn details(&self) -> Details {
         let mut prompts: Vec<PromptDetails> = self.prompts.iter().map(|prompt| prompt.details(self.since)).collect();
         match prompts.pop() {
@@ -183,7 +173,7 @@ impl PromptProgress {
     fn stages(&self, since: Instant) -> Stages {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
-        let scheduled_ms = facts.and_then(|facts| facts.times.scheduled_at).map(ms);
+        let scheduled_ms = facts.and_then(|facts| facts.scheduled_at).map(ms);
         // The worker counts from its report of the prefill's begin.
         let chunks = scheduled_ms.map(|from| {
             let chunk = |chunk: &PrefillChunk| Chunk {
@@ -195,12 +185,12 @@ impl PromptProgress {
         });
         let failed = |(at, reason): &(Instant, FailureReason)| FailedAttempt { at_ms: ms(*at), reason: reason.label() };
         Stages {
-            asked_ms: facts.map(|facts| ms(facts.times.asked_at)),
-            placed_ms: facts.map(|facts| ms(facts.times.placed_at)),
+            requested_ms: facts.map(|facts| ms(facts.requested_at)),
+            placed_ms: facts.map(|facts| ms(facts.placed_at)),
             scheduled_ms,
             chunks: chunks.unwrap_or_default(),
-            started_ms: facts.and_then(|facts| facts.times.started_at).map(ms),
-            first_token_ms: facts.map(|facts| ms(facts.times.first_token_at)),
+            started_ms: facts.and_then(|facts| facts.started_at).map(ms),
+            first_token_ms: facts.map(|facts| ms(facts.first_token_at)),
             ended_ms: ms(self.ended_at.unwrap_or_else(Instant::now)),
             failed: facts.map(|facts| facts.failed.iter().map(failed).collect()).unwrap_or_default(),
         }
@@ -230,9 +220,9 @@ impl PromptProgress {
             cached_tokens_source: cached.map_or(CachedSource::Unknown, |cached| cached.source),
             cached_tokens_by_tier: cached.map(|cached| cached.by_tier.clone()).unwrap_or_default(),
             overlap_blocks: placement.map_or(0, |placement| placement.prefilling().overlap_blocks),
-            prefill_worker: placement.and_then(|placement| Some(placement.prefill.as_ref()?.worker_id.to_string())),
-            decode_worker: placement.map(|placement| placement.decode.worker_id.to_string()),
-            ttft_ms: facts.map_or(0.0, |facts| facts.times.first_token_at.duration_since(since).as_secs_f64() * 1000.0),
+            prefill_worker: placement.and_then(|placement| Some(placement.prefill.as_ref()?.worker.worker_id.clone())),
+            decode_worker: placement.map(|placement| placement.decode.worker.worker_id.clone()),
+            ttft_ms: facts.map_or(0.0, |facts| facts.first_token_at.duration_since(since).as_secs_f64() * 1000.0),
             queue_ms: started.queue_ms,
             kv_transfer_ms: started.kv_transfer_ms,
             kv_transfer_bytes: started.kv_transfer_bytes,

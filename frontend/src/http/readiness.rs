@@ -1,4 +1,4 @@
-//! Whether a request could be served now, and if not, what the operator has to do.
+//! Whether a request could be served now, and if not, what the operator can do.
 
 use super::app::App;
 use crate::dispatch::{DispatchError, MemberList};
@@ -11,8 +11,7 @@ use tandem_proto::{
 };
 use tonic::Code;
 
-/// The interval of the routers' health checks, which update the log, the gauge and the order in which routers are asked. A recovered
-/// router is used again after this time at the latest.
+/// The interval of the routers' health checks. A recovered router is used again after this time at the latest.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why no request can be served.
@@ -32,7 +31,7 @@ pub(super) enum NotReady {
 }
 
 impl App {
-    /// Asks the routers until one of the same cluster could place a request.
+    /// Checks routers until one of the same cluster could place a request.
     ///
     /// # Errors
     /// This process drains, or no router can place a request.
@@ -49,7 +48,7 @@ impl App {
 
     /// Each router's readiness.
     fn answers(&self) -> impl Stream<Item = Result<(), NotReady>> {
-        self.dispatcher.routers().views().map(|(_, view)| self.judge(view.as_ref()))
+        self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()))
     }
 
     /// Checks that this router could place a request.
@@ -61,7 +60,7 @@ impl App {
             DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
             _ => NotReady::Router,
         })?;
-        self.dispatcher.routers().identity().fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
+        self.dispatcher.routers.identity.fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
         view.unavailable_reason.as_ref().map_or(Ok(()), |why| Err(NotReady::Cluster(why.clone())))
     }
 
@@ -78,7 +77,7 @@ impl App {
 
     /// The readiness before any router has answered.
     fn without_routers(&self) -> Result<(), NotReady> {
-        Err(if self.admission.is_draining() { NotReady::Draining } else { NotReady::Router })
+        Err(if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router })
     }
 
     /// Watches the list of routers and checks their health. Logs every change of the readiness, and updates its gauge. Never returns.
@@ -86,8 +85,7 @@ impl App {
     pub(crate) async fn watch_routers(&self, mut members: Members) -> Infallible {
         let mut logged = None;
         loop {
-            // Unlike `readiness`, asks all routers, also while this process drains: a running request may have to be booked with a
-            // recovered one.
+            // All routers are checked, also while this process drains: a running request may have to be booked with a recovered one.
             let now = self.judge_all(self.answers().collect::<Vec<_>>().await);
             self.metrics.ready.set(f64::from(u8::from(now.is_ok())));
             if logged.as_ref() != Some(&now) {
@@ -103,14 +101,14 @@ impl App {
                 () = tokio::time::sleep(CHECK_INTERVAL) => {}
                 () = members.changed() => {
                     let list = if members.are_advisory() { MemberList::Advisory } else { MemberList::Static };
-                    self.dispatcher.routers().set_members(members.now(), list);
+                    self.dispatcher.routers.set_members(members.now(), list);
                 }
             }
         }
     }
 }
 
-/// The better of two answers; of two errors, the one that is more specific about what to do.
+/// The better of two results; of two errors, the more specific one.
 fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), NotReady> {
     let rank = |answer: &Result<(), NotReady>| match answer {
         Ok(()) => 4,

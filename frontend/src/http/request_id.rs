@@ -9,7 +9,7 @@ use axum::{
 
 const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
-/// The id of a request, an extension of it. This server makes it, whatever the client sends.
+/// The id of a request, an extension of it. This server generates it, whatever the client sends.
 #[derive(Clone)]
 pub(super) struct HttpRequestId(pub(super) String);
 

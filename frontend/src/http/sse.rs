@@ -1,10 +1,10 @@
 //! A streamed answer as server-sent events, in OpenAI's order: a role (chat), text, a finish reason for each choice, usage if
-//! it was asked for, `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
+//! requested, `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
 //! connection open: clients skip them, and proxies see that the stream is active.
 
 use super::{
-    answer::{First, Run},
-    format::{Choice, Envelope, UsageField},
+    answer::Run,
+    format::{Choice, Envelope},
 };
 use crate::{
     admission::Admitted,
@@ -24,10 +24,10 @@ use serde::Serialize;
 use std::convert::Infallible;
 use tokio::time::timeout;
 
-/// A comment line, which the specification of server-sent events recommends against proxies' timeouts.
+/// A comment line, which the specification of server-sent events recommends to prevent timeouts of proxies.
 const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 
-/// A running streamed answer. It owns all that was reserved for the request, so that it is released when the client disconnects.
+/// A running streamed answer. It owns everything that was reserved for the request, and releases it when the client disconnects.
 struct Events {
     run: Run,
     usage: StreamUsage,
@@ -36,12 +36,9 @@ struct Events {
     first: Option<(usize, AnswerEvent)>,
 }
 
-/// The response whose body is the stream.
-pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: First) -> Response {
-    let (first, late) = match first {
-        First::Event(first) => (first, None),
-        First::Late => (None, Some(Ok(Bytes::from_static(KEEP_ALIVE)))),
-    };
+/// Returns the response whose body is the stream. `first`: see [`Reply::Stream`](super::answer::Reply).
+pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Option<(usize, AnswerEvent)>) -> Response {
+    let late = first.is_none().then(|| Ok(Bytes::from_static(KEEP_ALIVE)));
     let events = Events { run, usage, admitted, first };
     let rest = stream::unfold(Some(events), |events| async move {
         let (bytes, rest) = events?.next().await;
@@ -59,7 +56,7 @@ impl Events {
         loop {
             let next = match self.first.take() {
                 Some(first) => Some(Ok(first)),
-                None => match timeout(self.run.keep_alive(), self.run.next()).await {
+                None => match timeout(self.run.keep_alive, self.run.next()).await {
                     Ok(next) => next,
                     Err(_) => return (Bytes::from_static(KEEP_ALIVE), Some(self)),
                 },
@@ -78,7 +75,7 @@ impl Events {
                 self.admitted.finish(error.status());
                 return (out.into(), None);
             }
-            // Not every event of the answer is one of the stream, and an empty chunk would end the body.
+            // Some events write nothing, and an empty chunk would end the body.
             if !out.is_empty() {
                 return (out.into(), Some(self));
             }
@@ -86,17 +83,16 @@ impl Events {
     }
 
     fn write(&mut self, out: &mut Vec<u8>, prompt: usize, event: AnswerEvent) -> Result<(), ApiError> {
-        let samples = self.run.progress.samples();
+        let samples = self.run.progress.samples;
         let choices = prompt * samples..(prompt + 1) * samples;
         if let AnswerEvent::Started(_) = event {
-            for choice in choices.clone() {
-                self.write_chunk(out, self.run.format.role(choice));
+            for role in choices.clone().filter_map(|choice| self.run.endpoint.role(choice)) {
+                self.write_chunk(out, role);
             }
         }
         if let Some((text, logprobs)) = self.run.echo(prompt, &event)? {
             for choice in choices.clone() {
-                let chunk = self.run.format.delta(choice, &text, self.run.logprobs(&logprobs));
-                self.write_chunk(out, Some(chunk));
+                self.write_chunk(out, self.run.endpoint.chunk(choice, Some(&text), self.run.logprobs(&logprobs), None));
             }
         }
         if let AnswerEvent::Delta(delta) = event {
@@ -108,29 +104,23 @@ impl Events {
     fn write_delta(&self, out: &mut Vec<u8>, choice: usize, delta: &Delta) {
         if !delta.text.is_empty() || !delta.logprobs.is_empty() {
             let logprobs = self.run.logprobs(&delta.logprobs);
-            self.write_chunk(out, Some(self.run.format.delta(choice, &delta.text, logprobs)));
+            self.write_chunk(out, self.run.endpoint.chunk(choice, Some(&delta.text), logprobs, None));
         }
-        let end = delta.finish.map(|finish| self.run.format.end(choice, finish));
-        self.write_chunk(out, end);
-    }
-
-    fn write_chunk(&self, out: &mut Vec<u8>, choice: Option<Choice<'_>>) {
-        if let Some(choice) = choice {
-            write_event(out, &self.chunk(vec![choice], self.usage.in_every_chunk.then(|| self.run.progress.usage())));
+        if delta.finish.is_some() {
+            self.write_chunk(out, self.run.endpoint.chunk(choice, None, None, delta.finish));
         }
     }
 
-    /// A chunk. All chunks have the field `usage` if the client asked for it, else none has.
+    fn write_chunk(&self, out: &mut Vec<u8>, choice: Choice<'_>) {
+        write_event(out, &self.chunk(vec![choice], self.usage.in_every_chunk.then(|| self.run.progress.usage())));
+    }
+
+    /// A chunk. All chunks have the field `usage` if the client requested it, else none has.
     fn chunk<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Option<Usage>) -> Envelope<'a> {
-        let usage = match usage {
-            _ if !self.usage.at_end => UsageField::Absent,
-            None => UsageField::Null,
-            Some(usage) => UsageField::Value(usage),
-        };
-        self.run.envelope(self.run.format.chunk_object(), choices, usage)
+        self.run.envelope(self.run.endpoint.chunk_object(), choices, self.usage.at_end.then_some(usage))
     }
 
-    /// Writes the end of the stream. Usage and details are in a chunk without choices, if the client asked for them.
+    /// Writes the end of the stream: usage and details, if the client requested them, in a chunk without choices.
     fn write_end(&mut self, out: &mut Vec<u8>) {
         self.run.progress.finish();
         if self.usage.at_end || self.run.details {

@@ -1,7 +1,11 @@
-//! Decides which peers may send the headers that need trust: those that set a request's account, continue a trace, or ask for details of
-//! the cluster.
+//! Decides which peers may send the headers that need trust: those that set a request's account, continue a trace, or request details
+//! of the cluster.
 
-use crate::{error::ApiError, listen::PeerAddress, settings::ExposeDetails};
+use crate::{
+    error::ApiError,
+    listen::{PeerAddress, contains},
+    settings::ExposeDetails,
+};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 use std::net::IpAddr;
@@ -24,30 +28,26 @@ pub(crate) struct Trust {
 }
 
 impl Trust {
-    /// `local`: the listener can be reached only from this host.
     pub(crate) fn new(proxies: Vec<IpNet>, local: bool, expose: ExposeDetails) -> Self {
         Self { proxies, local, expose }
     }
 
-    /// Whether the request comes from a trusted peer: one of the listed proxies. Without a list, any program on this host, if the
-    /// listener is local and the request was not forwarded from elsewhere.
+    /// Whether the request comes from a trusted peer: a listed proxy. Without a list, any program on this host, if the listener is local
+    /// and the request was not forwarded.
     pub(super) fn trusts(&self, request: &Parts) -> bool {
         if request.extensions.get::<OnAdminListener>().is_some() {
             return true;
         }
-        let address = request.extensions.get().map(|PeerAddress(address)| address.to_canonical());
-        match address {
-            _ if self.proxies.is_empty() => self.local && FORWARDED.iter().all(|name| !request.headers.contains_key(name)),
-            Some(address) => self.proxies.iter().any(|network| network.contains(&address)),
-            // A listener in memory has no addresses.
-            None => false,
+        if self.proxies.is_empty() {
+            return self.local && FORWARDED.iter().all(|name| !request.headers.contains_key(name));
         }
+        // A listener in memory has no addresses.
+        request.extensions.get().is_some_and(|PeerAddress(address)| self.lists(*address))
     }
 
     /// Whether this is a listed proxy's address.
     pub(super) fn lists(&self, address: IpAddr) -> bool {
-        let address = address.to_canonical();
-        self.proxies.iter().any(|network| network.contains(&address))
+        contains(&self.proxies, address)
     }
 
     /// Whether a peer may see where prompts are cached.
@@ -59,21 +59,13 @@ impl Trust {
         }
     }
 
-    /// Reads which of these headers are `true`.
+    /// Whether this header is `true`.
     ///
     /// # Errors
-    /// A header is `true` and this peer may not send it. It is not ignored: an explanation would become a generation that is billed, and
-    /// a client would take missing details for a cluster without them.
-    pub(super) fn flags<const N: usize>(
-        &self,
-        headers: &HeaderMap,
-        names: [HeaderName; N],
-        trusted: bool,
-    ) -> Result<[bool; N], ApiError> {
-        match names.iter().find(|name| wants(headers, name) && !self.exposes(trusted)) {
-            Some(name) => Err(ApiError::Untrusted { header: name.clone() }),
-            None => Ok(names.map(|name| wants(headers, &name))),
-        }
+    /// It is, and this peer may not send it. If it were ignored, an explanation would become a generation, which is billed.
+    pub(super) fn flag(&self, headers: &HeaderMap, name: HeaderName, trusted: bool) -> Result<bool, ApiError> {
+        let wanted = wants(headers, &name);
+        if wanted && !self.exposes(trusted) { Err(ApiError::Untrusted { header: name }) } else { Ok(wanted) }
     }
 }
 

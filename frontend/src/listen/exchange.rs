@@ -1,9 +1,9 @@
-//! The progress of the current request on a connection, shared between the code that serves requests and the owner of the socket.
+//! The progress of the current request on a connection, shared by the service and the socket.
 
 use axum::body::Body;
 use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
     pin::Pin,
     task::{Context, Poll, ready},
@@ -36,38 +36,34 @@ pub(super) enum Phase {
 
 impl Exchange {
     pub(super) fn state(&self) -> State {
-        *self.lock()
+        *self.0.lock()
     }
 
-    /// The head of a request is complete.
+    /// Called when the head of a request is complete.
     pub(super) fn begin(&self, phase: Phase, interim: bool) {
-        *self.lock() = State { phase, interim };
+        *self.0.lock() = State { phase, interim };
     }
 
-    /// The body of the request is complete, or is not read.
+    /// Called when the body of the request is complete or dropped.
     pub(super) fn request_is_read(&self) {
         self.step(Phase::Reading, Phase::Answering);
     }
 
-    /// Bytes of the answer are sent.
+    /// Called when bytes of the answer are sent.
     pub(super) fn sends(&self) {
         self.step(Phase::Answering, Phase::Sending);
     }
 
-    /// The answer's last bytes were handed to the socket.
+    /// Called when the answer's body has ended.
     pub(super) fn end(&self) {
-        self.lock().phase = Phase::Waiting;
+        self.0.lock().phase = Phase::Waiting;
     }
 
     fn step(&self, from: Phase, to: Phase) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         if state.phase == from {
             state.phase = to;
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock()
     }
 }
 

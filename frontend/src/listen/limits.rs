@@ -1,10 +1,9 @@
 //! Limits the number of open connections, in total and from one address.
 
-use crate::metrics::FrontendMetrics;
+use crate::{metrics::FrontendMetrics, shares::Counts};
 use ipnet::IpNet;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
-    collections::HashMap,
     net::{IpAddr, Ipv6Addr},
     sync::Arc,
 };
@@ -13,8 +12,8 @@ use std::{
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PeerAddress(pub(crate) IpAddr);
 
-/// The source of a connection, as limits distinguish them: an IPv4 address, or the /64 network of an IPv6 address, because one host
-/// may use all addresses of such a network.
+/// The client that a connection counts for: an IPv4 address, or the /64 network of an IPv6 address, because one host may use all
+/// addresses of such a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Peer(pub(crate) IpAddr);
 
@@ -25,21 +24,14 @@ pub(crate) struct ConnectionLimits {
     per_peer_max: usize,
     /// Peers without a limit of their own: they forward the requests of many clients.
     proxies: Vec<IpNet>,
-    open: Mutex<Open>,
+    open: Mutex<Counts<Peer>>,
     metrics: Arc<FrontendMetrics>,
 }
 
-#[derive(Default)]
-struct Open {
-    all: usize,
-    /// Never more entries than connections.
-    by_peer: HashMap<Peer, usize>,
-}
-
-/// The permit of one connection. Dropping it releases it.
+/// The permit of one connection; released on drop.
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
-    address: Option<PeerAddress>,
+    pub(super) address: Option<PeerAddress>,
 }
 
 impl From<IpAddr> for Peer {
@@ -52,6 +44,11 @@ impl From<IpAddr> for Peer {
     }
 }
 
+/// Whether one of the networks contains the address.
+pub(crate) fn contains(networks: &[IpNet], address: IpAddr) -> bool {
+    networks.iter().any(|network| network.contains(&address.to_canonical()))
+}
+
 impl ConnectionLimits {
     pub(crate) fn new(all_max: usize, per_peer_max: usize, proxies: Vec<IpNet>, metrics: Arc<FrontendMetrics>) -> Self {
         Self { all_max, per_peer_max, proxies, open: Mutex::default(), metrics }
@@ -60,46 +57,24 @@ impl ConnectionLimits {
     /// Returns a permit for a connection from this address (a network in memory has none); `None` if a limit is reached.
     pub(super) fn acquire(self: &Arc<Self>, address: Option<IpAddr>) -> Option<ConnectionPermit> {
         let peer = address.map(Peer::from);
-        let is_proxy = |address: IpAddr| self.proxies.iter().any(|network| network.contains(&address.to_canonical()));
-        let bounded = self.per_peer_max > 0 && !address.is_some_and(is_proxy);
-        let mut open = self.open();
-        let of_peer = peer.and_then(|peer| open.by_peer.get(&peer).copied()).unwrap_or(0);
+        let bounded = self.per_peer_max > 0 && !address.is_some_and(|address| contains(&self.proxies, address));
+        let mut open = self.open.lock();
+        let of_peer = peer.map_or(0, |peer| open.of(&peer));
         if open.all >= self.all_max || (bounded && of_peer >= self.per_peer_max) {
             self.metrics.connections_refused.increment(1);
             return None;
         }
-        open.all += 1;
-        if let Some(peer) = peer {
-            open.by_peer.insert(peer, of_peer + 1);
-        }
+        open.add(peer.as_ref(), 1);
         self.metrics.connections.increment(1.0);
         Some(ConnectionPermit { limits: Arc::clone(self), address: address.map(PeerAddress) })
-    }
-
-    fn open(&self) -> MutexGuard<'_, Open> {
-        self.open.lock()
-    }
-}
-
-impl ConnectionPermit {
-    pub(super) fn address(&self) -> Option<PeerAddress> {
-        self.address
     }
 }
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.limits.metrics.connections.decrement(1.0);
-        let mut open = self.limits.open();
-        open.all -= 1;
-        if let Some(peer) = self.address.map(|PeerAddress(address)| Peer::from(address))
-            && let Some(left) = open.by_peer.get_mut(&peer)
-        {
-            *left -= 1;
-            if *left == 0 {
-                open.by_peer.remove(&peer);
-            }
-        }
+        let peer = self.address.map(|PeerAddress(address)| Peer::from(address));
+        self.limits.open.lock().remove(peer.as_ref(), 1);
     }
 }
 
@@ -126,8 +101,8 @@ mod tests {
         let other = from(&limits, "10.0.0.2");
         assert!(other.is_some() && from(&limits, "10.0.0.3").is_none() && limits.acquire(None).is_none(), "none is left");
         drop((of_one, other));
-        let open = limits.open();
-        assert_eq!((open.all, open.by_peer.len()), (0, 0));
+        let open = limits.open.lock();
+        assert_eq!((open.all, open.by_key.len()), (0, 0));
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! Accepts connections: limits their number and their times, and detects clients that have disconnected.
+//! Accepts connections, limits their number and their times, and detects clients that have disconnected.
 
 mod exchange;
 mod limits;
 mod timed;
 
-pub(crate) use limits::{ConnectionLimits, Peer, PeerAddress};
+pub(crate) use limits::{ConnectionLimits, Peer, PeerAddress, contains};
 
 use crate::error::ApiError;
 use axum::{Router, body::Body, http::Version, response::Response};
@@ -17,22 +17,22 @@ use hyper::{
 };
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
 use limits::ConnectionPermit;
-use std::{convert::Infallible, future::pending, pin::pin, sync::Arc, time::Duration};
+use std::{convert::Infallible, future::pending, net::IpAddr, pin::pin, sync::Arc, time::Duration};
 use tandem_proto::channel::{Arrivals, Listener};
 use timed::Timed;
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, DuplexStream},
     net::TcpStream,
     task::JoinSet,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{either::Either, sync::CancellationToken};
 
-/// Memory for reading from a connection, request line and headers included. Proxies allow headers of 8 to 32 KiB; 8,192
-/// connections hold 256 MiB at most.
+/// The maximum of memory for reading from a connection, including request line and headers. Proxies allow headers of 8 to 32 KiB;
+/// 8,192 connections use 256 MiB at most.
 const READ_BUFFER_BYTES: usize = 32 << 10;
 
-/// Accepts connections until `drained` resolves, then serves the open ones to the end of their requests. Dropping the future drops all
-/// connections.
+/// Accepts connections until `drained` resolves, then serves the open ones to the end of their requests. Dropping the future closes
+/// all connections.
 pub(crate) async fn serve(
     listener: Listener,
     routes: Router,
@@ -42,47 +42,49 @@ pub(crate) async fn serve(
 ) {
     let mut drained = pin!(drained);
     let (mut connections, ending) = (JoinSet::new(), CancellationToken::new());
-    let serving = |permit| Serving { routes: routes.clone(), unread_max, ending: ending.clone(), permit };
-    match listener.into_arrivals() {
-        Arrivals::Tcp(mut listener) => loop {
-            tokio::select! {
-                biased;
-                () = &mut drained => break,
-                Some(_) = connections.join_next() => {}
-                (stream, address) = axum::serve::Listener::accept(&mut listener) => match limits.acquire(Some(address.ip())) {
-                    Some(permit) => drop(connections.spawn(serving(permit).run(without_delay(stream)))),
-                    None => refuse(&stream),
-                },
+    let mut arrivals = listener.into_arrivals();
+    loop {
+        let (stream, address) = tokio::select! {
+            biased;
+            () = &mut drained => break,
+            Some(_) = connections.join_next() => continue,
+            accepted = accept(&mut arrivals) => accepted,
+        };
+        match (limits.acquire(address), stream) {
+            (Some(permit), stream) => {
+                let serving = Serving { routes: routes.clone(), unread_max, ending: ending.clone(), permit };
+                connections.spawn(serving.run(stream));
             }
-        },
-        Arrivals::Memory(mut arriving) => loop {
-            tokio::select! {
-                biased;
-                () = &mut drained => break,
-                Some(_) = connections.join_next() => {}
-                Some(stream) = arriving.recv() => if let Some(permit) = limits.acquire(None) {
-                    drop(connections.spawn(serving(permit).run(stream)));
-                },
-                else => pending().await,
-            }
-        },
+            (None, Either::Left(stream)) => refuse(&stream),
+            (None, Either::Right(_)) => {}
+        }
     }
     ending.cancel();
     while connections.join_next().await.is_some() {}
 }
 
-/// Sets TCP_NODELAY: without it a small event waits up to 40 ms for the client's delayed acknowledgement of the previous one.
-fn without_delay(stream: TcpStream) -> TcpStream {
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "TCP_NODELAY cannot be set");
+/// Returns the next connection and its address, which a connection in memory does not have. Cancel-safe.
+async fn accept(arrivals: &mut Arrivals) -> (Either<TcpStream, DuplexStream>, Option<IpAddr>) {
+    match arrivals {
+        Arrivals::Tcp(listener) => {
+            let (stream, address) = axum::serve::Listener::accept(listener).await;
+            // Otherwise a small event waits up to 40 ms for the client's delayed acknowledgement of the previous one.
+            if let Err(error) = stream.set_nodelay(true) {
+                tracing::debug!(%error, "TCP_NODELAY cannot be set");
+            }
+            (Either::Left(stream), Some(address.ip()))
+        }
+        Arrivals::Memory(arriving) => match arriving.recv().await {
+            Some(stream) => (Either::Right(stream), None),
+            None => pending().await,
+        },
     }
-    stream
 }
 
-/// Sends the reason for closing a connection beyond the limit, if the socket accepts it at once; the server does not wait for this client.
+/// Sends the reason for closing a connection beyond the limit, without waiting for the client.
 fn refuse(stream: &TcpStream) {
     let error = ApiError::Connections;
-    let body = serde_json::to_string(&error.body()).expect("an error is plain data with texts as keys");
+    let body = error.body().to_string();
     let head = format!(
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
@@ -104,7 +106,7 @@ impl Serving {
     async fn run(self, io: impl AsyncRead + AsyncWrite + Send + 'static) {
         let exchange = Arc::new(Exchange::default());
         let io = Timed::new(io, Arc::clone(&exchange), self.unread_max);
-        let (routes, address) = (TowerToHyperService::new(self.routes), self.permit.address());
+        let (routes, address) = (TowerToHyperService::new(self.routes), self.permit.address);
         let service = service_fn(move |mut request: Request<Incoming>| {
             let has_body = !request.body().is_end_stream();
             exchange.begin(if has_body { Phase::Reading } else { Phase::Answering }, request.version() != Version::HTTP_10);

@@ -1,13 +1,11 @@
 //! A connection's socket with HTTP's timeouts, and with a probe of whether a client that has closed its sending half still reads.
 //!
-//! The timeout for a request's head and the one between requests are separate here, because hyper's `header_read_timeout` runs
-//! through both: it would close idle connections after seconds.
+//! The timeouts for a request's head and between requests are separate; hyper's `header_read_timeout` would be one for both.
 //!
-//! The end of a client's bytes (FIN) before its answer begins may mean two things: the client has disconnected, or it has closed only
-//! its sending half and still reads. The socket shows the difference only when it is written to: a disconnected client answers with
-//! a reset, and the next write fails. So interim responses (`102 Processing`) are written, which HTTP/1.1 clients skip. After the
-//! first byte of the answer a FIN means that the client has disconnected, unless it was half-closed before: then the writes of
-//! the answer show it.
+//! A FIN before the answer begins may mean that the client has disconnected, or that it has closed only its sending half and still reads.
+//! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses
+//! (`102 Processing`) are written, which HTTP/1.1 clients skip. After the first byte of the answer, a FIN means that the client has
+//! disconnected, unless its half was closed before: then the writes of the answer fail.
 
 use super::exchange::{Exchange, Phase, State};
 use std::{
@@ -25,8 +23,8 @@ use tokio_io_timeout::TimeoutWriter;
 
 /// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The maximum time between requests. Longer than the 60 s for which load balancers keep a connection, so that they close it first: a
-/// request sent while this side closes would fail.
+/// The maximum time between requests. Load balancers keep a connection for 60 s; they close it first, because a request sent while
+/// this side closes would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// The time between interim responses: doubled each time, from the first value to the second.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
@@ -34,7 +32,7 @@ const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
 
 /// A socket that reports end of file when the client is too slow or has disconnected.
 pub(super) struct Timed<S> {
-    /// Fails when the client reads nothing of buffered bytes for `unread_max`.
+    /// Fails when the client reads no buffered bytes for `unread_max`.
     io: Pin<Box<TimeoutWriter<S>>>,
     exchange: Arc<Exchange>,
     clock: Pin<Box<Sleep>>,
@@ -75,7 +73,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         }
     }
 
-    /// Resolves after `time`. The clock starts with the first call for this wait.
+    /// Resolves `time` after the first call for this wait.
     fn poll_wait(&mut self, wait: Wait, time: Duration, cx: &mut Context<'_>) -> Poll<()> {
         if self.armed != Some(wait) {
             self.armed = Some(wait);
@@ -105,7 +103,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
-    /// Returns no bytes when the connection is to be closed.
+    /// Reports end of file when the connection is to be closed.
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.ended {
@@ -170,7 +168,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 }
 
 impl<S> Timed<S> {
-    /// Notes that hyper writes: a request was read, and the next bytes belong to another one.
+    /// Called when hyper writes: a request was read, and the next bytes belong to another one.
     fn note_write(&mut self) {
         self.exchange.sends();
         (self.flushed, self.head_began, self.armed) = (false, false, None);

@@ -1,40 +1,28 @@
-//! Why a model cannot be served.
+//! The error of loading a model.
 
 use tandem_model::ModelError;
 
-/// Why a model cannot be served. Each text ends with what to do.
+/// Why a model cannot be served. Each text ends with advice.
 #[derive(Debug, thiserror::Error)]
 pub enum ServedModelError {
     /// The model's files are incomplete or malformed.
     #[error(transparent)]
     File(#[from] ModelError),
     /// The tokenizer is not byte-level BPE.
-    #[error("unsupported tokenizer {found}: only gpt2 (byte-level BPE) is supported; choose another model")]
-    TokenizerAlgorithm {
-        /// The algorithm that the file names.
-        found: String,
-    },
+    #[error("unsupported tokenizer {0}: only gpt2 (byte-level BPE) is supported; choose another model")]
+    TokenizerAlgorithm(String),
     /// The pre-tokenizer is not one of the supported ones.
-    #[error("unsupported pre-tokenizer {found}: only gpt-2, smollm, llama-bpe and qwen2 are supported; choose another model")]
-    PreTokenizer {
-        /// The pre-tokenizer that the file names.
-        found: String,
-    },
+    #[error("unsupported pre-tokenizer {0}: only gpt-2, smollm, llama-bpe and qwen2 are supported; choose another model")]
+    PreTokenizer(String),
     /// An added token changes the text around it.
-    #[error("added token {name} uses lstrip, rstrip or single_word (unsupported); choose another model")]
-    AddedToken {
-        /// The text of the control token.
-        name: String,
-    },
-    /// The post-processor does more than to put one token before a text.
+    #[error("added token {0} uses lstrip, rstrip or single_word (unsupported); choose another model")]
+    AddedToken(String),
+    /// The post-processor adds more than one token before a text.
     #[error("the tokenizer's post-processor adds more than one leading token (unsupported); choose another model")]
     PostProcessor,
     /// Token ids are far beyond the number of tokens.
-    #[error("the tokenizer's ids go up to {len}, far beyond its number of tokens: the file is damaged, fetch it again")]
-    TokenIds {
-        /// The largest id plus one.
-        len: usize,
-    },
+    #[error("the tokenizer's ids go up to {0}, far beyond its number of tokens: the file is damaged, fetch it again")]
+    TokenIds(usize),
     /// A merge is not a pair of tokens.
     #[error("the model file's list of merges is damaged: fetch it again")]
     Merge,
@@ -49,13 +37,8 @@ pub enum ServedModelError {
     Template(#[from] minijinja::Error),
     /// The chat template does not end within its limits.
     #[error(
-        "the model file's chat template takes more than {steps} steps or {bytes} bytes for a conversation of four short messages: \
+        "the model file's chat template takes more than {0} steps or {1} bytes for a conversation of four short messages: \
          take another conversion of the model"
     )]
-    TemplateEndless {
-        /// Instructions that it may execute.
-        steps: u64,
-        /// Bytes that it may write.
-        bytes: usize,
-    },
+    TemplateEndless(u64, usize),
 }

@@ -5,7 +5,7 @@ pub(crate) mod error;
 pub use error::ServedModelError;
 
 use crate::prompt::{ChatTemplate, Tokenizer};
-use tandem_kv::{Namespace, TokenId};
+use tandem_kv::TokenId;
 use tandem_model::{Gguf, HfDirectory, ModelFile, sim};
 
 /// Names of control tokens that end an answer in the supported model families, besides those that a model's files name.
@@ -13,14 +13,18 @@ const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "
 
 /// The served model as the frontend uses it.
 pub struct ServedModel {
-    pub(crate) id: String,
-    revision: String,
-    pub(crate) context_length: u32,
-    pub(crate) tokenizer: Tokenizer,
+    /// The model's name in requests.
+    pub id: String,
+    /// Identifies the weights and the arithmetic; part of the cache namespace.
+    pub revision: String,
+    /// The longest sequence, in tokens.
+    pub context_length: u32,
+    /// The model's tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The tokens that end an answer.
+    pub stop_tokens: Vec<TokenId>,
     /// The chat template; `None`: the model is no chat model.
     pub(crate) template: Option<ChatTemplate>,
-    /// Tokens that end an answer.
-    pub(crate) stop_tokens: Vec<TokenId>,
     /// The token before the text of a plain completion, if the model has one.
     pub(crate) bos: Option<TokenId>,
 }
@@ -86,46 +90,10 @@ impl ServedModel {
         self
     }
 
-    /// The same model computed with other arithmetic, which `how` names. It becomes part of the revision, so that the two share no KV.
-    pub fn computed(mut self, how: &str) -> Self {
-        self.revision = format!("{}-{how}", self.revision);
-        self
-    }
-
-    /// The model's name in requests.
-    pub fn id(&self) -> &str {
-        &self.id
-    }
-
-    /// Identifies the weights; part of the cache namespace.
-    pub fn revision(&self) -> &str {
-        &self.revision
-    }
-
-    /// The longest sequence, in tokens.
-    pub fn context_length(&self) -> u32 {
-        self.context_length
-    }
-
-    /// The tokens that end an answer.
-    pub fn stop_tokens(&self) -> &[TokenId] {
-        &self.stop_tokens
-    }
-
     /// The length in bytes beyond which a rendered conversation cannot fit into the context. Guard characters make a text at most four
-    /// times as long: each has three bytes, and follows at least one byte of text.
+    /// times as long, because each has three bytes and follows at least one byte of text.
     pub(crate) fn rendered_bytes_max(&self) -> usize {
-        4 * self.context_length as usize * self.tokenizer.token_bytes_max()
-    }
-
-    /// The model's tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
-    }
-
-    /// The namespace of prompts of this model with this `cache_salt`.
-    pub(crate) fn namespace(&self, cache_salt: &str) -> Namespace {
-        Namespace::new(&self.id, &self.revision, "", cache_salt)
+        4 * self.context_length as usize * self.tokenizer.token_bytes_max
     }
 }
 
@@ -167,9 +135,9 @@ mod tests {
             ),
         ];
         for (name, content) in files {
-            fs::write(at.join(name), content).expect("ours");
+            fs::write(at.join(name), content).expect("the folder is writable");
         }
-        fs::write(at.join("model.safetensors"), [&2u64.to_le_bytes()[..], b"{}"].concat()).expect("ours");
+        fs::write(at.join("model.safetensors"), [&2u64.to_le_bytes()[..], b"{}"].concat()).expect("the folder is writable");
     }
 
     fn served(at: &Path) -> ServedModel {
@@ -186,20 +154,20 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         directory(folder.path());
         let model = served(folder.path());
-        assert_eq!((model.id(), model.context_length(), model.bos), ("m", 77, None));
-        assert_eq!(model.stop_tokens(), [2, 3], "the model's own and the family's");
+        assert_eq!((model.id.as_str(), model.context_length, model.bos), ("m", 77, None));
+        assert_eq!(model.stop_tokens, [2, 3], "the model's own and the family's");
         assert_eq!(rendered(&model), "<s>a</s>");
 
         // Newer files win over older ones.
-        fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("ours");
-        fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("ours");
+        fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("the folder is writable");
+        fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("the folder is writable");
         let model = served(folder.path());
-        assert_eq!(model.stop_tokens(), [0, 2, 3]);
+        assert_eq!(model.stop_tokens, [0, 2, 3]);
         assert_eq!(rendered(&model), "a!");
 
         let named = r#"{"chat_template":[{"name":"tools","template":"t"},{"name":"default","template":"d"}]}"#;
-        fs::write(folder.path().join("tokenizer_config.json"), named).expect("ours");
-        fs::remove_file(folder.path().join("chat_template.jinja")).expect("ours");
+        fs::write(folder.path().join("tokenizer_config.json"), named).expect("the folder is writable");
+        fs::remove_file(folder.path().join("chat_template.jinja")).expect("the folder is writable");
         assert_eq!(rendered(&served(folder.path())), "d");
     }
 
@@ -207,11 +175,11 @@ mod tests {
     fn directory_without_tokenizer_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         directory(folder.path());
-        fs::remove_file(folder.path().join("tokenizer.json")).expect("ours");
+        fs::remove_file(folder.path().join("tokenizer.json")).expect("the folder is writable");
         let opened = HfDirectory::open(folder.path()).expect("config.json is there");
         let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
         assert!(error.contains("tokenizer.json"), "{error}");
-        fs::write(folder.path().join("tokenizer_config.json"), "[").expect("ours");
+        fs::write(folder.path().join("tokenizer_config.json"), "[").expect("the folder is writable");
         let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
         assert!(error.contains("tokenizer_config.json"), "{error}");
     }

@@ -11,10 +11,10 @@ const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['
 
 const NAME: &str = "chat";
 
-/// Instructions that one rendering may execute. The templates of the supported families execute fewer than 300 for each message; this
-/// allows 600 for each message of the longest conversation that a request may hold, and takes about half a second.
+/// The maximum of instructions of one rendering. The templates of the supported families need fewer than 300 for each message; this
+/// allows 600 for each of the maximum of messages, and takes about half a second.
 const STEPS_MAX: u64 = 10_000_000;
-/// Bytes that the short conversations of [`ChatTemplate::new`] may render to. Templates with built-in instructions write a few kilobytes.
+/// The maximum of bytes for the short conversations of [`ChatTemplate::new`]. Templates with built-in instructions write a few kilobytes.
 const PROBE_BYTES_MAX: usize = 1 << 20;
 
 /// A model's chat template, compiled.
@@ -29,7 +29,6 @@ pub(crate) struct ChatTemplate {
 pub(crate) struct Turn<'a> {
     /// `system`, `user` or `assistant`.
     pub(crate) role: &'static str,
-    /// Always a text: templates cannot be trusted with anything else.
     pub(crate) content: &'a str,
 }
 
@@ -38,7 +37,7 @@ pub(crate) struct Turn<'a> {
 pub(crate) enum RenderError {
     /// The template refuses the conversation, or fails.
     Refused(Error),
-    /// It executes more than [`STEPS_MAX`] instructions.
+    /// The template executes more than [`STEPS_MAX`] instructions.
     Steps,
     /// The text is longer than the caller allows.
     TooLong,
@@ -65,10 +64,8 @@ impl io::Write for Bounded {
 }
 
 impl ChatTemplate {
-    /// Compiles a template with the settings of Hugging Face: a block's line end is trimmed, and Python's methods work.
-    ///
-    /// Renders two short conversations, so that a template that does not end is found at the start and not by the first request. A
-    /// template may refuse these conversations: that is no error.
+    /// Compiles a template with the settings of Hugging Face: a block's line end is trimmed, and Python's methods work. Renders two short
+    /// conversations, which a template may refuse, to find one that does not end.
     ///
     /// # Errors
     /// The template does not compile, or does not end within its limits.
@@ -85,7 +82,7 @@ impl ChatTemplate {
         let turns = ["system", "user", "assistant", "user"].map(|role| Turn { role, content: "a" });
         for probe in [&turns[..], &turns[1..2]] {
             if let Err(RenderError::Steps | RenderError::TooLong) = template.render(probe, PROBE_BYTES_MAX) {
-                return Err(ServedModelError::TemplateEndless { steps: STEPS_MAX, bytes: PROBE_BYTES_MAX });
+                return Err(ServedModelError::TemplateEndless(STEPS_MAX, PROBE_BYTES_MAX));
             }
         }
         Ok(template)
@@ -157,7 +154,7 @@ mod tests {
             for condition in ["true", "messages | length > 2"] {
                 let source = format!("{{% if {condition} %}}{ROUNDS}{body}{{% endfor %}}{{% endfor %}}{{% endif %}}");
                 let refused = ChatTemplate::new(&source, "", "").map(drop).expect_err(&source);
-                assert!(matches!(refused, ServedModelError::TemplateEndless { .. }), "{refused}");
+                assert!(matches!(refused, ServedModelError::TemplateEndless(..)), "{refused}");
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Turns text into token ids and token ids into bytes.
 //!
-//! A text is first cut at *special* tokens (those of a model's control vocabulary, such as `<|im_start|>`); the text between them goes
-//! through the model's own algorithm. In a *guarded* text some names of special tokens are marked as plain text: see
-//! [`Tokenizer::guard`].
+//! A text is first split at special tokens (those of a model's control vocabulary, such as `<|im_start|>`); the text between them is
+//! encoded by the model's own algorithm. In a *guarded* text some names of special tokens are marked as plain text:
+//! [`Tokenizer::mark`].
 
 use crate::model::error::ServedModelError;
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -11,7 +11,7 @@ use tandem_kv::TokenId;
 use tandem_model::{TokenizerData, sim};
 use tokenizers::{
     PreTokenizerWrapper, SplitDelimiterBehavior,
-    models::bpe::BPE,
+    models::bpe::{BPE, Vocab},
     normalizers::unicode::NFC,
     pre_tokenizers::{
         byte_level::ByteLevel,
@@ -34,13 +34,13 @@ mod kind {
 pub struct Tokenizer {
     algorithm: Algorithm,
     tokens: Vec<Token>,
-    /// Bytes of text that one token can stand for.
-    token_bytes_max: usize,
+    /// The maximum of text bytes that one token stands for.
+    pub(crate) token_bytes_max: usize,
     /// Finds special tokens in a text that may hold them.
     special: Literals,
-    /// Finds user-defined tokens, which are cut out of every text.
+    /// Finds user-defined tokens, which are special in every text.
     always: Literals,
-    /// Finds the names that [`Tokenizer::mark`] breaks up: those of control tokens.
+    /// Finds the names of control tokens, for [`Tokenizer::mark`].
     control: AhoCorasick,
 }
 
@@ -76,7 +76,7 @@ pub enum Special {
 #[error("the tokenizer failed")]
 pub struct EncodeError(#[source] Box<dyn std::error::Error + Send + Sync>);
 
-/// Candidates for the character that marks names of special tokens as plain text: code points that Unicode never assigns.
+/// Candidates for the guard character: code points that Unicode never assigns.
 const GUARDS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 impl Tokenizer {
@@ -103,16 +103,13 @@ impl Tokenizer {
     /// The file's tokenizer is not supported or malformed.
     pub(crate) fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
         if data.model != "gpt2" {
-            return Err(ServedModelError::TokenizerAlgorithm { found: data.model.clone() });
+            return Err(ServedModelError::TokenizerAlgorithm(data.model.clone()));
         }
         let Cut { pre_tokenizer, composed, whole_words } = Cut::named(&data.pre)?;
-        let vocabulary: HashMap<String, u32> =
-            data.tokens.iter().enumerate().map(|(id, text)| (text.clone(), id as u32)).collect();
-        let merges = data.merges.iter().map(|merge| merge.split_once(' ').ok_or(ServedModelError::Merge));
-        let merges = merges.map(|pair| pair.map(|(left, right)| (left.to_owned(), right.to_owned())));
-        let merges = merges.collect::<Result<Vec<_>, _>>()?;
+        let merge = |merge: &String| merge.split_once(' ').map(|(left, right)| (left.to_owned(), right.to_owned()));
+        let merges = data.merges.iter().map(merge).collect::<Option<Vec<_>>>().ok_or(ServedModelError::Merge)?;
         let bpe = BPE::builder()
-            .vocab_and_merges(vocabulary.into_iter().collect::<tokenizers::models::bpe::Vocab>(), merges)
+            .vocab_and_merges(data.tokens.iter().cloned().zip(0..).collect::<Vocab>(), merges)
             .ignore_merges(whole_words)
             .build()
             .map_err(ServedModelError::Tokenizer)?;
@@ -131,24 +128,24 @@ impl Tokenizer {
         let mut file: serde_json::Value = serde_json::from_slice(json).map_err(broken)?;
         let algorithm = file["model"]["type"].as_str().unwrap_or("unknown");
         if algorithm != "BPE" || file["model"]["byte_fallback"] == true {
-            return Err(ServedModelError::TokenizerAlgorithm { found: algorithm.to_owned() });
+            return Err(ServedModelError::TokenizerAlgorithm(algorithm.to_owned()));
         }
         if !is_byte_level(&file["pre_tokenizer"]) {
             let found = file["pre_tokenizer"]["type"].as_str().unwrap_or("unknown").to_owned();
-            return Err(ServedModelError::PreTokenizer { found });
+            return Err(ServedModelError::PreTokenizer(found));
         }
         let whole = tokenizers::Tokenizer::from_bytes(json).map_err(ServedModelError::Tokenizer)?;
         let first = leading_token(&whole)?;
-        // Special tokens are cut out by `encode_cut` and not by the library: see `guard`.
+        // `encode_cut` finds special tokens, because the library does not know guard characters.
         let added: Vec<AddedToken> = serde_json::from_value(file["added_tokens"].take()).map_err(broken)?;
         file["added_tokens"] = serde_json::json!([]);
-        file["post_processor"] = serde_json::Value::Null;
-        file["truncation"] = serde_json::Value::Null;
-        file["padding"] = serde_json::Value::Null;
+        for step in ["post_processor", "truncation", "padding"] {
+            file[step].take();
+        }
         let bare = serde_json::to_vec(&file).map_err(broken)?;
         let encoder = tokenizers::Tokenizer::from_bytes(bare).map_err(ServedModelError::Tokenizer)?;
         if let Some(token) = added.iter().find(|token| token.lstrip || token.rstrip || token.single_word) {
-            return Err(ServedModelError::AddedToken { name: token.content.clone() });
+            return Err(ServedModelError::AddedToken(token.content.clone()));
         }
         let vocabulary = encoder.get_vocab(false);
         let named = vocabulary.into_iter().map(|(text, id)| (id, text, kind::NORMAL));
@@ -157,10 +154,10 @@ impl Tokenizer {
             (token.id, token.content, kind)
         });
         let all: Vec<(TokenId, String, i32)> = named.chain(added).collect();
-        // A few ids may be unused, but a damaged file must not cause a huge allocation.
+        // Some ids may be unused, but a damaged file must not cause a huge allocation.
         let len = all.iter().map(|(id, ..)| *id as usize + 1).max().unwrap_or_default();
         if len > 2 * all.len() + 65_536 {
-            return Err(ServedModelError::TokenIds { len });
+            return Err(ServedModelError::TokenIds(len));
         }
         let (mut tokens, mut kinds) = (vec![String::new(); len], vec![kind::UNUSED; len]);
         for (id, text, kind) in all {
@@ -172,11 +169,8 @@ impl Tokenizer {
     /// `kinds` holds GGUF's type of each token.
     fn assemble(encoder: tokenizers::Tokenizer, tokens: &[String], kinds: &[i32]) -> Result<Self, ServedModelError> {
         let named = |wanted: &[i32]| -> Vec<(String, TokenId)> {
-            let tokens = tokens.iter().zip(kinds).enumerate();
-            tokens
-                .filter(|(_, (text, kind))| wanted.contains(kind) && !text.is_empty())
-                .map(|(id, (text, _))| (text.clone(), id as TokenId))
-                .collect()
+            let wanted = (0..).zip(tokens).zip(kinds).filter(|((_, text), kind)| wanted.contains(kind) && !text.is_empty());
+            wanted.map(|((id, text), _)| (text.clone(), id)).collect()
         };
         let bytes_of = byte_of_char();
         let all = tokens.iter().zip(kinds).map(|(text, kind)| {
@@ -196,7 +190,7 @@ impl Tokenizer {
             tokens,
             special: Literals::new(named(&[kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED]))?,
             always: Literals::new(named(&[kind::USER_DEFINED]))?,
-            // A name of one character cannot be broken up.
+            // A name of one character cannot be marked.
             control: automaton(control.iter().map(|(name, _)| name).filter(|name| name.chars().count() > 1))?,
         })
     }
@@ -204,11 +198,6 @@ impl Tokenizer {
     /// The number of token ids.
     pub fn vocab_size(&self) -> usize {
         self.tokens.len()
-    }
-
-    /// The maximum of text bytes that one token stands for.
-    pub(crate) fn token_bytes_max(&self) -> usize {
-        self.token_bytes_max
     }
 
     /// The minimum of tokens that a text of this many bytes has.
@@ -237,7 +226,7 @@ impl Tokenizer {
     pub(crate) fn guard<'a>(texts: impl Iterator<Item = &'a str>) -> Option<Guard> {
         let mut free: Vec<char> = GUARDS.collect();
         for text in texts {
-            // Most texts hold none, which a search for the candidates' common first byte shows.
+            // Quick for most texts: the candidates have a common first byte.
             if text.as_bytes().contains(&0xEF) {
                 free.retain(|guard| !text.contains(*guard));
             }
@@ -245,10 +234,10 @@ impl Tokenizer {
         free.first().map(|char| Guard(*char))
     }
 
-    /// Breaks up every name of a control token in the text with the guard character.
+    /// Marks every name of a control token as plain text, by the guard character after its first character.
     pub(crate) fn mark(&self, text: &str, guard: Guard) -> String {
         let mut text = text.to_owned();
-        // Names may overlap: repeated until none is whole.
+        // Names may overlap, so this is repeated until none is left.
         while self.control.is_match(&text) {
             let mut marked = String::with_capacity(text.len() + 16);
             let mut last = 0;
@@ -270,7 +259,7 @@ impl Tokenizer {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Whether the token has no text that a reader sees.
+    /// Whether the token has no visible text.
     pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
@@ -352,12 +341,12 @@ fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, Serve
     }
 }
 
-/// The steps before a text's bytes are merged.
+/// The steps before the merges.
 struct Cut {
     pre_tokenizer: PreTokenizerWrapper,
     /// Letters and their accents are composed into one character first (NFC).
     composed: bool,
-    /// A word that is a token is not merged from smaller tokens.
+    /// A word that is a token is not composed of smaller tokens.
     whole_words: bool,
 }
 
@@ -379,7 +368,7 @@ impl Cut {
             "smollm" => (Sequence::new(vec![Digits::new(true).into(), gpt2.into()]).into(), false, false),
             "llama-bpe" => (own_rule(LLAMA_3)?, false, true),
             "qwen2" => (own_rule(QWEN_2)?, true, false),
-            found => return Err(ServedModelError::PreTokenizer { found: found.to_owned() }),
+            found => return Err(ServedModelError::PreTokenizer(found.to_owned())),
         };
         Ok(Self { pre_tokenizer, composed, whole_words })
     }

@@ -1,51 +1,17 @@
 //! The request of `/v1/chat/completions`.
 
 use super::{
-    fields::{Bounded, Content, Whole},
+    fields::{Bounded, MESSAGES_MAX, Whole},
     options::{self, Options},
-    request,
-    unsupported::{self, Setting},
+    parameters::{ChatRequest, Message},
+    unsupported,
 };
 use crate::{
-    error::{ApiError, Problem},
+    error::{ApiError, Problem, at_most},
     model::ServedModel,
     prompt::{EncodeError, RenderError, Tokenizer, Turn},
 };
-use serde::Deserialize;
 use tandem_kv::TokenId;
-
-/// Messages of a conversation; the body's size bounds their length.
-const MESSAGES_MAX: usize = 16_384;
-
-request! {
-    /// The request as parsed.
-    ChatRequest {
-        messages: Bounded<Message, MESSAGES_MAX>,
-        /// The newer name of `max_tokens`, which it overrides.
-        max_completion_tokens: Whole,
-        logprobs: bool,
-        top_logprobs: Whole,
-    } unsupported {
-        // Parameters of OpenAI.
-        audio, function_call = "none", prediction, reasoning_effort = "none", verbosity = "medium", web_search_options,
-        // Parameters of vLLM.
-        add_generation_prompt = true, add_special_tokens, best_of = 1, chat_template, chat_template_kwargs, continue_final_message,
-        documents, echo, enable_thinking, include_reasoning = true, media_io_kwargs, mm_processor_kwargs, reasoning, suffix,
-        thinking = "disabled",
-    }
-}
-
-/// A message as sent.
-#[derive(Deserialize)]
-pub(crate) struct Message {
-    role: Option<String>,
-    #[serde(default)]
-    content: Content,
-    #[serde(default)]
-    tool_calls: Setting,
-    #[serde(default)]
-    function_call: Setting,
-}
 
 /// The request as checked.
 pub(crate) struct Chat {
@@ -81,9 +47,7 @@ fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'stat
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", Problem::Empty));
     }
-    if messages.len() > MESSAGES_MAX {
-        return Err(ApiError::invalid("messages", Problem::TooMany { max: MESSAGES_MAX, unit: "messages" }));
-    }
+    at_most("messages", messages.len(), MESSAGES_MAX, "messages")?;
     let turn = |(index, message): (usize, Message)| {
         let param = |field: &str| format!("messages[{index}].{field}");
         let role = match message.role.as_deref() {

@@ -1,22 +1,26 @@
-//! Fields that may have more than one JSON type. Each is read by a visitor that names the expected types, because an untagged
-//! enum would only say that nothing matched.
+//! Fields that may have more than one JSON type. Each has a visitor that names the expected types in its errors; the errors of an
+//! untagged enum would not.
 
 use serde::{
-    Deserialize, Deserializer,
+    Deserialize,
     de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
-use std::{fmt, marker::PhantomData};
+use std::marker::PhantomData;
 use tandem_kv::TokenId;
 
-/// Prompts in one request.
 pub(super) const PROMPTS_MAX: usize = 128;
+/// Messages of a conversation; the body's size bounds their length.
+pub(super) const MESSAGES_MAX: usize = 16_384;
+/// Entries of `logit_bias`, as in OpenAI's API.
+pub(super) const LOGIT_BIASES_MAX: usize = 1024;
+pub(super) const STOP_TOKENS_MAX: usize = 256;
 /// More stop strings than any client needs, and few enough to search for all at every token.
 pub(super) const STOPS_MAX: usize = 16;
 
 /// A list that builds at most one element more than `MAX`: enough for a check of its length to refuse it.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
-/// An object of numbers, bounded in the same way. Its members are in their order, duplicates included.
+/// An object of numbers, bounded in the same way, in its order and with duplicates.
 #[derive(Default)]
 pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
 
@@ -28,11 +32,14 @@ pub(crate) struct Content(pub(crate) String);
 #[derive(Default)]
 pub(crate) struct Stop(pub(crate) Vec<String>);
 
-/// `prompt`: one prompt or several, each as text or token ids.
+/// `prompt`: one prompt or several.
 #[cfg_attr(test, derive(Debug, PartialEq))]
-pub(crate) enum PromptInput {
-    Texts(Vec<String>),
-    Tokens(Vec<Vec<TokenId>>),
+pub(crate) struct Prompts(pub(crate) Vec<Input>);
+
+#[cfg_attr(test, derive(Debug, PartialEq))]
+pub(crate) enum Input {
+    Text(String),
+    Tokens(Vec<TokenId>),
 }
 
 /// An integer; `5.0` is one, too, because some clients write all numbers so.
@@ -50,22 +57,14 @@ struct RawPart {
 struct TextPart(String);
 
 impl TryFrom<RawPart> for TextPart {
-    type Error = PartError;
+    type Error = &'static str;
 
-    fn try_from(part: RawPart) -> Result<Self, PartError> {
+    fn try_from(part: RawPart) -> Result<Self, &'static str> {
         if part.r#type != "text" {
-            return Err(PartError::Kind);
+            return Err("only content parts of type 'text' are supported");
         }
-        part.text.map(Self).ok_or(PartError::NoText)
+        part.text.map(Self).ok_or("a content part of type 'text' needs the field 'text'")
     }
-}
-
-#[derive(Debug, thiserror::Error)]
-enum PartError {
-    #[error("only content parts of type 'text' are supported")]
-    Kind,
-    #[error("a content part of type 'text' needs the field 'text'")]
-    NoText,
 }
 
 impl<T, const MAX: usize> Default for Bounded<T, MAX> {
@@ -74,199 +73,150 @@ impl<T, const MAX: usize> Default for Bounded<T, MAX> {
     }
 }
 
-impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T, MAX> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct ListVisitor<T, const MAX: usize>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for ListVisitor<T, MAX> {
-            type Value = Bounded<T, MAX>;
+/// Reads a `T`.
+pub(super) struct Reader<T>(pub(super) PhantomData<T>);
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a sequence")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Self::Value, A::Error> {
-                rest(Vec::new(), list, MAX).map(Bounded)
+/// Implements `Deserialize` for a type by the methods of a visitor, whose errors name the expected types.
+macro_rules! readable {
+    ([$($generics:tt)*] $value:ty, $deserialize:ident, $expected:literal, $($methods:tt)*) => {
+        impl<'de, $($generics)*> serde::Deserialize<'de> for $value {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                deserializer.$deserialize(Reader(std::marker::PhantomData::<Self>))
             }
         }
-        deserializer.deserialize_seq(ListVisitor(PhantomData))
+
+        impl<'de, $($generics)*> Visitor<'de> for Reader<$value> {
+            type Value = $value;
+
+            fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter.write_str($expected)
+            }
+
+            $($methods)*
+        }
+    };
+}
+pub(super) use readable;
+
+readable! {
+    [T: Deserialize<'de>, const MAX: usize] Bounded<T, MAX>, deserialize_seq, "a sequence",
+
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Self::Value, A::Error> {
+        rest(Vec::new(), list, MAX).map(Bounded)
     }
 }
 
-impl<'de, const MAX: usize> Deserialize<'de> for BoundedMap<MAX> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct MapVisitor<const MAX: usize>;
-        impl<'de, const MAX: usize> Visitor<'de> for MapVisitor<MAX> {
-            type Value = BoundedMap<MAX>;
+readable! {
+    [const MAX: usize] BoundedMap<MAX>, deserialize_map, "a map",
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a map")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Self::Value, A::Error> {
-                let mut members = Vec::new();
-                while members.len() <= MAX
-                    && let Some(member) = object.next_entry()?
-                {
-                    members.push(member);
-                }
-                while object.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-                Ok(BoundedMap(members))
-            }
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Self::Value, A::Error> {
+        let mut members = Vec::new();
+        while members.len() <= MAX
+            && let Some(member) = object.next_entry()?
+        {
+            members.push(member);
         }
-        deserializer.deserialize_map(MapVisitor)
+        while object.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(BoundedMap(members))
     }
 }
 
-impl<'de> Deserialize<'de> for Content {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct ContentVisitor;
-        impl<'de> Visitor<'de> for ContentVisitor {
-            type Value = Content;
+readable! {
+    [] Content, deserialize_any, "a string, a list of content parts or null",
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a string, a list of content parts or null")
-            }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Content, E> {
+        Ok(Content(text.to_owned()))
+    }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Content, E> {
-                Ok(Content(text.to_owned()))
-            }
+    fn visit_unit<E: de::Error>(self) -> Result<Content, E> {
+        Ok(Content::default())
+    }
 
-            fn visit_string<E: de::Error>(self, text: String) -> Result<Content, E> {
-                Ok(Content(text))
+    fn visit_seq<A: SeqAccess<'de>>(self, mut parts: A) -> Result<Content, A::Error> {
+        let mut text = String::new();
+        let mut first = true;
+        while let Some(TextPart(part)) = parts.next_element()? {
+            if !std::mem::take(&mut first) {
+                text.push('\n');
             }
-
-            fn visit_unit<E: de::Error>(self) -> Result<Content, E> {
-                Ok(Content::default())
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut parts: A) -> Result<Content, A::Error> {
-                let mut text = String::new();
-                let mut first = true;
-                while let Some(TextPart(part)) = parts.next_element()? {
-                    if !std::mem::take(&mut first) {
-                        text.push('\n');
-                    }
-                    text.push_str(&part);
-                }
-                Ok(Content(text))
-            }
+            text.push_str(&part);
         }
-        deserializer.deserialize_any(ContentVisitor)
+        Ok(Content(text))
     }
 }
 
-impl<'de> Deserialize<'de> for Stop {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct StopVisitor;
-        impl<'de> Visitor<'de> for StopVisitor {
-            type Value = Stop;
+readable! {
+    [] Stop, deserialize_any, "a string or a list of strings",
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a string or a list of strings")
-            }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Stop, E> {
+        Ok(Stop(vec![text.to_owned()]))
+    }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Stop, E> {
-                Ok(Stop(vec![text.to_owned()]))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Stop, A::Error> {
-                rest(Vec::new(), list, STOPS_MAX).map(Stop)
-            }
-        }
-        deserializer.deserialize_any(StopVisitor)
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Stop, A::Error> {
+        rest(Vec::new(), list, STOPS_MAX).map(Stop)
     }
 }
 
-impl<'de> Deserialize<'de> for Whole {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct WholeVisitor;
-        impl Visitor<'_> for WholeVisitor {
-            type Value = Whole;
+readable! {
+    [] Whole, deserialize_any, "a whole number",
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a whole number")
-            }
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Whole, E> {
+        Ok(Whole(number))
+    }
 
-            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Whole, E> {
-                Ok(Whole(number))
-            }
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Whole, E> {
+        let invalid = |_| E::invalid_value(de::Unexpected::Unsigned(number), &self);
+        number.try_into().map(Whole).map_err(invalid)
+    }
 
-            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Whole, E> {
-                let invalid = |_| E::invalid_value(de::Unexpected::Unsigned(number), &self);
-                number.try_into().map(Whole).map_err(invalid)
-            }
-
-            fn visit_f64<E: de::Error>(self, number: f64) -> Result<Whole, E> {
-                /// Beyond it an f64 cannot represent every integer.
-                const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
-                if number.fract() == 0.0 && number.abs() <= EXACT {
-                    return Ok(Whole(number as i64));
-                }
-                Err(E::invalid_type(de::Unexpected::Float(number), &self))
-            }
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<Whole, E> {
+        /// Beyond it an f64 cannot represent every integer.
+        const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
+        if number.fract() == 0.0 && number.abs() <= EXACT {
+            return Ok(Whole(number as i64));
         }
-        deserializer.deserialize_any(WholeVisitor)
+        Err(E::invalid_type(de::Unexpected::Float(number), &self))
     }
 }
 
-/// The first element of a list, which decides what the list holds.
+/// The first element of a list, which decides about the type of the others.
 enum First {
     Text(String),
     Token(TokenId),
     Tokens(Vec<TokenId>),
 }
 
-impl<'de> Deserialize<'de> for First {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct FirstVisitor;
-        impl<'de> Visitor<'de> for FirstVisitor {
-            type Value = First;
+readable! {
+    [] First, deserialize_any, "a string, a token id or a list of token ids",
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a string, a token id or a list of token ids")
-            }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<First, E> {
+        Ok(First::Text(text.to_owned()))
+    }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<First, E> {
-                Ok(First::Text(text.to_owned()))
-            }
+    fn visit_u64<E: de::Error>(self, id: u64) -> Result<First, E> {
+        let invalid = || E::invalid_value(de::Unexpected::Unsigned(id), &"a token id");
+        TokenId::try_from(id).map(First::Token).map_err(|_| invalid())
+    }
 
-            fn visit_u64<E: de::Error>(self, id: u64) -> Result<First, E> {
-                let invalid = || E::invalid_value(de::Unexpected::Unsigned(id), &"a token id");
-                TokenId::try_from(id).map(First::Token).map_err(|_| invalid())
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<First, A::Error> {
-                rest(Vec::new(), list, usize::MAX).map(First::Tokens)
-            }
-        }
-        deserializer.deserialize_any(FirstVisitor)
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<First, A::Error> {
+        rest(Vec::new(), list, usize::MAX).map(First::Tokens)
     }
 }
 
-impl<'de> Deserialize<'de> for PromptInput {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct PromptVisitor;
-        impl<'de> Visitor<'de> for PromptVisitor {
-            type Value = PromptInput;
+readable! {
+    [] Prompts, deserialize_any, "a string, a list of strings, a list of token ids or a list of lists of token ids",
 
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a string, a list of strings, a list of token ids or a list of lists of token ids")
-            }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Prompts, E> {
+        Ok(Prompts(vec![Input::Text(text.to_owned())]))
+    }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<PromptInput, E> {
-                Ok(PromptInput::Texts(vec![text.to_owned()]))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<PromptInput, A::Error> {
-                Ok(match list.next_element()? {
-                    None => PromptInput::Texts(Vec::new()),
-                    Some(First::Text(text)) => PromptInput::Texts(rest(vec![text], list, PROMPTS_MAX)?),
-                    Some(First::Token(token)) => PromptInput::Tokens(vec![rest(vec![token], list, usize::MAX)?]),
-                    Some(First::Tokens(tokens)) => PromptInput::Tokens(rest(vec![tokens], list, PROMPTS_MAX)?),
-                })
-            }
-        }
-        deserializer.deserialize_any(PromptVisitor)
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Prompts, A::Error> {
+        Ok(Prompts(match list.next_element()? {
+            None => Vec::new(),
+            Some(First::Text(text)) => rest(vec![text], list, PROMPTS_MAX)?.into_iter().map(Input::Text).collect(),
+            Some(First::Token(token)) => vec![Input::Tokens(rest(vec![token], list, usize::MAX)?)],
+            Some(First::Tokens(tokens)) => rest(vec![tokens], list, PROMPTS_MAX)?.into_iter().map(Input::Tokens).collect(),
+        }))
     }
 }
 
@@ -283,22 +233,23 @@ fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut l
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde::Deserializer;
 
     #[test]
     fn prompts_are_read_from_every_json_type() {
-        let texts = |texts: &[&str]| PromptInput::Texts(texts.iter().map(|text| (*text).to_owned()).collect());
-        let cases = [
+        let texts = |texts: &[&str]| texts.iter().map(|text| Input::Text((*text).to_owned())).collect();
+        let cases: [(&str, Vec<Input>); 5] = [
             (r#""a""#, texts(&["a"])),
             (r#"["a", "b"]"#, texts(&["a", "b"])),
-            ("[1, 2]", PromptInput::Tokens(vec![vec![1, 2]])),
-            ("[[1], [2, 3]]", PromptInput::Tokens(vec![vec![1], vec![2, 3]])),
+            ("[1, 2]", vec![Input::Tokens(vec![1, 2])]),
+            ("[[1], [2, 3]]", vec![Input::Tokens(vec![1]), Input::Tokens(vec![2, 3])]),
             ("[]", texts(&[])),
         ];
         for (json, expected) in cases {
-            assert_eq!(serde_json::from_str::<PromptInput>(json).expect(json), expected, "{json}");
+            assert_eq!(serde_json::from_str::<Prompts>(json).expect(json).0, expected, "{json}");
         }
         for json in ["1", "{}", r#"["a", 1]"#, r#"[1, "a"]"#, "[[1], 2]", "[-1]", "[4294967296]", "[1.5]", "[[[1]]]", "true"] {
-            assert!(serde_json::from_str::<PromptInput>(json).is_err(), "{json}");
+            assert!(serde_json::from_str::<Prompts>(json).is_err(), "{json}");
         }
     }
 
@@ -349,11 +300,8 @@ mod tests {
         assert_eq!(built.len(), STOPS_MAX + 1);
         for element in [r#""a""#, "[1]"] {
             let list = format!("[{}]", vec![element; 100_000].join(","));
-            let built = match serde_json::from_str(&list).expect("it is JSON") {
-                PromptInput::Texts(texts) => texts.len(),
-                PromptInput::Tokens(lists) => lists.len(),
-            };
-            assert_eq!(built, PROMPTS_MAX + 1, "of {element}");
+            let Prompts(built) = serde_json::from_str(&list).expect("it is JSON");
+            assert_eq!(built.len(), PROMPTS_MAX + 1, "of {element}");
         }
         // Skipped elements must be valid JSON, too.
         assert!(serde_json::from_str::<Bounded<Counted, 1>>("[1,2,3,x]").is_err());

@@ -1,13 +1,15 @@
-//! Requests of clients and their checks. A field of the wrong type or out of range is named in the error; a known parameter that
-//! is not supported is refused if its value would change the answer; unknown fields are ignored.
+//! Requests of clients and their checks. Errors name the field. Unknown fields are ignored, but a known parameter that is not
+//! supported is refused if its value would change the answer.
 
 pub(crate) mod chat;
 pub(crate) mod completions;
 mod fields;
 mod options;
+mod parameters;
 mod unsupported;
 
 pub(crate) use options::{Options, StreamUsage};
+pub(crate) use parameters::{ChatRequest, CompletionRequest};
 
 use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
@@ -15,8 +17,7 @@ use serde::de::DeserializeOwned;
 /// Nesting of objects and lists; requests need five levels.
 const NESTING_MAX: usize = 32;
 
-/// Parses a body. Nesting and values are counted before anything is built: at most `elements_max` values bound the memory and the
-/// time of parsing.
+/// Parses a body of at most `elements_max` values, which bounds the memory and the time of parsing.
 ///
 /// # Errors
 /// The body is not valid JSON, too large, or a field has the wrong type.
@@ -64,7 +65,7 @@ fn unreadable(path: String, source: serde_json::Error) -> ApiError {
 struct Extent {
     /// Levels of nested objects and lists.
     deepest: usize,
-    /// Commas and opening brackets: at least as many as the members of all lists and objects.
+    /// The number of commas and opening brackets, at least that of the members of all lists and objects.
     elements: usize,
 }
 
@@ -89,63 +90,6 @@ fn extent(json: &[u8]) -> Extent {
     }
     Extent { deepest, elements }
 }
-
-/// Defines a request type with its own fields and those of both endpoints. A known but unsupported parameter is accepted if it is
-/// null, false, empty, or equal to the value after `=`, where that does not change the answer.
-macro_rules! request {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
-     unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
-        crate::request::request! {
-            @build $(#[$doc])* $name { $($(#[$field_doc])* $field: $type,)* } common {
-                n: crate::request::fields::Whole, stream: bool, stream_options: crate::request::options::StreamOptions,
-                min_tokens: crate::request::fields::Whole, temperature: f64, top_p: f64, top_k: crate::request::fields::Whole,
-                min_p: f64, frequency_penalty: f64, presence_penalty: f64, repetition_penalty: f64,
-                logit_bias: crate::request::fields::BoundedMap<{ crate::request::options::LOGIT_BIASES_MAX }>,
-                seed: crate::request::fields::Whole, stop: crate::request::fields::Stop,
-                stop_token_ids: crate::request::fields::Bounded<i64, { crate::request::options::STOP_TOKENS_MAX }>,
-                ignore_eos: bool, cache_salt: String,
-            } unsupported {
-                $($unsupported $(= $accepted)*,)*
-                // Parameters of OpenAI.
-                functions, modalities = "text", response_format = "text", store, tool_choice = "none", tools,
-                // Parameters of vLLM.
-                allowed_token_ids, bad_words, detokenize = true, ec_transfer_params, guided_choice, guided_decoding_backend,
-                guided_grammar, guided_json, guided_regex, guided_whitespace_pattern, include_stop_str_in_output,
-                kv_transfer_params, length_penalty = 1, logits_processors, logprob_token_ids, priority = 0, prompt_logprobs,
-                repetition_detection, return_token_ids, return_tokens_as_token_ids, skip_special_tokens = true, structural_tag,
-                structured_outputs, thinking_token_budget, truncate_prompt_tokens, use_beam_search, vllm_xargs,
-                // Parameters of SGLang.
-                custom_logit_processor, custom_params, ebnf, input_ids, json_schema, logit_processor, lora_path, no_stop_trim, regex,
-                return_hidden_states, return_routed_experts, session_params, stop_regex,
-                // Parameters of Dynamo, Ollama and llama.cpp.
-                nvext, format, options, raw, think, dry_multiplier = 0, grammar, mirostat = 0, n_probs = 0, typical_p = 1,
-                xtc_probability = 0,
-            }
-        }
-    };
-    (@build $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
-     common { $($common:ident: $common_type:ty,)* }
-     unsupported { $($unsupported:ident $(= $accepted:literal)*,)* }) => {
-        $(#[$doc])*
-        #[derive(serde::Deserialize)]
-        pub(crate) struct $name {
-            $($(#[$field_doc])* pub(crate) $field: Option<$type>,)*
-            pub(crate) model: Option<String>,
-            max_tokens: Option<crate::request::fields::Whole>,
-            $($common: Option<$common_type>,)*
-            $(#[serde(default)] $unsupported: crate::request::unsupported::Setting,)*
-        }
-
-        impl $name {
-            /// Refuses unsupported parameters, and moves out those of both endpoints.
-            fn take_common(&mut self) -> Result<crate::request::options::Common, crate::error::ApiError> {
-                $(crate::request::unsupported::check(stringify!($unsupported), &self.$unsupported, &[$($accepted.into())*])?;)*
-                Ok(crate::request::options::Common { $($common: self.$common.take(),)* })
-            }
-        }
-    };
-}
-use request;
 
 #[cfg(test)]
 mod tests {

@@ -1,52 +1,21 @@
-//! The parameters of both endpoints and their checks.
+//! The checks of the parameters that both endpoints have.
 
-use super::fields::{Bounded, BoundedMap, STOPS_MAX, Stop, Whole};
+use super::{
+    fields::{BoundedMap, LOGIT_BIASES_MAX, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole},
+    parameters::{Common, StreamOptions},
+};
 use crate::{
-    error::{ApiError, Problem},
+    error::{ApiError, Problem, at_most},
     model::ServedModel,
 };
-use serde::Deserialize;
 use std::collections::HashMap;
 use tandem_proto::v1::Sampling;
 
 /// Continuations of one prompt.
 const SAMPLES_MAX: i64 = 128;
-/// The longest stop string, in bytes: text of this length may be held back.
+/// The longest stop string, in bytes; text of this length may be held back.
 const STOP_BYTES_MAX: usize = 1024;
-/// The longest salt, in bytes: it is sent with every request, as part of the cache namespace.
 const CACHE_SALT_BYTES_MAX: usize = 256;
-/// The most entries of `logit_bias`, as in OpenAI's API.
-pub(super) const LOGIT_BIASES_MAX: usize = 1024;
-/// The most entries of `stop_token_ids`.
-pub(super) const STOP_TOKENS_MAX: usize = 256;
-
-/// The request parameter `stream_options`.
-#[derive(Clone, Copy, Default, Deserialize)]
-pub(crate) struct StreamOptions {
-    include_usage: Option<bool>,
-    continuous_usage_stats: Option<bool>,
-}
-
-/// The parameters as parsed.
-pub(crate) struct Common {
-    pub(super) n: Option<Whole>,
-    pub(super) stream: Option<bool>,
-    pub(super) stream_options: Option<StreamOptions>,
-    pub(super) min_tokens: Option<Whole>,
-    pub(super) temperature: Option<f64>,
-    pub(super) top_p: Option<f64>,
-    pub(super) top_k: Option<Whole>,
-    pub(super) min_p: Option<f64>,
-    pub(super) frequency_penalty: Option<f64>,
-    pub(super) presence_penalty: Option<f64>,
-    pub(super) repetition_penalty: Option<f64>,
-    pub(super) logit_bias: Option<BoundedMap<LOGIT_BIASES_MAX>>,
-    pub(super) seed: Option<Whole>,
-    pub(super) stop: Option<Stop>,
-    pub(super) stop_token_ids: Option<Bounded<i64, STOP_TOKENS_MAX>>,
-    pub(super) ignore_eos: Option<bool>,
-    pub(super) cache_salt: Option<String>,
-}
 
 /// The parameters as checked.
 pub(crate) struct Options {
@@ -61,9 +30,9 @@ pub(crate) struct Options {
 /// The chunks of a streamed answer that have usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamUsage {
-    /// Usage is sent in a chunk of its own at the end.
+    /// A last chunk without choices has usage.
     pub(crate) at_end: bool,
-    /// Every chunk has the usage up to that chunk.
+    /// Every chunk has the usage so far.
     pub(crate) in_every_chunk: bool,
 }
 
@@ -97,7 +66,7 @@ pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiE
     let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
     match u32::try_from(found) {
         Ok(count) if count >= low => Ok(count),
-        // Larger than any context: the check against the context will name the limit.
+        // Larger than any context, so the later check against the context refuses it.
         Err(_) if found > 0 => Ok(u32::MAX),
         _ => Err(ApiError::invalid(param, Problem::Range { allowed, found: found as f64 })),
     }
@@ -138,17 +107,14 @@ impl Common {
             let allowed = "-1 or 0 (off) or a number of tokens";
             return Err(ApiError::invalid("top_k", Problem::Range { allowed, found: top_k as f64 }));
         }
+        let temperature = Range { low: 0.0, high: 2.0, allowed: "between 0 and 2" };
         let top_p = Range { low: f64::from(f32::MIN_POSITIVE), high: 1.0, allowed: "above 0 and at most 1" };
         let repetition = Range { low: f64::from(f32::MIN_POSITIVE), high: 100.0, allowed: "above 0 and at most 100" };
         let min_tokens = self.min_tokens.map(|Whole(found)| token_count("min_tokens", found, 0)).transpose()?.unwrap_or(0);
         let sampling = Sampling {
             max_tokens: None,
             min_tokens,
-            temperature: Range { low: 0.0, high: 2.0, allowed: "between 0 and 2" }.check_or(
-                "temperature",
-                self.temperature,
-                1.0,
-            )?,
+            temperature: temperature.check_or("temperature", self.temperature, 1.0)?,
             top_p: top_p.check_or("top_p", self.top_p, 1.0)?,
             top_k: top_k.max(0) as u32,
             min_p: FRACTION.check_or("min_p", self.min_p, 0.0)?,
@@ -156,9 +122,9 @@ impl Common {
             presence_penalty: PENALTY.check_or("presence_penalty", self.presence_penalty, 0.0)?,
             repetition_penalty: repetition.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
-            // Random: requests without a seed must not all sample the same.
+            // Random without a seed, so that equal requests get different answers.
             seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
-            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos.unwrap_or(false), model)?,
+            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default().0, self.ignore_eos.unwrap_or(false), model)?,
             logprobs: None,
         };
         Ok(Options {
@@ -173,9 +139,7 @@ impl Common {
 
 fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedModel) -> Result<HashMap<u32, f32>, ApiError> {
     const BIAS: Range = Range { low: -100.0, high: 100.0, allowed: "between -100 and 100" };
-    if given.len() > LOGIT_BIASES_MAX {
-        return Err(ApiError::invalid("logit_bias", Problem::TooMany { max: LOGIT_BIASES_MAX, unit: "entries" }));
-    }
+    at_most("logit_bias", given.len(), LOGIT_BIASES_MAX, "entries")?;
     let vocab_size = model.tokenizer.vocab_size();
     let entry = |(token, bias): (String, f64)| match token.parse::<u32>() {
         Ok(id) if (id as usize) < vocab_size && !token.starts_with('+') => {
@@ -186,14 +150,8 @@ fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedMod
     given.into_iter().map(entry).collect()
 }
 
-fn stop_tokens(
-    Bounded(given): Bounded<i64, STOP_TOKENS_MAX>,
-    ignore_eos: bool,
-    model: &ServedModel,
-) -> Result<Vec<u32>, ApiError> {
-    if given.len() > STOP_TOKENS_MAX {
-        return Err(ApiError::invalid("stop_token_ids", Problem::TooMany { max: STOP_TOKENS_MAX, unit: "entries" }));
-    }
+fn stop_tokens(given: Vec<i64>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+    at_most("stop_token_ids", given.len(), STOP_TOKENS_MAX, "entries")?;
     let vocab_size = model.tokenizer.vocab_size();
     let mut tokens = if ignore_eos { Vec::new() } else { model.stop_tokens.clone() };
     for id in given {
@@ -206,33 +164,25 @@ fn stop_tokens(
 }
 
 fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, ApiError> {
-    if given.len() > STOPS_MAX {
-        return Err(ApiError::invalid("stop", Problem::TooMany { max: STOPS_MAX, unit: "strings" }));
-    }
+    at_most("stop", given.len(), STOPS_MAX, "strings")?;
     if given.iter().any(String::is_empty) {
         return Err(ApiError::invalid("stop", Problem::Rule { rule: "must not hold an empty string" }));
     }
-    if given.iter().any(|stop| stop.len() > STOP_BYTES_MAX) {
-        return Err(ApiError::invalid("stop", Problem::TooMany { max: STOP_BYTES_MAX, unit: "bytes in each string" }));
-    }
-    Ok(given)
+    let longest = given.iter().map(String::len).max().unwrap_or(0);
+    at_most("stop", longest, STOP_BYTES_MAX, "bytes in each string").map(|()| given)
 }
 
 fn cache_salt(given: Option<String>) -> Result<String, ApiError> {
-    match given {
-        None => Ok(String::new()),
-        Some(salt) if salt.is_empty() => Err(ApiError::invalid("cache_salt", Problem::Empty)),
-        Some(salt) if salt.len() > CACHE_SALT_BYTES_MAX => {
-            Err(ApiError::invalid("cache_salt", Problem::TooMany { max: CACHE_SALT_BYTES_MAX, unit: "bytes" }))
-        }
-        Some(salt) => Ok(salt),
+    let Some(salt) = given else { return Ok(String::new()) };
+    if salt.is_empty() {
+        return Err(ApiError::invalid("cache_salt", Problem::Empty));
     }
+    at_most("cache_salt", salt.len(), CACHE_SALT_BYTES_MAX, "bytes").map(|()| salt)
 }
 
 fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, ApiError> {
     if !stream && options.is_some() {
-        let rule = "is only allowed when 'stream' is true";
-        return Err(ApiError::invalid("stream_options", Problem::Rule { rule }));
+        return Err(ApiError::invalid("stream_options", Problem::Rule { rule: "is only allowed when 'stream' is true" }));
     }
     let options = options.unwrap_or_default();
     let at_end = options.include_usage.unwrap_or(false);

@@ -1,16 +1,14 @@
-//! Parameters that OpenAI or other servers have and this one does not support. To ignore one would give another answer than the
-//! client asked for, so it is refused by name, unless its value does not change the answer.
-//!
-//! The tables are at the request types (`unsupported { … }`) and in [`request`](super::request). A parameter that becomes supported is removed from its table.
+//! Parameters that OpenAI or other servers have and this one does not support. A request with one is refused, unless the parameter's
+//! value does not change the answer.
 
+use super::fields::{Reader, readable};
 use crate::error::{ApiError, Problem};
 use serde::{
-    Deserialize, Deserializer,
-    de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
+    Deserialize,
+    de::{self, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, Visitor, value},
 };
-use std::{borrow::Cow, fmt};
 
-/// The value of such a parameter, as far as its check needs it: a value of any size becomes a few bytes.
+/// The value of such a parameter, reduced to a few bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum Setting {
     /// Absent, null, or an empty string, list or object.
@@ -19,7 +17,7 @@ pub(crate) enum Setting {
     Bool(bool),
     Number(f64),
     /// A short string, a list of only this string, or an object with this string as `type`.
-    Text(Cow<'static, str>),
+    Text(String),
     /// Any other value, which may change the answer.
     Other,
 }
@@ -30,7 +28,7 @@ const TEXT_BYTES_MAX: usize = 16;
 /// Checks that `found` does not change the answer.
 ///
 /// # Errors
-/// It is not empty, not one of the `accepted` values, and not `false`; if `true` is accepted, `false` is a change, too.
+/// It is neither empty, nor one of the `accepted` values, nor `false` (unless `true` is accepted: then `false` changes the answer).
 pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Result<(), ApiError> {
     let off = *found == Setting::Bool(false) && !accepted.contains(&Setting::Bool(true));
     if off || *found == Setting::Nothing || accepted.contains(found) {
@@ -39,38 +37,13 @@ pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Resul
     Err(ApiError::invalid(param, Problem::Unsupported))
 }
 
-impl From<bool> for Setting {
-    fn from(value: bool) -> Self {
-        Self::Bool(value)
-    }
+/// Reads a value of the tables as if a request had it.
+pub(crate) fn accepted<'de>(value: impl IntoDeserializer<'de, value::Error>) -> Setting {
+    Setting::deserialize(value.into_deserializer()).expect("the tables have numbers, texts and booleans")
 }
 
-impl From<i32> for Setting {
-    fn from(number: i32) -> Self {
-        Self::Number(number.into())
-    }
-}
-
-impl From<&'static str> for Setting {
-    fn from(text: &'static str) -> Self {
-        Self::Text(text.into())
-    }
-}
-
-impl<'de> Deserialize<'de> for Setting {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(SettingVisitor)
-    }
-}
-
-struct SettingVisitor;
-
-impl<'de> Visitor<'de> for SettingVisitor {
-    type Value = Setting;
-
-    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("any value")
-    }
+readable! {
+    [] Setting, deserialize_any, "any value",
 
     fn visit_unit<E: de::Error>(self) -> Result<Setting, E> {
         Ok(Setting::Nothing)
@@ -95,7 +68,7 @@ impl<'de> Visitor<'de> for SettingVisitor {
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Setting, E> {
         Ok(match text {
             "" => Setting::Nothing,
-            _ if text.len() <= TEXT_BYTES_MAX => Setting::Text(text.to_owned().into()),
+            _ if text.len() <= TEXT_BYTES_MAX => Setting::Text(text.to_owned()),
             _ => Setting::Other,
         })
     }
@@ -116,40 +89,15 @@ impl<'de> Visitor<'de> for SettingVisitor {
 
     fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Setting, A::Error> {
         let mut whole = Setting::Nothing;
-        while let Some(Key { is_type }) = object.next_key()? {
-            match (is_type.then(|| object.next_value()).transpose()?, &whole) {
+        while let Some(key) = object.next_key::<String>()? {
+            let kind = if key == "type" { Some(object.next_value()?) } else { object.next_value::<IgnoredAny>().map(|_| None)? };
+            match (kind, &whole) {
                 (Some(kind @ Setting::Text(_)), _) => whole = kind,
                 (Some(_), _) | (None, Setting::Nothing) => whole = Setting::Other,
                 (None, _) => {}
             }
-            if !is_type {
-                object.next_value::<IgnoredAny>()?;
-            }
         }
         Ok(whole)
-    }
-}
-
-/// An object's key: whether it is `type`.
-struct Key {
-    is_type: bool,
-}
-
-impl<'de> Deserialize<'de> for Key {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct KeyVisitor;
-        impl Visitor<'_> for KeyVisitor {
-            type Value = Key;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a key")
-            }
-
-            fn visit_str<E: de::Error>(self, key: &str) -> Result<Key, E> {
-                Ok(Key { is_type: key == "type" })
-            }
-        }
-        deserializer.deserialize_str(KeyVisitor)
     }
 }
 
@@ -159,7 +107,7 @@ mod tests {
 
     #[test]
     fn values_are_read_as_far_as_the_check_needs() {
-        let text = |text: &'static str| Setting::from(text);
+        let text = |text: &str| Setting::Text(text.to_owned());
         for (json, expected) in [
             ("null", Setting::Nothing),
             (r#""""#, Setting::Nothing),
@@ -187,11 +135,11 @@ mod tests {
     #[test]
     fn only_values_that_change_nothing_are_accepted() {
         let read = |json: &str| serde_json::from_str::<Setting>(json).expect("JSON");
-        let passes = |json, accepted: &[Setting]| check("x", &read(json), accepted).is_ok();
+        let passes = |json, table: &[Setting]| check("x", &read(json), table).is_ok();
         assert!(passes("null", &[]) && passes("false", &[]) && passes("{}", &[]));
         assert!(!passes("0", &[]) && !passes("true", &[]) && !passes(r#""x""#, &[]));
-        assert!(passes("true", &[true.into()]) && passes("null", &[true.into()]) && !passes("false", &[true.into()]));
-        assert!(passes("0", &[0.into()]) && passes("0.0", &[0.into()]) && !passes("1", &[0.into()]));
-        assert!(passes(r#""none""#, &["none".into()]) && !passes(r#""auto""#, &["none".into()]));
+        assert!(passes("true", &[accepted(true)]) && passes("null", &[accepted(true)]) && !passes("false", &[accepted(true)]));
+        assert!(passes("0", &[accepted(0)]) && passes("0.0", &[accepted(0)]) && !passes("1", &[accepted(0)]));
+        assert!(passes(r#""none""#, &[accepted("none")]) && !passes(r#""auto""#, &[accepted("none")]));
     }
 }

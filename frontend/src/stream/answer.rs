@@ -9,7 +9,7 @@ use futures::{Stream, StreamExt, stream};
 use std::sync::Arc;
 
 /// Places the prompt, waits for its first token, and yields the answer's events, also after a resume. The stream owns the generation:
-/// dropping it ends the request everywhere. It is ended in order after the last sample, even if the worker computes ahead.
+/// dropping it ends the request on the router and the workers.
 pub(crate) fn answers(
     dispatcher: Arc<Dispatcher>,
     model: Arc<ServedModel>,
@@ -17,64 +17,48 @@ pub(crate) fn answers(
     stop: Vec<String>,
 ) -> impl Stream<Item = Result<AnswerEvent, DispatchError>> + Send {
     let samples = Samples::new(model, prompt.samples, &stop, &prompt.sampling);
-    stream::unfold(Answer::Waiting { dispatcher, prompt: Box::new(prompt), samples }, |answer| answer.next()).boxed()
+    let answer = Answer { dispatcher, prompt: Box::new(prompt), generation: None, samples };
+    stream::unfold(Some(answer), |answer| async move { Some(answer?.next().await) }).boxed()
 }
 
-enum Answer {
-    Waiting { dispatcher: Arc<Dispatcher>, prompt: Box<Prompt>, samples: Samples },
-    Running(Running),
-    Ended,
-}
-
-struct Running {
+/// An answer that has not ended.
+struct Answer {
     dispatcher: Arc<Dispatcher>,
     prompt: Box<Prompt>,
-    generation: Box<Generation>,
+    /// `None` before the first token.
+    generation: Option<Box<Generation>>,
     samples: Samples,
 }
 
 impl Answer {
-    async fn next(self) -> Option<(Result<AnswerEvent, DispatchError>, Self)> {
-        match self {
-            Self::Waiting { dispatcher, prompt, samples } => Some(match dispatcher.start(&prompt).await {
+    /// Returns the next event, and the rest of the answer unless it has ended.
+    async fn next(mut self) -> (Result<AnswerEvent, DispatchError>, Option<Self>) {
+        let Some(mut generation) = self.generation.take() else {
+            return match self.dispatcher.start(&self.prompt).await {
                 Ok(generation) => {
                     let facts = Box::new(generation.facts.clone());
-                    let running = Running { dispatcher, prompt, generation: Box::new(generation), samples };
-                    (Ok(AnswerEvent::Started(facts)), Self::Running(running))
+                    (Ok(AnswerEvent::Started(facts)), Some(Self { generation: Some(Box::new(generation)), ..self }))
                 }
-                Err(error) => (Err(error), Self::Ended),
-            }),
-            Self::Running(running) => Some(running.next().await),
-            Self::Ended => None,
-        }
-    }
-}
-
-impl Running {
-    async fn next(mut self) -> (Result<AnswerEvent, DispatchError>, Answer) {
+                Err(error) => (Err(error), None),
+            };
+        };
         let error = loop {
             if let Some(event) = self.samples.next_event() {
-                return (Ok(event), Answer::Running(self));
+                return (Ok(event), Some(Self { generation: Some(generation), ..self }));
             }
             if self.samples.all_ended() {
-                self.generation.close().await;
-                return (Ok(AnswerEvent::Finished), Answer::Ended);
+                generation.close().await;
+                return (Ok(AnswerEvent::Finished), None);
             }
-            match self.generation.next(&self.prompt).await {
-                Ok(reply) => match self.samples.apply(reply) {
-                    Ok(()) => {}
-                    Err(reason) => break self.generation.failed(reason),
-                },
+            match generation.next(&self.prompt).await.map(|reply| self.samples.apply(reply)) {
+                Ok(Ok(())) => {}
+                Ok(Err(reason)) => break generation.failed(reason),
                 Err(error) => break error,
             }
         };
-        let Self { dispatcher, prompt, generation, samples } = self;
-        match dispatcher.resume(*generation, error, &prompt, &samples.unfinished()).await {
-            Ok(generation) => {
-                let running = Self { dispatcher, prompt, generation: Box::new(generation), samples };
-                (Ok(AnswerEvent::Resumed), Answer::Running(running))
-            }
-            Err(error) => (Err(error), Answer::Ended),
+        match self.dispatcher.resume(*generation, error, &self.prompt, &self.samples.unfinished()).await {
+            Ok(generation) => (Ok(AnswerEvent::Resumed), Some(Self { generation: Some(Box::new(generation)), ..self })),
+            Err(error) => (Err(error), None),
         }
     }
 }

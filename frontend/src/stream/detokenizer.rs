@@ -13,26 +13,19 @@ impl Detokenizer {
     /// Appends the complete characters of the bytes so far to `text`. Bytes that cannot be part of a character become U+FFFD.
     pub(crate) fn push(&mut self, bytes: &[u8], text: &mut String) {
         self.held.extend_from_slice(bytes);
-        let mut rest = self.held.as_slice();
-        loop {
-            match str::from_utf8(rest) {
-                Ok(whole) => {
-                    text.push_str(whole);
-                    rest = &[];
-                    break;
-                }
-                Err(error) => {
-                    let (whole, broken) = rest.split_at(error.valid_up_to());
-                    text.push_str(str::from_utf8(whole).unwrap_or_default());
-                    rest = broken;
-                    // No length: the character is incomplete, and more bytes may complete it.
-                    let Some(len) = error.error_len() else { break };
-                    text.push(char::REPLACEMENT_CHARACTER);
-                    rest = &rest[len..];
-                }
+        let mut incomplete = 0;
+        let mut chunks = self.held.utf8_chunks().peekable();
+        while let Some(chunk) = chunks.next() {
+            text.push_str(chunk.valid());
+            let broken = chunk.invalid();
+            // Without a length in the error, the character is incomplete, and more bytes may complete it.
+            if chunks.peek().is_none() && str::from_utf8(broken).is_err_and(|error| error.error_len().is_none()) {
+                incomplete = broken.len();
+            } else if !broken.is_empty() {
+                text.push(char::REPLACEMENT_CHARACTER);
             }
         }
-        let done = self.held.len() - rest.len();
+        let done = self.held.len() - incomplete;
         self.held.drain(..done);
     }
 

@@ -1,39 +1,38 @@
-//! The events of which a prompt's answer consists.
+//! The events of a prompt's answer.
 
 use crate::dispatch::Facts;
 use tandem_kv::TokenId;
 use tandem_proto::v1::PrefillChunk;
 
-/// A step of one prompt's answer.
+/// An event of one prompt's answer.
 pub(crate) enum AnswerEvent {
-    /// The first token has come. First, once.
+    /// The first token was generated. Occurs once, before all other events.
     Started(Box<Facts>),
-    /// How the prompt was prefilled, if the worker reports it.
+    /// The chunks of the prefill, if the worker reports them.
     Prefilled(Vec<PrefillChunk>),
-    /// The logprobs of the prompt's own tokens, if they were asked for. Before the first delta.
+    /// The logprobs of the prompt's own tokens, if requested. Occurs before the first delta.
     PromptLogprobs(Vec<TokenLogprobs>),
-    /// More of a sample.
     Delta(Delta),
     /// The generation was resumed on another worker.
     Resumed,
-    /// All samples have ended. Last.
+    /// All samples have ended. No event follows.
     Finished,
 }
 
-/// More of one sample.
+/// New tokens of one sample, or its end.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
     pub(crate) sample: u32,
-    /// May be empty: a token may give no text yet.
+    /// Empty if the new tokens have no complete character.
     pub(crate) text: String,
-    /// The logprobs of the tokens that `text` consists of, if they were asked for.
+    /// The logprobs of the tokens of `text`, if requested.
     pub(crate) logprobs: Vec<TokenLogprobs>,
     /// Tokens generated since the last delta.
     pub(crate) tokens: u32,
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// Why a sample has ended, in OpenAI's words.
+/// Why a sample has ended, as named by OpenAI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
@@ -44,7 +43,6 @@ pub(crate) enum FinishReason {
 }
 
 impl FinishReason {
-    /// The same text as in JSON.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -60,6 +58,6 @@ pub(crate) struct TokenLogprobs {
     /// The natural logarithm of the token's probability; `None` for the first token of a prompt.
     pub(crate) logprob: Option<f32>,
     pub(crate) top: Vec<(TokenId, f32)>,
-    /// Characters before it in its text.
+    /// The number of characters before the token.
     pub(crate) text_offset: usize,
 }

@@ -1,34 +1,33 @@
-//! What each sample of a prompt has generated so far. Pure: replies in, events out.
+//! The text, tokens and logprobs of each sample of a prompt so far. Computes the events that follow from a reply.
 
 use super::{
     detokenizer::Detokenizer,
     event::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
-    stop::{StopMatcher, Stopped},
+    stop::StopMatcher,
 };
 use crate::model::ServedModel;
 use std::{collections::VecDeque, sync::Arc};
 use tandem_kv::TokenId;
 use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message};
 
-/// The samples of a prompt.
 pub(super) struct Samples {
     model: Arc<ServedModel>,
     samples: Vec<Sample>,
-    /// Tokens before which stop strings do not count.
-    min_tokens: u32,
-    logprobs: bool,
-    /// Events that were not taken yet.
+    /// Events that were not returned yet.
     events: VecDeque<AnswerEvent>,
 }
 
 struct Sample {
+    /// The number of tokens in which stop strings are ignored.
+    min_tokens: usize,
+    wants_logprobs: bool,
     detokenizer: Detokenizer,
     stop: StopMatcher,
     /// All tokens before its end, for a resume.
     tokens: Vec<TokenId>,
-    /// Characters decoded, whether emitted or held back.
+    /// The number of decoded characters, whether sent or held back.
     text_len: usize,
-    /// Number of characters sent to the client so far.
+    /// The number of characters sent.
     emitted_len: usize,
     /// The logprobs of tokens whose text is held back.
     logprobs: VecDeque<TokenLogprobs>,
@@ -38,6 +37,8 @@ struct Sample {
 impl Samples {
     pub(super) fn new(model: Arc<ServedModel>, samples: u32, stop: &[String], sampling: &Sampling) -> Self {
         let sample = |_| Sample {
+            min_tokens: sampling.min_tokens as usize,
+            wants_logprobs: sampling.logprobs.is_some(),
             detokenizer: Detokenizer::default(),
             stop: StopMatcher::new(stop.to_vec()),
             tokens: Vec::new(),
@@ -46,16 +47,9 @@ impl Samples {
             logprobs: VecDeque::new(),
             ended: false,
         };
-        Self {
-            model,
-            samples: (0..samples).map(sample).collect(),
-            min_tokens: sampling.min_tokens,
-            logprobs: sampling.logprobs.is_some(),
-            events: VecDeque::new(),
-        }
+        Self { model, samples: (0..samples).map(sample).collect(), events: VecDeque::new() }
     }
 
-    /// The next event of the replies so far.
     pub(super) fn next_event(&mut self) -> Option<AnswerEvent> {
         self.events.pop_front()
     }
@@ -70,27 +64,24 @@ impl Samples {
         (0..).zip(&self.samples).filter(|(_, state)| !state.ended).map(generated).collect()
     }
 
-    /// Takes a reply in.
+    /// Applies a reply of the worker.
     ///
     /// # Errors
     /// The worker reports a failure, or its reply is invalid: its attempt has failed for this reason.
     pub(super) fn apply(&mut self, reply: Message) -> Result<(), FailureReason> {
         match reply {
-            Message::Tokens(tokens) => self.tokens(tokens),
-            Message::Finished(finished) => self.finished(finished),
+            Message::Tokens(tokens) => self.tokens(tokens)?,
+            Message::Finished(finished) => self.finished(finished)?,
             Message::PromptLogprobs(prompt) => {
                 let event = AnswerEvent::PromptLogprobs(self.prompt_logprobs(prompt.tokens));
                 self.events.push_back(event);
-                Ok(())
             }
-            Message::PrefillTimeline(timeline) => {
-                self.events.push_back(AnswerEvent::Prefilled(timeline.chunks));
-                Ok(())
-            }
-            Message::Failure(failure) => Err(failure.reason()),
-            // They belong before the first token: the facts do not change any more.
-            Message::Scheduled(_) | Message::DecodeStarted(_) => Ok(()),
+            Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
+            Message::Failure(failure) => return Err(failure.reason()),
+            // These precede the first token, so they belong to a resumed attempt, and the facts are those of the first.
+            Message::Scheduled(_) | Message::DecodeStarted(_) => {}
         }
+        Ok(())
     }
 
     fn sample(&mut self, index: u32) -> Result<&mut Sample, FailureReason> {
@@ -98,16 +89,16 @@ impl Samples {
     }
 
     fn tokens(&mut self, Tokens { sample: index, tokens }: Tokens) -> Result<(), FailureReason> {
-        let (model, min_tokens, logprobs) = (Arc::clone(&self.model), self.min_tokens, self.logprobs);
+        let model = Arc::clone(&self.model);
         let sample = self.sample(index)?;
         let mut delta = Delta { sample: index, ..Delta::default() };
         for token in tokens {
             if sample.ended {
-                // The worker computed ahead of a stop string.
+                // The worker generated further tokens after a stop string.
                 break;
             }
             delta.tokens += 1;
-            sample.push(&model, token, Rules { min_tokens, logprobs }, &mut delta);
+            sample.push(&model, token, &mut delta);
         }
         self.emit(delta);
         Ok(())
@@ -124,7 +115,7 @@ impl Samples {
             return Ok(());
         }
         let mut delta = Delta { sample: finished.sample, finish: Some(finish), ..Delta::default() };
-        // A stop token was generated like any other, but is reported only here.
+        // A stop token counts like any other, but is reported only here.
         delta.tokens = u32::from(finished.stop_token.is_some());
         sample.finish(&mut delta);
         self.emit(delta);
@@ -150,25 +141,19 @@ impl Samples {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Rules {
-    min_tokens: u32,
-    logprobs: bool,
-}
-
 impl Sample {
-    fn push(&mut self, model: &ServedModel, token: Token, rules: Rules, delta: &mut Delta) {
+    fn push(&mut self, model: &ServedModel, token: Token, delta: &mut Delta) {
         self.tokens.push(token.token);
         let mut text = String::new();
-        // Special tokens have no text that a reader sees.
+        // Special tokens have no visible text.
         if !model.tokenizer.is_special(token.token) {
             self.detokenizer.push(model.tokenizer.bytes(token.token), &mut text);
         }
-        if rules.logprobs {
+        if self.wants_logprobs {
             self.logprobs.push_back(with_offset(token, self.text_len));
         }
         self.text_len += text.chars().count();
-        if self.tokens.len() <= rules.min_tokens as usize {
+        if self.tokens.len() <= self.min_tokens {
             let before = delta.text.len();
             self.stop.pass(&text, &mut delta.text);
             self.emitted_len += delta.text[before..].chars().count();
@@ -183,8 +168,8 @@ impl Sample {
         let stopped = self.stop.push(text, &mut delta.text);
         self.emitted_len += delta.text[before..].chars().count();
         self.emit_logprobs(delta);
-        if stopped == Stopped::Yes {
-            // The tokens of the stop string itself are counted but not shown.
+        if stopped {
+            // The tokens of the stop string are counted, but the answer does not have them.
             self.logprobs.clear();
             self.ended = true;
             delta.finish = Some(FinishReason::Stop);

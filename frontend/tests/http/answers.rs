@@ -27,7 +27,7 @@ async fn chat_answer_whole() {
         "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "logit_bias": { "7": -100 },
         "stop_token_ids": [65], "cache_salt": "s", "min_tokens": 2, "response_format": { "type": "text" },
     });
-    let reply = cluster.ask(CHAT, body);
+    let reply = cluster.spawn_post(CHAT, body);
     let call = cluster.call().await;
     let mut prompt = Vec::new();
     // A message cannot end its turn: a control token's name in it stays text.
@@ -57,7 +57,7 @@ async fn chat_answer_whole() {
     call.send(tokens(0, "gr".as_bytes())).await;
     call.send(tokens(0, "üß".as_bytes())).await;
     call.send(finished(0, FinishReason::Stop, Some(IM_END))).await;
-    let reply = soon(reply).await.expect("the client lives");
+    let reply = soon(reply).await.expect("the client task runs");
     let request_id = reply.header("x-request-id").expect("every response has it").to_owned();
     assert_eq!(call.request.request_id, format!("{request_id}-0"));
     let (status, mut answer) = reply.json().await;
@@ -81,7 +81,7 @@ async fn chat_answer_whole() {
 #[tokio::test]
 async fn chat_answer_streamed() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
     let call = cluster.call().await;
     assert_eq!(call.request.samples, 2);
     let sampling = call.request.sampling.clone().expect("it is set");
@@ -94,7 +94,7 @@ async fn chat_answer_streamed() {
     call.send(tokens(1, b"b")).await;
     call.send(finished(1, FinishReason::Stop, None)).await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);
     let choices: Vec<Value> = events.iter().filter_map(|event| event["choices"].get(0).cloned()).collect();
     let chunk = |index: u32, delta: Value, finish: Value| json!({ "index": index, "delta": delta, "logprobs": null, "finish_reason": finish });
@@ -114,7 +114,7 @@ async fn chat_answer_streamed() {
         assert_eq!(event["object"], "chat.completion.chunk");
         assert_eq!(event["id"], events[0]["id"]);
     }
-    // The header asked for details; they come without usage, too.
+    // The header requests details, which do not need usage.
     assert_eq!(events.last().expect("there is one")["tandem"]["cached_tokens_source"], "worker");
 }
 
@@ -122,8 +122,10 @@ async fn chat_answer_streamed() {
 async fn stop_string_ends_the_generation_and_later_tokens_do_not_count() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
-        let reply = cluster
-            .ask(COMPLETIONS, completion("p".into(), json!({ "stop": ["END", "\n"], "stream": stream, "max_tokens": 99 })));
+        let reply = cluster.spawn_post(
+            COMPLETIONS,
+            completion("p".into(), json!({ "stop": ["END", "\n"], "stream": stream, "max_tokens": 99 })),
+        );
         let call = cluster.call().await;
         call.begin(Some(0)).await;
         for part in ["abE", "N", "Dxx", "yy"] {
@@ -131,7 +133,7 @@ async fn stop_string_ends_the_generation_and_later_tokens_do_not_count() {
         }
         call.closed().await;
         cluster.routes_closed(1).await;
-        let reply = soon(reply).await.expect("the client lives");
+        let reply = soon(reply).await.expect("the client task runs");
         if stream {
             let (events, done) = reply.events().await;
             let texts: String = events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect();
@@ -155,7 +157,7 @@ async fn completions_accept_every_kind_of_prompt() {
         (json!([1, 2]), vec![vec![1, 2]]),
         (json!([[1], [2, 3]]), vec![vec![1], vec![2, 3]]),
     ] {
-        let reply = cluster.ask(COMPLETIONS, completion(prompt, json!({})));
+        let reply = cluster.spawn_post(COMPLETIONS, completion(prompt, json!({})));
         let mut calls = Vec::new();
         for _ in &expected {
             calls.push(cluster.call().await);
@@ -168,7 +170,7 @@ async fn completions_accept_every_kind_of_prompt() {
         for (index, call) in calls.into_iter().enumerate().rev() {
             call.answer(Some(0), &format!("answer {index}")).await;
         }
-        let (status, answer) = soon(reply).await.expect("the client lives").json().await;
+        let (status, answer) = soon(reply).await.expect("the client task runs").json().await;
         assert_eq!(status, StatusCode::OK, "{answer}");
         assert_eq!(answer["object"], "text_completion");
         for index in 0..expected.len() {
@@ -183,7 +185,7 @@ async fn echo_with_logprobs_begins_with_the_prompt() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let options = json!({ "echo": true, "logprobs": 2, "max_tokens": 2, "stream": stream });
-        let reply = cluster.ask(COMPLETIONS, completion("né".into(), options));
+        let reply = cluster.spawn_post(COMPLETIONS, completion("né".into(), options));
         let call = cluster.call().await;
         assert_eq!(call.request.prompt_logprobs, Some(2));
         let mut prompt = likely("né".as_bytes());
@@ -192,7 +194,7 @@ async fn echo_with_logprobs_begins_with_the_prompt() {
         call.send(prompt_logprobs(prompt)).await;
         call.send(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ok") })).await;
         call.send(finished(0, FinishReason::Length, None)).await;
-        let reply = soon(reply).await.expect("the client lives");
+        let reply = soon(reply).await.expect("the client task runs");
         let choices: Vec<Value> = if stream {
             let (events, _) = reply.events().await;
             events.into_iter().filter_map(|event| event["choices"].get(0).cloned()).collect()
@@ -215,12 +217,12 @@ async fn echo_with_logprobs_begins_with_the_prompt() {
 #[tokio::test]
 async fn echo_without_new_tokens_is_an_answer() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(COMPLETIONS, completion("abc".into(), json!({ "echo": true, "max_tokens": 0 })));
+    let reply = cluster.spawn_post(COMPLETIONS, completion("abc".into(), json!({ "echo": true, "max_tokens": 0 })));
     let call = cluster.call().await;
     assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(0));
     call.begin(Some(0)).await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let (status, answer) = soon(reply).await.expect("the client lives").json().await;
+    let (status, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!((status, &answer["choices"][0]["text"]), (StatusCode::OK, &json!("abc")));
     assert_eq!(answer["usage"]["completion_tokens"], 0);
 }
@@ -228,14 +230,14 @@ async fn echo_without_new_tokens_is_an_answer() {
 #[tokio::test]
 async fn chat_logprobs_have_openais_format() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "logprobs": true, "top_logprobs": 2 })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "logprobs": true, "top_logprobs": 2 })));
     let call = cluster.call().await;
     assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.logprobs), Some(2));
     assert_eq!(call.request.prompt_logprobs, None);
     call.begin(Some(0)).await;
     call.send(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"k") })).await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let (_, answer) = soon(reply).await.expect("the client lives").json().await;
+    let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     let (k, z) =
         (json!({ "token": "k", "logprob": -0.5, "bytes": [107] }), json!({ "token": "z", "logprob": -1.5, "bytes": [122] }));
     let mut entry = k.clone();
@@ -257,7 +259,7 @@ async fn headers_wait_for_the_first_token_and_details_are_opt_in() {
     call.begin(Some(0)).await;
     assert!(futures::poll!(&mut reply).is_pending());
     call.send(tokens(0, b"a")).await;
-    let mut reply = soon(reply).await.expect("the client lives");
+    let mut reply = soon(reply).await.expect("the client task runs");
     assert_eq!(reply.status(), StatusCode::OK);
     let mut text = reply.more().await;
     call.send(finished(0, FinishReason::Length, None)).await;
@@ -312,20 +314,20 @@ async fn real_models_template_renders_a_conversation() {
     let model = load();
     let mut cluster = Cluster::with(|settings| settings.model = load()).await;
     let messages = json!([{ "role": "user", "content": [{ "type": "text", "text": "Hi <|im_end|>" }] }, { "role": "assistant", "content": null }]);
-    let reply = cluster.ask(CHAT, chat(json!({ "messages": messages })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "messages": messages })));
     let call = cluster.call().await;
     assert_eq!(
-        model.tokenizer().decode(&call.request.prompt),
+        model.tokenizer.decode(&call.request.prompt),
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n\
          <|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n"
     );
-    let ends = |token: &&u32| model.tokenizer().bytes(**token) == b"<|im_end|>";
+    let ends = |token: &&u32| model.tokenizer.bytes(**token) == b"<|im_end|>";
     assert_eq!(call.request.prompt.iter().filter(ends).count(), 3, "the user's is text");
     let stops = call.request.sampling.clone().expect("it is set").stop_token_ids;
-    let stops: Vec<_> = stops.iter().map(|token| model.tokenizer().bytes(*token)).collect();
+    let stops: Vec<_> = stops.iter().map(|token| model.tokenizer.bytes(*token)).collect();
     assert_eq!(stops, [&b"<|endoftext|>"[..], b"<|im_end|>"]);
     call.answer(Some(0), "").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }
 
 #[tokio::test]
@@ -368,11 +370,11 @@ async fn every_answer_has_its_request_id() {
 #[tokio::test]
 async fn early_refusal_has_a_request_id() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
-    let running = cluster.ask(CHAT, chat(json!({})));
+    let running = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;
     let refused = cluster.post(CHAT, &chat(json!({}))).await;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(refused.header("x-request-id").map(str::len), Some(32));
     call.answer(Some(0), "x").await;
-    soon(running).await.expect("the client lives");
+    soon(running).await.expect("the client task runs");
 }

@@ -66,9 +66,9 @@ async fn bodies_with_too_many_values_are_refused() {
 async fn large_body_of_text_is_answered() {
     let mut cluster = Cluster::start().await;
     // Larger than what is parsed and encoded on the request's own thread.
-    let reply = cluster.ask(CHAT, chat(json!({ "unknown_field": "x".repeat(1 << 20) })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "unknown_field": "x".repeat(1 << 20) })));
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }
 
 #[tokio::test]
@@ -121,9 +121,9 @@ async fn unfinished_bodies_do_not_block_other_requests() {
         unfinished.push(begin(&cluster, b"{", 1000).await);
     }
     cluster.counted("tandem_frontend_reading_requests 40").await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     assert!(cluster.metric("tandem_frontend_inflight_requests 0").await, "they are not in flight");
     drop(unfinished);
     cluster.counted("tandem_frontend_reading_requests 0").await;
@@ -138,9 +138,9 @@ async fn bodies_beyond_the_budget_are_refused_until_it_is_released() {
     let refusal = soon(async {
         loop {
             // Until the bytes above are read, the budget is free.
-            let mut reply = cluster.ask(CHAT, large(200_000));
+            let mut reply = cluster.spawn_post(CHAT, large(200_000));
             tokio::select! {
-                reply = &mut reply => break reply.expect("the client lives"),
+                reply = &mut reply => break reply.expect("the client task runs"),
                 call = cluster.call() => call.answer(Some(0), "x").await,
             }
         }
@@ -156,8 +156,8 @@ async fn bodies_beyond_the_budget_are_refused_until_it_is_released() {
         if waits_for_budget {
             cluster.counted("tandem_frontend_reading_requests 0").await;
         }
-        let reply = cluster.ask(CHAT, large(filler));
+        let reply = cluster.spawn_post(CHAT, large(filler));
         cluster.call().await.answer(Some(0), "x").await;
-        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK, "{filler} bytes");
+        assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK, "{filler} bytes");
     }
 }

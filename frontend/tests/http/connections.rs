@@ -133,7 +133,7 @@ async fn connections_beyond_the_limit_get_503() {
     }
 }
 
-async fn ask_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
+async fn send_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
     let mut stream = TcpStream::connect(cluster.frontend).await.expect("it listens");
     let body = body.to_string();
     let head = format!(
@@ -149,12 +149,12 @@ async fn ask_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
 async fn half_closed_client_gets_its_answer() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
-        let mut client = ask_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
+        let mut client = send_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
         client.shutdown().await.expect("it is open");
         let call = cluster.call().await;
         // The frontend has seen the FIN, and has probed the client more than once.
         let mut interim = [0; 54];
-        soon(client.read_exact(&mut interim)).await.expect("interim responses come");
+        soon(client.read_exact(&mut interim)).await.expect("interim responses are sent");
         assert_eq!(interim, *b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
         call.answer(Some(0), "hello").await;
         let mut text = String::new();
@@ -172,7 +172,7 @@ async fn half_closed_client_gets_its_answer() {
 #[tokio::test]
 async fn half_closed_http_1_0_client_counts_as_disconnected() {
     let mut cluster = Cluster::start().await;
-    let mut client = ask_raw(&cluster, "1.0", &chat(json!({}))).await;
+    let mut client = send_raw(&cluster, "1.0", &chat(json!({}))).await;
     let call = cluster.call().await;
     client.shutdown().await.expect("it is open");
     call.closed().await;

@@ -56,7 +56,7 @@ async fn records_have_usage_and_times_and_no_content() {
     // The first attempt fails, the second has a prefill worker.
     cluster.place(cluster.unreachable());
     cluster.place(cluster.remote(2, 16));
-    let asked = cluster.ask(COMPLETIONS, completion(json!("a rare wisteria"), json!({ "max_tokens": 5 })));
+    let request = cluster.spawn_post(COMPLETIONS, completion(json!("a rare wisteria"), json!({ "max_tokens": 5 })));
     let call = cluster.call().await;
     call.begin(Some(32)).await;
     call.send(tokens(0, b"lil")).await;
@@ -66,7 +66,7 @@ async fn records_have_usage_and_times_and_no_content() {
     call.send(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
     call.send(tokens(0, b"ac")).await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let answer = asked.await.expect("it is answered").json().await.1;
+    let answer = request.await.expect("it is answered").json().await.1;
     let records = recorded(&cluster, 1).await;
     let record = &records[0];
     for (field, expected) in [
@@ -91,10 +91,11 @@ async fn records_have_usage_and_times_and_no_content() {
     let steps = &record["steps"];
     let failed = steps["failed"].as_array().expect("a list");
     assert_eq!((failed.len(), &failed[0]["reason"]), (1, &json!("unreachable")));
-    let way = ["asked_ms", "placed_ms", "scheduled_ms", "started_ms", "first_token_ms", "ended_ms"];
-    let way: Vec<f64> = way.iter().map(|step| steps[step].as_f64().unwrap_or_else(|| panic!("{step} in {steps}"))).collect();
-    assert!(way.is_sorted() && way[0] >= 0.0, "{steps}");
-    assert!(failed[0]["at_ms"].as_f64().is_some_and(|at| way[0] <= at && at <= way[1]), "{steps}");
+    let stages = ["requested_ms", "placed_ms", "scheduled_ms", "started_ms", "first_token_ms", "ended_ms"];
+    let stages: Vec<f64> =
+        stages.iter().map(|step| steps[step].as_f64().unwrap_or_else(|| panic!("{step} in {steps}"))).collect();
+    assert!(stages.is_sorted() && stages[0] >= 0.0, "{steps}");
+    assert!(failed[0]["at_ms"].as_f64().is_some_and(|at| stages[0] <= at && at <= stages[1]), "{steps}");
     let scheduled = steps["scheduled_ms"].as_f64().expect("it was");
     let chunks = steps["chunks"].as_array().expect("a list");
     let number = |chunk: &Value, field: &str| chunk[field].as_f64().expect("a number");
@@ -115,9 +116,9 @@ async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
     // Refused before it runs: only counted.
     assert_eq!(cluster.post(CHAT, &chat(json!({ "max_tokens": -1 }))).await.status(), StatusCode::BAD_REQUEST);
     // A client that disconnects before its first token.
-    let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
-    asked.abort();
+    request.abort();
     call.closed().await;
     let first = recorded(&cluster, 1).await.remove(0);
     let outcome = |record: &Value| {
@@ -130,20 +131,20 @@ async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
     assert_eq!(cluster.post(CHAT, &chat(json!({}))).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(outcome(&recorded(&cluster, 2).await[1]), (Some(503), None, false));
     // Its worker is lost after the first token, and it is not resumed.
-    let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.send(tokens(0, b"a")).await;
     call.fail(tonic::Status::unavailable("x")).await;
-    asked.await.expect("it has begun").text().await;
+    request.await.expect("it has begun").text().await;
     assert_eq!(outcome(&recorded(&cluster, 3).await[2]), (Some(503), Some(0), true));
     // Two prompts in one request are two records.
-    let asked = cluster.ask(COMPLETIONS, completion(json!(["one", "two"]), json!({ "max_tokens": 1 })));
+    let request = cluster.spawn_post(COMPLETIONS, completion(json!(["one", "two"]), json!({ "max_tokens": 1 })));
     for _ in 0..2 {
         let call = cluster.call().await;
         tokio::spawn(call.answer(Some(0), "x"));
     }
-    assert_eq!(asked.await.expect("it is answered").status(), StatusCode::OK);
+    assert_eq!(request.await.expect("it is answered").status(), StatusCode::OK);
     let (_, found) = cluster.get("/dashboard/requests?after=3").await;
     let numbers = |found: &Value| {
         found["requests"].as_array().expect("a list").iter().map(|record| record["number"].clone()).collect::<Vec<_>>()
@@ -158,11 +159,11 @@ async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
 #[tokio::test]
 async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
     let mut cluster = Cluster::start().await;
-    let asked = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.send(tokens(0, b"abc")).await;
-    let mut reply = asked.await.expect("it streams");
+    let mut reply = request.await.expect("it streams");
     while !reply.more().await.contains("abc") {}
     drop(reply);
     call.closed().await;
@@ -214,7 +215,7 @@ async fn last_audit_is_on_the_dashboard_and_in_the_metrics() {
     );
     assert!(!text.contains("tandem_frontend_audit_findings"), "not known is not 0");
     let result = AuditResult { findings: 2, answers: 60, ..AuditResult::default() }.now();
-    result.write(&file).expect("ours");
+    result.write(&file).expect("the folder is writable");
     let text = scraped().await;
     for line in [
         "tandem_frontend_audit_findings 2".to_owned(),
@@ -223,9 +224,9 @@ async fn last_audit_is_on_the_dashboard_and_in_the_metrics() {
         assert!(text.lines().any(|found| found == line), "{line} in {text}");
     }
     assert_eq!(shown().await, json!(result));
-    AuditResult { findings: 0, ..result }.write(&file).expect("ours");
+    AuditResult { findings: 0, ..result }.write(&file).expect("the folder is writable");
     assert!(scraped().await.contains("tandem_frontend_audit_findings 0"));
-    std::fs::write(&file, "findings 0").expect("ours");
+    std::fs::write(&file, "findings 0").expect("the folder is writable");
     assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("is not what")));
     assert_eq!(Cluster::start().await.get("/dashboard/cluster").await.1["audit"], Value::Null);
 }

@@ -11,11 +11,11 @@ use tonic::Status;
 
 /// A chat whose first token has come, and its worker's side.
 async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.send(tokens(0, b"a")).await;
-    (call, soon(reply).await.expect("the client lives"))
+    (call, soon(reply).await.expect("the client task runs"))
 }
 
 fn received_failure(instance_id: &str, reason: FailureReason) -> Received {
@@ -28,7 +28,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     let mut cluster = Cluster::start().await;
     cluster.place(cluster.unreachable());
     cluster.place(cluster.remote(0, 16));
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     // The second attempt: the decode worker blames the prefill worker.
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (2, true));
@@ -42,7 +42,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     // Without a client's seed a random one is chosen, once for all attempts.
     assert_eq!(call.request.sampling, second.sampling);
     call.answer(Some(0), "ok").await;
-    let (_, done) = soon(reply).await.expect("the client lives").events().await;
+    let (_, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     assert_eq!(cluster.received().await, received_failure("lost-instance", FailureReason::Unspecified));
@@ -56,7 +56,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
 async fn attempts_are_bounded_and_end_with_retry_after() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
-        let reply = cluster.ask(CHAT, chat(json!({ "stream": stream })));
+        let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
         let failures = [Status::resource_exhausted("x"), Status::failed_precondition("x"), Status::unavailable("x")];
         for status in failures {
             cluster.call().await.fail(status).await;
@@ -76,16 +76,16 @@ async fn attempts_are_bounded_and_end_with_retry_after() {
 #[tokio::test]
 async fn stream_that_ends_without_a_failure_is_a_failed_attempt() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     drop(cluster.call().await);
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }
 
 #[tokio::test]
 async fn unknown_messages_are_skipped() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;
     call.send_unknown().await;
     call.begin(Some(0)).await;
@@ -93,7 +93,7 @@ async fn unknown_messages_are_skipped() {
     call.send(tokens(0, b"a")).await;
     call.send_unknown().await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let (status, body) = soon(reply).await.expect("the client lives").json().await;
+    let (status, body) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!((status, &body["choices"][0]["message"]["content"]), (StatusCode::OK, &json!("a")));
     assert!(cluster.no_call(), "one attempt");
 }
@@ -101,18 +101,18 @@ async fn unknown_messages_are_skipped() {
 #[tokio::test]
 async fn invalid_request_is_refused_without_a_retry() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let invalid = failure(FailureReason::InvalidRequest, "");
     cluster.call().await.send(generate_reply::Message::Failure(invalid.clone())).await;
     let (status, retry_after, code) = refused(reply).await;
     assert_eq!((status, retry_after, code), (StatusCode::BAD_REQUEST, None, json!("request_refused")));
 
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.fail(Status::invalid_argument("too long")).await;
     assert_eq!(refused(reply).await.0, StatusCode::BAD_REQUEST);
 
     cluster.place(route_reply::Message::Failure(invalid));
-    let reply = soon(cluster.ask(CHAT, chat(json!({})))).await.expect("the client lives");
+    let reply = soon(cluster.spawn_post(CHAT, chat(json!({})))).await.expect("the client task runs");
     let (status, body) = reply.json().await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(
@@ -126,12 +126,12 @@ async fn invalid_request_is_refused_without_a_retry() {
 async fn missing_worker_or_router_is_503() {
     let mut cluster = Cluster::start().await;
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let (status, retry_after, code) = refused(reply).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("no_worker")));
     cluster.routes_closed(1).await;
     let alone = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
-    let (status, retry_after, code) = refused(alone.ask(CHAT, chat(json!({})))).await;
+    let (status, retry_after, code) = refused(alone.spawn_post(CHAT, chat(json!({})))).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("router_unreachable")));
 }
 
@@ -139,7 +139,7 @@ async fn missing_worker_or_router_is_503() {
 async fn missing_first_token_is_504_and_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.first_token_timeout = Duration::from_millis(100)).await;
     for stream in [false, true] {
-        let reply = cluster.ask(CHAT, chat(json!({ "stream": stream })));
+        let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
         let call = cluster.call().await;
         call.begin(Some(0)).await;
         let (status, retry_after, code) = refused(reply).await;
@@ -156,10 +156,10 @@ async fn missing_first_token_is_504_and_releases_everything() {
 #[tokio::test]
 async fn stream_gets_comments_until_its_first_token() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(50)).await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     // The prompt is being computed.
-    let mut reply = soon(reply).await.expect("the client lives");
+    let mut reply = soon(reply).await.expect("the client task runs");
     assert_eq!((reply.status(), reply.header("content-type")), (StatusCode::OK, Some("text/event-stream; charset=utf-8")));
     for _ in 0..3 {
         assert_eq!(reply.more().await, ": keep-alive\n\n");
@@ -180,9 +180,9 @@ async fn error_after_the_first_comment_is_an_event_and_counts_with_its_status() 
         settings.first_token_timeout = Duration::from_millis(400);
     })
     .await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
-    let reply = soon(reply).await.expect("the client lives");
+    let reply = soon(reply).await.expect("the client task runs");
     assert_eq!(reply.status(), StatusCode::OK);
     let (_, text) = reply.text().await;
     assert!(text.starts_with(": keep-alive\n\n"), "{text}");
@@ -196,9 +196,9 @@ async fn error_after_the_first_comment_is_an_event_and_counts_with_its_status() 
 #[tokio::test]
 async fn disconnect_between_comments_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(20)).await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
-    let mut reply = soon(reply).await.expect("the client lives");
+    let mut reply = soon(reply).await.expect("the client task runs");
     reply.more().await;
     drop(reply);
     call.closed().await;
@@ -212,7 +212,7 @@ async fn without_resumes_a_late_error_is_an_event_without_done() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 0).await;
     for ending in [Some(Status::unavailable("x")), None] {
         let options = json!({ "stream": true, "stream_options": { "include_usage": true } });
-        let reply = cluster.ask(CHAT, chat(options));
+        let reply = cluster.spawn_post(CHAT, chat(options));
         let call = cluster.call().await;
         call.begin(Some(16)).await;
         call.send(tokens(0, b"ab")).await;
@@ -220,7 +220,7 @@ async fn without_resumes_a_late_error_is_an_event_without_done() {
             Some(status) => call.fail(status).await,
             None => call.send(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await,
         }
-        let (mut events, done) = soon(reply).await.expect("the client lives").events().await;
+        let (mut events, done) = soon(reply).await.expect("the client task runs").events().await;
         let last = events.pop().expect("there is one");
         assert_eq!(
             (done, &last["error"]["code"], &last["error"]["type"]),
@@ -233,7 +233,7 @@ async fn without_resumes_a_late_error_is_an_event_without_done() {
     cluster.counted("tandem_frontend_migrations_total 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="503"} 2"#).await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;
     call.begin(Some(16)).await;
     call.send(tokens(0, b"ab")).await;
@@ -245,7 +245,7 @@ async fn without_resumes_a_late_error_is_an_event_without_done() {
 #[tokio::test]
 async fn one_failed_prompt_ends_the_whole_batch() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({})));
+    let reply = cluster.spawn_post(COMPLETIONS, completion(json!(["a", "b"]), json!({})));
     let (first, second) = (cluster.call().await, cluster.call().await);
     first.begin(Some(0)).await;
     second.send(generate_reply::Message::Failure(failure(FailureReason::InvalidRequest, ""))).await;
@@ -262,7 +262,7 @@ async fn disconnect_closes_both_streams_and_releases_everything() {
     let mut cancelled = 0;
     for stream in [false, true] {
         for phase in 0..3 {
-            let mut reply = cluster.ask(CHAT, chat(json!({ "stream": stream })));
+            let mut reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
             let call = cluster.call().await;
             if phase > 0 {
                 call.begin(Some(0)).await;
@@ -272,7 +272,7 @@ async fn disconnect_closes_both_streams_and_releases_everything() {
             }
             if phase > 1 && stream {
                 // The client has read a part of the answer.
-                soon(&mut reply).await.expect("the client lives").more().await;
+                soon(&mut reply).await.expect("the client task runs").more().await;
             } else {
                 reply.abort();
             }
@@ -286,25 +286,25 @@ async fn disconnect_closes_both_streams_and_releases_everything() {
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="499"} 6"#).await;
     // The only permit is free again.
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }
 
 #[tokio::test]
 async fn requests_beyond_the_limit_are_refused_immediately() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 2).await;
-    let reply = cluster.ask(COMPLETIONS, completion("a".into(), json!({})));
+    let reply = cluster.spawn_post(COMPLETIONS, completion("a".into(), json!({})));
     let call = cluster.call().await;
-    let (status, retry_after, code) = refused(cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({})))).await;
+    let (status, retry_after, code) = refused(cluster.spawn_post(COMPLETIONS, completion(json!(["a", "b"]), json!({})))).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("overloaded")));
-    let second = cluster.ask(COMPLETIONS, completion("b".into(), json!({})));
+    let second = cluster.spawn_post(COMPLETIONS, completion("b".into(), json!({})));
     let second_call = cluster.call().await;
-    assert_eq!(refused(cluster.ask(CHAT, chat(json!({})))).await.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused(cluster.spawn_post(CHAT, chat(json!({})))).await.0, StatusCode::SERVICE_UNAVAILABLE);
     call.answer(Some(0), "x").await;
     second_call.answer(Some(0), "x").await;
     for reply in [reply, second] {
-        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+        assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     }
 }
 
@@ -320,7 +320,7 @@ async fn drain_finishes_running_requests_and_refuses_new_ones() {
     });
     let drain = tokio::spawn(async move { shutdown.run(Duration::from_secs(60)).await });
     soon(cluster.shutdown.draining()).await;
-    let (status, retry_after, code) = refused(cluster.ask(CHAT, chat(json!({})))).await;
+    let (status, retry_after, code) = refused(cluster.spawn_post(CHAT, chat(json!({})))).await;
     assert_eq!((status, retry_after.as_deref(), code), (StatusCode::SERVICE_UNAVAILABLE, Some("1"), json!("draining")));
     assert_eq!(cluster.get("/ready").await.1, json!({ "status": "draining" }));
     call.send(finished(0, FinishReason::Length, None)).await;

@@ -33,7 +33,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     cluster.place(cluster.remote(0, 16));
     cluster.place(cluster.remote(9, 16));
     let options = json!({ "stream": true, "stream_options": { "include_usage": true }, "max_tokens": 9 });
-    let reply = cluster.ask(CHAT, chat(options));
+    let reply = cluster.spawn_post(CHAT, chat(options));
     let first = cluster.call().await;
     assert!(first.request.generated.is_empty());
     first.begin(Some(16)).await;
@@ -54,7 +54,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     third.begin(None).await;
     third.send(tokens(0, b"!")).await;
     third.send(finished(0, FinishReason::Stop, Some(7))).await;
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);
     assert_eq!(text(&events, "/delta/content", 0), "aé!");
     assert_eq!(events.iter().filter(|event| event["choices"][0]["delta"]["role"].is_string()).count(), 1);
@@ -83,7 +83,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
 async fn ended_samples_are_not_resumed_and_logprobs_continue() {
     let mut cluster = Cluster::start().await;
     let options = json!({ "n": 3, "logprobs": 1, "stop": ["STOP"], "max_tokens": 20 });
-    let reply = cluster.ask(COMPLETIONS, completion("p".into(), options));
+    let reply = cluster.spawn_post(COMPLETIONS, completion("p".into(), options));
     let first = cluster.call().await;
     first.begin(Some(0)).await;
     let likely_tokens = |sample, bytes| generate_reply::Message::Tokens(Tokens { sample, tokens: likely(bytes) });
@@ -98,7 +98,7 @@ async fn ended_samples_are_not_resumed_and_logprobs_continue() {
     second.begin(Some(0)).await;
     second.send(likely_tokens(1, b"Nq")).await;
     second.send(finished(1, FinishReason::Length, None)).await;
-    let (status, body) = soon(reply).await.expect("the client lives").json().await;
+    let (status, body) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(status, StatusCode::OK);
     let choice = |index: usize, key: &str| body["choices"][index][key].clone();
     assert_eq!([0, 1, 2].map(|index| choice(index, "text")), ["xyz", "abSTONq", "c"]);
@@ -111,7 +111,7 @@ async fn ended_samples_are_not_resumed_and_logprobs_continue() {
 async fn prompt_logprobs_are_sent_once() {
     let mut cluster = Cluster::start().await;
     let options = json!({ "echo": true, "logprobs": 1, "max_tokens": 2, "stream": true });
-    let reply = cluster.ask(COMPLETIONS, completion("p".into(), options));
+    let reply = cluster.spawn_post(COMPLETIONS, completion("p".into(), options));
     let first = cluster.call().await;
     first.begin(Some(0)).await;
     let mut own = likely(b"p");
@@ -123,7 +123,7 @@ async fn prompt_logprobs_are_sent_once() {
     second.begin(Some(0)).await;
     second.send(generate_reply::Message::Tokens(Tokens { sample: 0, tokens: likely(b"ab") })).await;
     second.send(finished(0, FinishReason::Length, None)).await;
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);
     assert_eq!(text(&events, "/text", 0), "pab");
 }
@@ -131,20 +131,20 @@ async fn prompt_logprobs_are_sent_once() {
 #[tokio::test]
 async fn resumes_are_bounded_and_end_with_an_error_event() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 2).await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     for _ in 0..3 {
         let call = cluster.call().await;
         call.begin(Some(0)).await;
         call.send(tokens(0, b"a")).await;
         call.fail(Status::unavailable("killed")).await;
     }
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
     // Each resume has as many attempts as a start; when all fail, the error names the loss and not their failures.
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.send(tokens(0, b"a")).await;
@@ -152,17 +152,17 @@ async fn resumes_are_bounded_and_end_with_an_error_event() {
     for _ in 0..3 {
         cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     }
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.send(tokens(0, b"a")).await;
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     call.fail(Status::unavailable("killed")).await;
-    let (events, _) = soon(reply).await.expect("the client lives").events().await;
+    let (events, _) = soon(reply).await.expect("the client task runs").events().await;
     assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "no worker is left");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
@@ -171,28 +171,28 @@ async fn resumes_are_bounded_and_end_with_an_error_event() {
 #[tokio::test]
 async fn attempt_numbers_stay_unique_when_the_router_is_lost() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let first = cluster.call().await;
     first.begin(Some(0)).await;
     first.send(tokens(0, b"a")).await;
     first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
     second.send(scheduled(Some(0))).await;
-    cluster.hang_up();
+    cluster.close_next_route();
     second.send(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     let third = cluster.call().await;
     assert_eq!((second.request.attempt, third.request.attempt), (2, 3));
     third.begin(Some(0)).await;
     third.send(tokens(0, b"b")).await;
     third.send(finished(0, FinishReason::Length, None)).await;
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     assert_eq!((done, text(&events, "/delta/content", 0).as_str()), (true, "ab"));
 }
 
 #[tokio::test]
 async fn silent_worker_costs_one_attempt_timeout() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let hung = cluster.call().await;
     assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker reports first which process is late");
     hung.closed().await;
@@ -201,16 +201,16 @@ async fn silent_worker_costs_one_attempt_timeout() {
     second.send(scheduled(Some(0))).await;
     tokio::time::sleep(Duration::from_millis(200)).await;
     second.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Timeout, 0));
     // The last attempt is bounded only by the first token's timeout.
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     for _ in 0..2 {
         cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::Timeout, ""))).await;
     }
     let last = cluster.call().await;
     assert_eq!(last.request.prefill_start_timeout_ms, None);
     last.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }

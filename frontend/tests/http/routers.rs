@@ -116,7 +116,7 @@ impl Routers {
     }
 
     async fn opened(&mut self) -> Opened {
-        soon(self.opened.recv()).await.expect("the routers live")
+        soon(self.opened.recv()).await.expect("the routers run")
     }
 }
 
@@ -151,17 +151,17 @@ async fn requests_go_round_robin_to_healthy_routers() {
     let (mut cluster, mut routers) = two().await;
     let mut seen = [0, 0];
     let mut ask = async |cluster: &mut Cluster, routers: &mut Routers, refused: bool| {
-        let reply = cluster.ask(CHAT, chat(json!({})));
+        let reply = cluster.spawn_post(CHAT, chat(json!({})));
         let mut opened = routers.opened().await;
         seen[opened.router] += 1;
         if refused && opened.router == 0 {
             opened = routers.opened().await;
-            assert_eq!(opened.router, 1, "the other one is asked immediately");
+            assert_eq!(opened.router, 1, "the other one is used immediately");
             seen[1] += 1;
         }
         opened.place(cluster.decode).await;
         cluster.call().await.answer(Some(0), "x").await;
-        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+        assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
         seen
     };
     for _ in 0..3 {
@@ -176,7 +176,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
         ask(&mut cluster, &mut routers, true).await;
     }
     let seen = ask(&mut cluster, &mut routers, true).await;
-    assert!(seen[0] <= 3 && seen[1] == 8, "a failed router is asked last: {seen:?}");
+    assert!(seen[0] <= 3 && seen[1] == 8, "a failed router is used last: {seen:?}");
     assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one is enough");
     let explained = cluster.send(hyper::Method::POST, CHAT, &[("x-tandem-explain", "true")], chat(json!({})).to_string()).await;
     assert_eq!(explained.json().await.1["prompts"][0]["explanation"], "1");
@@ -195,7 +195,7 @@ async fn silent_router_is_given_up_for_another() {
     let (mut cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
-        let reply = cluster.ask(CHAT, chat(json!({})));
+        let reply = cluster.spawn_post(CHAT, chat(json!({})));
         let mut opened = routers.opened().await;
         if opened.router == 0 {
             let mut silent = opened;
@@ -205,17 +205,17 @@ async fn silent_router_is_given_up_for_another() {
         assert_eq!(opened.router, 1);
         opened.place(cluster.decode).await;
         cluster.call().await.answer(Some(0), "x").await;
-        assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+        assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     }
 }
 
-/// Independent of which of the two is asked first.
+/// The order of the two routers does not matter.
 #[tokio::test]
 async fn no_worker_error_wins_over_a_silent_router() {
     let (cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
-        let reply = cluster.ask(CHAT, chat(json!({})));
+        let reply = cluster.spawn_post(CHAT, chat(json!({})));
         let opened = loop {
             let opened = routers.opened().await;
             if opened.router == 1 {
@@ -231,7 +231,7 @@ async fn no_worker_error_wins_over_a_silent_router() {
 #[tokio::test]
 async fn running_request_is_rebooked_when_its_router_is_lost() {
     let (mut cluster, mut routers) = two().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let first = routers.opened().await;
     assert_eq!(first.prompt.existing, None);
     first.place(cluster.decode).await;
@@ -270,7 +270,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     call.begin(Some(0)).await;
     call.send(tokens(0, b"ef")).await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let (events, done) = soon(reply).await.expect("the client lives").events().await;
+    let (events, done) = soon(reply).await.expect("the client task runs").events().await;
     let text: String = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
     assert!(done && text == "abcdef", "{text}");
     assert_eq!(third.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: None })));
@@ -281,7 +281,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
 #[tokio::test]
 async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker() {
     let (mut cluster, mut routers) = two().await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let first = routers.opened().await;
     first.place(cluster.decode).await;
     let call = cluster.call().await;
@@ -302,13 +302,13 @@ async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker(
     let (Message::Failed(failed), _second) = received else { panic!("it receives the failure: {:?}", received.0) };
     assert_eq!(failed.instance_id, "p0-instance");
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
 }
 
 #[tokio::test]
 async fn draining_router_keeps_requests_until_they_are_rebooked() {
     let (mut cluster, mut routers) = two().await;
-    let reply = cluster.ask(CHAT, chat(json!({ "stream": true })));
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let mut first = routers.opened().await;
     let other = 1 - first.router;
     first.place(cluster.decode).await;
@@ -335,7 +335,7 @@ async fn draining_router_keeps_requests_until_they_are_rebooked() {
     }
     assert_eq!(first.receives().await, None, "its stream is closed when another router has the booking");
     call.send(finished(0, FinishReason::Length, None)).await;
-    let (_, done) = soon(reply).await.expect("the client lives").events().await;
+    let (_, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);
     assert_eq!(second.receives().await, None);
     cluster.counted("tandem_frontend_rebooked_total 1").await;

@@ -11,26 +11,26 @@ fn ask_for(cluster: &Cluster, account: &'static str, n: u32) -> JoinHandle<Reply
 }
 
 async fn status_and_code(reply: JoinHandle<Reply>) -> (u16, Value) {
-    let (status, body) = soon(reply).await.expect("the client lives").json().await;
+    let (status, body) = soon(reply).await.expect("the client task runs").json().await;
     (status.as_u16(), body["error"]["code"].clone())
 }
 
 #[tokio::test]
 async fn each_sample_of_each_prompt_counts_as_a_sequence() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 8).await;
-    let reply = cluster.ask(COMPLETIONS, completion(json!(["a", "b"]), json!({ "n": 3 })));
+    let reply = cluster.spawn_post(COMPLETIONS, completion(json!(["a", "b"]), json!({ "n": 3 })));
     let calls = [cluster.call().await, cluster.call().await];
     cluster.counted("tandem_frontend_inflight_sequences 6").await;
     cluster.counted("tandem_frontend_inflight_requests 1").await;
-    let too_much = refused(cluster.ask(CHAT, chat(json!({ "n": 3 })))).await;
+    let too_much = refused(cluster.spawn_post(CHAT, chat(json!({ "n": 3 })))).await;
     assert_eq!(too_much, (StatusCode::SERVICE_UNAVAILABLE, Some("1".to_owned()), json!("overloaded")));
-    let fits = cluster.ask(CHAT, chat(json!({ "n": 2 })));
+    let fits = cluster.spawn_post(CHAT, chat(json!({ "n": 2 })));
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(fits).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(fits).await.expect("the client task runs").status(), StatusCode::OK);
     for call in calls {
         call.answer(Some(0), "x").await;
     }
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     cluster.counted("tandem_frontend_inflight_sequences 0").await;
 }
 
@@ -53,32 +53,32 @@ async fn one_account_cannot_use_up_all_sequences() {
     .await;
     let first = ask_for(&cluster, "a", 4);
     let call = cluster.call().await;
-    let reply = soon(ask_for(&cluster, "a", 1)).await.expect("the client lives");
+    let reply = soon(ask_for(&cluster, "a", 1)).await.expect("the client task runs");
     assert_eq!((reply.status().as_u16(), reply.header("retry-after")), (429, Some("1")));
     let error = reply.json().await.1["error"].take();
     assert_eq!((&error["code"], &error["type"]), (&json!("rate_limit_exceeded"), &json!("rate_limit_error")));
     assert_eq!(status_and_code(ask_for(&cluster, "a", 5)).await, (400, json!("too_many_sequences")));
     let other = ask_for(&cluster, "b", 4);
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(other).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(other).await.expect("the client task runs").status(), StatusCode::OK);
     call.answer(Some(0), "x").await;
-    assert_eq!(soon(first).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(first).await.expect("the client task runs").status(), StatusCode::OK);
     let again = ask_for(&cluster, "a", 4);
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(again).await.expect("the client lives").status(), StatusCode::OK, "what has ended is given back");
+    assert_eq!(soon(again).await.expect("the client task runs").status(), StatusCode::OK, "what has ended is given back");
 }
 
 #[tokio::test]
 async fn requests_without_an_account_count_for_their_address() {
     let mut cluster = Cluster::with(|settings| settings.sequences_per_client = Some(1)).await;
-    let first = cluster.ask(CHAT, chat(json!({})));
+    let first = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;
-    assert_eq!(status_and_code(cluster.ask(CHAT, chat(json!({})))).await, (429, json!("rate_limit_exceeded")));
+    assert_eq!(status_and_code(cluster.spawn_post(CHAT, chat(json!({})))).await, (429, json!("rate_limit_exceeded")));
     first.abort();
     call.closed().await;
     cluster.counted("tandem_frontend_inflight_sequences 0").await;
-    let second = cluster.ask(CHAT, chat(json!({})));
+    let second = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
-    let reply = soon(second).await.expect("the client lives");
+    let reply = soon(second).await.expect("the client task runs");
     assert_eq!(reply.status(), StatusCode::OK, "a disconnected client releases its sequences");
 }

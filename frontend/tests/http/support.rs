@@ -32,11 +32,11 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Status, Streaming};
 
-/// A test that waits longer is stuck.
-const STUCK: Duration = Duration::from_secs(20);
+/// The maximum time that a test waits.
+const WAIT_MAX: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(STUCK, future).await.expect("it happens soon")
+    tokio::time::timeout(WAIT_MAX, future).await.expect("it resolves in time")
 }
 
 /// The fake cluster, and the frontend's address.
@@ -59,7 +59,7 @@ pub struct Call {
     replies: mpsc::Sender<Result<GenerateReply, Status>>,
 }
 
-/// What the router receives.
+/// A message that the router has received, or the end of a stream.
 #[derive(Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "a test receives few of them")]
 pub enum Received {
@@ -90,9 +90,9 @@ impl Router for FakeRouter {
         let mut requests = request.into_inner();
         tokio::spawn(async move {
             while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
-                let asks = !matches!(message, route_request::Message::PrefillFinished(_));
+                let expects_reply = !matches!(message, route_request::Message::PrefillFinished(_));
                 received.send(Received::Message(message)).ok();
-                if asks {
+                if expects_reply {
                     let scripted = placements.lock().expect("no test panics with it").pop_front();
                     let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
                         break;
@@ -186,8 +186,8 @@ impl Cluster {
         self.placements.lock().expect("no test panics with it").push_back(Some(reply));
     }
 
-    /// The router closes the stream instead of its next answer.
-    pub fn hang_up(&self) {
+    /// Makes the router close the stream instead of its next answer.
+    pub fn close_next_route(&self) {
         self.placements.lock().expect("no test panics with it").push_back(None);
     }
 
@@ -238,7 +238,7 @@ impl Cluster {
     }
 
     /// Sends a request in the background.
-    pub fn ask(&self, path: &'static str, body: Value) -> JoinHandle<Reply> {
+    pub fn spawn_post(&self, path: &'static str, body: Value) -> JoinHandle<Reply> {
         let frontend = self.frontend;
         tokio::spawn(async move { send(frontend, Method::POST, path, &DETAILS, body.to_string().into()).await })
     }
@@ -255,13 +255,13 @@ impl Cluster {
             }
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
-        panic!("{line} does not come in\n{}", self.metrics.render());
+        panic!("{line} is missing\n{}", self.metrics.render());
     }
 }
 
-/// The status of an error, how long to wait, and its code.
+/// The status, `retry-after` and code of an error.
 pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
-    let reply = soon(reply).await.expect("the client lives");
+    let reply = soon(reply).await.expect("the client task runs");
     let retry_after = reply.header("retry-after").map(str::to_owned);
     let (status, body) = reply.json().await;
     assert_eq!(body["error"]["param"], Value::Null);
@@ -313,7 +313,7 @@ impl Reply {
     }
 
     pub async fn text(mut self) -> (StatusCode, String) {
-        let body = soon(self.response.body_mut().collect()).await.expect("the body comes whole").to_bytes();
+        let body = soon(self.response.body_mut().collect()).await.expect("the body is whole").to_bytes();
         (self.response.status(), String::from_utf8(body.to_vec()).expect("bodies are text"))
     }
 
@@ -337,7 +337,7 @@ impl Reply {
     }
 }
 
-/// Every frame is one line of data, none is empty, and nothing comes after `[DONE]`.
+/// Every frame is one line of data, none is empty, and none follows `[DONE]`.
 pub fn events(text: &str) -> (Vec<Value>, bool) {
     let (mut events, mut done) = (Vec::new(), false);
     for frame in text.split_terminator("\n\n") {

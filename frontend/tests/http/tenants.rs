@@ -23,7 +23,7 @@ fn accounts(settings: &mut FrontendSettings) {
 }
 
 /// The generation that a worker receives for a request with these headers, after its answer.
-async fn asked(cluster: &mut Cluster, headers: &[(&'static str, &'static str)], options: Value) -> GenerateRequest {
+async fn generate_request(cluster: &mut Cluster, headers: &[(&'static str, &'static str)], options: Value) -> GenerateRequest {
     let (frontend, headers) = (cluster.frontend, headers.to_vec());
     let long = json!({ "messages": [{ "role": "user", "content": "a prompt of more than one block" }] });
     let mut body = chat(long);
@@ -33,7 +33,7 @@ async fn asked(cluster: &mut Cluster, headers: &[(&'static str, &'static str)], 
     let call = cluster.call().await;
     let request = call.request.clone();
     call.answer(Some(0), "x").await;
-    assert_eq!(soon(reply).await.expect("the client lives").status(), StatusCode::OK);
+    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     request
 }
 
@@ -56,8 +56,8 @@ async fn isolated_accounts_share_no_cache_with_each_other() {
         (&[("x-account", "acme")], Some("s")),
         (&[], Some("acme")),
     ] {
-        let first = asked(&mut cluster, headers, json!({ "cache_salt": salt })).await;
-        let again = asked(&mut cluster, headers, json!({ "cache_salt": salt })).await;
+        let first = generate_request(&mut cluster, headers, json!({ "cache_salt": salt })).await;
+        let again = generate_request(&mut cluster, headers, json!({ "cache_salt": salt })).await;
         assert_eq!(first.cache_namespace, again.cache_namespace, "an account shares with itself: {headers:?}");
         namespaces.push(first.cache_namespace);
     }
@@ -74,7 +74,7 @@ async fn shared_cache_ignores_the_account() {
     let mut cluster = Cluster::with(accounts).await;
     let shared = tandem_kv::Namespace::new("m", "sim", "", "");
     for headers in [&[("x-account", "acme")][..], &[]] {
-        let request = asked(&mut cluster, headers, json!({})).await;
+        let request = generate_request(&mut cluster, headers, json!({})).await;
         assert_eq!(request.cache_namespace, shared.as_bytes());
     }
 }
@@ -88,7 +88,7 @@ async fn details_and_explanations_are_refused_to_untrusted_peers() {
         let message = answer["error"]["message"].as_str().expect("a text");
         assert!(message.contains(header) && message.contains("--trusted-proxies"), "{message}");
     }
-    asked(&mut cluster, &[("x-tandem-details", "false"), ("x-tandem-explain", "false")], json!({})).await;
+    generate_request(&mut cluster, &[("x-tandem-details", "false"), ("x-tandem-explain", "false")], json!({})).await;
     assert!(cluster.no_call(), "nothing that is refused reaches a worker");
 }
 
@@ -138,7 +138,11 @@ async fn account_header_of_an_untrusted_peer_is_refused() {
     let (status, answer) = refusal(&cluster, ("x-account", "acme")).await;
     assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")));
     assert!(cluster.no_call(), "nothing that is refused reaches a worker");
-    assert_eq!(asked(&mut cluster, &[], json!({})).await.account, "", "without the header it is a request without an account");
+    assert_eq!(
+        generate_request(&mut cluster, &[], json!({})).await.account,
+        "",
+        "without the header it is a request without an account"
+    );
 }
 
 #[tokio::test]
@@ -153,11 +157,11 @@ async fn traceparent_of_an_untrusted_peer_is_ignored() {
     };
     let headers = [("traceparent", TRACEPARENT)];
     let mut cluster = traced(0.0, |_| {}).await;
-    let joined = asked(&mut cluster, &headers, json!({})).await.traceparent;
+    let joined = generate_request(&mut cluster, &headers, json!({})).await.traceparent;
     assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is believed: {joined}");
     let mut cluster = traced(0.0, untrusted).await;
-    assert_eq!(asked(&mut cluster, &headers, json!({})).await.traceparent, "", "not sampled");
+    assert_eq!(generate_request(&mut cluster, &headers, json!({})).await.traceparent, "", "not sampled");
     let mut cluster = traced(1.0, untrusted).await;
-    let own = asked(&mut cluster, &headers, json!({})).await.traceparent;
+    let own = generate_request(&mut cluster, &headers, json!({})).await.traceparent;
     assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "sampled as all are, in a trace of its own: {own}");
 }

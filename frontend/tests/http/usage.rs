@@ -35,13 +35,13 @@ async fn every_answer_has_cached_tokens_and_their_source() {
                     body["stream"] = true.into();
                     body["stream_options"] = json!({ "include_usage": true });
                 }
-                let reply = cluster.ask(path, body);
+                let reply = cluster.spawn_post(path, body);
                 let call = cluster.call().await;
                 let prompt_tokens = call.request.prompt.len() as u64;
                 // An estimate is never more than the prompt.
                 let cached = if source == "router_estimate" { cached.min(prompt_tokens) } else { cached };
                 call.answer(reported, "hello").await;
-                let reply = soon(reply).await.expect("the client lives");
+                let reply = soon(reply).await.expect("the client task runs");
                 let last = if stream { reply.events().await.0.pop().expect("there is one") } else { reply.json().await.1 };
                 let case = format!("{path}, stream: {stream}, {reported:?}: {last}");
                 assert_eq!(last["usage"], usage_of(prompt_tokens, 5, cached), "{case}");
@@ -63,9 +63,9 @@ async fn every_answer_has_cached_tokens_and_their_source() {
 #[tokio::test]
 async fn local_prefill_is_estimated_by_the_decode_workers_overlap() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({})));
+    let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({})));
     cluster.call().await.answer(None, "x").await;
-    let (_, answer) = soon(reply).await.expect("the client lives").json().await;
+    let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 1, 16));
     assert_eq!(answer["tandem"]["prefill_worker"], Value::Null);
 }
@@ -73,7 +73,7 @@ async fn local_prefill_is_estimated_by_the_decode_workers_overlap() {
 #[tokio::test]
 async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({})));
+    let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({})));
     let first = cluster.call().await;
     first.send(scheduled(Some(48))).await;
     let failure = failure(tandem_proto::v1::FailureReason::PrefillLost, "p0-instance");
@@ -84,7 +84,7 @@ async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
     // The number is fixed: later reports do not count.
     second.send(scheduled(Some(32))).await;
     second.send(finished(0, FinishReason::Length, None)).await;
-    let (_, answer) = soon(reply).await.expect("the client lives").json().await;
+    let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 1, 16));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 1").await);
     assert!(cluster.metric(r#"tandem_frontend_attempts_failed_total{reason="prefill_lost"} 1"#).await);
@@ -101,19 +101,19 @@ async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
 #[tokio::test]
 async fn prompt_tokens_count_once_for_all_samples_and_for_each_prompt() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(COMPLETIONS, completion(PROMPT.into(), json!({ "n": 3 })));
+    let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "n": 3 })));
     cluster.call().await.answer(Some(16), "abcd").await;
-    let (_, answer) = soon(reply).await.expect("the client lives").json().await;
+    let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 12, 16));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 1").await);
 
-    let reply = cluster.ask(COMPLETIONS, completion(json!([[1, 2, 3], [4, 5]]), json!({ "n": 2 })));
+    let reply = cluster.spawn_post(COMPLETIONS, completion(json!([[1, 2, 3], [4, 5]]), json!({ "n": 2 })));
     for _ in 0..2 {
         let call = cluster.call().await;
         let cached = call.request.prompt.len() as u32 - 1;
         call.answer(Some(cached), "ab").await;
     }
-    let (_, answer) = soon(reply).await.expect("the client lives").json().await;
+    let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(5, 8, 3));
     let indices: Vec<_> = answer["choices"].as_array().expect("a list").iter().map(|choice| &choice["index"]).collect();
     assert_eq!(indices, [0, 1, 2, 3]);
@@ -143,7 +143,7 @@ async fn usage_is_a_field_of_every_chunk_or_of_none() {
         call.send(tokens(0, b"ab")).await;
         call.send(tokens(0, b"c")).await;
         call.send(finished(0, FinishReason::Stop, Some(257))).await;
-        let (mut events, done) = soon(reply).await.expect("the client lives").events().await;
+        let (mut events, done) = soon(reply).await.expect("the client task runs").events().await;
         assert!(done);
         if at_end {
             let last = events.pop().expect("there is one");
@@ -169,9 +169,9 @@ async fn usage_is_a_field_of_every_chunk_or_of_none() {
 #[tokio::test]
 async fn requests_are_counted_by_outcome() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.ask(CHAT, chat(json!({})));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
-    soon(reply).await.expect("the client lives").json().await;
+    soon(reply).await.expect("the client task runs").json().await;
     cluster.post(CHAT, &chat(json!({ "n": 0 }))).await;
     cluster.post(COMPLETIONS, &completion("x".into(), json!({ "model": "other" }))).await;
     for line in [

@@ -178,7 +178,7 @@ impl Cluster {
         }
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
-        let (model_id, address) = (loaded.served.id().to_owned(), local_address(&frontend)?);
+        let (model_id, address) = (loaded.served.id.clone(), local_address(&frontend)?);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &metrics, &back);

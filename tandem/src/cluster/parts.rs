@@ -130,8 +130,8 @@ impl Parts {
         let shared = WorkerSettings {
             worker_id: worker.id.clone(),
             cluster: self.cluster.clone(),
-            model: model.id().to_owned(),
-            revision: model.revision().to_owned(),
+            model: model.id.clone(),
+            revision: model.revision.clone(),
             ledger: self.ledger.clone(),
             broker: self.broker.clone(),
             tracer: self.tracer.clone(),

@@ -60,7 +60,7 @@ impl Process {
             None => None,
         };
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
-        process.name = format!("frontend for {}", served.id());
+        process.name = format!("frontend for {}", served.id);
         let address = local_address(&listener)?;
         let (routers, url) = (settings.routers(), format!("http://{}", reachable(address)));
         let listed = match &routers {
@@ -72,7 +72,7 @@ impl Process {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
         if let Some((etcd, address)) = settings.discovery.registration(address)? {
-            let card = card(discovery::Role::Frontend, address, served.id(), &settings.common);
+            let card = card(discovery::Role::Frontend, address, &served.id, &settings.common);
             process.register(etcd, std::future::ready(card));
         }
         let served = (served, settings.model.max_concurrent_requests);
@@ -128,7 +128,7 @@ impl Process {
         let engine = EngineHandle::start(loaded.engine(&config, 1)?, config.machine(&process.parts.key));
         let registered = registration.as_ref().map(|(_, address)| address.clone());
         let worker = Worker { id, role, address, advertise: registered.or_else(|| discovery.advertise.clone()), engine };
-        process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id());
+        process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id);
         process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
         process.parts.worker(&worker, listener, &config, &loaded.served, &process.metrics, &process.service);
         if let Some((etcd, advertised)) = registration {

@@ -199,9 +199,11 @@ fn open(
         let served = ServedModel::from_gguf(name, revision, &file);
         (Box::new(file), served)
     };
-    let served = served.map_err(|cause| unservable(cause.into()))?;
+    let mut served = served.map_err(|cause| unservable(cause.into()))?;
     // The KV of a GPU has another number format and layout than that of the CPU: their workers must not exchange blocks.
-    let served = if engine == EngineKind::Cuda { served.computed("cuda") } else { served };
+    if engine == EngineKind::Cuda {
+        served.revision += "-cuda";
+    }
     Ok((file, served))
 }
 
@@ -211,7 +213,7 @@ fn unservable(path: &Path, cause: Box<dyn std::error::Error + Send + Sync>) -> S
 
 /// A model's tokens for the simulator: it answers with plain words if the model has any, and ends as the model does.
 fn vocabulary(served: &ServedModel) -> Vocabulary {
-    let tokenizer = served.tokenizer();
+    let tokenizer = &served.tokenizer;
     let is_word = |token: &u32| {
         let bytes = tokenizer.bytes(*token);
         let letters = bytes.strip_prefix(b" ").unwrap_or(bytes);
@@ -220,6 +222,6 @@ fn vocabulary(served: &ServedModel) -> Vocabulary {
     let size = tokenizer.vocab_size();
     let words: Vec<u32> = (0..size as u32).filter(is_word).collect();
     let words = if words.is_empty() { (0..size as u32).collect() } else { words };
-    let end = served.stop_tokens().first().copied().unwrap_or(words[0]);
-    Vocabulary { size, context_length: served.context_length(), words, end }
+    let end = served.stop_tokens.first().copied().unwrap_or(words[0]);
+    Vocabulary { size, context_length: served.context_length, words, end }
 }

@@ -1,8 +1,8 @@
 //! The workers and routers of the cluster and their health: all routers' views, combined.
 
 use super::super::app::App;
-use crate::{clock::unix_ms, dispatch::DispatchError};
-use futures::StreamExt;
+use crate::{audit::LastAudit, clock::unix_ms, dispatch::DispatchError};
+use futures::{StreamExt, future::OptionFuture};
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply};
@@ -11,23 +11,20 @@ use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, 
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
 
 impl App {
-    /// The cluster as its routers see it now.
+    /// The current state of the cluster, from the views of its routers.
     pub(super) async fn cluster(&self) -> Value {
-        let identity = self.dispatcher.routers().identity();
-        let views: Views = self.dispatcher.routers().views().collect().await;
+        let identity = &self.dispatcher.routers.identity;
+        let views: Views = self.dispatcher.routers.views().collect().await;
         let replies = replies(&views, identity);
         let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
         let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
-        let audit = match &self.audit {
-            Some(audit) => Some(audit.read().await),
-            None => None,
-        };
+        let audit = OptionFuture::from(self.audit.as_ref().map(LastAudit::read)).await;
         json!({
             "now_unix_ms": unix_ms(),
             "since_unix_s": self.since,
             "version": env!("CARGO_PKG_VERSION"),
             "cluster": identity.cluster,
-            "model": self.model.id(),
+            "model": self.model.id,
             "block_size": self.block_size,
             "unavailable_reason": ready.err().map(|why| why.to_string()),
             "routers": routers,
@@ -62,8 +59,7 @@ fn replies<'a>(views: &'a Views, identity: &Identity) -> Vec<(&'a str, &'a Worke
     replies.filter(|(_, reply)| identity.fits(reply.identity.as_ref().unwrap_or(&Identity::default())).is_ok()).collect()
 }
 
-/// Returns every worker instance that a router knows, by name. Placements of routers are added up. A report reaches all routers in
-/// a second, so the latest report of a worker is used.
+/// Returns every worker instance that a router knows, by name: the sum of the routers' placements, and the latest report.
 fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
     for worker in replies.iter().flat_map(|(_, reply)| &reply.workers) {
@@ -102,7 +98,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "health": health,
         "problem": problem,
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
-        // Each router's number includes those of the others.
+        // Each router's number includes the bookings of the others.
         "bookings": views.iter().map(|view| view.bookings).max(),
         "load": loads(&load),
         "cache": load.cache.map(|cache| json!({

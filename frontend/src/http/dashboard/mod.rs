@@ -1,8 +1,7 @@
-//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. Without a viewer nothing is computed;
-//! only [`Recent`](crate::recent::Recent) collects records.
+//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. The JSON is computed on request, from
+//! the routers' views and [`Recent`](crate::recent::Recent).
 //!
-//! The page loads nothing from other servers and runs only its own modules; the headers below make browsers enforce that. It shows
-//! names, numbers and times, which are added to the document as text, never as markup.
+//! The page loads only files of this server, which the headers below enforce, and adds data to the document as text, never as markup.
 
 mod cluster;
 
@@ -56,7 +55,7 @@ pub(super) fn routes() -> Router<Arc<App>> {
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
-        // All that the page reads is under one path, so that a proxy can route it to one of several frontends.
+        // Under the same path as the page, so that a proxy can send all its requests to one of several frontends.
         .route("/dashboard/metrics", get(health::metrics))
         .route("/dashboard/{file}", get(file))
 }
@@ -68,14 +67,14 @@ async fn file(Path(name): Path<String>) -> Response {
     }
 }
 
-/// The recorded prompts; with `?after=N` those with greater numbers.
+/// The recorded prompts; with `?after=N`, those with greater numbers.
 async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
     let records = recent.after(after);
     let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
-    // Record numbers restart with the process: a page that sees another `since` requests all records.
-    guarded(Json(json!({ "since": app.since, "max": recent.max(), "requests": records })))
+    // Record numbers restart with the process, so a page that receives another `since` requests all records.
+    guarded(Json(json!({ "since": app.since, "max": recent.max, "requests": records })))
 }
 
 fn text(kind: &'static str, content: &'static str) -> Response {

@@ -33,9 +33,9 @@ fn guarded_names_are_encoded_as_plain_text() {
 #[test]
 fn file_with_another_algorithm_is_refused() {
     let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
-    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm { found }) if found == "llama"));
+    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm(found)) if found == "llama"));
     let data = TokenizerData { model: "gpt2".into(), pre: "tekken".into(), ..TokenizerData::default() };
-    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer { found }) if found == "tekken"));
+    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer(found)) if found == "tekken"));
 }
 
 /// `ci/goldens/make_cuts.py`: ids from Hugging Face's tokenizers and llama.cpp.
@@ -137,20 +137,20 @@ fn unsupported_tokenizer_json_is_refused() {
         from_json(&json).err().expect("it is refused")
     };
     let error = refused(&|json| json["model"]["type"] = "Unigram".into());
-    assert!(matches!(error, ServedModelError::TokenizerAlgorithm { found } if found == "Unigram"));
+    assert!(matches!(error, ServedModelError::TokenizerAlgorithm(found) if found == "Unigram"));
     let error = refused(&|json| json["model"]["byte_fallback"] = true.into());
-    assert!(matches!(error, ServedModelError::TokenizerAlgorithm { .. }));
+    assert!(matches!(error, ServedModelError::TokenizerAlgorithm(..)));
     let error = refused(&|json| json["pre_tokenizer"] = serde_json::json!({"type": "Whitespace"}));
-    assert!(matches!(error, ServedModelError::PreTokenizer { found } if found == "Whitespace"));
+    assert!(matches!(error, ServedModelError::PreTokenizer(found) if found == "Whitespace"));
     let error = refused(&|json| json["added_tokens"][1]["rstrip"] = true.into());
-    assert!(matches!(error, ServedModelError::AddedToken { name } if name == "<|end|>"));
+    assert!(matches!(error, ServedModelError::AddedToken(name) if name == "<|end|>"));
     let error = refused(&|json| {
         let end = serde_json::json!({"SpecialToken": {"id": "<|begin|>", "type_id": 0}});
         json["post_processor"]["single"].as_array_mut().expect("a list").push(end);
     });
     assert!(matches!(error, ServedModelError::PostProcessor));
     let error = refused(&|json| json["model"]["vocab"]["he"] = u32::MAX.into());
-    assert!(matches!(error, ServedModelError::TokenIds { .. }));
+    assert!(matches!(error, ServedModelError::TokenIds(..)));
     assert!(matches!(Tokenizer::from_json(b"{"), Err(ServedModelError::Tokenizer(_))));
 }
 

@@ -8,8 +8,8 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   // The last token is computed with the first step of the answer.
   const computed = record.prompt_tokens - (record.cached_tokens ?? 0) - 1;
   const found = [
-    ['read', 'Read and tokenize', 0, steps.asked_ms, 'frontend'],
-    ['route', steps.failed.length > 0 ? 'Route and failed attempts' : 'Route', steps.asked_ms, steps.placed_ms, 'router'],
+    ['read', 'Read and tokenize', 0, steps.requested_ms, 'frontend'],
+    ['route', steps.failed.length > 0 ? 'Route and failed attempts' : 'Route', steps.requested_ms, steps.placed_ms, 'router'],
     ['queue', 'Queue', steps.placed_ms, steps.scheduled_ms, place],
     ['prefill', 'Prefill', steps.scheduled_ms, steps.started_ms, `${place}, ${count(computed)} tokens`],
     ['transfer', 'KV transfer', steps.started_ms === null ? null : Math.max(steps.started_ms - transfer, 0), transfer > 0 ? steps.started_ms : null,

@@ -1,0 +1,304 @@
+"""Stock vLLM engines on this machine, for scenarios and by hand: started with limits, and ended with everything that they started.
+
+    python engines.py FOLDER RUN p+d|mixed [--dev]      starts two engines, prints where they are, and ends them at Ctrl-C
+
+`ci/vllm.sh setup` fills FOLDER; logs are in RUN. Each engine listens on 127.0.0.1 only.
+"""
+
+import argparse
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL = "smollm2"
+BLOCK_SIZE = 32
+BLOCKS = 400
+MAX_MODEL_LEN = 4096
+# The time that a prefill engine keeps blocks which no decode engine has pulled. vLLM's default of 30 s is too short for two busy cores.
+LEASE_SECONDS = 60
+# No process may map more. An engine has three; its worker maps the most, 4.8 GB: torch, the weights and 0.6 GB of KV.
+ADDRESS_SPACE_BYTES = 8 << 30
+MEMORY_PER_ENGINE_BYTES = 4 << 30
+LIFETIME_SECONDS = 1500
+START_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a scenario needs: engines with NIXL (`transfer`) can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info."""
+
+    engines: tuple = ("mixed-a", "mixed-b")
+    transfer: bool = False
+    dev: bool = False
+
+
+LAYOUTS = {"p+d": Layout(("prefill", "decode"), transfer=True), "mixed": Layout()}
+
+
+class EngineFailed(Exception):
+    """An engine did not start, or ended by itself; the message has the end of its log."""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Engine:
+    def __init__(self, name, folder, run, layout):
+        self.name, self.folder, self.run, self.layout = name, Path(folder).absolute(), Path(run).absolute(), layout
+        self.port, self.side_channel = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = self.run / f"{name}.log"
+        self.process = None
+
+    def command(self):
+        # tcp://*:0 is vLLM's word for a free port of VLLM_HOST_IP, here 127.0.0.1; any other address of a TCP port that it binds has `*`
+        # for the host, which is every interface.
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv"}
+        command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), "nice", str(self.folder / "venv/bin/vllm"), "serve"]
+        command += [str(self.folder / "model"), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
+        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS), "--enable-prefix-caching"]
+        command += ["--enable-prompt-tokens-details", "--enable-scale-out", "--kv-events-config", json.dumps(events)]
+        if self.layout.transfer:
+            extra = {"kv_lease_duration": LEASE_SECONDS}
+            transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        return command
+
+    def environment(self):
+        temporary = self.run / "tmp"
+        temporary.mkdir(exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "UCX_", "TANDEM_"))}
+        return inherited | {
+            "LD_LIBRARY_PATH": str(self.folder / "stubs"),
+            "TMPDIR": str(temporary),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel),
+            "VLLM_SERVER_DEV_MODE": "1" if self.layout.dev else "0",
+            "UCX_TLS": "sm,tcp,self",
+            "UCX_NET_DEVICES": "lo",
+        }
+
+    def start(self):
+        """Starts the engine in a session of its own, so that one signal reaches all its processes. Its ports stay those of earlier starts."""
+        assert self.process is None, f"{self.name} runs already"
+
+        def limits():
+            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        with open(self.log, "ab") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            own = {"env": self.environment(), "cwd": self.run, "start_new_session": True, "preexec_fn": limits}
+            self.process = subprocess.Popen(self.command(), **streams, **own)
+        # ci/vllm.sh ends the groups named here if this program cannot.
+        (self.run / f"{self.name}.group").write_text(f"{self.process.pid}\n")
+
+    def wait(self):
+        """Returns when the engine serves."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise EngineFailed(f"{self.name} ended with status {self.process.returncode}:\n{self.log_end()}")
+            if self.healthy():
+                self.unpin()
+                return
+            time.sleep(0.5)
+        raise EngineFailed(f"{self.name} did not serve within {START_SECONDS} s:\n{self.log_end()}")
+
+    def healthy(self):
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def log_end(self):
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def processes(self):
+        """Returns the ids of the engine's processes."""
+        ids = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            # Of the session that `start` opened, and not a zombie.
+            if self.process and int(fields[3]) == self.process.pid and fields[0] != "Z":
+                ids.append(int(stat.parent.name))
+        return ids
+
+    def unpin(self):
+        """NIXL binds an engine's worker to the last core; two engines would share it."""
+        cores = os.sched_getaffinity(0)
+        for process in self.processes():
+            for thread in Path(f"/proc/{process}/task").glob("[0-9]*"):
+                try:
+                    os.sched_setaffinity(int(thread.name), cores)
+                except ProcessLookupError:
+                    pass
+
+    def memory_bytes(self):
+        """Returns the memory of the engine's processes; shared pages are counted once."""
+        total = 0
+        for process in self.processes():
+            try:
+                lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            except OSError:
+                continue
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+        return total
+
+    def kill(self):
+        """Ends all processes of the engine at once, as `kill -9` does."""
+        self.end(signal.SIGKILL)
+
+    def stop(self):
+        self.end(signal.SIGTERM)
+
+    def end(self, first):
+        if self.process is None:
+            return
+        for number in (first, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+            deadline = time.monotonic() + 10
+            while self.processes() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self.process.wait()
+        self.process = None
+        (self.run / f"{self.name}.group").unlink(missing_ok=True)
+
+    def get(self, path):
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as response:
+            body = response.read()
+        return json.loads(body) if "json" in (response.headers["content-type"] or "") else body.decode()
+
+    def post(self, path, body, headers=None, timeout=120):
+        """Returns the status and the JSON answer."""
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read() or b"null")
+
+    def generate(self, token_ids, *, cache_salt=None, kv_transfer_params=None, **sampling_params):
+        """Returns the answer of the endpoint that takes token ids. Greedy, and without an end-of-sequence token, unless the caller says so."""
+        body = {"token_ids": token_ids, "sampling_params": {"temperature": 0, "ignore_eos": True, **sampling_params}}
+        body |= {"cache_salt": cache_salt} if cache_salt else {}
+        body |= {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else {}
+        status, answer = self.post("/inference/v1/generate", body)
+        assert status == 200, f"{self.name} answered {status}: {answer}"
+        return answer
+
+    def event_sources(self):
+        """Returns the addresses at which the engine publishes its KV events and replays them."""
+        source = self.get("/kv_event_sources")["0"]
+        return source["endpoint"], source["replay_endpoint"]
+
+    def metric(self, name, **labels):
+        """Returns the sum of the metric's values with these labels."""
+        total = 0.0
+        for line in self.get("/metrics").splitlines():
+            if line.startswith((f"{name}{{", f"{name} ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+
+class Engines:
+    """The engines of a layout, by name; leaving the `with` block ends them."""
+
+    def __init__(self, layout, folder, run):
+        self.layout, self.run = layout, Path(run)
+        self.run.mkdir(parents=True, exist_ok=True)
+        self.by_name = {name: Engine(name, folder, run, layout) for name in layout.engines}
+
+    def __enter__(self):
+        needed, available = MEMORY_PER_ENGINE_BYTES * len(self.by_name), memory_available()
+        if available < needed:
+            raise EngineFailed(f"{len(self.by_name)} engines need {needed >> 30} GiB of free memory; {available / (1 << 30):.1f} GiB are free")
+        started = time.monotonic()
+        try:
+            for engine in self.by_name.values():
+                engine.start()
+            for engine in self.by_name.values():
+                engine.wait()
+                memory = engine.memory_bytes() / (1 << 30)
+                print(f"{engine.name} serves after {time.monotonic() - started:.0f} s with {memory:.1f} GiB of memory", flush=True)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for engine in self.by_name.values():
+            engine.stop()
+
+    def __getitem__(self, name):
+        return self.by_name[name]
+
+    def __iter__(self):
+        return iter(self.by_name.values())
+
+
+def memory_available():
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Starts two vLLM engines and ends them at Ctrl-C.")
+    parser.add_argument("folder")
+    parser.add_argument("run")
+    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("--dev", action="store_true", help="vLLM's development endpoints, such as POST /reset_prefix_cache")
+    arguments = parser.parse_args()
+    layout = LAYOUTS[arguments.layout]
+    if arguments.dev:
+        layout = Layout(layout.engines, layout.transfer, dev=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    try:
+        with Engines(layout, arguments.folder, arguments.run) as engines:
+            for engine in engines:
+                events, replay = engine.event_sources()
+                print(f"{engine.name}: {engine.url}  events {events}  replay {replay}  log {engine.log}", flush=True)
+            print(f"Ctrl-C ends them; at the latest they end after {LIFETIME_SECONDS // 60} minutes", flush=True)
+            while all(engine.process.poll() is None for engine in engines):
+                time.sleep(0.5)
+            raise EngineFailed("an engine ended:\n" + "\n".join(engine.log_end() for engine in engines if engine.process.poll() is not None))
+    except EngineFailed as error:
+        sys.exit(f"ci/vllm.sh: {error}")
+    except KeyboardInterrupt:
+        pass
+
+
+if __name__ == "__main__":
+    main()
