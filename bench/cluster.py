@@ -23,15 +23,15 @@ WARM_UPS = 1
 PROMPT = 2_000
 BLOCK = 16
 CHUNK = 512
-# As long as the prompt, so that nothing is computed during the transfer.
+# A chunk budget above the prompt's length, so that nothing is computed during the transfer.
 ONE_CHUNK = 2_048
-# Ids of ordinary words in the default model's vocabulary; those below are single bytes and marks.
+# Ids of ordinary words in the default model's vocabulary. Lower ids are single bytes and special tokens.
 WORDS = range(1_000, 40_000)
 WARM_MAX = 1 / 5
 REMOTE_MAX = 1.10
 READY_MAX_MIB = 450e6 / 2**20
 FILLED_MAX_MIB = 1.5 * 1024
-# Prompts at a time while the caches fill, and how many at most: some fall to a cache that is full.
+# Concurrent prompts while the caches are being filled, and the maximum number of prompts for that; some are placed on full caches.
 FILLERS = 4
 FILLS_MAX = 60
 # A load average above this means that other work affects the figures.
@@ -46,14 +46,14 @@ class Answer:
 
 
 class Cluster:
-    """`tandem up` with two prefill workers and a decode worker, which ends with this script."""
+    """`tandem up` with two prefill workers and a decode worker."""
 
     def __init__(self, arguments, prefill, chunk=CHUNK):
         command = [arguments.tandem, "up", "--model", arguments.model, "--listen", "127.0.0.1:0", "--log", "error"]
         command += ["--prefill", prefill, "--prefill-chunk-budget", str(chunk)]
         settings = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         self.remote = prefill == "remote"
-        # A group of its own: Ctrl-C reaches this script only, which then ends the others.
+        # In its own process group, so that Ctrl-C reaches this script only, which then ends the process.
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings, process_group=0)
         introduction = ""
         while not (found := re.search(r"frontend +http://(\S+)", introduction)):
@@ -64,8 +64,8 @@ class Cluster:
         self.address = found[1]
         self.model = introduction.split(" is ready")[0]
 
-    def ask(self, prompt, tokens=1):
-        """One streamed completion; the first token's time is the client's."""
+    def complete(self, prompt, tokens=1):
+        """Sends one streamed completion and measures the time to its first token."""
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
         body = json.dumps({"model": self.model, "prompt": prompt, "max_tokens": tokens, **options})
         headers = {"content-type": "application/json", "x-tandem-details": "true"}
@@ -85,20 +85,21 @@ class Cluster:
         return Answer(ttft_ms, usage["prompt_tokens_details"]["cached_tokens"], details)
 
     def cold(self, prompt):
-        """The first token's time of a new prompt, prefilled where this cluster is configured to prefill."""
-        answer = self.ask(prompt)
+        """Returns the time to the first token of a prompt that is not cached, and checks where it was prefilled."""
+        answer = self.complete(prompt)
         if answer.cached_tokens or bool(answer.details["prefill_worker"]) != self.remote:
             sys.exit(f"the prompt was not cold: {answer}")
         return answer.ttft_ms
 
     def warm(self, prompt):
-        answer = self.ask(prompt)
+        """Returns the time to the first token of a prompt that is cached."""
+        answer = self.complete(prompt)
         if answer.cached_tokens < (len(prompt) - 1) // BLOCK * BLOCK:
             sys.exit(f"the prompt is not cached: {answer}")
         return answer.ttft_ms
 
     def blocks(self):
-        """KV blocks of every worker, by their state."""
+        """Returns the KV blocks of every worker, by state."""
         with contextlib.closing(http.client.HTTPConnection(self.address)) as connection:
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
@@ -117,12 +118,12 @@ class Cluster:
 
 
 def prompt(name, tokens=PROMPT):
-    """Returns a prompt whose first block is distinct already."""
+    """Returns a prompt whose first block differs from that of every other name."""
     return random.Random(name).choices(WORDS, k=tokens)
 
 
 def measure(clusters, rounds):
-    """Milliseconds to the first token by name, one figure a round. In every second round the order is reversed."""
+    """Returns milliseconds to the first token by name, one value for each round. In every second round the order is reversed."""
     times = {}
     for number in range(-WARM_UPS, rounds):
         words = prompt(f"round {number}")
@@ -142,15 +143,15 @@ def measure(clusters, rounds):
 
 
 def fill(cluster):
-    """Asks until every block of every worker is in use or cached. All blocks of these prompts and answers are full."""
+    """Sends prompts until every block of every worker is in use or cached. Prompts and answers fill their blocks completely."""
     words = (prompt(f"fill {number}", PROMPT + 1) for number in range(FILLS_MAX))
     with concurrent.futures.ThreadPoolExecutor(FILLERS) as pool:
         while any(blocks["free"] for blocks in cluster.blocks().values()):
             batch = [next(words, None) for _ in range(FILLERS)]
             if None in batch:
                 sys.exit(f"the caches are not full after {FILLS_MAX} prompts: {cluster.blocks()}")
-            list(pool.map(lambda words: cluster.ask(words, BLOCK), batch))
-            # Workers report their blocks once a second at the latest.
+            list(pool.map(lambda words: cluster.complete(words, BLOCK), batch))
+            # Workers report their blocks at least once a second.
             time.sleep(1)
     return cluster.blocks()
 
@@ -160,6 +161,7 @@ def ratios(these, those):
 
 
 def shown(values, pattern):
+    """Formats the median and the range of values."""
     low, middle, high = (pattern.format(value) for value in (min(values), statistics.median(values), max(values)))
     return f"**{middle}** ({low}..{high})"
 
@@ -168,7 +170,7 @@ class Report:
     def __init__(self):
         self.all_met = True
 
-    def judged(self, values, goal, pattern):
+    def judge(self, values, goal, pattern):
         """Returns the cells: value, goal, and whether the goal is met."""
         met = statistics.median(values) <= goal
         self.all_met &= met
@@ -186,7 +188,7 @@ def first_tokens_table(times, report):
         ("cold, remote, not overlapped", "remote, one chunk", "cold, local, one chunk", "local, one chunk", None),
     ):
         ratio = ratios(times[key], times[other])
-        cells = report.judged(ratio, goal, "{:.2f}") if goal else f"{shown(ratio, '{:.2f}')} | |"
+        cells = report.judge(ratio, goal, "{:.2f}") if goal else f"{shown(ratio, '{:.2f}')} | |"
         lines.append(f"| {name} | {shown(times[key], '{:.0f}')} | {than} | {shown(times[other], '{:.0f}')} | {cells} |")
     return "\n".join(lines)
 
@@ -215,7 +217,7 @@ def output(*command):
 
 
 def document(arguments, start):
-    """The whole page, and whether every goal is met. `start` starts a cluster."""
+    """Returns the whole page, and whether every goal is met. `start` starts a cluster."""
     load_note = "nothing else running" if os.getloadavg()[0] <= QUIET_MAX else "**with other work on the machine, as the ranges show**"
     load = "load average at the start {:.2f}, {:.2f}, {:.2f}".format(*os.getloadavg())
     progress(load)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures the default cluster; exit code 1 when a goal is not met. --write writes docs/bench/cluster.md, --help says more.
-# TANDEM_MODEL: the model [default: the default model, fetched].
+# Measures the default cluster; exits with 1 if a goal is not met. --write writes docs/bench/cluster.md, --help lists all options.
+# TANDEM_MODEL: the path of the model [default: the default model is fetched].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

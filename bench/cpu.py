@@ -20,14 +20,14 @@ ROUNDS_MIN = 7
 WARM_UPS = 2
 THREADS = (1, 2)
 KEPT_MIN = 0.4
-# llama.cpp's threads wait for each other by spinning, for a while after their work, too.
+# A pause before each round, because llama.cpp's threads spin for a while after their work.
 PAUSE_S = 0.05
-# llama.cpp on busy processors may take a minute for a round.
+# Limit on a round. On busy processors llama.cpp may need a minute.
 ANSWER_MAX_S = 300
 OTHERS_MAX = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")
 INSTRUCTIONS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-# Ends with its parent process, however that ends.
+# A program that keeps one processor busy until its parent process ends.
 BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(1_000_000): pass"
 
 
@@ -55,11 +55,11 @@ WORKLOADS = (
 
 
 class Side:
-    """A process that computes one round of a workload for each line it is sent."""
+    """A process that computes one round of a workload for each line of its input."""
 
     def __init__(self, name, command):
         self.name = name
-        # A group of its own: Ctrl-C reaches this script only, which then ends the others.
+        # In its own process group, so that Ctrl-C reaches this script only, which then ends the process.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, process_group=0
         )
@@ -88,7 +88,7 @@ class Side:
 
 
 class Sides:
-    """The processes, each started when first asked for and ended with this."""
+    """All measured processes. Each is started at its first use."""
 
     def __init__(self, arguments):
         self.arguments = arguments
@@ -104,7 +104,7 @@ class Sides:
         return self.side("our engine", self.arguments.ours, "--stdin", "--threads", str(threads), *isa, self.arguments.model)
 
     def reference(self, workload, threads):
-        """llama.cpp in whichever of its settings is the fastest for the workload."""
+        """Returns the process that runs llama.cpp with its fastest settings for the workload."""
         key = (workload, threads)
         if key not in self.references:
             script = [sys.executable, str(HERE / "cpu_reference.py"), "--threads", str(threads), self.arguments.model]
@@ -121,7 +121,7 @@ class Sides:
 
 
 class OtherWork:
-    """Measures the share of the processors that other work uses, from now on."""
+    """Measures the share of the processors' time that other work uses after its creation."""
 
     def __init__(self, sides):
         self.sides = sides
@@ -144,7 +144,7 @@ def warm_up(side, workload):
 
 @contextlib.contextmanager
 def busy_loops():
-    """Busy loops, one for each processor that this script may use."""
+    """Runs one busy loop for each processor that this script may use."""
     loops = []
     try:
         for _ in os.sched_getaffinity(0):
@@ -159,10 +159,10 @@ def busy_loops():
             loop.wait()
 
 
-def turns(sides, workload, rounds, conditions=(contextlib.nullcontext,)):
-    """Tokens a second, as [condition][side][round].
+def alternate(sides, workload, rounds, conditions=(contextlib.nullcontext,)):
+    """Returns tokens a second, as [condition][side][round].
 
-    In every round each side runs once under each condition; the order alternates."""
+    In every round each side runs once under each condition, and the order is reversed in every second round."""
     rates = [[[] for _ in sides] for _ in conditions]
     for number in range(rounds):
         step = -1 if number % 2 else 1
@@ -178,6 +178,7 @@ def ratios(these, those):
 
 
 def shown(values, pattern):
+    """Formats the median and the range of values."""
     low, middle, high = (pattern.format(value) for value in (min(values), statistics.median(values), max(values)))
     return f"**{middle}** ({low}..{high})"
 
@@ -186,7 +187,7 @@ class Report:
     def __init__(self):
         self.all_met = True
 
-    def judged(self, values, goal, pattern):
+    def judge(self, values, goal, pattern):
         """Returns the cells: value, goal, and whether the goal is met."""
         met = statistics.median(values) >= goal
         self.all_met &= met
@@ -206,12 +207,12 @@ def quiet_table(sides, report, rounds):
                 ours.append(sides.ours(threads, "--isa", "avx2"))
             for side in ours:
                 warm_up(side, workload)
-            [[theirs, *rates]] = turns([reference, *ours], workload, rounds)
+            [[theirs, *rates]] = alternate([reference, *ours], workload, rounds)
             for side, rate in zip(ours, rates, strict=True):
                 lines.append(
                     f"| {workload.name}, {side.greeting} | {threads} | {shown(rate, '{:.0f}')} | {shown(theirs, '{:.0f}')} "
                     f"| {reference.name.removeprefix('llama.cpp').strip() or '–'} "
-                    f"| {report.judged(ratios(rate, theirs), workload.goal_of(side.greeting), '{:.2f}')} |"
+                    f"| {report.judge(ratios(rate, theirs), workload.goal_of(side.greeting), '{:.2f}')} |"
                 )
                 progress(lines[-1])
     return "\n".join(lines)
@@ -227,12 +228,12 @@ def busy_table(sides, report, rounds):
             pair = [sides.ours(threads), sides.reference(workload, threads)]
             for side in pair:
                 warm_up(side, workload)
-            quiet, busy = turns(pair, workload, rounds, (contextlib.nullcontext, busy_loops))
+            quiet, busy = alternate(pair, workload, rounds, (contextlib.nullcontext, busy_loops))
             for name, before, loaded in zip(("ours", "llama.cpp"), quiet, busy, strict=True):
                 kept = ratios(loaded, before)
-                judged = report.judged(kept, KEPT_MIN, "{:.0%}") if name == "ours" else f"{shown(kept, '{:.0%}')} | |"
+                judge = report.judge(kept, KEPT_MIN, "{:.0%}") if name == "ours" else f"{shown(kept, '{:.0%}')} | |"
                 lines.append(
-                    f"| {workload.name} | {threads} | {name} | {shown(before, '{:.0f}')} | {shown(loaded, '{:.1f}')} | {judged} |"
+                    f"| {workload.name} | {threads} | {name} | {shown(before, '{:.0f}')} | {shown(loaded, '{:.1f}')} | {judge} |"
                 )
                 progress(lines[-1])
     return "\n".join(lines)
@@ -273,7 +274,7 @@ def versions(sides):
 
 
 def document(arguments, sides):
-    """The whole page, and whether every goal is met."""
+    """Returns the whole page, and whether every goal is met."""
     load = "load average {:.2f}, {:.2f}, {:.2f}".format(*os.getloadavg())
     others = OtherWork(sides)
     time.sleep(2)
@@ -318,13 +319,13 @@ def main():
     parser.add_argument("--ours", required=True, help="the compiled engine/benches/cpu.rs (given by bench/cpu.sh)")
     parser.add_argument("--model", required=True, help="a .gguf file (given by bench/cpu.sh: TANDEM_MODEL or the default model)")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="rounds of every workload (default: %(default)s)")
-    parser.add_argument("--only", choices=("quiet", "busy"), help="print this table alone")
+    parser.add_argument("--only", choices=("quiet", "busy"), help="print this table only")
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cpu.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
         parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
     if arguments.only and arguments.write:
-        parser.error("the page has both tables: --write goes without --only")
+        parser.error("the written page has both tables: --write cannot be combined with --only")
     if len(os.sched_getaffinity(0)) < max(THREADS):
         parser.error(f"this needs {max(THREADS)} processors")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))

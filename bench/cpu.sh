@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Measures the CPU back end against llama.cpp, on an otherwise idle machine; exit code 1 when a goal is not met.
-# --write writes docs/bench/cpu.md, --help says more.
-# TANDEM_MODEL: the model [default: the default model, fetched]. BENCH_PYTHON: a Python that has llama-cpp-python of the version
-# below [default: one made under target/, which takes a C++ compiler and ten minutes].
+# Compares the CPU back end's speed with llama.cpp's, on a machine that does nothing else; exits with 1 if a goal is not met.
+# --write writes docs/bench/cpu.md, --help lists all options.
+# TANDEM_MODEL: the path of the model [default: the default model is fetched]. BENCH_PYTHON: a Python with llama-cpp-python of the version
+# below [default: a virtual environment under target/, which needs a C++ compiler and ten minutes].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 version=0.3.36
 
-# The processor's features except AMX, for which gcc 12 generates code that crashes.
+# Builds llama.cpp with the processor's features except AMX, for which gcc 12 generates code that crashes.
 llama_cpp() {
     local flag word flags="-DGGML_NATIVE=OFF"
     for flag in AVX:avx AVX2:avx2 FMA:fma F16C:f16c AVX512:avx512f AVX512_VNNI:avx512_vnni AVX512_BF16:avx512_bf16; do

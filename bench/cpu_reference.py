@@ -1,6 +1,7 @@
-"""llama.cpp, as `engine/benches/cpu.rs --stdin` is our engine: reads the same lines, answers each with the seconds of one round.
+"""Runs llama.cpp for bench/cpu.py, with the same protocol as `engine/benches/cpu.rs --stdin`: each line of the input names a workload, and
+the answer is the seconds of one round. The tokens, the chunks and the tokens with logits are the same as in our benchmark.
 
-The first line of all is llama.cpp's description of its build. Same tokens, same chunks, logits for the same tokens."""
+The first line of the output is llama.cpp's description of its build."""
 
 import argparse
 import sys
@@ -12,7 +13,7 @@ CHUNK = 512
 DECODED = 32
 CONTEXT_MAX = 2_048
 BATCH_MAX = 8
-# Of a single sequence; and of each of several, whose memory is one allocation.
+# The context length by number of sequences: of a single one, and of each of several, whose memory is one allocation.
 CELLS = {1: 2_304, BATCH_MAX: 768}
 TYPE_F16 = 1
 
@@ -23,7 +24,7 @@ def quiet(_level, _text, _data):
 
 
 class Context:
-    """A number of sequences with their KV."""
+    """A llama.cpp context with the KV of several sequences."""
 
     def __init__(self, model, sequences, settings):
         params = api.llama_context_default_params()
@@ -97,7 +98,7 @@ def main():
             case ["decode", after, sequences]:
                 workload = ("decode", int(after), int(sequences))
             case _:
-                sys.exit(f"no workload: {line!r}")
+                sys.exit(f"unknown workload: {line!r}")
         sequences = workload[2]
         if sequences not in contexts:
             contexts[sequences] = Context(model, sequences, settings)

@@ -1,4 +1,4 @@
-"""Is the CUDA back end right, and how fast is it? Run by bench/gpu.sh."""
+"""Checks the results of the CUDA back end against transformers and measures its speed. Run by bench/gpu.sh."""
 
 import json
 import os
@@ -20,47 +20,47 @@ import turns
 
 FOLDER = pathlib.Path(sys.argv[1]).resolve()
 OURS = FOLDER / "cuda"
-# Of the logits' size.
+# Limits on the norm of the logits' error, relative to the logits' norm.
 ERROR_MAX = {torch.bfloat16: 1e-2, torch.float16: 3e-3}
-# Two likeliest tokens that are nearer than this are a tie.
+# Logits that differ by less than this many standard deviations of their row are a tie.
 TIE = 5e-2
-# Qwen3-8B.
+# The shape of Qwen3-8B.
 LARGE = dict(vocab_size=151_936, hidden_size=4_096, intermediate_size=12_288, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 LAYERS = int(os.environ.get("BENCH_LAYERS", "36"))
-# What is asked of a card: shares of what it does at its best (issue 6).
+# Goals for prefill and decode, as shares of the card's measured ceilings.
 PREFILL_GOAL, DECODE_GOAL = 0.6, 0.8
-# Of a plain copy's bandwidth, and of a prompt's time to its first token.
+# Goals for transfers: the share of a plain copy's bandwidth, and the added share of a prompt's time to first token.
 COPY_GOAL, HANDOFF_GOAL = 0.7, 0.05
 DECODE_STEPS = 16
-# All of it takes less than eight minutes.
-ENDS = time.monotonic() + 470
+# The whole run takes less than eight minutes.
+DEADLINE = time.monotonic() + 470
 
 
-def within(command, seconds, errors=subprocess.STDOUT):
-    """What it gave: exit status and output; no status when it took longer. Whatever it started ends with it."""
+def run_with_limit(command, seconds, errors=subprocess.STDOUT):
+    """Runs a command. Returns its exit status and output; the status is None after the time limit. Its child processes end with it."""
     run = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
     try:
-        said = run.communicate(timeout=max(seconds, 0))
+        output = run.communicate(timeout=max(seconds, 0))
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
-        said = run.communicate()
-        return subprocess.CompletedProcess(command, None, *said)
-    return subprocess.CompletedProcess(command, run.returncode, *said)
+        output = run.communicate()
+        return subprocess.CompletedProcess(command, None, *output)
+    return subprocess.CompletedProcess(command, run.returncode, *output)
 
 
-def ours(*arguments, seconds=60):
-    """What it printed, or why there is none of it: it failed, or was not done in this time or in what is left of all."""
-    seconds = min(seconds, ENDS - time.monotonic())
-    done = within([OURS, *arguments], seconds, subprocess.PIPE)
+def run_bench(*arguments, seconds=60):
+    """Runs engine/benches/cuda.rs. Returns its output, or None and an error if it failed or reached the time limit."""
+    seconds = min(seconds, DEADLINE - time.monotonic())
+    done = run_with_limit([OURS, *arguments], seconds, subprocess.PIPE)
     if done.returncode is None:
-        return None, f"{arguments[0]}: not done after {max(seconds, 0):.0f} seconds. {done.stdout}{done.stderr}"
+        return None, f"{arguments[0]}: not finished after {max(seconds, 0):.0f} seconds. {done.stdout}{done.stderr}"
     if done.returncode:
         return None, f"{arguments[0]}: {done.stdout}{done.stderr}"
     return done.stdout, ""
 
 
 def small_models():
-    """Name, configuration, type of the weights."""
+    """Returns small models: their names, configurations and types of weights."""
     common = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_size=512, max_position_embeddings=4_096)
     llama = transformers.LlamaConfig(**common, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False)
     odd = transformers.LlamaConfig(**{**common, "hidden_size": 576}, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
@@ -76,20 +76,20 @@ def small_models():
 
 def random_model(config, dtype):
     torch.manual_seed(7)
-    # Releases of transformers differ in what they call a model's type; all follow torch's own default.
+    # Releases of transformers name the argument for the type differently, but all follow torch's default type.
     torch.set_default_dtype(dtype)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     torch.set_default_dtype(torch.float32)
-    # Biases and norms start as zeros and ones, which would hide what is done with them.
+    # Biases and norms start as zeros and ones, which would hide errors in their use.
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
     return model.eval()
 
 
-def right(name, config, dtype, folder):
-    """Logits in one piece and in many, and greedy tokens, against the same weights in single precision."""
+def check_model(name, config, dtype, folder):
+    """Compares logits, computed in one chunk and in many, and greedy tokens with the same weights in single precision."""
     model = random_model(config, dtype)
     model.save_pretrained(folder)
     model = model.float()
@@ -99,14 +99,14 @@ def right(name, config, dtype, folder):
         expected = model(tokens[None]).logits[0].cpu().numpy()
     worst = 0.0
     for chunk in (700, 193, 64, 1):
-        said, wrong = ours("logits", folder, listed, chunk, folder / "logits")
-        if wrong:
-            failures.append(" ".join(wrong.split()))
+        output, error = run_bench("logits", folder, listed, chunk, folder / "logits")
+        if error:
+            failures.append(" ".join(error.split()))
             break
         found = numpy.fromfile(folder / "logits", dtype=numpy.float32).reshape(expected.shape)
         worst = max(worst, float(numpy.linalg.norm(found - expected) / numpy.linalg.norm(expected)))
         sequence = tokens.tolist()
-        for step, token in enumerate(map(int, said.split(","))):
+        for step, token in enumerate(map(int, output.split(","))):
             with torch.no_grad():
                 row = model(torch.tensor([sequence], device="cuda")).logits[0, -1]
             if row.max() - row[token] > TIE * row.std():
@@ -115,17 +115,17 @@ def right(name, config, dtype, folder):
             sequence.append(token)
     if not worst < ERROR_MAX[dtype]:
         failures.append(f"logits are wrong by {worst:.2e} of their size")
-    # Tokens of sequences that continue together, and blocks received from another engine.
+    # Also checks the tokens of sequences that are decoded together, and blocks that are received from another engine.
     for check in ("replayed", "transfer"):
-        said, wrong = ours(check, folder)
-        if wrong or said.strip() != "equal":
-            failures.append(" ".join((wrong or f"{check}: {said}").split()))
+        output, error = run_bench(check, folder)
+        if error or output.strip() != "equal":
+            failures.append(" ".join((error or f"{check}: {output}").split()))
     print(f"| {name} | {str(dtype).removeprefix('torch.')} | {worst:.1e} | {'; '.join(failures) or 'equal'} |", flush=True)
     return not failures
 
 
 def sanitizer():
-    """compute-sanitizer: the machine's, or the one that bench/gpu.sh build has fetched."""
+    """Returns the path of compute-sanitizer: the machine's, or the one that `bench/gpu.sh build` has downloaded."""
     if found := shutil.which("compute-sanitizer"):
         return found
     for wheel in FOLDER.glob("nvidia_cuda_sanitizer_api-*.whl"):
@@ -137,35 +137,35 @@ def sanitizer():
     sys.exit("compute-sanitizer is missing: run bench/gpu.sh build again")
 
 
-def clean(tool, folder):
-    """No finding of compute-sanitizer: memory out of bounds, races in shared memory. In the time that is left."""
+def sanitize(tool, folder):
+    """Returns whether compute-sanitizer has no findings: accesses out of bounds, races in shared memory. Runs until the deadline."""
     print("\n| compute-sanitizer | Model | Findings |\n|---|---|---|")
-    good = True
+    passed = True
     for name, config, dtype in small_models()[1::2]:
         model = folder / re.sub(r"\W+", "-", name)
         random_model(config, dtype).save_pretrained(model)
         for check in ("memcheck", "racecheck"):
-            left = ENDS - time.monotonic()
-            done = within([tool, "--tool", check, "--error-exitcode", "9", OURS, "exercise", model], left)
+            left = DEADLINE - time.monotonic()
+            done = run_with_limit([tool, "--tool", check, "--error-exitcode", "9", OURS, "exercise", model], left)
             status = done.returncode
-            found = "none" if status == 0 else "not known: no time was left" if status is None else " ".join(done.stdout.splitlines()[-12:])
-            good &= found == "none"
+            found = "none" if status == 0 else "not known: the time limit was reached" if status is None else " ".join(done.stdout.splitlines()[-12:])
+            passed &= found == "none"
             print(f"| {check} | {name} | {found} |", flush=True)
-    return good
+    return passed
 
 
 def tokenizer_file(path, size):
-    """Bytes, and a word for every other id: random weights say nothing anyway."""
+    """Writes a tokenizer whose first ids are bytes and whose other ids are numbers, because random weights generate no text anyway."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = letters + [f"Ġ{number}" for number in range(size - len(letters))]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.save(str(path))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(path))
 
 
-def converse(model):
-    """A prefill and a decode worker on the one card."""
+def measure_conversations(model):
+    """Measures conversations on a prefill worker and a decode worker that share the card."""
     tokenizer_file(model / "tokenizer.json", LARGE["vocab_size"])
     command = [FOLDER / "tandem", "up", "--engine", "cuda", "--model", model, "--prefill-workers", "1", "--prefill", "remote"]
     command += ["--listen", "127.0.0.1:0", "--log", "error", "--kv-capacity-tokens", "200000"]
@@ -177,7 +177,7 @@ def converse(model):
         else:
             print(f"tandem up ended with {cluster.wait()}: its error is above")
             return False
-        print("\nTwo workers on the one card, Qwen3-8B's shape. ", end="")
+        print("\nTwo workers on one card, Qwen3-8B's shape. ", end="")
         turns.measure(found[1], turns.shape_of()[1])
     finally:
         cluster.kill()
@@ -186,6 +186,7 @@ def converse(model):
 
 
 def seconds_of(work, rounds=5):
+    """Returns the median time of a function on the GPU, after one run that is not measured."""
     work()
     times = []
     for _ in range(rounds):
@@ -197,8 +198,8 @@ def seconds_of(work, rounds=5):
     return sorted(times)[len(times) // 2]
 
 
-def ceilings():
-    """What the card does at its best: floating-point operations and bytes a second."""
+def measure_ceilings():
+    """Returns the card's highest rates: floating-point operations and bytes a second."""
     a, b = (torch.randn(8_192, 8_192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * 8_192**3 / seconds_of(lambda: a @ b)
     block = torch.empty(1 << 30, device="cuda", dtype=torch.int8)
@@ -206,16 +207,17 @@ def ceilings():
     return flops, 2 * block.numel() / seconds_of(lambda: other.copy_(block))
 
 
-def work_of(config, tokens):
-    """Floating-point operations of a prompt without logits."""
+def prefill_operations(config, tokens):
+    """Returns the floating-point operations of a prefill without logits."""
     heads = config.num_attention_heads * config.head_dim
     kv = 2 * config.num_key_value_heads * config.head_dim
     matrices = config.hidden_size * (2 * heads + kv + 3 * config.intermediate_size)
     return config.num_hidden_layers * (2 * tokens * matrices + 2 * tokens * tokens * heads)
 
 
-def fast(folder):
-    flops, bandwidth = ceilings()
+def measure_speed(folder):
+    """Measures prefill, decode and handoff on Qwen3-8B's shape. Returns whether all goals are met."""
+    flops, bandwidth = measure_ceilings()
     print(f"\nCeilings: {flops / 1e12:.0f} TFLOP/s (bf16, 8192³), {bandwidth / 1e12:.2f} TB/s (copy, read + write)\n")
     config = transformers.Qwen3Config(**LARGE, num_hidden_layers=LAYERS, max_position_embeddings=131_072, tie_word_embeddings=False)
     model = random_model(config, torch.bfloat16)
@@ -226,15 +228,15 @@ def fast(folder):
     torch.cuda.empty_cache()
     print("| Qwen3-8B's shape | ours | of the ceiling | goal | transformers | ours ÷ theirs |\n|---|---|---|---|---|---|")
     met, prefill = True, {}
-    said, wrong = ours("speed", folder, seconds=240)
-    if wrong:
-        print(f"\n{wrong}", flush=True)
+    output, error = run_bench("speed", folder, seconds=240)
+    if error:
+        print(f"\n{error}", flush=True)
         return False
-    for line in said.splitlines():
+    for line in output.splitlines():
         found = json.loads(line)
         seconds = found["seconds"]
         if found["what"] == "prefill":
-            name, share, goal = f"prefill {found['tokens']}", work_of(config, found["tokens"]) / seconds / flops, PREFILL_GOAL
+            name, share, goal = f"prefill {found['tokens']}", prefill_operations(config, found["tokens"]) / seconds / flops, PREFILL_GOAL
             rate, other = f"{found['tokens'] / seconds:.0f} tok/s", theirs.get(name)
             prefill[found["tokens"]] = seconds
         else:
@@ -245,27 +247,27 @@ def fast(folder):
         met &= share >= goal
         compared = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "– | –"
         print(f"| {name} | {rate} | {share:.0%} | {goal:.0%} | {compared} |", flush=True)
-    return handed_over(folder, prefill[4_096]) and met
+    return measure_handoff(folder, prefill[4_096]) and met
 
 
-def handed_over(folder, prefill):
-    """A prompt of 4,096 tokens from another process's memory on the same card."""
-    said, wrong = ours("transports", folder, 4_096, seconds=120)
-    if wrong:
-        print(f"\ncuda_ipc: {wrong}", flush=True)
+def measure_handoff(folder, prefill):
+    """Measures the copy of a prompt of 4,096 tokens from another process's memory on the same card. Returns whether the goals are met."""
+    output, error = run_bench("transports", folder, 4_096, seconds=120)
+    if error:
+        print(f"\ncuda_ipc: {error}", flush=True)
         return False
-    found = json.loads(said.splitlines()[-1])
+    found = json.loads(output.splitlines()[-1])
     rate, share = 2 * found["bytes"] / found["seconds"], found["plain_seconds"] / found["seconds"]
     added = found["seconds"] / prefill
     print("\n| 4,096 tokens from another process | goal |\n|---|---|")
     print(f"| cuda_ipc: {rate / 1e12:.2f} TB/s (read + write), {share:.0%} of a plain copy | {COPY_GOAL:.0%} |")
     print(f"| adds {added:.1%} to the time of its prefill | {HANDOFF_GOAL:.0%} |")
-    print(f"| what is decoded from it: {'equal' if found['equal'] else 'DIFFERENT'} | equal |", flush=True)
+    print(f"| decode from the copied blocks: {'equal' if found['equal'] else 'DIFFERENT'} | equal |", flush=True)
     return found["equal"] and share >= COPY_GOAL and added <= HANDOFF_GOAL
 
 
 def transformers_speed(model):
-    """Seconds by workload: prompts with the last token's logits, and steps of decoding sequences."""
+    """Returns the seconds that transformers needs for each workload: prompts with the last token's logits, and decode steps."""
     found = {}
     with torch.no_grad():
         for tokens in (4_096, 16_384):
@@ -290,24 +292,24 @@ def main():
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     print(f"{time.strftime('%Y-%m-%d')}, {card.name}, driver {driver.stdout.strip()}, torch {torch.__version__}, transformers {transformers.__version__}\n")
     print("| Model | Weights | Logits wrong by | Greedy tokens, replayed steps and moved blocks |\n|---|---|---|---|")
-    # Reference products in single precision, not in TF32.
+    # The reference is computed in single precision, not in TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
-    good, tool = True, sanitizer()
+    passed, tool = True, sanitizer()
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, config, dtype) in enumerate(small_models()):
-            good &= right(name, config, dtype, pathlib.Path(folder) / str(i))
-        said, wrong = ours("nccl", pathlib.Path(folder) / "0")
-        print(f"\nNCCL, from the card to itself (it refuses two ranks on one): {(said or wrong).strip()}", flush=True)
-        good &= not wrong and said.startswith("equal")
+            passed &= check_model(name, config, dtype, pathlib.Path(folder) / str(i))
+        output, error = run_bench("nccl", pathlib.Path(folder) / "0")
+        print(f"\nNCCL, from the card to itself (it refuses two ranks on one card): {(output or error).strip()}", flush=True)
+        passed &= not error and output.startswith("equal")
     large = pathlib.Path(tempfile.mkdtemp())
     try:
-        good &= fast(large)
-        good &= converse(large)
+        passed &= measure_speed(large)
+        passed &= measure_conversations(large)
     finally:
         shutil.rmtree(large)
     with tempfile.TemporaryDirectory() as folder:
-        good &= clean(tool, pathlib.Path(folder))
-    return 0 if good else 1
+        passed &= sanitize(tool, pathlib.Path(folder))
+    return 0 if passed else 1
 
 
 sys.exit(main())

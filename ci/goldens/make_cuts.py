@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Makes cuts.json, to which frontend/tests/tokenizer.rs compares the ways in which texts are cut. Only needed when texts change.
+"""Writes cuts.json, with which frontend/tests/tokenizer.rs checks how the tokenizer splits texts before it merges bytes. Only needed if the
+texts change.
 
     pip install tokenizers gguf numpy llama-cpp-python
     python make_cuts.py
 
-A small byte-level BPE is trained on texts.py. Its token ids come from Hugging Face's `tokenizers`, set up as the public
-tokenizer.json files of the families are; llama.cpp, given the same vocabulary as a GGUF file, must agree (but for `qwen2`'s
-composed characters, which llama.cpp leaves as they are).
+A small byte-level BPE is trained on texts.py. Its token ids are computed by Hugging Face's `tokenizers`, with the settings of the model
+families' public tokenizer.json files. llama.cpp, with the same vocabulary as a GGUF file, must give the same ids (except for texts with
+decomposed characters and `qwen2`, which llama.cpp does not normalise).
 
-{"merges", "word", "cuts": {name: [{"text", "ids"}]}}; token i is byte i in GPT-2's order of characters, then come the merges'
-results, then `word`, a token that no merges make.
+Format: {"merges", "word", "cuts": {name: [{"text", "ids"}]}}. The first 256 tokens are the bytes, as GPT-2's characters; the results of the
+merges follow; the last one is `word`, a token that no merges produce.
 """
 import json
 import pathlib
@@ -39,7 +40,7 @@ CASES = [
 
 
 def characters():
-    """GPT-2's character of each byte."""
+    """Returns GPT-2's character for each byte."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = iter(range(256, 512))
     return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]
@@ -62,7 +63,7 @@ def encoder(name, vocabulary, merges):
     return whole
 
 
-def llama_cpps(name, tokens, merges, path):
+def llama_cpp_tokenizer(name, tokens, merges, path):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
@@ -84,7 +85,7 @@ def main():
     cuts = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in CUTS:
-            ours, other = encoder(name, vocabulary, merges), llama_cpps(name, tokens, merges, f"{folder}/{name}.gguf")
+            ours, other = encoder(name, vocabulary, merges), llama_cpp_tokenizer(name, tokens, merges, f"{folder}/{name}.gguf")
             cuts[name] = []
             for text in CASES + texts.DOCUMENTS[:3]:
                 ids = ours.encode(text).ids

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the golden files in this directory from independent references.
+"""Writes the golden files in this directory from independent reference implementations.
 
     python3 -m venv /tmp/goldens && . /tmp/goldens/bin/activate
     pip install numpy gguf
@@ -7,7 +7,7 @@
     python make_goldens.py SmolLM2-135M-Instruct.Q4_1.gguf
 
 tokenizer.json  llama.cpp's token ids of many strings: [{"text", "ids", "special"}]
-logprobs.json   teacher forcing in float32 numpy: [{"tokens", "logprobs", "top1"}]; entry i is about tokens[i + 1]
+logprobs.json   logprobs of given texts in float32 numpy: [{"tokens", "logprobs", "top1"}]; entry i belongs to tokens[i + 1]
 greedy.json     greedy continuations in float32 numpy: [{"prompt", "tokens", "top_two"}]; top_two holds each step's two largest logits
 """
 import json
@@ -25,7 +25,7 @@ NEW_TOKENS = 32
 
 
 class Oracle:
-    """A Llama in float32: every weight dequantised, nothing of ours, nothing clever."""
+    """A simple implementation of Llama in float32, with dequantised weights. It shares no code with Tandem."""
 
     def __init__(self, path):
         reader = GGUFReader(path)
@@ -46,7 +46,7 @@ class Oracle:
         return y
 
     def forward(self, tokens, past):
-        """Logits of every token; `past` (one entry a layer, at first empty) holds keys and values and grows."""
+        """Returns the logits of every token, and adds the tokens' keys and values to `past`, a list with one entry for each layer."""
         n, start = len(tokens), len(past[0][0]) if past else 0
         x, pos = self.w["token_embd.weight"][tokens], np.arange(start, start + n)
         mask = np.where(np.arange(start + n)[None] > pos[:, None], np.float32(-np.inf), np.float32(0))

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes small.json, to which engine/src/cpu/tests/goldens.rs compares small random models: every type of weight, every family,
-every way to stretch a context. The models are that test's own. Only needed when they change.
+"""Writes small.json, with which engine/src/cpu/tests/goldens.rs checks small random models: all types of weights, all families, all kinds of
+RoPE scaling. The test writes the models. Only needed if they change.
 
     pip install gguf numpy llama-cpp-python
     mkdir /tmp/small && TANDEM_SMALL_MODELS=/tmp/small cargo test -p tandem-engine --lib write_small_models -- --ignored
     python make_small.py /tmp/small
 
-[{"model", "revision", "tokens", "logits"}]: numpy's logits after the last token, in double precision, every weight dequantised by
-the `gguf` package. llama.cpp's must be near them; they are not stored, because it rounds activations in its own way.
+Format: [{"model", "revision", "tokens", "logits"}], with numpy's logits of the last token, computed in double precision from weights that the
+`gguf` package has dequantised. llama.cpp's logits must be close to them; those are not stored, because llama.cpp rounds activations.
 """
 import json
 import pathlib
@@ -25,7 +25,7 @@ ORDER = (
 
 
 class Oracle:
-    """A Llama, Qwen 2 or Qwen 3: nothing of ours, nothing clever."""
+    """A simple implementation of Llama, Qwen 2 and Qwen 3 in double precision. It shares no code with Tandem."""
 
     def __init__(self, path):
         reader = GGUFReader(path)
@@ -89,7 +89,7 @@ class Oracle:
         return self.rms(x, "output_norm.weight") @ self.w.get("output.weight", self.w["token_embd.weight"]).T
 
 
-def llama_cpps(path, tokens):
+def llama_cpp_logits(path, tokens):
     llama = llama_cpp.Llama(str(path), n_ctx=96, n_batch=96, logits_all=True, type_k=0, type_v=0, verbose=False)
     llama.eval(tokens)
     return np.array(llama.scores[len(tokens) - 1], dtype=np.float64)
@@ -103,7 +103,7 @@ def main():
         vocabulary = len(oracle.w["token_embd.weight"])
         tokens = [(7 * i * i + 3 * i + 1) % vocabulary for i in range(40)]
         logits = oracle.forward(tokens)[-1]
-        other = llama_cpps(path, tokens)
+        other = llama_cpp_logits(path, tokens)
         error = np.linalg.norm(logits - other) / np.linalg.norm(logits)
         print(f"{name}: llama.cpp differs by {error:.5f}")
         assert error < (0.05 if "-q" in name else 0.005), name

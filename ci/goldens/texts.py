@@ -1,13 +1,13 @@
-"""The texts the goldens are made of: written for this purpose, or long in the public domain."""
+"""The texts from which the golden files are made. They were written for this purpose or are in the public domain."""
 
 DOCUMENTS = [
-    # Lincoln, 1863, and a plain-prose continuation.
+    # Lincoln's Gettysburg Address of 1863, and a continuation.
     """Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great battle-field of that war. We have come to dedicate a portion of that field, as a final resting place for those who here gave their lives that that nation might live. It is altogether fitting and proper that we should do this. But, in a larger sense, we can not dedicate -- we can not consecrate -- we can not hallow -- this ground. The brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract. The world will little note, nor long remember what we say here, but it can never forget what they did here. It is for us the living, rather, to be dedicated here to the unfinished work which they who fought here have thus far so nobly advanced.""",
-    # Own: an explanation.
+    # An explanation, written for this purpose.
     """A cache is a small, fast memory that keeps copies of things which were expensive to get. When a program asks for something, the cache is asked first. If the copy is there, the answer comes quickly; this is called a hit. If it is not, the slow path is taken and the result is stored for the next time; this is called a miss. The difficult part is not storing things but deciding what to throw away. The most common rule removes what has not been used for the longest time. It is simple, and it works well because programs tend to use again what they used a short while ago. The second difficult part is knowing when a copy is no longer true. If the original changes and the copy does not, the program computes with old facts. Some caches solve this by naming each copy after its contents: a different content has a different name, so a copy can never be wrong, only useless.
 
 Memory in a computer is arranged in levels. Close to the processor are a few kilobytes that answer within a nanosecond. Behind them are megabytes which take ten times as long, then gigabytes which take a hundred times as long, and finally disks and networks, which are slower still. Each level is a cache of the one behind it. A programmer who knows this arranges data so that what is used together lies together. Often this makes more of a difference than a cleverer algorithm.""",
-    # Own: code.
+    # Code, written for this purpose.
     '''```python
 def fibonacci(n):
     """Return the n-th Fibonacci number."""
@@ -66,7 +66,8 @@ What is the capital of France, and what is it known for?<|im_end|>
 <|im_start|>assistant
 The capital of France is Paris. It is known for the Eiffel Tower, the Louvre museum, its cafés and its long history as a centre of art, fashion and science.<|im_end|>
 """,
-    # Austen 1813, Melville 1851, Carroll 1865, Dickens 1859, the preamble of 1787, Shakespeare, own prose: one long document.
+    # One long document: Austen (1813), Melville (1851), Carroll (1865), Dickens (1859), the US constitution's preamble (1787), Shakespeare,
+    # and prose written for this purpose.
     """It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property of some one or other of their daughters. "My dear Mr. Bennet," said his lady to him one day, "have you heard that Netherfield Park is let at last?" Mr. Bennet replied that he had not. "But it is," returned she; "for Mrs. Long has just been here, and she told me all about it." Mr. Bennet made no answer. "Do not you want to know who has taken it?" cried his wife impatiently. "You want to tell me, and I have no objection to hearing it." This was invitation enough.
 
 Call me Ishmael. Some years ago -- never mind how long precisely -- having little or no money in my purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a way I have of driving off the spleen and regulating the circulation. Whenever I find myself growing grim about the mouth; whenever it is a damp, drizzly November in my soul; whenever I find myself involuntarily pausing before coffin warehouses, and bringing up the rear of every funeral I meet; and especially whenever my hypos get such an upper hand of me, that it requires a strong moral principle to prevent me from deliberately stepping into the street, and methodically knocking people's hats off -- then, I account it high time to get to sea as soon as I can.
@@ -82,7 +83,7 @@ To be, or not to be, that is the question: whether 'tis nobler in the mind to su
 The harbour lay quiet under the morning fog. Two boats had gone out before dawn and had not come back, and the women on the quay spoke little. Old Marten sat on his crate, mending a net that needed no mending. "They know the water," he said to nobody. A gull landed, looked at him, and left. Towards nine the fog began to lift, first from the mast tops, then from the roofs, and at last from the sea itself, and there, small and black against the light, were two sails. Nobody cheered. The children ran to the end of the pier, the women went home to light their stoves, and Marten put the net aside and closed his eyes.
 
 The mill stood where the river bent. For a hundred years it had ground the corn of three villages, and for twenty it had ground nothing at all. When the young couple from the city bought it, people shook their heads. They repaired the roof in the first summer, the wheel in the second, and in the third they baked bread from flour of their own. In the fourth summer there was a queue at the door every morning, and those who had shaken their heads stood in it like everybody else.""",
-    # Own: lists, numbers, a table, a recipe.
+    # Lists, numbers, a table and a recipe, written for this purpose.
     """# Pancakes
 
 Ingredients for 4 people:
@@ -105,7 +106,7 @@ Ingredients for 4 people:
 | Vienna | Austria | 1,900,000 |
 
 The planets of the solar system, from the Sun outwards, are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune. Light from the Sun takes about 8 minutes to reach the Earth, and more than 4 hours to reach Neptune. 2 + 2 = 4, 12 * 12 = 144, 1000 / 8 = 125.""",
-    # Own: other languages.
+    # Other languages, written for this purpose.
     """Bonjour, je m'appelle Marie et j'habite à Lyon. Le matin, je prends le train pour aller au travail. Le soir, je lis un livre ou je regarde un film avec mes amis. Guten Tag, ich heiße Peter und wohne in Hamburg. Am Wochenende fahre ich oft mit dem Fahrrad an die Elbe. Hola, me llamo Lucía y vivo en Sevilla. En verano hace mucho calor y todos salimos por la noche.""",
 ]
 
@@ -171,7 +172,8 @@ _LONG = ["".join(DOCUMENTS[1:2]), "word " * 300, "1234567890" * 60, "日本語�
 
 
 def tokenizer_cases():
-    """(text, special): whether special tokens' text is to become special tokens; both where it makes a difference."""
+    """Returns pairs (text, special). If `special`, the text of special tokens becomes special tokens; texts with such tokens occur in both
+    ways."""
     cases = [(text, False) for text in _PLAIN + _LONG]
     for text in _WITH_SPECIALS:
         cases += [(text, True), (text, False)]

@@ -1,16 +1,14 @@
-//! The client of one attempt.
+//! The client of an attempt, with the records of the messages that it receives.
 
 use std::sync::Once;
 use tandem_node::trace::Span;
 use tandem_proto::v1::{GenerateReply, PrefillChunk, PrefillTimeline, generate_reply::Message};
-use tandem_worker::{ClientGone, LedgerEntry, ReplySender};
+use tandem_worker::{Disconnected, LedgerEntry, ReplySender};
 
-/// The client of one attempt.
+/// The client of one attempt. Each message to it is recorded in the span, and decides the outcome in the ledger.
 pub(crate) struct Client {
     replies: ReplySender<GenerateReply>,
-    /// The messages that were sent decide the attempt's outcome.
     entry: LedgerEntry,
-    /// The attempt's.
     pub(crate) span: Span,
     began: Once,
 }
@@ -21,18 +19,20 @@ impl Client {
     }
 
     /// Sends a message; waits while the client is slow.
-    pub(crate) async fn send(&self, message: Message) -> Result<(), ClientGone> {
-        let outcome: Option<fn(&LedgerEntry)> = match &message {
-            Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => Some(LedgerEntry::began),
-            Message::Failure(_) => Some(LedgerEntry::failed),
-            Message::Scheduled(_) | Message::DecodeStarted(_) | Message::PrefillTimeline(_) => None,
-        };
+    pub(crate) async fn send(&self, message: Message) -> Result<(), Disconnected> {
+        let mut outcome: Option<fn(&LedgerEntry)> = None;
         match &message {
             Message::Scheduled(_) => self.span.event("scheduled", &[]),
             Message::DecodeStarted(_) => self.span.event("started", &[]),
             Message::PrefillTimeline(_) => {}
-            Message::Failure(failure) => self.span.fail(failure.reason().label()),
-            _ => self.began.call_once(|| self.span.event("first token", &[])),
+            Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => {
+                self.began.call_once(|| self.span.event("first token", &[]));
+                outcome = Some(LedgerEntry::began);
+            }
+            Message::Failure(failure) => {
+                self.span.fail(failure.reason().label());
+                outcome = Some(LedgerEntry::failed);
+            }
         }
         self.replies.send(GenerateReply { message: Some(message) }).await?;
         if let Some(record) = outcome {
@@ -42,7 +42,7 @@ impl Client {
     }
 
     /// Sends the chunks of the prompt's prefill, if there are any.
-    pub(crate) async fn prefilled(&self, chunks: Vec<PrefillChunk>) -> Result<(), ClientGone> {
+    pub(crate) async fn prefilled(&self, chunks: Vec<PrefillChunk>) -> Result<(), Disconnected> {
         if chunks.is_empty() {
             return Ok(());
         }

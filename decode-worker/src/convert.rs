@@ -1,4 +1,4 @@
-//! From the wire and back: requests are checked once, here.
+//! Conversions between wire messages and the engine's types. Requests are checked here, and only here.
 
 use std::time::Duration;
 use tandem_engine::{FinishReason, Generate, Generated, KvSource, Sampling, TokenLogprobs};
@@ -8,18 +8,18 @@ use tandem_proto::{
     v1::{self, GenerateRequest, WorkerRef, finished},
 };
 
-/// Samples of one prompt.
+/// The maximum of samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
-/// Alternatives of one token.
+/// The maximum of alternatives whose logprobs are returned for one token.
 const LOGPROBS_MAX: u32 = 20;
-/// Tokens with a bias, as many as a frontend lets through.
+/// The maximum of tokens with a bias; a frontend allows as many.
 const BIASES_MAX: usize = 1_024;
-/// Tokens that end a sample: more than a frontend lets through with those of the model.
+/// The maximum of tokens that end a sample: more than a frontend allows, including those of the model.
 const STOP_TOKENS_MAX: usize = 1_024;
-/// Of penalties and biases, either way: far beyond what makes a difference, far within what stays finite.
+/// The largest absolute value of penalties and biases: larger ones make no difference, and all logits stay finite.
 const WEIGHT_MAX: f32 = 1_000.0;
 
-/// A request that can be given to the engine.
+/// A checked request.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) attempt: u32,
@@ -27,21 +27,21 @@ pub(crate) struct Request {
     pub(crate) generate: Generate,
     pub(crate) output: Output,
     pub(crate) prefill: Option<WorkerRef>,
-    /// The prefill must begin within this time.
+    /// The longest time until the prefill begins.
     pub(crate) start_within: Option<Duration>,
 }
 
-/// What is needed to tell the client what the engine tells.
+/// The parts of the request that are needed to forward the engine's events.
 #[derive(Debug)]
 pub(crate) struct Output {
-    /// Those that run.
+    /// The number of samples that run.
     pub(crate) samples: usize,
     pub(crate) stop_tokens: Vec<TokenId>,
-    /// Only of requests that want its logprobs.
+    /// Empty unless the request wants the prompt's logprobs.
     pub(crate) prompt: Vec<TokenId>,
 }
 
-/// The request cannot be run by any worker.
+/// The reason that no worker can run a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Invalid {
     #[error("prompt must have at least one token")]
@@ -52,15 +52,13 @@ pub(crate) enum Invalid {
     NoSampling,
     #[error("samples must be between 1 and {SAMPLES_MAX}")]
     Samples,
-    #[error(
-        "generated must name samples in their order, each once, with tokens of the vocabulary and at most max_tokens of them"
-    )]
+    #[error("generated must name samples in order, each once, with at most max_tokens tokens, all in the vocabulary")]
     Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },
     #[error("the prefill worker must have an instance and an address")]
     NoPrefillWorker,
-    #[error("a prompt whose logprobs are wanted is prefilled on the decode worker")]
+    #[error("a prompt whose logprobs are requested must be prefilled on the decode worker")]
     PromptLogprobsElsewhere,
 }
 
@@ -100,7 +98,7 @@ impl Request {
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?)?;
         let generated = request.generated;
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
-        let in_order = generated.windows(2).all(|pair| pair[0].sample < pair[1].sample);
+        let in_order = generated.is_sorted_by(|one, next| one.sample < next.sample);
         let resumable =
             |of: &v1::ResumedSample| of.sample < request.samples && of.tokens.len() <= tokens_max && of.tokens.iter().all(known);
         if !in_order || !generated.iter().all(resumable) {
@@ -131,56 +129,43 @@ impl Request {
     }
 }
 
-fn sampling(sampling: v1::Sampling) -> Result<Sampling, Invalid> {
-    let v1::Sampling {
-        max_tokens,
-        min_tokens,
-        temperature,
-        top_p,
-        top_k,
-        min_p,
-        frequency_penalty,
-        presence_penalty,
-        repetition_penalty,
-        logit_bias,
-        seed,
-        stop_token_ids,
-        logprobs,
-    } = sampling;
-    let weight = -WEIGHT_MAX..=WEIGHT_MAX;
+fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
+    let sampling = Sampling {
+        max_tokens: wire.max_tokens,
+        min_tokens: wire.min_tokens,
+        temperature: wire.temperature,
+        top_p: wire.top_p,
+        top_k: wire.top_k,
+        min_p: wire.min_p,
+        frequency_penalty: wire.frequency_penalty,
+        presence_penalty: wire.presence_penalty,
+        repetition_penalty: wire.repetition_penalty,
+        logit_bias: wire.logit_bias,
+        seed: wire.seed,
+        stop_token_ids: wire.stop_token_ids,
+        logprobs: wire.logprobs,
+    };
+    let Sampling { top_p, repetition_penalty, min_tokens, max_tokens, .. } = sampling;
+    let is_weight = |weight: &f32| (-WEIGHT_MAX..=WEIGHT_MAX).contains(weight);
     // A NaN is in no range.
     for (field, allowed, holds) in [
-        ("temperature", "between 0 and 100", (0.0..=100.0).contains(&temperature)),
+        ("temperature", "between 0 and 100", (0.0..=100.0).contains(&sampling.temperature)),
         ("top_p", "above 0 and at most 1", top_p > 0.0 && top_p <= 1.0),
-        ("min_p", "between 0 and 1", (0.0..=1.0).contains(&min_p)),
-        ("frequency_penalty", "between -1000 and 1000", weight.contains(&frequency_penalty)),
-        ("presence_penalty", "between -1000 and 1000", weight.contains(&presence_penalty)),
+        ("min_p", "between 0 and 1", (0.0..=1.0).contains(&sampling.min_p)),
+        ("frequency_penalty", "between -1000 and 1000", is_weight(&sampling.frequency_penalty)),
+        ("presence_penalty", "between -1000 and 1000", is_weight(&sampling.presence_penalty)),
         ("repetition_penalty", "above 0 and at most 1000", repetition_penalty > 0.0 && repetition_penalty <= WEIGHT_MAX),
-        ("logit_bias", "between -1000 and 1000", logit_bias.values().all(|bias| weight.contains(bias))),
-        ("logit_bias", "of at most 1024 tokens", logit_bias.len() <= BIASES_MAX),
-        ("stop_token_ids", "at most 1024 tokens", stop_token_ids.len() <= STOP_TOKENS_MAX),
+        ("logit_bias", "between -1000 and 1000", sampling.logit_bias.values().all(is_weight)),
+        ("logit_bias", "of at most 1024 tokens", sampling.logit_bias.len() <= BIASES_MAX),
+        ("stop_token_ids", "at most 1024 tokens", sampling.stop_token_ids.len() <= STOP_TOKENS_MAX),
         ("min_tokens", "at most max_tokens", max_tokens.is_none_or(|max_tokens| min_tokens <= max_tokens)),
-        ("logprobs", "at most 20", logprobs.is_none_or(|top| top <= LOGPROBS_MAX)),
+        ("logprobs", "at most 20", sampling.logprobs.is_none_or(|top| top <= LOGPROBS_MAX)),
     ] {
         if !holds {
             return Err(Invalid::OutOfRange { field, allowed });
         }
     }
-    Ok(Sampling {
-        max_tokens,
-        min_tokens,
-        temperature,
-        top_p,
-        top_k,
-        min_p,
-        frequency_penalty,
-        presence_penalty,
-        repetition_penalty,
-        logit_bias,
-        seed,
-        stop_token_ids,
-        logprobs,
-    })
+    Ok(sampling)
 }
 
 pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {

@@ -1,18 +1,18 @@
-//! Why an attempt ends before its last token, and what the client hears: the one table from causes to reasons.
+//! Why an attempt ends before its last token, and what is reported to the client: the only table from causes to reasons.
 
 use crate::convert::Invalid;
 use tandem_engine::Refusal;
 use tandem_proto::v1::{Failure, FailureReason};
-use tandem_worker::ClientGone;
+use tandem_worker::Disconnected;
 
-/// Why an attempt ended early.
+/// The cause for which an attempt ended early.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Ended {
     #[error(transparent)]
-    ClientGone(#[from] ClientGone),
-    #[error("the worker that was asked for is not running any more; ask for a new placement")]
-    WrongInstance { asked_for: String },
-    #[error("the worker is leaving; try another")]
+    Disconnected(#[from] Disconnected),
+    #[error("the requested worker has ended; request a new placement")]
+    WrongInstance { requested: String },
+    #[error("the worker is draining; try another")]
     Draining,
     #[error(transparent)]
     Invalid(#[from] Invalid),
@@ -28,16 +28,16 @@ pub(crate) enum Ended {
     NotStarted { culprit: String },
     #[error("no blocks became free in time; try again later or elsewhere")]
     NoBlocks,
-    #[error("the prompt's KV did not come in time; try another prefill worker")]
+    #[error("the prompt's KV did not arrive in time; try another prefill worker")]
     NotReceived { prefill: String },
     #[error(
         "the worker refused a write that the prompt's ticket does not allow, and dropped the prompt's blocks; try another prefill worker"
     )]
     WriteRefused { prefill: String },
-    #[error("the prefill worker is gone; try another")]
+    #[error("the prefill worker is unreachable or has ended; try another")]
     PrefillLost { prefill: String },
-    /// The prefill worker's own words.
-    #[error("the prefill worker gave up")]
+    /// The failure as the prefill worker reported it.
+    #[error("the prefill worker reported a failure")]
     Prefill(Failure),
     #[error("the engine failed; try another worker")]
     Engine,
@@ -46,29 +46,27 @@ pub(crate) enum Ended {
 }
 
 impl Ended {
-    /// What the client hears, unless there is none.
-    pub(crate) fn tell(self, instance_id: &str) -> Result<Failure, ClientGone> {
-        let message = self.to_string();
-        let (reason, culprit) = match self {
-            Self::ClientGone(gone) => return Err(gone),
+    /// Returns the failure to report to the client, unless that has disconnected; `instance_id` is this worker's.
+    pub(crate) fn report(self, instance_id: &str) -> Result<Failure, Disconnected> {
+        let (message, this) = (self.to_string(), instance_id.to_owned());
+        let (reason, instance_id) = match self {
+            Self::Disconnected(disconnected) => return Err(disconnected),
             Self::Prefill(failure) => return Ok(failure),
-            Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
+            Self::WrongInstance { requested } => (FailureReason::WrongInstance, requested),
             Self::PrefillLost { prefill } => (FailureReason::PrefillLost, prefill),
             Self::WriteRefused { prefill } => (FailureReason::WriteRefused, prefill),
             Self::NotStarted { culprit } => (FailureReason::Timeout, culprit),
             Self::NotReceived { prefill } => (FailureReason::Timeout, prefill),
-            Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
-            Self::NoBlocks => (FailureReason::Timeout, instance_id.to_owned()),
-            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => {
-                (FailureReason::AtCapacity, instance_id.to_owned())
-            }
+            Self::Draining => (FailureReason::Draining, this),
+            Self::NoBlocks => (FailureReason::Timeout, this),
+            Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, this),
             Self::Invalid(_)
             | Self::UnsignedAddress
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
-            ) => (FailureReason::InvalidRequest, instance_id.to_owned()),
-            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, instance_id.to_owned()),
+            ) => (FailureReason::InvalidRequest, this),
+            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, this),
         };
-        Ok(Failure { reason: reason.into(), message, instance_id: culprit })
+        Ok(Failure { reason: reason.into(), message, instance_id })
     }
 }

@@ -8,17 +8,17 @@ use crate::{
 use futures::FutureExt;
 use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
-use tandem_worker::{ClientGone, Job};
+use tandem_worker::{Disconnected, Job};
 
 /// Tokens in one message: as many as a slow client receives at a time.
 const TOKENS_MAX: usize = 256;
 
-/// Forwards all events until the last sample has finished. A slow client makes this wait, never the engine.
+/// Forwards all events until the last sample has finished. A slow client delays this task, never the engine.
 pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) -> Result<(), Ended> {
     let mut tokens = Pending::default();
     let mut running = output.samples;
     while running > 0 {
-        // Tokens that have come together are sent together; none is held back for another.
+        // Tokens that are available together are sent together; no token waits for another.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {
@@ -48,7 +48,7 @@ pub(crate) async fn forward(job: &mut dyn Job, output: Output, client: &Client) 
             Some(Event::PromptLogprobs(logprobs)) => {
                 client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
             }
-            // `Failed`, or an engine that has ended; other events do not come after `Started`.
+            // `Failed`, or the engine has ended; no other events follow `Started`.
             _ => {
                 tokens.flush(client).await?;
                 return Err(Ended::Engine);
@@ -74,7 +74,7 @@ impl Pending {
         }
     }
 
-    async fn flush(&mut self, client: &Client) -> Result<(), ClientGone> {
+    async fn flush(&mut self, client: &Client) -> Result<(), Disconnected> {
         self.len = 0;
         for tokens in self.samples.drain(..) {
             client.send(Message::Tokens(tokens)).await?;

@@ -1,8 +1,8 @@
 //! The decode worker: serves `Decode`, which owns a request from its placement to its last token.
 //!
-//! - The stream of `Generate` is the request: closing it ends the request here and on the prefill worker.
-//! - `Scheduled` comes first, from the worker that prefills: this one for a local prefill, otherwise the prefill worker, whose message is
-//!   passed on unchanged.
+//! - The request exists while its `Generate` stream is open: closing the stream ends the request here and on the prefill worker.
+//! - `Scheduled` is the first message. It comes from the worker that prefills: this worker for a local prefill, otherwise the prefill worker,
+//!   whose message is forwarded unchanged.
 //! - No process writes into this worker's memory without a ticket; the engine's thread checks every block, and uses none of them before the
 //!   prefill worker has sent `PrefillDone` on the stream that this worker opened.
 
@@ -33,19 +33,19 @@ use worker::Worker;
 /// Settings of a decode worker.
 #[derive(Clone, Debug)]
 pub struct DecodeWorkerSettings {
-    /// Those of every worker.
+    /// The settings of workers of either role.
     pub worker: WorkerSettings,
     /// `host:port` at which prefill workers reach this worker; absent: where it listens.
     pub advertise: Option<String>,
-    /// Requests that wait for a prefill on another worker; more are refused. Each holds its prompt and a stream, but no blocks.
+    /// Requests that wait for a prefill on another worker; more are refused. Each keeps its prompt and a stream, but no blocks.
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
     pub receive_timeout: Duration,
-    /// The transfer paths that it may use.
+    /// The transfer paths that the worker may use.
     pub transfer_mode: TransferMode,
 }
 
-/// Why a decode worker ended.
+/// The reason that a decode worker ended.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeWorkerError {
     /// It cannot serve, or its back end has ended.
@@ -77,31 +77,26 @@ pub async fn run(
         Some(address) => address,
         None => own_address(listener.local_addr()?)?,
     };
-    let backend = Arc::new(backend);
-    let worker = tandem_worker::Worker::new(Role::Decode, backend, &settings.worker, listener.network(), &metrics, shutdown);
-    let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    let (engine, drained) = (worker.engine()?, requests.clone());
-    let lifetime = Lifetime::new(shutdown, async move { drained.drained().await });
-    let destination = EngineMemory::new(engine.clone(), Arc::clone(&metrics));
+    let (backend, network) = (Arc::new(backend), listener.network().clone());
+    let common = tandem_worker::Worker::new(Role::Decode, backend, settings.worker, &network, &metrics, shutdown);
+    let (engine, requests) = (common.engine()?, common.requests.clone());
+    let lifetime = Lifetime::new(common.shutdown.clone(), async move { requests.drained().await });
+    let destination = EngineMemory::new(engine.clone(), Arc::clone(&common.metrics));
     let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
     let transfer_service = transfers.service();
-    // The series exist before the first transfer.
-    metrics.transfer(ReceivePaths::fallback_label(), Direction::Received);
-    let decode = Worker {
-        instance_id: info.instance_id.clone(),
+    // Registers the series before the first transfer.
+    drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Received));
+    let worker = Worker {
+        common: common.clone(),
         address,
-        backend,
-        metrics,
         transfers,
-        requests,
-        ledger,
-        channels: Channels::on(listener.network().clone()),
+        channels: Channels::on(network),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
-        settings,
+        receive_timeout: settings.receive_timeout,
     };
-    let decode = DecodeServer::new(Service(Arc::new(decode))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    let decode = DecodeServer::new(Service(Arc::new(worker))).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let routes = Routes::default().add_service(decode).add_service(transfer_service);
-    Ok(worker.serve(listener, routes).await?)
+    Ok(common.serve(listener, routes).await?)
 }
 
 fn own_address(address: SocketAddr) -> Result<String, DecodeWorkerError> {

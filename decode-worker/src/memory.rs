@@ -1,4 +1,4 @@
-//! The engine's KV memory as the destination of transfers.
+//! The engine's KV memory, as the destination of transfers.
 
 use bytes::Bytes;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub(crate) struct EngineMemory {
 
 impl EngineMemory {
     pub(crate) fn new(engine: EngineHandle, metrics: Arc<WorkerMetrics>) -> Self {
-        // The series exist before the first refusal.
+        // Registers the series before the first refusal.
         WriteRefused::REASONS.iter().for_each(|(_, reason)| drop(metrics.refused_writes(reason)));
         Self { engine, metrics }
     }

@@ -1,4 +1,4 @@
-//! The stream to the prefill worker. Dropping it cancels the prefill there.
+//! The client of a prefill worker: one `Prefill` stream.
 
 use crate::failure::Ended;
 use tandem_proto::{
@@ -12,11 +12,11 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// One prompt's prefill on another worker.
+/// One prompt's prefill on another worker. Dropping it cancels the prefill.
 pub(crate) struct Prefill {
-    instance_id: String,
-    /// Its paths besides TCP; sent before `Scheduled`, if there are any.
-    offered: Option<TransferCapabilities>,
+    pub(crate) instance_id: String,
+    /// The worker's transfer capabilities, which it sends before `Scheduled` if it has any.
+    pub(crate) offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
@@ -29,12 +29,12 @@ pub(crate) enum Reply {
 }
 
 impl Prefill {
-    /// Opens the stream; returns when the prefill worker has accepted it.
+    /// Opens the stream; returns once the prefill worker has accepted it.
     pub(crate) async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, Ended> {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
-        // Capacity for all that is ever sent: the start and the ticket.
+        // The capacity suffices for all messages that are sent: the start and the ticket.
         let (requests, receiver) = mpsc::channel(2);
         requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
         let replies = PrefillClient::new(channel)
@@ -49,7 +49,7 @@ impl Prefill {
         Ok(Self { instance_id, offered: None, requests, replies })
     }
 
-    /// Returns the next message that this build knows. A broken stream counts as a lost worker. Cancel-safe.
+    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {
@@ -64,14 +64,12 @@ impl Prefill {
                     self.offered = Some(capabilities);
                     continue;
                 }
-                // A kind of message that this build does not know.
                 None => continue,
             };
         }
     }
 
-    /// Sends the ticket.
-    pub(crate) fn give(&self, ticket: Ticket) {
+    pub(crate) fn send_ticket(&self, ticket: Ticket) {
         // `next` reports a broken stream.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
@@ -80,15 +78,7 @@ impl Prefill {
         Ended::PrefillLost { prefill: self.instance_id.clone() }
     }
 
-    pub(crate) fn offered(&self) -> Option<&TransferCapabilities> {
-        self.offered.as_ref()
-    }
-
-    pub(crate) fn instance_id(&self) -> &str {
-        &self.instance_id
-    }
-
-    /// Checks a failure. One with an unknown reason counts as a lost worker.
+    /// Checks a failure. A failure with an unknown reason counts as a lost worker.
     fn failure(&self, mut failure: Failure) -> Result<Failure, Ended> {
         if matches!(FailureReason::try_from(failure.reason), Err(_) | Ok(FailureReason::Unspecified)) {
             return Err(self.lost());

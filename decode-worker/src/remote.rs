@@ -1,7 +1,7 @@
-//! A prompt that is prefilled on another worker: requested there, reserved and received here, then continued here.
+//! A request whose prompt is prefilled on another worker: this worker requests the prefill, reserves blocks, receives the KV and generates.
 //!
-//! While the prompt is queued on the prefill worker it holds no blocks here. Blocks are allocated when its prefill has begun, and released with
-//! the job, however it ends.
+//! While the prompt is queued on the prefill worker it has no blocks here. Its blocks are allocated when its prefill has begun, and released with
+//! the job, however that ends.
 
 use crate::{
     client::Client,
@@ -22,10 +22,10 @@ use tokio::time::Instant;
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
     if !prefill.has_signed_address(Role::Prefill, worker.channels.network().key()) {
-        worker.metrics.count_unsigned_address();
+        worker.common.metrics.count_unsigned_address();
         return Err(Ended::UnsignedAddress);
     }
-    request.generate.check(worker.backend.info())?;
+    request.generate.check(worker.common.backend.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
     let Request { attempt, traceparent, generate, output, start_within, .. } = request;
     let start = PrefillStart {
@@ -48,22 +48,22 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
     };
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
-    let deadline = Instant::now() + worker.settings.receive_timeout;
-    // Dropped after the job: while the ticket is live, its blocks can be received.
+    let deadline = Instant::now() + worker.receive_timeout;
+    // Declared before the job, so dropped after it: blocks can be received as long as the ticket is live.
     let mut negotiated: Option<Negotiated> = None;
-    let mut job = worker.backend.generate(generate).await?;
+    let mut job = worker.common.backend.generate(generate).await?;
     let received = receive(worker, &mut *job, &mut prefill, &mut negotiated, deadline).await?;
     let label = negotiated.as_ref().map_or(ReceivePaths::fallback_label(), Negotiated::label);
     drop(negotiated);
     drop(waiting);
     let ReceivedBlocks { started, chunks } = received;
     if started.kv_transfer_bytes > 0 {
-        let metrics = worker.metrics.transfer(label, Direction::Received);
-        metrics.bytes.increment(started.kv_transfer_bytes);
-        metrics.duration.record(started.kv_transfer.as_secs_f64());
+        let (bytes, duration) = worker.common.metrics.transfer(label, Direction::Received);
+        bytes.increment(started.kv_transfer_bytes);
+        duration.record(started.kv_transfer.as_secs_f64());
     }
     client.send(Message::DecodeStarted(convert::started(&started))).await?;
-    // If all blocks were cached here, the prefill worker need not compute: closing the stream stops it.
+    // If all blocks were cached here, closing the stream stops the prefill, which is not needed.
     drop(prefill);
     client.prefilled(chunks).await?;
     forward(&mut *job, output, client).await
@@ -75,8 +75,8 @@ struct ReceivedBlocks {
     chunks: Vec<PrefillChunk>,
 }
 
-/// Reserves blocks, lets the prefill worker write into those that are missing, and waits until it has confirmed that all of them
-/// are written. Until then the written blocks may be forged.
+/// Reserves blocks, sends a ticket for the missing ones, and waits until the prefill worker has confirmed that all of them are written. Until
+/// then the written blocks may be forged.
 async fn receive(
     worker: &Worker,
     job: &mut dyn Job,
@@ -87,25 +87,25 @@ async fn receive(
     let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
-            // An event of the engine counts before a message of the prefill worker about it.
+            // The engine's events are handled before the prefill worker's messages about them.
             biased;
             event = job.next() => match event {
                 Some(Event::Reserved { ticket: secret, missing_blocks }) => {
                     // With no missing blocks, no path is needed.
-                    let offered = prefill.offered().filter(|_| !missing_blocks.is_empty());
+                    let offered = prefill.offered.as_ref().filter(|_| !missing_blocks.is_empty());
                     let address = worker.address.clone();
                     let mut ticket =
                         v1::Ticket { ticket: secret.as_bytes().to_vec(), address, missing_blocks, ..v1::Ticket::default() };
                     *negotiated =
-                        Some(worker.transfers.negotiate(prefill.instance_id(), offered, secret, &mut ticket).await);
-                    prefill.give(ticket.with_signed_address(prefill.instance_id(), worker.channels.network().key()));
+                        Some(worker.transfers.negotiate(&prefill.instance_id, offered, secret, &mut ticket).await);
+                    prefill.send_ticket(ticket.with_signed_address(&prefill.instance_id, worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
                     return Ok(ReceivedBlocks { started, chunks: done.map(|done| done.chunks).unwrap_or_default() });
                 }
                 Some(Event::Revoked) => return Err(Ended::Revoked),
                 Some(Event::WriteRefused(reason)) => {
-                    let prefill = prefill.instance_id().to_owned();
+                    let prefill = prefill.instance_id.clone();
                     tracing::warn!(%reason, prefill, "refused a write that a prompt's ticket does not allow; the prompt's prefill is repeated");
                     return Err(Ended::WriteRefused { prefill });
                 }
@@ -117,7 +117,7 @@ async fn receive(
                     negotiated.confirmed(&confirmation).await;
                     done = Some(confirmation);
                 }
-                // It waited for the ticket, which waited for blocks of this worker.
+                // The prefill worker waited in vain for the ticket, because this worker had no blocks for the prompt.
                 Reply::Failure(failure) if negotiated.is_none() && failure.reason() == FailureReason::Timeout => {
                     return Err(Ended::NoBlocks);
                 }
@@ -127,7 +127,7 @@ async fn receive(
             () = tokio::time::sleep_until(deadline) => {
                 return Err(match negotiated {
                     None => Ended::NoBlocks,
-                    Some(_) => Ended::NotReceived { prefill: prefill.instance_id().to_owned() },
+                    Some(_) => Ended::NotReceived { prefill: prefill.instance_id.clone() },
                 });
             }
         }

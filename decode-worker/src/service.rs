@@ -1,4 +1,4 @@
-//! The `Decode` service: checks a request, then runs it here or with a prefill worker.
+//! The `Decode` service: checks a request, then prefills its prompt here or on a prefill worker, and generates its tokens.
 
 use crate::{
     client::Client,
@@ -10,8 +10,8 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_engine::Event;
-use tandem_proto::v1::{GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message};
-use tandem_worker::{ClientGone, Replies, ScheduledPrompt};
+use tandem_proto::v1::{GenerateReply, GenerateRequest, decode_server::Decode, generate_reply::Message};
+use tandem_worker::{Disconnected, Replies, ScheduledPrompt};
 use tonic::{Response, Status};
 use tracing::Instrument;
 
@@ -23,42 +23,42 @@ impl Decode for Service {
 
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let (worker, request) = (self.0.clone(), request.into_inner());
-        let span = worker.settings.worker.tracer.follow(&request.traceparent, "generate");
+        let span = worker.common.settings.tracer.follow(&request.traceparent, "generate");
         if span.is_sampled() {
-            span.set("tandem.worker", worker.settings.worker.worker_id.clone());
+            span.set("tandem.worker", worker.common.info.worker_id.clone());
             span.set("tandem.attempt", request.attempt);
-            span.set("gen_ai.request.model", worker.settings.worker.model.clone());
+            span.set("gen_ai.request.model", worker.common.info.model.clone());
             span.set("gen_ai.usage.input_tokens", request.prompt.len() as u64);
             span.set("tandem.resumed", !request.generated.is_empty());
         }
         let logged = span.logged(&request.request_id, request.attempt);
-        let entry = worker.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
+        let entry = worker.common.ledger.attempt(&request.request_id, request.attempt, !request.generated.is_empty());
         let serve = |replies| async move { worker.serve(request, Client::new(replies, entry, span)).await }.instrument(logged);
-        let replies = self.0.requests.start(serve);
-        Ok(Response::new(replies))
+        Ok(Response::new(self.0.common.requests.start(serve)))
     }
 }
 
 impl Worker {
-    async fn serve(&self, request: GenerateRequest, client: Client) -> Result<(), ClientGone> {
+    async fn serve(&self, request: GenerateRequest, client: Client) -> Result<(), Disconnected> {
         let ended = tokio::select! {
             biased;
             ended = self.run(request, &client) => ended,
-            () = self.backend.hung() => Err(Ended::Hung),
+            () = self.common.backend.hung() => Err(Ended::Hung),
         };
         let Err(ended) = ended else { return Ok(()) };
         tracing::debug!(%ended, "generation ended early");
-        client.send(Message::Failure(ended.tell(&self.instance_id)?)).await
+        client.send(Message::Failure(ended.report(&self.common.info.instance_id)?)).await
     }
 
     async fn run(&self, request: GenerateRequest, client: &Client) -> Result<(), Ended> {
-        if request.instance_id != self.instance_id {
-            return Err(Ended::WrongInstance { asked_for: request.instance_id });
+        let tandem_worker::Worker { info, backend, shutdown, .. } = &self.common;
+        if request.instance_id != info.instance_id {
+            return Err(Ended::WrongInstance { requested: request.instance_id });
         }
-        if self.requests.is_draining() {
+        if shutdown.is_draining() {
             return Err(Ended::Draining);
         }
-        let request = Request::check(request, self.backend.info().vocab_size)?;
+        let request = Request::check(request, backend.info().vocab_size)?;
         match request.prefill.clone() {
             None => self.local(request, client).await,
             Some(prefill) => remote::run(self, request, prefill, client).await,
@@ -67,21 +67,18 @@ impl Worker {
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
         let Request { attempt, generate, output, start_within, .. } = request;
-        let prompt_tokens = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
-        let (request_id, account) = (generate.request_id.clone(), generate.account.clone());
+        let prompt = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
+        let (request_id, account) = (&generate.request_id.clone(), &generate.account.clone());
         let starting = async {
-            let mut job = self.backend.generate(generate).await?;
+            let mut job = self.common.backend.generate(generate).await?;
             match job.next().await {
                 Some(Event::Scheduled { cached_tokens }) => Ok((job, cached_tokens)),
                 _ => Err(Ended::Engine),
             }
         };
-        let (mut job, cached_tokens) = in_time(start_within, starting, &self.instance_id).await?;
-        self.metrics.observe_scheduled(prompt_tokens, cached_tokens);
-        let (request_id, account) = (&request_id, &account);
-        self.ledger.scheduled(ScheduledPrompt { request_id, attempt, account, prompt: prompt_tokens, cached: cached_tokens });
-        let reported = (!self.settings.worker.withhold_cached_tokens).then_some(cached_tokens);
-        client.send(Message::Scheduled(Scheduled::on_device(reported))).await?;
+        let (mut job, cached) = in_time(start_within, starting, &self.common.info.instance_id).await?;
+        let scheduled = self.common.scheduled(ScheduledPrompt { request_id, attempt, account, prompt, cached });
+        client.send(Message::Scheduled(scheduled)).await?;
         forward(&mut *job, output, client).await
     }
 }

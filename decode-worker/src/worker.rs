@@ -1,28 +1,24 @@
 //! The state of a decode worker.
 
-use crate::{DecodeWorkerSettings, failure::Ended};
-use std::{sync::Arc, time::Duration};
+use crate::failure::Ended;
+use std::time::Duration;
 use tandem_proto::channel::Channels;
 use tandem_transfer::ReceivePaths;
-use tandem_worker::{Backend, Requests, WorkerLedger, WorkerMetrics};
 use tokio::sync::Semaphore;
 
-/// The parts that all requests share.
+/// The state that all requests share.
 pub(crate) struct Worker {
-    pub(crate) instance_id: String,
+    pub(crate) common: tandem_worker::Worker,
     /// `host:port` at which prefill workers reach this worker.
     pub(crate) address: String,
-    pub(crate) backend: Arc<dyn Backend>,
-    pub(crate) settings: DecodeWorkerSettings,
-    pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) transfers: ReceivePaths,
-    pub(crate) requests: Requests,
-    pub(crate) ledger: WorkerLedger,
     pub(crate) channels: Channels,
     pub(crate) remote_waiting: Semaphore,
+    /// The longest time from the start of a prompt's prefill until its KV is written here.
+    pub(crate) receive_timeout: Duration,
 }
 
-/// Waits until a prefill has begun. After the limit the attempt fails, and `culprit` is the instance to blame.
+/// Waits until a prefill has begun. After the limit the attempt fails because of the instance `culprit`.
 pub(crate) async fn in_time<T>(
     limit: Option<Duration>,
     starting: impl Future<Output = Result<T, Ended>>,

@@ -1,9 +1,9 @@
-//! Tokens a second of the CPU back end: `cargo bench -p tandem-engine --bench cpu -- [--threads N] [--isa NAME] MODEL.gguf`
+//! Measures the CPU back end in tokens a second: `cargo bench -p tandem-engine --bench cpu -- [--threads N] [--isa NAME] MODEL.gguf`
 //! (or `TANDEM_MODEL`). Prints medians of seven rounds of each workload.
 //!
-//! With `--stdin` it runs one round of the workload that each line names and answers with its seconds; the first line of all says
-//! which instruction set is used. So `bench/cpu.sh` takes turns between this engine and another.
-#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+//! With `--stdin` each line of the input names a workload, of which one round is run; the answer is its seconds. The first line of the
+//! output names the instruction set. `bench/cpu.sh` uses this to alternate between this engine and llama.cpp.
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{error::Error, fmt, io, ops::Range, path::PathBuf, str::FromStr, time::Instant};
 use tandem_engine::{
@@ -15,7 +15,7 @@ use tandem_model::Gguf;
 
 const ROUNDS: usize = 7;
 const BLOCK: u32 = 16;
-/// A prompt is computed in chunks of as many tokens, as workers do.
+/// The chunk size of prefills, as in workers.
 const CHUNK: u32 = 512;
 /// Tokens that each sequence decodes in a round.
 const DECODED: u32 = 32;
@@ -36,7 +36,7 @@ const WORKLOADS: [Workload; 5] = [
 enum Workload {
     /// A whole prompt, with logits for its last token.
     Prefill { len: u32 },
-    /// Sequences that have `after` tokens each, together, with logits for every token.
+    /// `batch` sequences that have `after` tokens each are decoded together, with logits for every token.
     Decode { after: u32, batch: u32 },
 }
 
@@ -64,7 +64,7 @@ impl FromStr for Workload {
     fn from_str(line: &str) -> Result<Self, String> {
         let wrong = || {
             format!(
-                "no workload: {line:?}; give `prefill LENGTH` or `decode AFTER BATCH`, up to {CONTEXT_MAX} tokens and {BATCH_MAX} sequences"
+                "unknown workload: {line:?}; give `prefill LENGTH` or `decode AFTER BATCH`, up to {CONTEXT_MAX} tokens and {BATCH_MAX} sequences"
             )
         };
         let number = |word: &str, max| word.parse().ok().filter(|number| (1..=max).contains(number)).ok_or_else(wrong);
@@ -76,11 +76,11 @@ impl FromStr for Workload {
     }
 }
 
-/// An engine and the sequences it computes, all of the same tokens.
+/// An engine and its sequences, which all have the same tokens.
 struct Bench {
     engine: CpuEngine,
     sequences: Sequences,
-    /// How many tokens of each sequence have KV.
+    /// The number of tokens of each sequence whose KV is computed.
     computed: [u32; BATCH_MAX as usize],
 }
 
@@ -107,7 +107,7 @@ impl Bench {
         Self { engine, sequences, computed: [0; BATCH_MAX as usize] }
     }
 
-    /// Runs one round; the KV of what came before is computed first, if it is not there yet, and not counted.
+    /// Runs one round and returns its seconds. The KV of earlier tokens is computed before and not measured.
     fn seconds(&mut self, workload: Workload) -> Result<f64, EngineError> {
         if let Workload::Decode { after, batch } = workload {
             for sequence in 0..batch {
@@ -157,10 +157,10 @@ impl Arguments {
                 "--threads" => read.threads = value()?.parse()?,
                 "--isa" => read.isa = value()?.parse()?,
                 "--stdin" => read.stdin = true,
-                // From cargo.
+                // Cargo adds this argument.
                 "--bench" => {}
                 option if option.starts_with("--") => {
-                    return Err(format!("no option: {option}; there are --threads N, --isa NAME and --stdin").into());
+                    return Err(format!("unknown option: {option}; the options are --threads N, --isa NAME and --stdin").into());
                 }
                 model => read.model = Some(model.into()),
             }

@@ -1,4 +1,4 @@
-//! Checks and measurements of the CUDA back end on a machine with a GPU, for `bench/gpu.py`; run by `bench/gpu.sh`. MODEL is a model's directory.
+//! Checks and measures the CUDA back end on a machine with a GPU. `bench/gpu.py` runs it. MODEL is a model's directory.
 //!
 //! - `cuda logits MODEL TOKENS CHUNK OUT`: computes TOKENS (ids separated by commas) in chunks of CHUNK tokens, writes all logits to OUT (32-bit
 //!   floats), then prints 32 more tokens, sampled greedily one by one.
@@ -7,11 +7,11 @@
 //!   or tied with it, according to steps that are launched kernel by kernel.
 //! - `cuda exercise MODEL`: a short run of every feature (chunks, all kinds of sampling, moved blocks), for compute-sanitizer.
 //! - `cuda transports MODEL TOKENS`: another process computes a prompt of TOKENS tokens, whose blocks are copied from its memory; prints a line of JSON
-//!   with the median seconds of that, and of the same copies within this process's memory, and whether decoding from both gives the same.
-//! - `cuda source MODEL TOKENS`: that other process; it prints the handle of its memory, and ends at the end of its input.
+//!   with the median seconds of these copies and of the same copies within this process's memory, and whether decode from both gives equal logits.
+//! - `cuda source MODEL TOKENS`: that other process. It prints the handle of its memory, and ends when its input ends.
 //! - `cuda nccl MODEL`: sends memory from the GPU to itself over NCCL (which refuses two ranks on one GPU); prints "equal" and the time.
 //! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through host memory, and compares the bytes and the decoded tokens.
-#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
     error::Error,
@@ -37,9 +37,9 @@ const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
 /// Decode steps per measurement.
 const STEPS: usize = 64;
-/// Concurrent sequences, which are padded to six rows.
-const TOGETHER: usize = 5;
-/// Two likeliest tokens that are nearer than this, of their row's standard deviation, are a tie. bench/gpu.py has it too.
+/// Concurrent sequences: a number that the kernels pad, to six rows.
+const BATCH: usize = 5;
+/// Logits that differ by less than this many standard deviations of their row are a tie, as in bench/gpu.py.
 const TIE: f64 = 5e-2;
 
 fn main() -> ExitCode {
@@ -157,10 +157,10 @@ fn generate(number: usize, prompt: Vec<TokenId>, sampling: Sampling) -> Generate
 fn replayed(model: &str) -> Outcome<()> {
     let model = load(model)?;
     let mut plain = engine(&model, 1_024)?;
-    let handle = EngineHandle::start(engine(&model, TOGETHER * 1_024)?, settings());
+    let handle = EngineHandle::start(engine(&model, BATCH * 1_024)?, settings());
     // Several lengths, one of them with several attention partitions.
     let prompts: Vec<Vec<TokenId>> =
-        (0..TOGETHER).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
+        (0..BATCH).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
     let greedy = Sampling { temperature: 0.0, max_tokens: Some(STEPS as u32), ..Sampling::default() };
     let tokens: Vec<Vec<TokenId>> = tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
         let (mut jobs, mut all) = (Vec::new(), Vec::new());
@@ -193,7 +193,7 @@ fn replayed(model: &str) -> Outcome<()> {
             let variance = row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / row.len() as f64;
             let likeliest = likeliest(row);
             let [best, found] = [likeliest, *token].map(|token| f64::from(row[token as usize]));
-            // False for NaNs.
+            // The comparison is false for NaNs.
             let tied = best - found <= TIE * variance.sqrt();
             if !tied {
                 return Err(format!("token {place} after {} of the prompt is {token}, not {likeliest}", prompt.len()).into());
@@ -266,7 +266,7 @@ fn exercise(model: &str) -> Outcome<()> {
         logit_bias,
         ..random.clone()
     };
-    for (batch, sampling) in [(1, &greedy), (TOGETHER, &random), (TOGETHER, &penalised)] {
+    for (batch, sampling) in [(1, &greedy), (BATCH, &random), (BATCH, &penalised)] {
         decode(&model, batch, 150, sampling)?;
     }
     transfer(&model)
@@ -288,7 +288,7 @@ fn source(model: &str, tokens: &str) -> Outcome<()> {
     let engine = computed(&load(model)?, &prompt(tokens)?)?;
     let handle = engine.kv_memory().ok_or("this engine does not offer its memory to peers")?.ipc_handle()?;
     println!("{}", handle.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
-    // Until the other process closes the pipe.
+    // Waits until the other process closes the pipe.
     std::io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }
@@ -334,8 +334,8 @@ fn transports(model: &str, tokens: &str) -> Outcome<()> {
 }
 
 fn nccl(model: &str) -> Outcome<()> {
-    let (took, came) = load(model)?.nccl_self_test(64 << 20)?;
-    println!("{}, 64 MiB in {:.1} ms", if came { "equal" } else { "DIFFERENT" }, took.as_secs_f64() * 1e3);
+    let (took, equal) = load(model)?.nccl_self_test(64 << 20)?;
+    println!("{}, 64 MiB in {:.1} ms", if equal { "equal" } else { "DIFFERENT" }, took.as_secs_f64() * 1e3);
     Ok(())
 }
 
@@ -351,7 +351,7 @@ fn transfer(model: &CudaModel) -> Outcome<()> {
         to.write_block(*there, &sent)?;
         to.read_block(*there, &mut received)?;
         if sent != received {
-            return Err(format!("block {} came with other bytes", here.0).into());
+            return Err(format!("block {} was received with other bytes", here.0).into());
         }
     }
     let last = |engine: &mut dyn Engine, blocks| {

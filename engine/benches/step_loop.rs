@@ -1,12 +1,12 @@
-//! Overhead of a step besides the device: `cargo bench -p tandem-engine --bench step_loop`.
+//! Measures the overhead of an engine step without the device's time: `cargo bench -p tandem-engine --bench step_loop`.
 //!
-//! 64 sequences decode on a simulated device whose steps take no time; a task reads the events of each, as on a worker. The overhead is the
-//! time from the end of one device step to the beginning of the next: applying results, sampling, sending events to every job, publishing the
-//! load and cache events, planning. Medians of all steps of a round, and of seven rounds.
+//! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker. The
+//! overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to every
+//! job, publishing load and cache events, planning. Prints medians over all steps of a round, and over seven rounds.
 //!
-//! It is measured with the simulator's small vocabulary, of which four tokens are likely (the goal applies to this), and with a vocabulary of
-//! SmolLM2's size of which every token may be sampled, as of a model, so that sampling dominates.
-#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "it measures real time and prints what it measured")]
+//! It is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a vocabulary of
+//! SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.
+#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
     sync::mpsc,
@@ -29,10 +29,11 @@ const GOAL: Duration = Duration::from_micros(50);
 
 fn main() {
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
-    let drawn = Sampling::default();
+    let random = Sampling::default();
     let filtered = Sampling { top_p: 0.9, top_k: 40, ..Sampling::default() };
     for size in [Vocabulary::default().size, VOCABULARY] {
-        for (sampling, how) in [(&greedy, "greedy"), (&drawn, "temperature 1"), (&filtered, "temperature 1, top-k 40, top-p 0.9")]
+        for (sampling, how) in
+            [(&greedy, "greedy"), (&random, "temperature 1"), (&filtered, "temperature 1, top-k 40, top-p 0.9")]
         {
             let mut rounds: Vec<Duration> = (0..ROUNDS).map(|_| round(size, sampling)).collect();
             rounds.sort_unstable();
@@ -43,7 +44,7 @@ fn main() {
     println!("goal: below {GOAL:?} with the simulator's vocabulary");
 }
 
-/// The median time between two steps of a full batch.
+/// Returns the median time between two steps of a full batch.
 fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     let (gaps, measured) = mpsc::channel();
     let settings = SimSettings { speedup: f64::INFINITY, capacity_blocks: 1 << 20, ..SimSettings::default() };
@@ -74,7 +75,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         };
         let engine = engine.clone();
         listeners.spawn(async move {
-            let mut job = engine.generate(generate).await.expect("it fits");
+            let mut job = engine.generate(generate).await.expect("the engine has capacity");
             while job.next().await.is_some() {}
         });
     }
@@ -83,10 +84,10 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     *gaps.select_nth_unstable(STEPS / 2).1
 }
 
-/// A device whose steps take no time. It reports how long it was idle before each step of a full batch.
+/// A device whose steps take no time. It reports the idle time before each step of a full batch.
 struct Measured {
     engine: SimEngine,
-    /// The last step, if it was of a full batch.
+    /// The end of the last step, if that step had a full batch.
     ended: Option<Instant>,
     gaps: mpsc::Sender<Duration>,
 }
@@ -99,13 +100,13 @@ impl Engine for Measured {
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let decodes = chunks.len() == BATCH as usize && chunks.iter().all(|chunk| chunk.tokens.len() == 1);
         if let (true, Some(ended)) = (decodes, self.ended) {
-            // After the last measured step the receiver is closed.
+            // The send fails after the last measured step, when the receiver is closed.
             let _ = self.gaps.send(ended.elapsed());
         }
         let mut logits = self.engine.step(chunks)?.into_logits();
         if self.engine.describe().vocab_size == VOCABULARY {
             for (token, logit) in logits.iter_mut().enumerate() {
-                // Between e^-8 and e^-24 times as likely as the likeliest token.
+                // Makes the token between e^-8 and e^-24 times as likely as the likeliest one.
                 *logit = logit.max(-4.0 - (token * 7 % 17) as f32);
             }
         }

@@ -140,12 +140,12 @@ impl EngineHandle {
     /// [`WriteRefused`] if the ticket does not allow it. Most refusals also end the reservation.
     pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
-        self.ask(write).await.unwrap_or(Err(WriteRefused::EngineGone))
+        self.ask(write).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
     /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report.
     pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
-        self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineGone)
+        self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineEnded)
     }
 
     /// Returns the KV memory for access from other threads, if the engine has any.
@@ -159,7 +159,7 @@ impl EngineHandle {
     ///
     /// As for [`EngineHandle::write_block`].
     pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
-        self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineGone))
+        self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
     /// Reports that the worker that computed the blocks has written all of them. The prompt starts if none is missing.

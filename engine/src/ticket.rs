@@ -46,7 +46,7 @@ pub enum WriteRefused {
     WrongPath,
     /// The engine has ended.
     #[error("the engine has ended")]
-    EngineGone,
+    EngineEnded,
 }
 
 impl WriteRefused {

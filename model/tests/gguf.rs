@@ -175,7 +175,7 @@ fn malformed_files_are_refused() {
 }
 
 #[test]
-fn values_of_another_type_and_absent_keys_are_named() {
+fn errors_name_missing_or_mistyped_keys() {
     let file = read(small()).unwrap();
     let wrong = |error: ModelError| {
         assert!(matches!(&error, ModelError::WrongValue { key, .. } if error.to_string().contains(key)), "{error}")

@@ -106,6 +106,9 @@ pub struct Span(Option<(Context, Arc<Source>)>);
 
 impl Tracer {
     /// Returns a tracer, and the task that sends its spans; the first one opens the connection. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// The endpoint is not a valid address.
     pub fn new(
         settings: TraceSettings,
         metrics: &Metrics,

@@ -1,4 +1,4 @@
-//! Memory of histograms between scrapes. A process of its own, because the test counts all of the process's allocations.
+//! The memory of histograms between scrapes. This test runs in its own process, because it counts all of the process's allocations.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -7,7 +7,7 @@ use std::{
 };
 use tandem_node::Metrics;
 
-/// The system's allocator, which counts the bytes in use.
+/// The system's allocator with a count of the bytes in use.
 struct Counting;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);

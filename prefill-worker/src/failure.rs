@@ -1,4 +1,4 @@
-//! Why an attempt ends early, and what the other side hears: the one table from causes to reasons.
+//! Why an attempt ends early, and what is reported to the decode worker: the only table from causes to reasons.
 
 use tandem_engine::Refusal;
 use tandem_proto::{
@@ -6,17 +6,17 @@ use tandem_proto::{
     v1::{Failure, FailureReason},
 };
 use tandem_transfer::{TicketError, TransferError};
-use tandem_worker::ClientGone;
+use tandem_worker::Disconnected;
 use tonic::Status;
 
-/// Why an attempt ended before its blocks had landed.
+/// The cause for which an attempt ended before its blocks were written.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Ended {
     #[error(transparent)]
-    ClientGone(#[from] ClientGone),
-    #[error("the worker that was asked for is not running any more; ask for a new placement")]
-    WrongInstance { asked_for: String },
-    #[error("the worker is leaving; try another")]
+    Disconnected(#[from] Disconnected),
+    #[error("the requested worker has ended; request a new placement")]
+    WrongInstance { requested: String },
+    #[error("the worker is draining; try another")]
     Draining,
     #[error("request_id, traceparent and account have at most {TEXT_BYTES_MAX} bytes, cache_namespace {NAMESPACE_BYTES_MAX}")]
     TooLong,
@@ -24,7 +24,7 @@ pub(crate) enum Ended {
     UnknownToken,
     #[error(transparent)]
     Refused(#[from] Refusal),
-    #[error("no ticket came in time; the prompt's blocks stay cached, try again")]
+    #[error("no ticket arrived in time; the prompt's blocks stay cached, try again")]
     NoTicket,
     #[error("the transfer of KV to the decode worker failed, try again: {0}")]
     Transfer(#[from] TransferError),
@@ -32,17 +32,17 @@ pub(crate) enum Ended {
     Engine,
     #[error("the engine hangs; try another worker")]
     Hung,
-    /// Not a failure of the attempt but of the peer.
+    /// The client broke the protocol.
     #[error("{0}")]
     Protocol(Protocol),
 }
 
-/// What a peer must not send.
+/// A violation of the protocol by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Protocol {
-    #[error("the first message must be a start, and come at once")]
+    #[error("the first message must be a start, sent immediately")]
     MissingStart,
-    #[error("after the start only one ticket may come")]
+    #[error("only one ticket may follow the start")]
     UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
     UnknownBlock,
@@ -56,34 +56,36 @@ impl From<Protocol> for Status {
     }
 }
 
-/// How an attempt's end is told.
-pub(crate) enum Told {
-    Nobody(ClientGone),
+/// The last message of an attempt that ended early.
+pub(crate) enum Report {
+    Nothing(Disconnected),
     Failure(Failure),
     Error(Status),
 }
 
 impl Ended {
-    pub(crate) fn tell(self, instance_id: &str) -> Told {
-        let message = self.to_string();
-        let (reason, culprit) = match self {
-            Self::ClientGone(gone) => return Told::Nobody(gone),
-            Self::Protocol(protocol) => return Told::Error(protocol.into()),
-            Self::Transfer(TransferError::Ticket(invalid)) => return Told::Error(Protocol::Ticket(invalid).into()),
-            Self::WrongInstance { asked_for } => (FailureReason::WrongInstance, asked_for),
-            Self::Draining => (FailureReason::Draining, instance_id.to_owned()),
-            Self::NoTicket => (FailureReason::Timeout, instance_id.to_owned()),
-            Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, instance_id.to_owned()),
+    /// Returns what to report to the client; `instance_id` is this worker's.
+    pub(crate) fn report(self, instance_id: &str) -> Report {
+        let (message, mut instance_id) = (self.to_string(), instance_id.to_owned());
+        let reason = match self {
+            Self::Disconnected(disconnected) => return Report::Nothing(disconnected),
+            Self::Protocol(protocol) => return Report::Error(protocol.into()),
+            Self::Transfer(TransferError::Ticket(invalid)) => return Report::Error(Protocol::Ticket(invalid).into()),
+            Self::WrongInstance { requested } => {
+                instance_id = requested;
+                FailureReason::WrongInstance
+            }
+            Self::Draining => FailureReason::Draining,
+            Self::NoTicket => FailureReason::Timeout,
+            Self::Refused(Refusal::Full) => FailureReason::AtCapacity,
             Self::TooLong
             | Self::UnknownToken
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
-            ) => (FailureReason::InvalidRequest, instance_id.to_owned()),
-            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, instance_id.to_owned()),
-            Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => {
-                (FailureReason::PrefillLost, instance_id.to_owned())
-            }
+            ) => FailureReason::InvalidRequest,
+            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => FailureReason::EngineFailed,
+            Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => FailureReason::PrefillLost,
         };
-        Told::Failure(Failure { reason: reason.into(), message, instance_id: culprit })
+        Report::Failure(Failure { reason: reason.into(), message, instance_id })
     }
 }

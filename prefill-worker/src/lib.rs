@@ -1,14 +1,14 @@
-//! Prompt in, KV out: serves `Prefill`, which computes a prompt and pushes its blocks to the worker that decodes.
+//! The prefill worker: serves `Prefill`, which computes the KV of a prompt and sends its blocks to the decode worker.
 //!
-//! - A prompt's blocks are held from `Scheduled` until they are written on the decode worker, or until the stream closes; never longer.
-//! - Every stream ends with `PrefillDone`, a `Failure` with a reason, or a gRPC error for what breaks the protocol.
-//! - What was computed stays cached, whatever became of the request.
+//! - A prompt's blocks are pinned from `Scheduled` until they are written on the decode worker, or until the stream closes; never longer.
+//! - Every stream ends with `PrefillDone`, with a `Failure` that has a reason, or with a gRPC error if the client breaks the protocol.
+//! - Computed blocks stay cached, even if the request fails.
 
 mod attempt;
 mod failure;
 mod service;
 
-use service::{Service, Worker};
+use service::Service;
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
@@ -22,12 +22,19 @@ use tonic::service::Routes;
 /// Settings of a prefill worker.
 #[derive(Clone, Debug)]
 pub struct PrefillWorkerSettings {
-    /// Those of every worker.
+    /// The settings of workers of either role.
     pub worker: WorkerSettings,
-    /// The longest time from the start of a prompt's prefill until its ticket comes; without a ticket the prompt's blocks are released.
+    /// The longest time from the start of a prompt's prefill until its ticket arrives. Without a ticket the prompt's blocks are released.
     pub ticket_wait: Duration,
-    /// The transfer paths that it may use.
+    /// The transfer paths that the worker may use.
     pub transfer_mode: TransferMode,
+}
+
+/// The state that all attempts share.
+struct Worker {
+    common: tandem_worker::Worker,
+    transfers: SendPaths,
+    ticket_wait: Duration,
 }
 
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
@@ -42,20 +49,20 @@ pub async fn run(
     shutdown: Shutdown,
 ) -> Result<(), WorkerError> {
     let (listener, backend) = (listener.into(), Arc::new(backend));
-    let worker = tandem_worker::Worker::new(Role::Prefill, backend, &settings.worker, listener.network(), &metrics, shutdown);
-    let tandem_worker::Worker { info, backend, metrics, requests, ledger, shutdown, .. } = worker.clone();
-    // The series exist before the first transfer.
-    metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent);
-    let drained = requests.clone();
+    let PrefillWorkerSettings { worker: settings, ticket_wait, transfer_mode } = settings;
+    let common = tandem_worker::Worker::new(Role::Prefill, backend, settings, listener.network(), &metrics, shutdown);
+    // Registers the series before the first transfer.
+    drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
+    let requests = common.requests.clone();
     let transfers = SendPaths::new(SendSettings {
-        instance_id: info.instance_id.clone(),
-        mode: settings.transfer_mode,
-        memory: worker.engine()?.kv_memory().cloned(),
-        block_bytes: backend.info().block_bytes,
+        instance_id: common.info.instance_id.clone(),
+        mode: transfer_mode,
+        memory: common.engine()?.kv_memory().cloned(),
+        block_bytes: common.backend.info().block_bytes,
         network: listener.network().clone(),
-        lifetime: Lifetime::new(shutdown, async move { drained.drained().await }),
+        lifetime: Lifetime::new(common.shutdown.clone(), async move { requests.drained().await }),
     });
-    let prefill = Worker { instance_id: info.instance_id.clone(), transfers, metrics, requests, ledger, backend, settings };
-    let prefill = PrefillServer::new(Service(Arc::new(prefill))).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    worker.serve(listener, Routes::default().add_service(prefill)).await
+    let service = Service(Arc::new(Worker { common: common.clone(), transfers, ticket_wait }));
+    let service = PrefillServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    common.serve(listener, Routes::default().add_service(service)).await
 }

@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiers_add_up_and_no_report_differs_from_zero() {
+    fn missing_report_differs_from_zero_cached_tokens() {
         for tokens in [0, 48] {
             let reported = v1::Scheduled::on_device(Some(tokens));
             assert_eq!((reported.cached_tokens, reported.cached_tokens_by_tier[DEVICE]), (Some(tokens), tokens));

@@ -1,7 +1,9 @@
-//! Helpers for the scenarios in `tests/`, which use a whole cluster as its users do.
-#![allow(clippy::missing_errors_doc, reason = "a helper fails where the test that calls it must fail")]
+//! Helpers for the tests in `tests/`, which use a whole cluster as its users do.
+#![allow(clippy::missing_errors_doc, reason = "an error of a helper fails the test that calls it")]
 
+pub mod services;
 pub mod simulation;
+pub mod workspace;
 
 use anyhow::{Context, Result};
 use parking_lot::{Mutex, MutexGuard};
@@ -23,15 +25,15 @@ use tokio::time::Instant;
 /// A cluster in this process, on its own ports and with a ledger.
 pub struct TestCluster(Cluster, TempDir);
 
-/// Limit on anything that must happen; only a failing test waits this long.
+/// Limit on every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The ledger's file in the cluster's temporary folder.
+/// Names of files in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
 const AUDIT_RESULT: &str = "audit-result";
-/// Interval of polling for what cannot be awaited.
+/// Interval of polling for states that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The settings of a whole cluster as `tandem up` starts it.
+/// Starts a whole cluster as `tandem up` does, with a ledger.
 pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     let folder = tempfile::tempdir()?;
     settings.worker.ledger = Some(folder.path().join(LEDGER));
@@ -39,14 +41,14 @@ pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     Ok(TestCluster(Cluster::start(settings).await?, folder))
 }
 
-/// A cluster whose workers do not report cached tokens, so that answers carry the router's estimates.
+/// Starts a cluster whose workers do not report cached tokens, so that answers have the router's estimates.
 pub async fn start_without_cached_tokens(mut settings: UpSettings) -> Result<TestCluster> {
     let folder = tempfile::tempdir()?;
     settings.worker.ledger = Some(folder.path().join(LEDGER));
     Ok(TestCluster(Cluster::start_without_cached_tokens(settings).await?, folder))
 }
 
-/// The settings of a cluster of simulated devices that run 100 times as fast as the cost model.
+/// Returns the settings of a cluster of simulated devices that run 100 times as fast as the cost model.
 pub fn sim_settings() -> UpSettings {
     let mut settings = UpSettings::defaults();
     settings.model.engine = EngineKind::Sim;
@@ -55,21 +57,21 @@ pub fn sim_settings() -> UpSettings {
     settings
 }
 
-/// [`sim_settings`] with prompts computed at this place.
+/// Returns [`sim_settings`] with prompts computed at this place.
 pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
     with_prefill(prefill, sim_settings())
 }
 
-/// The settings with prompts computed at this place.
+/// Returns the settings with prompts computed at this place.
 pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
     settings.router.prefill = prefill;
     settings
 }
 
-/// The settings of a cluster with the real model on the CPU; without `TANDEM_MODEL` the test prints that it is skipped.
+/// Returns the settings of a cluster with the real model on the CPU. Without `TANDEM_MODEL` it prints that the test is skipped.
 pub fn cpu_settings() -> Option<UpSettings> {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
-        #[expect(clippy::print_stderr, reason = "who runs the tests must see it")]
+        #[expect(clippy::print_stderr, reason = "a skipped test must be visible")]
         {
             eprintln!("SKIPPED: needs the default model; set TANDEM_MODEL to what `tandem model fetch` prints");
         }
@@ -105,7 +107,7 @@ impl TestCluster {
 
     /// Waits until the router's index has as many blocks of every worker as the idle worker has cached.
     pub async fn settle_events(&self) -> Result<()> {
-        within("the index follows the workers", async || {
+        wait_until("the index follows the workers", async || {
             let view = self.view().await?;
             Ok(self.0.workers().iter().all(|worker| {
                 let known = view.workers.iter().find(|known| known.info.as_ref().is_some_and(|info| info.worker_id == worker.id));
@@ -121,21 +123,21 @@ impl TestCluster {
         for worker in self.0.workers() {
             engine_idle(&worker.engine).await.with_context(|| worker.id.clone())?;
         }
-        within("the router gives up its bookings", async || {
+        wait_until("the router has no bookings", async || {
             let view = self.view().await?;
             Ok(view.bookings == 0 && view.workers.iter().all(|worker| worker.bookings == 0))
         })
         .await?;
         let client = Client::new(self.frontend());
-        within("the frontend forgets its requests", async || {
+        wait_until("the frontend has no requests in flight", async || {
             Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)
         })
         .await
     }
 
-    /// Asserts that the usage of an idle cluster reconciles: what was reported to the clients of `client` (which are all clients),
-    /// the workers' ledger, and the metrics.
-    pub async fn assert_accounts(&self, client: &Client) -> Result<audit::Checked> {
+    /// Waits until the cluster is idle, and asserts that usage reconciles: the usage that `client` received (which must have sent all
+    /// requests), the workers' ledger, and the metrics.
+    pub async fn assert_usage_reconciles(&self, client: &Client) -> Result<audit::Checked> {
         self.assert_idle().await?;
         let mut last = Vec::new();
         for _ in 0..200 {
@@ -143,7 +145,7 @@ impl TestCluster {
             evidence.client = client.lines();
             evidence.metrics.add(&client.get("/metrics").await?.1);
             let (checked, findings) = audit::check(&evidence);
-            self.leave_audit_result(checked, findings.len())?;
+            self.write_audit_result(checked, findings.len())?;
             if findings.is_empty() {
                 return Ok(checked);
             }
@@ -152,11 +154,11 @@ impl TestCluster {
             tokio::time::sleep(POLL_INTERVAL).await;
         }
         let findings: Vec<String> = last.iter().map(ToString::to_string).collect();
-        anyhow::bail!("the books do not agree:\n{}", findings.join("\n"))
+        anyhow::bail!("usage does not reconcile:\n{}", findings.join("\n"))
     }
 
-    /// The file in which `tandem audit check --result` leaves its result for the frontend.
-    pub fn leave_audit_result(&self, checked: audit::Checked, findings: usize) -> Result<()> {
+    /// Writes the file from which the frontend reads the result of `tandem audit check --result`.
+    pub fn write_audit_result(&self, checked: audit::Checked, findings: usize) -> Result<()> {
         Ok(checked.result(findings).now().write(&self.1.path().join(AUDIT_RESULT))?)
     }
 
@@ -171,22 +173,22 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     let idle = engine.wait_for_load(|load| {
         load.in_use_blocks == 0 && load.running_sequences == 0 && load.waiting_requests == 0 && load.pending_prefill_tokens == 0
     });
-    let held = || format!("the engine does not get idle: {:?}", engine.load());
-    tokio::time::timeout(TIMEOUT, idle).await.with_context(held)?;
+    let busy = || format!("the engine does not become idle: {:?}", engine.load());
+    tokio::time::timeout(TIMEOUT, idle).await.with_context(busy)?;
     let load = engine.load();
     anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "blocks are lost: {load:?}");
     Ok(())
 }
 
-/// Polls until `holds` returns true.
-pub async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
-    let looking = async {
+/// Polls until `holds` returns true. `what` describes the awaited state, such as "the index follows the workers".
+pub async fn wait_until<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn() -> F) -> Result<()> {
+    let polling = async {
         while !holds().await? {
             tokio::time::sleep(POLL_INTERVAL).await;
         }
         Ok(())
     };
-    tokio::time::timeout(TIMEOUT, looking).await.with_context(|| format!("in vain: {what}"))?
+    tokio::time::timeout(TIMEOUT, polling).await.with_context(|| format!("timed out waiting until {what}"))?
 }
 
 /// An OpenAI client of one frontend.
@@ -194,7 +196,7 @@ pub async fn within<F: Future<Output = Result<bool>>>(what: &str, holds: impl Fn
 pub struct Client {
     http: reqwest::Client,
     base: String,
-    /// All requests and answers, with the prompts of each request; shared by all clones.
+    /// All requests and their usage, each with its number of prompts. Clones share it.
     log: Arc<Mutex<Vec<(ClientLine, usize)>>>,
 }
 
@@ -205,7 +207,7 @@ pub struct Answer {
     pub status: u16,
     /// The body, or the frames of a stream without `[DONE]`.
     pub frames: Vec<Value>,
-    /// Whether the stream ended with `[DONE]`; true for a single body.
+    /// Whether the stream ended with `[DONE]`; always true for a single body.
     pub done: bool,
     /// When each chunk of the body arrived.
     pub arrivals: Vec<Instant>,
@@ -229,7 +231,7 @@ impl Endpoint {
         }
     }
 
-    /// Returns a request with this text as its only content; `options` are merged in.
+    /// Returns a request with this text as its only content. `options` are added to it.
     pub fn request(self, model: &str, text: &str, options: Value) -> Value {
         let mut request = match self {
             Self::Chat => serde_json::json!({ "model": model, "messages": [{ "role": "user", "content": text }] }),
@@ -272,11 +274,11 @@ impl Client {
     }
 
     /// Sends a request and disconnects when the frontend has admitted it, without reading its answer.
-    pub async fn leave(&self, path: &str, body: &Value) -> Result<()> {
+    pub async fn send_and_disconnect(&self, path: &str, body: &Value) -> Result<()> {
         let body = serde_json::to_vec(body)?;
         let address = self.base.trim_start_matches("http://");
         let mut stream = TcpStream::connect(address).await?;
-        // The frontend reads the body of a request that it has admitted.
+        // The frontend sends "100 Continue" when it has admitted the request and is about to read its body.
         let head = format!(
             "POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n",
             body.len()
@@ -285,7 +287,7 @@ impl Client {
         const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
         let mut answer = [0; CONTINUE.len()];
         stream.read_exact(&mut answer).await?;
-        anyhow::ensure!(answer == CONTINUE, "not let in: {}", String::from_utf8_lossy(&answer));
+        anyhow::ensure!(answer == CONTINUE, "not admitted: {}", String::from_utf8_lossy(&answer));
         stream.write_all(&body).await?;
         self.log().push((ClientLine { request_id: None, usage: None }, 1));
         Ok(())
@@ -295,24 +297,24 @@ impl Client {
         self.log.lock()
     }
 
-    /// Returns all requests and answers so far, for an audit.
+    /// Returns the usage of all requests so far, for an audit.
     pub fn lines(&self) -> Vec<ClientLine> {
         self.log().iter().map(|(line, _)| line.clone()).collect()
     }
 
-    /// Sends a request and reads the complete answer, streamed if `body` says so. Checks the rules of every stream.
-    pub async fn ask(&self, path: &str, body: &Value) -> Result<Answer> {
+    /// Sends a request and reads the complete answer. Checks the format of a stream.
+    pub async fn answer(&self, path: &str, body: &Value) -> Result<Answer> {
         let (mut response, entry) = self.send_logged(path, body).await?;
         let status = response.status().as_u16();
         let streamed =
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let (mut bytes, mut arrivals) = (Vec::new(), Vec::new());
-        while let Some(piece) = response.chunk().await? {
-            // Comments are not part of the answer.
-            if !piece.starts_with(b": ") {
+        while let Some(chunk) = response.chunk().await? {
+            // SSE comments are not part of the answer.
+            if !chunk.starts_with(b": ") {
                 arrivals.push(Instant::now());
             }
-            bytes.extend_from_slice(&piece);
+            bytes.extend_from_slice(&chunk);
         }
         let answer = Answer { arrivals, ..Answer::read(status, streamed, &String::from_utf8(bytes)?)? };
         let line = &mut self.log()[entry];
@@ -349,14 +351,14 @@ pub fn sum(metrics: &str, name: &str, labels: &str) -> f64 {
 }
 
 impl Answer {
-    /// Reads a body, and checks the rules of a stream.
+    /// Parses a body, and checks the format of a stream.
     fn read(status: u16, streamed: bool, text: &str) -> Result<Self> {
         if !streamed {
             let body = serde_json::from_str(text).with_context(|| format!("status {status}, not JSON: {text}"))?;
             return Ok(Self { status, frames: vec![body], done: true, arrivals: Vec::new() });
         }
         let mut answer = Self { status, frames: Vec::new(), done: false, arrivals: Vec::new() };
-        // Comments only keep the connection open.
+        // SSE comments only keep the connection open.
         for frame in text.split_terminator("\n\n").filter(|frame| !frame.starts_with(": ")) {
             let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
             anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
@@ -368,7 +370,7 @@ impl Answer {
         Ok(answer)
     }
 
-    /// The usage of a complete answer to `prompts` prompts.
+    /// Returns the usage if the answer is complete. `prompts` is the request's number of prompts.
     fn reported_usage(&self, prompts: usize) -> Option<ReportedUsage> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;
@@ -411,7 +413,7 @@ impl Answer {
     }
 }
 
-/// Returns a text of about `tokens` tokens that shares no block with that of another `salt`.
+/// Returns a text of about `tokens` tokens. Texts with different salts share no block.
 pub fn prose(salt: &str, tokens: usize) -> String {
     const WORDS: [&str; 16] = [
         "river", "stone", "lamp", "garden", "letter", "window", "harbour", "orange", "music", "winter", "bridge", "paper",

@@ -1,7 +1,7 @@
 //! Checks the dependencies between crates and rules for source files.
 
 use cargo_metadata::{Dependency, DependencyKind};
-use std::path::{Path, PathBuf};
+use tandem_tests::workspace::{files, root, text};
 
 /// The allowed dependencies of each crate, by folder. `tandem` and `tests` may use all crates but each other.
 const ALLOWED: [(&str, &[&str]); 11] = [
@@ -18,12 +18,8 @@ const ALLOWED: [(&str, &[&str]); 11] = [
     ("decode-worker", &["worker", "node", "proto", "kv", "engine", "transfer"]),
 ];
 
-/// The maximum length of a file: longer ones are split by topic.
+/// The maximum number of lines of a file.
 const LINES_MAX: usize = 500;
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate lies in the workspace").to_owned()
-}
 
 /// Returns every crate of the workspace with its dependencies, by package name.
 fn dependencies() -> Vec<(String, Vec<String>)> {
@@ -34,8 +30,8 @@ fn dependencies() -> Vec<(String, Vec<String>)> {
         .expect("cargo reads the workspace");
     let crates = metadata.packages.iter().map(|package| {
         // Tests may use anyhow, and the binary's tests may use the helpers of `tests`.
-        let of_tests = |name: &str| name == "anyhow" || (name, package.name.as_str()) == ("tandem-tests", "tandem");
-        let counts = |dependency: &&Dependency| dependency.kind != DependencyKind::Development || !of_tests(&dependency.name);
+        let is_for_tests = |name: &str| name == "anyhow" || (name, package.name.as_str()) == ("tandem-tests", "tandem");
+        let counts = |dependency: &&Dependency| dependency.kind != DependencyKind::Development || !is_for_tests(&dependency.name);
         let names = package.dependencies.iter().filter(counts).map(|dependency| dependency.name.clone()).collect();
         (package.name.to_string(), names)
     });
@@ -57,11 +53,11 @@ fn forbidden_dependencies(crates: &[(String, Vec<String>)]) -> Vec<String> {
             wrong.push(format!("{from} is not listed: add it to ALLOWED and to ARCHITECTURE.md"));
         }
         for to in uses.iter().filter(|name| ours(name)).map(|name| folder(name)) {
-            let fine = match allowed {
+            let is_allowed = match allowed {
                 Some((_, targets)) => targets.contains(&to),
                 None => from == "tests" || to != "tests",
             };
-            if !fine {
+            if !is_allowed {
                 wrong.push(format!("{from} must not use {to}"));
             }
         }
@@ -72,22 +68,8 @@ fn forbidden_dependencies(crates: &[(String, Vec<String>)]) -> Vec<String> {
     wrong
 }
 
-fn rust_files(dir: &Path, into: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(dir).expect("the workspace is readable").flatten() {
-        let path = entry.path();
-        let name = entry.file_name();
-        if path.is_dir() {
-            if name != "target" && !name.to_string_lossy().starts_with('.') {
-                rust_files(&path, into);
-            }
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            into.push(path);
-        }
-    }
-}
-
 /// Returns a message for each rule that a file breaks; `name` is its path in the workspace.
-fn bad_habits(name: &str, text: &str) -> Vec<String> {
+fn broken_rules(name: &str, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let lines = text.lines().count();
     if lines > LINES_MAX {
@@ -120,7 +102,7 @@ fn crates_depend_only_on_allowed_crates() {
     assert_eq!(forbidden_dependencies(&crates), [] as [String; 0]);
 }
 
-/// The list describes the code only if it allows no more than what exists.
+/// The list must allow only dependencies that exist.
 #[test]
 fn allowed_dependencies_exist() {
     let crates = dependencies();
@@ -157,20 +139,19 @@ fn forbidden_dependency_is_detected() {
 #[test]
 fn files_are_short_and_do_not_print() {
     let root = root();
-    let mut files = Vec::new();
-    rust_files(&root, &mut files);
+    let mut files = files(&root);
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "rs"));
     assert!(files.len() > 50, "the workspace was not read");
     let mut found = Vec::new();
     for file in files {
-        let name = file.strip_prefix(&root).expect("it is below the root").to_string_lossy().replace('\\', "/");
-        let text = std::fs::read_to_string(&file).expect("source files are UTF-8");
-        found.extend(bad_habits(&name, &text));
+        let name = file.strip_prefix(&root).expect("the file is below the root").to_string_lossy().replace('\\', "/");
+        found.extend(broken_rules(&name, &text(&file)));
     }
     assert_eq!(found, [] as [String; 0]);
 }
 
 #[test]
-fn bad_habits_are_detected() {
+fn violations_of_file_rules_are_detected() {
     let long = "x\n".repeat(LINES_MAX + 1);
     for (name, text, expected) in [
         ("kv/src/a.rs", "fn a() { println!(\"x\") }", 1),
@@ -182,6 +163,6 @@ fn bad_habits_are_detected() {
         ("kv/src/a.rs", "// TODO faster when there are 512 workers", 0),
         ("kv/src/a.rs", long.as_str(), 1),
     ] {
-        assert_eq!(bad_habits(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
+        assert_eq!(broken_rules(name, text).len(), expected, "{name}: {}", &text[..20.min(text.len())]);
     }
 }

@@ -16,24 +16,24 @@ async fn burst_of_equal_prompts_is_computed_and_transferred_at_most_twice() -> R
     let mut text = prose("burst", 2_000);
     text.truncate(PROMPT_TOKENS as usize);
     let request = Endpoint::Completions.request(&cluster.model_id(), &text, json!({ "max_tokens": 4, "temperature": 0 }));
-    let mut asking = tokio::task::JoinSet::new();
+    let mut requests = tokio::task::JoinSet::new();
     for _ in 0..32 {
         let (client, request) = (Client::new(cluster.frontend()), request.clone());
-        asking.spawn(async move { client.ask(Endpoint::Completions.path(), &request).await });
+        requests.spawn(async move { client.answer(Endpoint::Completions.path(), &request).await });
     }
     let (mut computed, mut texts) = (0, std::collections::BTreeSet::new());
-    while let Some(answer) = asking.join_next().await {
+    while let Some(answer) = requests.join_next().await {
         let answer = answer??;
         assert_eq!((answer.status, answer.usage("/prompt_tokens")), (200, PROMPT_TOKENS), "{answer:?}");
         computed += PROMPT_TOKENS - answer.cached_tokens();
         texts.insert(answer.text(0));
     }
-    assert_eq!(texts.len(), 1, "one prompt, one answer");
-    // In addition to the shared blocks each request computes its incomplete last block.
+    assert_eq!(texts.len(), 1, "equal requests have equal answers");
+    // Each request also computes the incomplete last block of its prompt.
     assert!(computed <= 2 * PROMPT_TOKENS + 32 * block_size, "{computed} tokens were computed");
     let block_bytes = cluster.inner().workers()[0].engine.info().block_bytes as u64;
-    let moved = Client::new(cluster.frontend()).metric("tandem_worker_kv_transfer_bytes_total", "received").await?;
-    assert!(moved <= (2 * PROMPT_TOKENS.div_ceil(block_size) * block_bytes) as f64, "{moved} bytes were moved");
+    let transferred = Client::new(cluster.frontend()).metric("tandem_worker_kv_transfer_bytes_total", "received").await?;
+    assert!(transferred <= (2 * PROMPT_TOKENS.div_ceil(block_size) * block_bytes) as f64, "{transferred} bytes were transferred");
     cluster.assert_idle().await?;
     cluster.stop().await;
     Ok(())

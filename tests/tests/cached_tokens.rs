@@ -1,4 +1,4 @@
-//! The count of cached tokens as clients see it, on the whole cluster.
+//! The count of cached tokens that clients of a whole cluster receive.
 
 use anyhow::Result;
 use serde_json::json;
@@ -9,13 +9,14 @@ use tandem_tests::{
 
 const BLOCK_SIZE: u64 = 16;
 
+/// Returns the tokens in full blocks before the last token: those that can be found in a cache.
 fn reusable(prompt_tokens: u64) -> u64 {
     (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// Sends a fresh prompt of about 1,500 tokens twice, on both endpoints, streamed and not: the second time every full block except the
-/// last token's is cached, the first time only the prefix that all chats share.
-async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
+/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. The second time all full blocks before the last
+/// token must be cached; the first time only the prefix that all chats share.
+async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.router.prefill;
     let cluster = start(settings).await?;
     let client = Client::new(cluster.frontend());
@@ -27,8 +28,8 @@ async fn a_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> 
                 options["stream_options"] = json!({ "include_usage": true });
             }
             let request = endpoint.request(&cluster.model_id(), &prose(&name, 1_450), options);
-            let first = client.ask(endpoint.path(), &request).await?;
-            let second = client.ask(endpoint.path(), &request).await?;
+            let first = client.answer(endpoint.path(), &request).await?;
+            let second = client.answer(endpoint.path(), &request).await?;
             let prompt_tokens = first.usage("/prompt_tokens");
             assert!((1_400..12_000).contains(&prompt_tokens), "{name}: {prompt_tokens}");
             let shared = if endpoint == Endpoint::Chat { shared_by_all_chats } else { 0 };
@@ -64,31 +65,31 @@ fn assert_stream_shape(answer: &Answer) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_remote_prefill_counts_cached_tokens() -> Result<()> {
-    a_prompt_sent_twice(sim_settings_with(PrefillPlace::Remote), 64).await
+    check_prompt_sent_twice(sim_settings_with(PrefillPlace::Remote), 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_local_prefill_counts_cached_tokens() -> Result<()> {
-    a_prompt_sent_twice(sim_settings_with(PrefillPlace::Local), 64).await
+    check_prompt_sent_twice(sim_settings_with(PrefillPlace::Local), 64).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sim_with_a_real_tokenizer_counts_cached_tokens() -> Result<()> {
     let Some(mut settings) = tandem_tests::cpu_settings() else { return Ok(()) };
     settings.model.engine = EngineKind::Sim;
-    a_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
+    check_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cpu_remote_prefill_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
-    a_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
+    check_prompt_sent_twice(with_prefill(PrefillPlace::Remote, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cpu_local_prefill_counts_cached_tokens() -> Result<()> {
     let Some(settings) = tandem_tests::cpu_settings() else { return Ok(()) };
-    a_prompt_sent_twice(with_prefill(PrefillPlace::Local, settings), 32).await
+    check_prompt_sent_twice(with_prefill(PrefillPlace::Local, settings), 32).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -99,7 +100,7 @@ async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
         let client = Client::new(cluster.frontend());
         let request = Endpoint::Completions.request(&cluster.model_id(), &prose("estimate", 300), json!({ "max_tokens": 2 }));
         for warm in [false, true] {
-            let answer = client.ask(Endpoint::Completions.path(), &request).await?;
+            let answer = client.answer(Endpoint::Completions.path(), &request).await?;
             let expected = if warm { reusable(answer.usage("/prompt_tokens")) } else { 0 };
             assert_eq!(answer.cached_tokens(), expected, "{prefill:?} warm={warm}");
             assert_eq!(answer.details()["cached_tokens_source"], "router_estimate");
@@ -123,7 +124,7 @@ async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
         let client = Client::new(cluster.frontend());
         let request = Endpoint::Chat.request(&cluster.model_id(), &prose("off", 300), json!({ "max_tokens": 2 }));
         for _ in 0..2 {
-            let answer = client.ask(Endpoint::Chat.path(), &request).await?;
+            let answer = client.answer(Endpoint::Chat.path(), &request).await?;
             assert_eq!(answer.cached_tokens(), 0);
             assert_eq!(answer.details()["cached_tokens_source"], "worker");
         }
@@ -139,13 +140,13 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Res
     let text = prose("counted", 200);
     let options = json!({ "max_tokens": 3, "n": 3, "ignore_eos": true });
     let request = Endpoint::Completions.request(&cluster.model_id(), &text, options);
-    let first = client.ask(Endpoint::Completions.path(), &request).await?;
+    let first = client.answer(Endpoint::Completions.path(), &request).await?;
     assert_eq!(first.usage("/completion_tokens"), 9);
     let prompt_tokens = first.usage("/prompt_tokens");
-    let again = client.ask(Endpoint::Completions.path(), &request).await?;
+    let again = client.answer(Endpoint::Completions.path(), &request).await?;
     assert_eq!((again.usage("/prompt_tokens"), again.cached_tokens()), (prompt_tokens, reusable(prompt_tokens)));
     let batch = json!({ "model": cluster.model_id(), "prompt": [text, text], "max_tokens": 1 });
-    let batch = client.ask(Endpoint::Completions.path(), &batch).await?;
+    let batch = client.answer(Endpoint::Completions.path(), &batch).await?;
     assert_eq!(batch.usage("/prompt_tokens"), 2 * prompt_tokens);
     assert_eq!(batch.cached_tokens(), 2 * reusable(prompt_tokens));
     // The histogram counts finished prompts: one, one, and two.
@@ -161,24 +162,24 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Res
 async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
-    let ask = async |salt: &str| {
+    let complete = async |salt: &str| {
         let mut request = Endpoint::Completions.request(&cluster.model_id(), &prose("salted", 300), json!({ "max_tokens": 2 }));
         request["cache_salt"] = json!(salt);
-        client.ask(Endpoint::Completions.path(), &request).await
+        client.answer(Endpoint::Completions.path(), &request).await
     };
-    assert_eq!(ask("tenant one").await?.cached_tokens(), 0);
-    assert_eq!(ask("tenant two").await?.cached_tokens(), 0);
-    assert!(ask("tenant one").await?.cached_tokens() > 0);
+    assert_eq!(complete("tenant one").await?.cached_tokens(), 0);
+    assert_eq!(complete("tenant two").await?.cached_tokens(), 0);
+    assert!(complete("tenant one").await?.cached_tokens() > 0);
     let question = prose("chat", 400);
     let mut messages = json!([{ "role": "user", "content": question }]);
     let request =
         |messages: &serde_json::Value| json!({ "model": cluster.model_id(), "messages": messages, "max_tokens": 200, "seed": 1 });
-    let first = client.ask(Endpoint::Chat.path(), &request(&messages)).await?;
-    let turns = messages.as_array_mut().expect("it is a list");
+    let first = client.answer(Endpoint::Chat.path(), &request(&messages)).await?;
+    let turns = messages.as_array_mut().expect("the messages are a list");
     turns.push(json!({ "role": "assistant", "content": first.text(0) }));
     turns.push(json!({ "role": "user", "content": "And then?" }));
     cluster.settle_events().await?;
-    let second = client.ask(Endpoint::Chat.path(), &request(&messages)).await?;
+    let second = client.answer(Endpoint::Chat.path(), &request(&messages)).await?;
     let (held, prompt_before) = (second.cached_tokens(), first.usage("/prompt_tokens"));
     assert!(held >= reusable(prompt_before) - BLOCK_SIZE, "{held} of {prompt_before} tokens of the first turn are found");
     cluster.stop().await;

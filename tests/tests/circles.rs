@@ -1,19 +1,16 @@
-//! Import circles inside crates: a circle of files can only be read as a whole, so there are few.
+//! Limits circles of imports inside crates, because the modules of a circle cannot be understood one at a time.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
 };
+use tandem_tests::workspace::{root, text};
 
-/// Circles in the whole workspace. Lower it when one is opened.
-const CIRCLES_MAX: usize = 7;
+/// The number of circles in the whole workspace. Lower it when a circle is removed.
+const CIRCLES_MAX: usize = 5;
 
 /// A module's path from the crate's root: `["http", "app"]`.
 type Module = Vec<String>;
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
-}
 
 /// The modules below `dir`, each with its file's text, except tests.
 fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
@@ -24,7 +21,7 @@ fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
             modules(&path, &child(&name), into);
         } else if let Some(name) = name.strip_suffix(".rs").filter(|name| !name.ends_with("tests") && *name != "main") {
             let module = if matches!(name, "lib" | "mod") { parent.to_vec() } else { child(name) };
-            into.insert(module, std::fs::read_to_string(&path).expect("source files are UTF-8"));
+            into.insert(module, text(&path));
         }
     }
 }
@@ -44,14 +41,14 @@ fn expanded(tree: &str) -> Vec<String> {
         depth += i32::from(char == '{') - i32::from(char == '}');
         match (char, depth) {
             (',', 0) => parts.push(String::new()),
-            _ => parts.last_mut().expect("there is one").push(char),
+            _ => parts.last_mut().expect("a part has begun").push(char),
         }
     }
     let parts = parts.iter().filter(|part| !part.trim().is_empty());
     parts.flat_map(|part| expanded(part)).map(|path| format!("{}{path}", prefix.trim())).collect()
 }
 
-/// The modules that a module imports from. Items of a parent are its children's context and do not count.
+/// The modules that a module imports from. Imports from a parent module do not count.
 fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTreeSet<Module> {
     let code = code(text);
     let uses = code.split("use ").skip(1).filter_map(|rest| rest.split_once(';')).flat_map(|(tree, _)| expanded(tree));
@@ -80,7 +77,7 @@ fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTree
     resolved.filter(|to| all.contains_key(to) && !module.starts_with(to)).collect()
 }
 
-/// Sets of modules that import from each other, directly or through others.
+/// The sets of modules that import from each other, directly or through other modules.
 fn circles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
     let edges: BTreeMap<&Module, BTreeSet<Module>> =
         all.iter().map(|(module, text)| (module, imports(module, text, all))).collect();

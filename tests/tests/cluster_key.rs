@@ -1,4 +1,4 @@
-//! A cluster with a key, and processes that lack it.
+//! A cluster with a key, and processes that lack the key.
 
 use anyhow::Result;
 use serde_json::json;
@@ -23,8 +23,8 @@ use tonic::{Code, Status};
 
 const SECRET: &[u8] = b"the secret of one cluster in a test";
 
-/// A cluster with the key of [`SECRET`] that prefills remotely.
-async fn keyed() -> Result<TestCluster> {
+/// Starts a cluster with the key of [`SECRET`] that prefills remotely.
+async fn start_with_key() -> Result<TestCluster> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(&file, SECRET)?;
     let mut settings = UpSettings { prefill_workers: 1, ..sim_settings_with(PrefillPlace::Remote) };
@@ -33,7 +33,7 @@ async fn keyed() -> Result<TestCluster> {
 }
 
 /// Makes every call of every service with this key, and returns the results.
-async fn call_everything(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
+async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
     let [prefill, decode] = cluster.inner().workers() else { anyhow::bail!("there are two workers") };
@@ -57,10 +57,10 @@ async fn call_everything(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
-    let cluster = keyed().await?;
+    let cluster = start_with_key().await?;
     let client = Client::new(cluster.frontend());
     for stranger in [ClusterKey::default(), ClusterKey::random()] {
-        for (call, refused) in call_everything(&cluster, stranger).await? {
+        for (call, refused) in make_every_call(&cluster, stranger).await? {
             let status = refused.unwrap_or_else(|| panic!("{call} was served"));
             assert_eq!(status.code(), Code::Unauthenticated, "{call}: {status}");
             assert!(status.message().contains("give all processes the same --cluster-key-file"), "{call}: {status}");
@@ -69,19 +69,19 @@ async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
     assert_eq!(client.metric("tandem_router_unauthenticated_total", "").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "prefill-0").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "decode-0").await?, 6.0);
-    // With the key, each call is judged by its content.
-    for (call, refused) in call_everything(&cluster, ClusterKey::new(SECRET)?).await? {
+    // With the key, no call is refused for its authentication.
+    for (call, refused) in make_every_call(&cluster, ClusterKey::new(SECRET)?).await? {
         assert!(refused.as_ref().is_none_or(|status| status.code() != Code::Unauthenticated), "{call}: {refused:?}");
     }
     cluster.stop().await;
     Ok(())
 }
 
-/// The sockets of `up` can be reached by every user of the machine.
+/// Without a key, every user of the machine could call the sockets of `up`.
 #[tokio::test(flavor = "multi_thread")]
 async fn cluster_without_a_configured_key_generates_one() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 1, ..sim_settings() }).await?;
-    for (call, refused) in call_everything(&cluster, ClusterKey::default()).await? {
+    for (call, refused) in make_every_call(&cluster, ClusterKey::default()).await? {
         assert!(refused.is_some_and(|status| status.code() == Code::Unauthenticated), "{call}");
     }
     cluster.stop().await;
@@ -90,29 +90,33 @@ async fn cluster_without_a_configured_key_generates_one() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
-    let cluster = keyed().await?;
+    let cluster = start_with_key().await?;
     let client = Client::new(cluster.frontend());
     let text = "the codename is BLUE HERON and must not be guessed ".repeat(4);
     let request = Endpoint::Completions.request(&cluster.model_id(), &text, json!({ "max_tokens": 2 }));
-    assert_eq!(client.ask(Endpoint::Completions.path(), &request).await?.status, 200);
-    let mut seen = BTreeSet::new();
+    assert_eq!(client.answer(Endpoint::Completions.path(), &request).await?.status, 200);
+    let mut cached = BTreeSet::new();
     for worker in cluster.inner().workers() {
-        let (snapshot, _) = worker.engine.watch().await.expect("it runs");
-        seen.extend(snapshot.stored.into_iter().flat_map(|chain| chain.sequence_hashes));
+        let (snapshot, _) = worker.engine.watch().await.expect("the engine runs");
+        cached.extend(snapshot.stored.into_iter().flat_map(|chain| chain.sequence_hashes));
     }
     let tokens: Vec<u32> = text.bytes().map(u32::from).collect();
     let model = cluster.model_id();
     let confirmed = |key: &HashKey| {
         let guesses = sequence_hashes(key, &Namespace::new(&model, "sim", "", ""), 16, &tokens[..tokens.len() - 1]);
-        guesses.iter().filter(|guess: &&SequenceHash| seen.contains(guess)).count()
+        guesses.iter().filter(|guess: &&SequenceHash| cached.contains(guess)).count()
     };
-    assert_eq!(confirmed(&ClusterKey::new(SECRET)?.hash_key()), (tokens.len() - 1) / 16, "the cluster itself knows them");
+    assert_eq!(
+        confirmed(&ClusterKey::new(SECRET)?.hash_key()),
+        (tokens.len() - 1) / 16,
+        "the cluster's own key gives the cached hashes"
+    );
     assert_eq!([HashKey::NONE, ClusterKey::random().hash_key()].map(|key| confirmed(&key)), [0, 0]);
     cluster.stop().await;
     Ok(())
 }
 
-/// A process with the key that names addresses which are not workers.
+/// A process that has the key and sends addresses that are not those of workers.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -186,18 +190,18 @@ const PROMPT_TOKENS: u32 = 40;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_connect_to_signed_addresses_only() -> Result<()> {
-    let cluster = keyed().await?;
+    let cluster = start_with_key().await?;
     let (client, mut insider) = (Client::new(cluster.frontend()), Insider::new(&cluster)?);
-    // No process of the cluster may connect here.
-    let lure = std::net::TcpListener::bind("127.0.0.1:0")?;
-    lure.set_nonblocking(true)?;
-    let address = lure.local_addr()?.to_string();
+    // No process of the cluster may connect to this listener.
+    let trap = std::net::TcpListener::bind("127.0.0.1:0")?;
+    trap.set_nonblocking(true)?;
+    let address = trap.local_addr()?.to_string();
     let [decode, prefill] = insider.placed().await?;
     for named in [
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // It is a genuine worker, but not a prefill worker.
+        // A worker of the cluster, but not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;
@@ -213,10 +217,13 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
     }
     let unsigned = "tandem_worker_unsigned_addresses_total";
     assert_eq!((client.metric(unsigned, "decode-0").await?, client.metric(unsigned, "prefill-0").await?), (4.0, 3.0));
-    assert_eq!(lure.accept().err().map(|error| error.kind()), Some(std::io::ErrorKind::WouldBlock), "nothing has connected");
+    assert_eq!(trap.accept().err().map(|error| error.kind()), Some(std::io::ErrorKind::WouldBlock), "nothing has connected");
 
     let answer = insider.generate(&decode.instance_id, prefill).await?;
-    assert!(matches!(answer, Some(generate_reply::Message::Scheduled(_))), "what the router names is used: {answer:?}");
+    assert!(
+        matches!(answer, Some(generate_reply::Message::Scheduled(_))),
+        "the address that the router names is used: {answer:?}"
+    );
     cluster.stop().await;
     Ok(())
 }

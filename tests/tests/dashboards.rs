@@ -1,4 +1,4 @@
-//! Every Grafana panel and every alert has data: evaluated by a real Prometheus over a cluster under traffic.
+//! Every Grafana panel and every alert has data, as evaluated by a real Prometheus that scrapes a cluster under traffic.
 
 use anyhow::{Context, Result, ensure};
 use futures::{StreamExt, TryStreamExt};
@@ -10,21 +10,21 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use tandem::settings::UpSettings;
-use tandem_tests::{Client, Endpoint, TestCluster, prose, sim_settings, start, within};
+use tandem_tests::{Client, Endpoint, TestCluster, prose, sim_settings, start, wait_until};
 use tempfile::TempDir;
 
 const REQUESTS: u64 = 500;
 const CONCURRENCY: usize = 16;
 /// Prompts admitted concurrently.
 const PROMPTS_MAX: u32 = 64;
-/// The value for Grafana's rate interval: long enough to include the scrape before the traffic.
+/// The value of Grafana's `$__rate_interval`, long enough to include the scrape before the traffic.
 const RATE_INTERVAL: &str = "2m";
 
 fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// Returns the path of one of Prometheus' programs.
+/// Returns a command that runs one of Prometheus' programs.
 fn program(name: &str) -> Command {
     let mut command = Command::new(name);
     command.stdin(Stdio::null()).current_dir(deploy("."));
@@ -40,7 +40,7 @@ fn missing(name: &str, error: std::io::Error) -> anyhow::Error {
     }
 }
 
-/// Returns the output of `promtool` for files of `deploy/`, or for `input`.
+/// Runs `promtool` on files of `deploy/` or on `input`. A failure includes its output.
 fn promtool(args: &[&str], input: &str) -> Result<()> {
     let mut command = program("promtool");
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -79,7 +79,8 @@ impl Prometheus {
         let process = command.stdout(log.try_clone()?).stderr(log).spawn().map_err(|error| missing("prometheus", error))?;
         let http = reqwest::Client::builder().no_proxy().build()?;
         let prometheus = Self { process, http, address, folder };
-        let scrapes = within("Prometheus scrapes", async || Ok(prometheus.scrapes().await.is_ok_and(|scrapes| scrapes >= 1.0)));
+        let scrapes =
+            wait_until("Prometheus scrapes", async || Ok(prometheus.scrapes().await.is_ok_and(|scrapes| scrapes >= 1.0)));
         scrapes.await.with_context(|| fs::read_to_string(prometheus.folder.path().join("log")).unwrap_or_default())?;
         Ok(prometheus)
     }
@@ -110,14 +111,14 @@ impl Prometheus {
 
 impl Drop for Prometheus {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // `kill` fails if the process has ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Sends one request: on both endpoints, streamed and not, with partly cached prompts; some are cancelled, one is invalid and one too
-/// large.
+/// Sends request `number`. The requests cover both endpoints, streamed and not, with partly cached prompts. Some are cancelled, one is
+/// invalid, and one has too many prompts.
 async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     let endpoint = if number.is_multiple_of(3) { Endpoint::Chat } else { Endpoint::Completions };
     let text = prose(&(number % 40).to_string(), 40 + (number as usize * 37) % 400);
@@ -135,11 +136,11 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
         client.send(endpoint.path(), &body).await?.chunk().await?;
         return Ok(());
     }
-    let _leaves_too_little_room = match status {
+    let _leaves_too_little_capacity = match status {
         503 => Some(client.send(endpoint.path(), &endpoint.request(model, &text, long)).await?),
         _ => None,
     };
-    let answer = client.ask(endpoint.path(), &body).await?;
+    let answer = client.answer(endpoint.path(), &body).await?;
     ensure!(answer.status == status, "request {number}: {answer:?}");
     Ok(())
 }
@@ -151,22 +152,22 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     // All requests come from one address, and one of them uses all capacity.
     settings.frontend.limits.max_sequences_per_account = Some(0);
     let cluster = start(settings).await?;
-    cluster.leave_audit_result(tandem::audit::Checked::default(), 0)?;
+    cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    // Series that the first half creates increase in the second one, so that they have a rate, even if each half ends between two scrapes. A
-    // series that the last request creates has a rate after two scrapes.
+    // A rate needs two scrapes. Series that the first half of the requests creates increase in the second half, and a series that the last
+    // request creates is scraped again after it.
     for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
         let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
         requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
         let scrapes = prometheus.scrapes().await?;
-        within("Prometheus sees the traffic", async || Ok(prometheus.scrapes().await? >= scrapes + 3.0)).await?;
+        wait_until("Prometheus has scraped the traffic", async || Ok(prometheus.scrapes().await? >= scrapes + 3.0)).await?;
     }
     Ok((cluster, prometheus))
 }
 
-/// Returns what is wrong with an expression of a panel. `shown` are the workers that it shows if its legend names them.
-async fn look(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
+/// Returns the problem of a panel's expression, if it has one. `shown` are the workers that it must show if its legend names workers.
+async fn problem_of(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
     let series = match prometheus.query(expr).await {
         Ok(series) => series,
         Err(error) => return Some(error.to_string()),
@@ -192,7 +193,7 @@ fn selectors(expr: &str) -> Vec<&str> {
 
 async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<String>> {
     let all: BTreeSet<_> = cluster.inner().workers().iter().map(|worker| worker.id.as_str()).collect();
-    let mut wrong = Vec::new();
+    let mut problems = Vec::new();
     for board in ["cluster", "router", "workers"] {
         let file = fs::read_to_string(deploy(&format!("grafana/dashboards/{board}.json")))?;
         let board: Value = serde_json::from_str(&file).with_context(|| board.to_owned())?;
@@ -201,7 +202,7 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
             let name = format!("{}, {}", board["title"], panel["title"]);
             let text = |pointer: &str| panel.pointer(pointer).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
             if !text("/description") || !text("/fieldConfig/defaults/unit") || panel["datasource"]["uid"] != "prometheus" {
-                wrong.push(format!("{name}: it has a description, a unit and the data source `prometheus`"));
+                problems.push(format!("{name}: it needs a description, a unit and the data source `prometheus`"));
             }
             for target in panel["targets"].as_array().context("a panel has targets")? {
                 let (expr, legend) = (target["expr"].as_str().context("an expression")?, &target["legendFormat"]);
@@ -211,47 +212,49 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
                 for choice in choices {
                     let expr = expr.replace("$worker", choice);
                     let legend = legend.as_str().unwrap_or_default();
-                    wrong.extend(look(prometheus, &expr, legend, &all).await.map(|what| format!("{name}: {expr}: {what}")));
+                    problems
+                        .extend(problem_of(prometheus, &expr, legend, &all).await.map(|what| format!("{name}: {expr}: {what}")));
                 }
             }
         }
     }
-    Ok(wrong)
+    Ok(problems)
 }
 
 async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
     let runbook = fs::read_to_string(deploy("README.md"))?;
     let rules = prometheus.api("rules", &[]).await?;
     let groups = rules["groups"].as_array().context("groups of rules")?;
-    let mut wrong = Vec::new();
+    let mut problems = Vec::new();
     for rule in groups.iter().flat_map(|group| group["rules"].as_array().into_iter().flatten()) {
         let (name, expr) = (rule["name"].as_str().context("a name")?, rule["query"].as_str().context("an expression")?);
         if rule["health"] != "ok" {
-            wrong.push(format!("{name} is {}: {}", rule["health"], rule["lastError"]));
+            problems.push(format!("{name} is {}: {}", rule["health"], rule["lastError"]));
         }
         let is_set = |key: &str| rule["annotations"][key].as_str().is_some_and(|text| !text.is_empty());
         if !["summary", "description", "action"].into_iter().all(is_set) || !rule["labels"]["severity"].is_string() {
-            wrong.push(format!("{name}: it has a severity, a summary, a description and an action"));
+            problems.push(format!("{name}: it needs a severity, a summary, a description and an action"));
         }
         if !runbook.contains(&format!("| `{name}` |")) {
-            wrong.push(format!("{name} has no row in deploy/README.md"));
+            problems.push(format!("{name} has no row in deploy/README.md"));
         }
-        // In a healthy cluster an alert has no data, but each of its selectors has.
+        // In a healthy cluster an alert's expression has no data, but each of its selectors has.
         for selector in selectors(expr) {
-            wrong
-                .extend(look(prometheus, selector, "", &BTreeSet::new()).await.map(|what| format!("{name}: {selector}: {what}")));
+            problems.extend(
+                problem_of(prometheus, selector, "", &BTreeSet::new()).await.map(|what| format!("{name}: {selector}: {what}")),
+            );
         }
     }
     ensure!(groups.len() >= 4, "alerts.yml was not read: {rules}");
-    Ok(wrong)
+    Ok(problems)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_panel_and_alert_has_data_in_a_real_prometheus() -> Result<()> {
     let (cluster, prometheus) = after_traffic().await?;
-    let mut wrong = panels(&cluster, &prometheus).await?;
-    wrong.extend(alerts(&prometheus).await?);
-    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    let mut problems = panels(&cluster, &prometheus).await?;
+    problems.extend(alerts(&prometheus).await?);
+    ensure!(problems.is_empty(), "{}", problems.join("\n"));
     promtool(&["check", "metrics"], &Client::new(cluster.frontend()).get("/metrics").await?.1)?;
     cluster.stop().await;
     Ok(())

@@ -1,26 +1,28 @@
-//! The services of `deploy/` are hardened: each service of the compose file is checked, so that a new one cannot be forgotten. The scripts
-//! for passwords run against a real etcd and a real NATS.
+//! Checks that all services of `deploy/docker-compose.yml` are hardened. The scripts for passwords run against a real etcd and a real NATS.
+
+#[path = "../../node/tests/servers/mod.rs"]
+mod servers;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use servers::Server;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    net::TcpListener,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    process::{Child, Command, Output, Stdio},
+    process::{Command, Output, Stdio},
 };
 use tandem::model::Source;
 
-/// Maps that are merged into each other: hardened, tandem, prefill, prefill-2.
+/// The depth of nested merge keys: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;
 
 fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// The compose file with anchors and merge keys resolved, and variables as they stand.
+/// Returns the compose file with resolved anchors and merge keys; variables are not replaced.
 fn compose() -> Result<Value> {
     let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy("docker-compose.yml"))?)?;
     // Each round resolves one level of nested merge keys.
@@ -52,8 +54,8 @@ fn services_are_confined() -> Result<()> {
         ensure!(service["security_opt"] == serde_json::json!(["no-new-privileges:true"]), "{name}: security_opt");
         ensure!(service["pids_limit"].is_u64(), "{name}: pids_limit");
         ensure!(service["mem_limit"].is_string(), "{name}: mem_limit");
-        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network, with no reason given");
-        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it takes rights back");
+        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network");
+        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it adds rights again");
         let image = service["image"].as_str().context("an image")?;
         ensure!(image.starts_with("${"), "{name}: {image} cannot be set to a digest");
         for port in service["ports"].as_array().into_iter().flatten().filter_map(Value::as_str) {
@@ -82,7 +84,7 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
         ("model", "router"),
         ("model", "etcd"),
     ] {
-        ensure!(!together(one, other), "{one} reaches {other}");
+        ensure!(!together(one, other), "{one} can reach {other}");
     }
     for (one, other) in [
         ("proxy", "frontend"),
@@ -93,10 +95,10 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
         ("etcd-auth", "etcd"),
         ("grafana", "prometheus"),
     ] {
-        ensure!(together(one, other), "{one} does not reach {other}");
+        ensure!(together(one, other), "{one} cannot reach {other}");
     }
     for network in ["cluster", "control", "monitoring"] {
-        ensure!(compose["networks"][network]["internal"] == true, "{network} has a way out");
+        ensure!(compose["networks"][network]["internal"] == true, "{network} is not internal");
     }
     Ok(())
 }
@@ -105,7 +107,7 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
 fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> Result<()> {
     let services = services()?;
     let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
-    ensure!(services["model"]["command"][2] == *model, "it fetches {}", services["model"]["command"]);
+    ensure!(services["model"]["command"][2] == *model, "the service fetches {}", services["model"]["command"]);
     for name in ["router", "frontend", "prefill", "decode", "prefill-2", "decode-2"] {
         let service = &services[name];
         let settings = &service["environment"];
@@ -133,17 +135,6 @@ fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// A server that ends with the test.
-struct Server(Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let (one, other) = (tempfile::tempdir()?, tempfile::tempdir()?);
@@ -151,7 +142,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let (one, other) = (one.path().join("s"), other.path().join("s"));
     make(&one)?;
     make(&other)?;
-    ensure!(fs::metadata(&one)?.permissions().mode() & 0o777 == 0o700, "others get into the folder");
+    ensure!(fs::metadata(&one)?.permissions().mode() & 0o777 == 0o700, "other users can read the folder");
     let made = names(&compose()?["secrets"]);
     ensure!(made.len() >= 5, "{made:?}");
     for name in &made {
@@ -161,7 +152,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     let nats = fs::read_to_string(one.join("nats.conf"))?;
     ensure!(nats.contains(&fs::read_to_string(one.join("nats_password"))?), "NATS has another password");
     make(&one)?;
-    ensure!(fs::read_to_string(one.join("nats.conf"))? == nats, "a second run changes what is there");
+    ensure!(fs::read_to_string(one.join("nats.conf"))? == nats, "a second run changes existing secrets");
     run(Command::new("nats-server").arg("-t").arg("-c").arg(one.join("nats.conf")))?;
     Ok(())
 }
@@ -171,20 +162,15 @@ fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let secrets = folder.path().join("secrets");
     run(Command::new("bash").arg(deploy("secrets.sh")).arg(&secrets))?;
-    let free = || TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let (clients, peers) = (format!("http://{}", free()?), format!("http://{}", free()?));
-    let mut etcd = Command::new("etcd");
-    etcd.arg("--data-dir").arg(folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
-    etcd.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients, "--listen-peer-urls", &peers]);
-    etcd.args(["--initial-advertise-peer-urls", &peers, "--initial-cluster", &format!("default={peers}")]);
-    let _etcd = Server(etcd.spawn().context("etcd is missing: apt-get install etcd-server")?);
+    let etcd = Server::etcd(&[]);
+    let url = format!("http://{}", etcd.address());
     let enable = || {
         let mut script = Command::new("python3");
-        script.arg("-B").arg(deploy("etcd_auth.py")).arg(&clients);
+        script.arg("-B").arg(deploy("etcd_auth.py")).arg(&url);
         run(script.arg(secrets.join("etcd_root_password")).arg(secrets.join("etcd_password")))
     };
     enable()?;
-    // A restart of the service, and a new password.
+    // The same after a change of the password, as when the service restarts.
     fs::write(secrets.join("etcd_password"), "new")?;
     enable()?;
     let check = r"
@@ -200,6 +186,6 @@ for key, token in (('/tandem/c/x', None), ('/other', token), ('/tandem0', token)
         continue
     sys.exit(f'{key} was written')
 ";
-    run(Command::new("python3").args(["-B", "-c", check]).arg(deploy(".")).arg(&clients))?;
+    run(Command::new("python3").args(["-B", "-c", check]).arg(deploy(".")).arg(&url))?;
     Ok(())
 }

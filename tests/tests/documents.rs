@@ -1,23 +1,19 @@
-//! Many questions about more documents than one worker can cache: the router sends each question to the worker that has cached its
-//! document, and balances the load. The whole cluster over sockets, in one thread and in paused time.
+//! Questions about more documents than one worker can cache: the router must send each question to the worker that has cached its
+//! document, and must balance the load. The whole cluster runs over sockets, in one thread and in paused time.
 
 use anyhow::{Context, Result};
 use serde_json::json;
-use std::collections::VecDeque;
-use std::time::Duration;
-use tandem_decode_worker::DecodeWorkerSettings;
+use std::{collections::VecDeque, time::Duration};
 use tandem_engine::{
-    EngineHandle, EngineSettings,
+    EngineHandle,
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
-use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_tests::{Client, Endpoint};
-use tandem_transfer::TransferMode;
-use tandem_worker::WorkerSettings;
-use tokio::net::TcpListener;
+use tandem_tests::{
+    Client, Endpoint,
+    services::{Services, engine_settings, worker_settings},
+};
 
 const DOCUMENTS: u32 = 40;
 const DOCUMENT_TOKENS: u32 = 1_500;
@@ -26,19 +22,18 @@ const QUESTION_TOKENS: u32 = 12;
 const CONCURRENCY: usize = 8;
 const PREFILL_WORKERS: usize = 4;
 const BLOCK_SIZE: u32 = 64;
-/// The capacity of fifteen documents.
+/// The KV of fifteen documents.
 const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
-const SOON: Duration = Duration::from_secs(60);
 
-/// Runs `story` in paused time: time advances by a millisecond when no task can make progress. The runtime's own auto-advance would
-/// run ahead of bytes that are in flight through a socket.
-fn in_paused_time<T>(story: impl Future<Output = T>) -> T {
-    /// Polls per millisecond: more than the longest chain of messages in it has.
-    const TURNS: usize = 40;
+/// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not
+/// wait for bytes that are in flight through a socket.
+fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
+    /// Yields per simulated millisecond: more than the longest chain of messages within it.
+    const YIELDS: usize = 40;
     let clock = async {
         tokio::time::pause();
         loop {
-            for _ in 0..TURNS {
+            for _ in 0..YIELDS {
                 tokio::task::yield_now().await;
             }
             tokio::time::advance(Duration::from_millis(1)).await;
@@ -48,142 +43,72 @@ fn in_paused_time<T>(story: impl Future<Output = T>) -> T {
     runtime.block_on(async {
         tokio::select! {
             biased;
-            outcome = story => outcome,
-            () = clock => unreachable!("time does not end"),
+            outcome = scenario => outcome,
+            () = clock => unreachable!("the clock's loop has no end"),
         }
     })
 }
 
-/// The parts of a cluster, as tasks of this thread.
-struct Parts {
-    metrics: Metrics,
-    shutdown: Shutdown,
+/// A cluster, whose services are tasks of this thread.
+struct Cluster {
+    services: Services,
+    client: Client,
     prefill_workers: usize,
-    prefill_capacity_tokens: u32,
 }
 
 fn sim(capacity_tokens: u32) -> SimSettings {
     SimSettings { block_size: BLOCK_SIZE, capacity_blocks: capacity_tokens / BLOCK_SIZE, ..Default::default() }
 }
 
-impl Parts {
-    async fn listener() -> Result<(TcpListener, String)> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let address = listener.local_addr()?.to_string();
-        Ok((listener, address))
-    }
-
-    fn engine(&self, capacity_tokens: u32) -> EngineHandle {
-        let sim = sim(capacity_tokens);
-        let settings = EngineSettings {
-            chunk_budget: 512,
-            batch_max: 256,
-            queue_max: 64,
-            prefix_caching: true,
-            hash_key: tandem_kv::HashKey::NONE,
-            max_buffered_events: 1_024,
-            step_max: Duration::from_secs(60),
+impl Cluster {
+    /// Starts all services and waits until the router knows its workers.
+    async fn start(prefill_workers: usize, prefill_capacity_tokens: u32, seed: u64) -> Result<Self> {
+        let services = Services::default();
+        let start_engine = |capacity_tokens| {
+            let engine = SimEngine::new(sim(capacity_tokens));
+            let clock = engine.clock();
+            let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, engine_settings(), 7);
+            services.shutdown.spawn(running);
+            engine
         };
-        let engine = SimEngine::new(sim);
-        let clock = engine.clock();
-        let (engine, running) = EngineHandle::simulated(Box::new(engine), clock, settings, 7);
-        self.shutdown.spawn(running);
-        engine
-    }
-
-    fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
-        self.shutdown.track(async move { part.await.expect("a part runs until it is stopped") });
-    }
-
-    async fn prefill_worker(&self, number: usize) -> Result<String> {
-        let (listener, address) = Self::listener().await?;
-        let settings = PrefillWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: format!("prefill-{number}"),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                ..Default::default()
-            },
-            ticket_wait: SOON,
-            transfer_mode: TransferMode::Simulated { block: sim(0).block_transfer() },
-        };
-        let engine = self.engine(self.prefill_capacity_tokens);
-        self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn decode_worker(&self) -> Result<String> {
-        let (listener, address) = Self::listener().await?;
-        let settings = DecodeWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: "decode-0".to_owned(),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                ..Default::default()
-            },
-            advertise: None,
-            remote_waiting_max: 64,
-            receive_timeout: SOON,
-            transfer_mode: TransferMode::Tcp,
-        };
-        let engine = self.engine(65_536);
-        self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn router(&self, workers: Vec<String>, seed: u64) -> Result<String> {
-        let (listener, address) = Self::listener().await?;
-        let settings =
-            RouterSettings { workers: workers.into_iter().collect(), prefill: PrefillPlace::Remote, seed, ..Default::default() };
-        self.run(tandem_router::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn frontend(&self, router: String) -> Result<Client> {
-        let (listener, address) = Self::listener().await?;
-        let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
-        self.run(tandem_frontend::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(Client::new(address.parse()?))
-    }
-    /// Starts all parts and waits until the router knows its workers.
-    async fn start(&self, seed: u64) -> Result<Client> {
         let mut workers = Vec::new();
-        for number in 0..self.prefill_workers {
-            workers.push(self.prefill_worker(number).await?);
+        for number in 0..prefill_workers {
+            let (settings, engine) =
+                (worker_settings(&format!("prefill-{number}"), "sim"), start_engine(prefill_capacity_tokens));
+            workers.push(services.prefill_worker(settings, engine, &sim(0)).await?.to_string());
         }
-        workers.push(self.decode_worker().await?);
-        let client = self.frontend(self.router(workers, seed).await?).await?;
-        let joined = || self.metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
-        while joined() <= self.prefill_workers {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        Ok(client)
+        workers.push(services.decode_worker(worker_settings("decode-0", "sim"), start_engine(65_536)).await?.to_string());
+        let workers = workers.into_iter().collect();
+        let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, seed, ..Default::default() };
+        let router = services.router(settings).await?.to_string();
+        let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
+        let client = Client::new(services.frontend(settings).await?);
+        services.ready(prefill_workers + 1, &client).await?;
+        Ok(Self { services, client, prefill_workers })
     }
 
-    /// Returns the number of prompts of each prefill worker.
-    async fn placed(&self, client: &Client) -> Result<Vec<f64>> {
+    /// Returns the number of prompts that were placed on each prefill worker.
+    async fn placed(&self) -> Result<Vec<f64>> {
         let mut placed = Vec::new();
         for number in 0..self.prefill_workers {
             let labels = format!("worker=\"prefill-{number}\",kind=\"prefill\"");
-            placed.push(client.metric("tandem_router_placements_total", &labels).await?);
+            placed.push(self.client.metric("tandem_router_placements_total", &labels).await?);
         }
         Ok(placed)
     }
 }
 
-/// Returns the prompt's usage.
-async fn ask(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
+/// Sends a prompt, and returns its prompt tokens and cached tokens.
+async fn usage_of(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
     let body = json!({ "model": "sim", "prompt": prompt, "max_tokens": 8 });
-    let answer = client.ask(Endpoint::Completions.path(), &body).await?;
+    let answer = client.answer(Endpoint::Completions.path(), &body).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
     Ok((answer.usage("/prompt_tokens"), answer.cached_tokens()))
 }
 
-/// Returns pseudo-random tokens, seeded by `of`.
-fn tokens(of: u64, count: u32) -> Vec<u32> {
-    let mut state = of.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+/// Returns pseudo-random tokens.
+fn tokens(seed: u64, count: u32) -> Vec<u32> {
+    let mut state = seed.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mut token = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as u32 % 250
@@ -201,49 +126,45 @@ fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
             prompt
         })
         .collect();
-    for (place, draw) in tokens(seed ^ 0xD0C5, prompts.len() as u32 * 2).chunks(2).enumerate().skip(1) {
-        prompts.swap(place, (draw[0] * 250 + draw[1]) as usize % (place + 1));
+    for (place, random) in tokens(seed ^ 0xD0C5, prompts.len() as u32 * 2).chunks(2).enumerate().skip(1) {
+        prompts.swap(place, (random[0] * 250 + random[1]) as usize % (place + 1));
     }
     prompts.into()
 }
 
-/// The fraction of cached prompt tokens, and the requests of the busiest prefill worker divided by the mean.
-async fn ask_all(seed: u64) -> Result<(f64, f64)> {
-    let parts = Parts {
-        metrics: Metrics::default(),
-        shutdown: Shutdown::default(),
-        prefill_workers: PREFILL_WORKERS,
-        prefill_capacity_tokens: PREFILL_CAPACITY_TOKENS,
-    };
-    let client = parts.start(seed).await?;
+/// Sends all questions. Returns the fraction of cached prompt tokens, and the requests of the busiest prefill worker divided by the mean.
+async fn run_documents(seed: u64) -> Result<(f64, f64)> {
+    let cluster = Cluster::start(PREFILL_WORKERS, PREFILL_CAPACITY_TOKENS, seed).await?;
     let prompts = std::sync::Mutex::new(prompts(seed));
-    let asking = || async {
+    let send_questions = || async {
         let (mut prompt_tokens, mut cached_tokens) = (0, 0);
         loop {
             let Some(prompt) = prompts.lock().expect("no holder panics").pop_front() else { break };
-            let (all, cached) = ask(&client, &prompt).await?;
+            let (all, cached) = usage_of(&cluster.client, &prompt).await?;
             prompt_tokens += all;
             cached_tokens += cached;
         }
         anyhow::Ok((prompt_tokens, cached_tokens))
     };
-    let askers = futures::future::try_join_all((0..CONCURRENCY).map(|_| asking())).await?;
-    let (prompt_tokens, cached_tokens) = askers.iter().fold((0, 0), |sum, asker| (sum.0 + asker.0, sum.1 + asker.1));
+    let clients = futures::future::try_join_all((0..CONCURRENCY).map(|_| send_questions())).await?;
+    let (prompt_tokens, cached_tokens) =
+        clients.iter().fold((0, 0), |sum, client_sums| (sum.0 + client_sums.0, sum.1 + client_sums.1));
 
-    let placed = parts.placed(&client).await?;
+    let placed = cluster.placed().await?;
     let placed_max = placed.iter().copied().reduce(f64::max).context("there are workers")?;
     let placed_mean = placed.iter().sum::<f64>() / PREFILL_WORKERS as f64;
-    assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each was tried once: {placed:?}");
-    parts.shutdown.run(Duration::ZERO).await;
+    assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each prompt was placed once: {placed:?}");
+    cluster.services.shutdown.run(Duration::ZERO).await;
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// At most 0.876 of all tokens can be cached: all blocks of a document except for its first question. `--nocapture` shows the figures.
+/// At most 0.876 of all tokens can be cached, because the first question about each document must compute it. `--nocapture` shows the
+/// figures.
 #[test]
-#[expect(clippy::print_stdout, reason = "it prints figures")]
+#[expect(clippy::print_stdout, reason = "the test prints measurements")]
 fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
     for seed in 1..=3 {
-        let (hit_rate, busiest) = in_paused_time(ask_all(seed))?;
+        let (hit_rate, busiest) = in_paused_time(run_documents(seed))?;
         println!(
             "seed {seed}: {hit_rate:.3} of all prompt tokens were cached; the busiest worker had {busiest:.2} times the mean"
         );
@@ -253,21 +174,19 @@ fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
     Ok(())
 }
 
-/// Returns how many of 28 prompts of 1,000 tokens each of two prefill workers receives, after one to five prompts of two tokens, such as
-/// health checks.
+/// Sends one to five prompts of two tokens, such as health checks, and then 28 prompts of 1,000 tokens. Returns how many of the 28 each of
+/// two prefill workers receives.
 async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
-    let parts =
-        Parts { metrics: Metrics::default(), shutdown: Shutdown::default(), prefill_workers: 2, prefill_capacity_tokens: 65_536 };
-    let client = parts.start(seed).await?;
+    let cluster = Cluster::start(2, 65_536, seed).await?;
     for tiny in 0..=seed % 5 {
-        ask(&client, &tokens(seed * 10 + tiny, 2)).await?;
+        usage_of(&cluster.client, &tokens(seed * 10 + tiny, 2)).await?;
     }
-    let before = parts.placed(&client).await?;
+    let before = cluster.placed().await?;
     for prompt in 0..28 {
-        ask(&client, &tokens(10_000 + seed * 100 + prompt, 1_000)).await?;
+        usage_of(&cluster.client, &tokens(10_000 + seed * 100 + prompt, 1_000)).await?;
     }
-    let placed = parts.placed(&client).await?.iter().zip(before).map(|(after, before)| after - before).collect();
-    parts.shutdown.run(Duration::ZERO).await;
+    let placed = cluster.placed().await?.iter().zip(before).map(|(after, before)| after - before).collect();
+    cluster.services.shutdown.run(Duration::ZERO).await;
     Ok(placed)
 }
 

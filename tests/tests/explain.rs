@@ -1,4 +1,4 @@
-//! The explanation of a placement, as an operator sees it.
+//! The explanation of a placement, over HTTP and on the command line.
 
 use anyhow::Result;
 use serde_json::json;
@@ -15,17 +15,17 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
     assert!(cold["prompts"][0]["workers"].as_array().is_some_and(|workers| workers.len() == 4), "{cold:#}");
     assert_eq!(client.metric("tandem_worker_prompt_tokens_total", "").await?, 0.0, "nothing has run");
 
-    let answer = client.ask(path, &request).await?;
+    let answer = client.answer(path, &request).await?;
     cluster.settle_events().await?;
     let holder = answer.details()["prefill_worker"].clone();
     let warm = client.explain(path, &request).await?["prompts"][0].clone();
     assert_eq!((&warm["prefill_worker"], &warm["decode_worker"]), (&holder, &json!("decode-0")), "{warm:#}");
     assert_eq!(warm["prompt_tokens"], answer.usage("/prompt_tokens"));
     let of = |name: &str| warm["workers"].as_array().into_iter().flatten().find(|worker| worker["worker"] == name).cloned();
-    let chosen = of(holder.as_str().expect("a name")).expect("it is there");
+    let chosen = of(holder.as_str().expect("a name")).expect("the explanation has the worker");
     assert_eq!(chosen["overlap_blocks"], warm["reusable_blocks"]);
     for other in ["prefill-0", "prefill-1", "prefill-2"].into_iter().filter(|name| holder != *name) {
-        let other = of(other).expect("it is there");
+        let other = of(other).expect("the explanation has the worker");
         assert_eq!(other["overlap_blocks"], 0);
         let ms = |worker: &serde_json::Value| worker["as_prefill"]["total_ms"].as_f64().expect("a cost");
         assert!(ms(&chosen) < ms(&other), "{warm:#}");
@@ -45,8 +45,8 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
         tandem::explain::run(args)
     };
     let table = tokio::task::block_in_place(|| run(false))?;
-    for part in ["prefill-0 prefills", "prefill-2 prefills", "decode-0 receives", "cheapest is"] {
-        assert!(table.contains(part), "{part} in\n{table}");
+    for expected in ["prefill-0 prefills", "prefill-2 prefills", "decode-0 receives", "cheapest is"] {
+        assert!(table.contains(expected), "{expected} in\n{table}");
     }
     let json: serde_json::Value = serde_json::from_str(&tokio::task::block_in_place(|| run(true))?)?;
     assert_eq!(json["prompts"][0]["prefill_worker"], holder);

@@ -1,4 +1,4 @@
-//! Fuzzing: mutations of valid inputs from outside (model files, request bodies, KV events) are accepted or refused, without a panic.
+//! Fuzzing: mutated model files, request bodies and KV events are accepted or refused, without a panic.
 //!
 //! Runs on stable Rust, for a few seconds per target. For longer: `TANDEM_FUZZ_SECONDS=600 cargo test --release -p tandem-tests --test fuzz`.
 //! A failure names the seed of its input; `TANDEM_FUZZ_SEED` starts with that input. Coverage does not guide the mutations.
@@ -26,9 +26,9 @@ use writer::{Writer, kind};
 
 /// Time per target unless `TANDEM_FUZZ_SECONDS` is set.
 const SECONDS: u64 = 3;
-/// Most mutations of one input.
+/// The maximum number of mutations of one input.
 const MUTATIONS_MAX: u64 = 6;
-/// Fragments that are inserted: edge cases of JSON, UTF-8 and lengths.
+/// Bytes that are inserted: edge cases of JSON, UTF-8 and lengths.
 const FRAGMENTS: [&[u8]; 14] = [
     b"null",
     b"-1",
@@ -46,7 +46,7 @@ const FRAGMENTS: [&[u8]; 14] = [
     b"\xff\xff\xff\xff\xff\xff\xff\x7f",
 ];
 
-/// The inputs of one target: mutations of valid ones, until the time is up.
+/// An iterator over mutations of valid inputs, which ends after a given time.
 struct Inputs<'a> {
     valid: &'a [Vec<u8>],
     seed: u64,
@@ -93,11 +93,11 @@ fn mutate(random: &mut Random, input: &mut Vec<u8>) {
     }
 }
 
-/// Calls the target with inputs until the time is up; a panic fails the test, with the input's seed.
+/// Calls the target with mutated inputs until the time is over. A panic fails the test, which then prints the input's seed.
 fn fuzz(valid: &[Vec<u8>], target: impl Fn(&[u8])) {
     for (input, seed) in Inputs::new(valid) {
         let outcome = catch_unwind(AssertUnwindSafe(|| target(&input)));
-        assert!(outcome.is_ok(), "a panic, see above; to repeat it: TANDEM_FUZZ_SEED={seed}");
+        assert!(outcome.is_ok(), "the target panicked (see above); to repeat it: TANDEM_FUZZ_SEED={seed}");
     }
 }
 
@@ -230,11 +230,11 @@ async fn mutated_request_bodies_are_answered() -> Result<()> {
                     let status = answer.status().as_u16();
                     assert!(status < 500 || status == 503, "status {status}; to repeat it: TANDEM_FUZZ_SEED={seed}");
                 }
-                // A mutation may ask for more tokens than are generated in time.
+                // A mutated request may be for more tokens than are generated before the timeout.
                 Err(error) => assert!(error.is_timeout(), "{error}; to repeat it: TANDEM_FUZZ_SEED={seed}"),
             }
         }
     }
-    client.ask(Endpoint::Chat.path(), &Endpoint::Chat.request(&model, "Hello", json!({ "max_tokens": 2 }))).await?;
+    client.answer(Endpoint::Chat.path(), &Endpoint::Chat.request(&model, "Hello", json!({ "max_tokens": 2 }))).await?;
     Ok(())
 }

@@ -1,50 +1,50 @@
-//! Checks the words of the code base against docs/glossary.md: the words in backticks in its last table must not occur in the folders below.
+//! Checks the words of the code base: the words in backticks in the last table of docs/glossary.md must not occur in the folders below, and
+//! comments must not be fragments.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use tandem_tests::workspace::{files, root, text};
 
-/// Folders and files whose words are checked. A folder is added when it is clean; no file of a listed folder is left out.
+/// The folders and files that are checked.
 const CHECKED: &[&str] = &[
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "README.md",
     "SECURITY.md",
     "bench",
-    "ci/test.sh",
-    "ci/vllm",
-    "ci/vllm.sh",
+    "decode-worker",
+    "ci",
     "deploy",
     "docs",
     "frontend",
     "model",
-    "node/src",
+    "node",
     "engine",
     "kv",
+    "prefill-worker",
     "proto",
     "router",
+    "transfer",
+    "tandem/tests",
+    "tests",
     "worker",
 ];
 
-/// Lines that may contain a banned word, by a part of their text, each with its reason.
+/// Files that contain texts of other authors, as data for tests.
+const DATA: &[&str] = &["ci/goldens/cuts.json", "ci/goldens/texts.py", "ci/goldens/tokenizer.json"];
+
+/// Parts of lines that may contain a banned word.
 const ALLOWED: &[&str] = &[
-    // The prompt of an example.
+    // A prompt of an example.
     "Explain it so that a child understands, and then tell me who invented it",
 ];
 
-/// File names that end so are checked.
+/// The endings of the names of checked files.
 const ENDINGS: &[&str] = &[".rs", ".proto", ".md", ".toml", ".yml", ".json", ".sh", ".py", ".js", ".html", ".cu", ".cfg"];
 
 const GLOSSARY: &str = "docs/glossary.md";
 const HEADING: &str = "## Words that are not used";
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate lies in the workspace").to_owned()
-}
-
-/// The lower-case words of a text, with an empty word for each other character than a space or an underscore. Names are split at underscores and
-/// humps: `circuitOpen`, `circuit_open` and `CircuitOpen` have two words.
+/// Returns the words of a text in lower case, with an empty word for each character that separates words except spaces and underscores. Names
+/// are split: `circuitOpen`, `circuit_open` and `CircuitOpen` have two words.
 fn words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let mut previous = ' ';
@@ -62,7 +62,7 @@ fn words(text: &str) -> Vec<String> {
     words
 }
 
-/// The banned words and sequences of words: those in backticks in the first column of the glossary's last table.
+/// Returns the banned words and sequences of words: those in backticks in the first column of the glossary's last table.
 fn banned(glossary: &str) -> Vec<Vec<String>> {
     let (_, table) = glossary.split_once(HEADING).expect("the glossary has the table");
     let cells = table.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
@@ -70,7 +70,7 @@ fn banned(glossary: &str) -> Vec<Vec<String>> {
     quoted.map(words).collect()
 }
 
-/// A sentence for each banned term in a text; `name` is its path in the workspace.
+/// Returns a message for each banned term in a text; `name` is its path in the workspace.
 fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     let mut found = Vec::new();
     for (number, line) in text.lines().enumerate() {
@@ -85,32 +85,51 @@ fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     found
 }
 
-/// The files at or under a path that are checked.
-fn files(path: &Path, into: &mut Vec<PathBuf>) {
-    if path.is_dir() {
-        let hidden = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.') || name == "target");
-        for entry in fs::read_dir(path).expect("the workspace is readable").flatten().filter(|_| !hidden) {
-            files(&entry.path(), into);
+/// The text of a line comment, without its slashes.
+fn comment(line: &str) -> Option<&str> {
+    let text = line.trim_start().strip_prefix("//")?;
+    Some(text.trim_start_matches(['/', '!']).trim())
+}
+
+/// Whether a comment of one line is a single word, or an owner without a noun, such as `The attempt's.` or `Of all workers.`
+fn is_fragment(text: &str) -> bool {
+    let Some(text) = text.strip_suffix('.').filter(|text| text.starts_with(char::is_alphabetic)) else { return false };
+    let words = text.split(' ').count();
+    words == 1 || (words <= 3 && text.ends_with("'s")) || (text.starts_with("Of ") && !text.contains(','))
+}
+
+/// Returns a message for each comment in Rust code that is a fragment; `name` is its path in the workspace.
+fn fragments(name: &str, text: &str) -> Vec<String> {
+    let comments: Vec<Option<&str>> = [None].into_iter().chain(text.lines().map(comment)).chain([None]).collect();
+    let single = comments.windows(3).enumerate().filter_map(|(number, around)| match around {
+        [None, Some(text), None] if is_fragment(text) => {
+            Some(format!("{name}:{}: the comment is not a sentence: {text}", number + 1))
         }
-    } else if ENDINGS.iter().any(|ending| path.to_string_lossy().ends_with(ending)) {
-        into.push(path.to_owned());
-    }
+        _ => None,
+    });
+    single.collect()
 }
 
 #[test]
-fn banned_words_do_not_occur() {
+fn comments_are_sentences_without_banned_words() {
     let root = root();
-    let glossary = fs::read_to_string(root.join(GLOSSARY)).expect("the glossary is there");
+    let glossary = text(&root.join(GLOSSARY));
     let banned = banned(&glossary);
     assert!(banned.len() > 20, "the table was not read: {banned:?}");
     let mut found = Vec::new();
     for part in CHECKED {
-        let mut paths = Vec::new();
-        files(&root.join(part), &mut paths);
+        let mut paths = files(&root.join(part));
+        paths.retain(|path| ENDINGS.iter().any(|ending| path.to_string_lossy().ends_with(ending)));
         assert!(!paths.is_empty(), "{part} has no files");
         for path in paths {
-            let name = path.strip_prefix(&root).expect("it was found there").to_string_lossy().replace('\\', "/");
-            let text = fs::read_to_string(&path).expect("checked files are UTF-8");
+            let name = path.strip_prefix(&root).expect("the file is under the root").to_string_lossy().replace('\\', "/");
+            if DATA.contains(&name.as_str()) {
+                continue;
+            }
+            let text = text(&path);
+            if name.ends_with(".rs") {
+                found.extend(fragments(&name, &text));
+            }
             let checked = if name == GLOSSARY { text.split(HEADING).next().unwrap_or_default() } else { &text };
             found.extend(misused(&name, checked, &banned));
         }
@@ -120,17 +139,35 @@ fn banned_words_do_not_occur() {
 
 #[test]
 fn banned_words_are_found_in_names_and_text() {
-    let banned = banned(&format!("{HEADING}\n| Not this | This |\n|---|---|\n| `left alone`, `nobody`, link | this |\n"));
+    let banned = banned(&format!("{HEADING}\n| Not this | This |\n|---|---|\n| `blue moon`, `whale`, link | this |\n"));
     assert_eq!(banned.len(), 2, "words without backticks are not checked: {banned:?}");
     for (text, expected) in [
-        ("let left_alone = 1;", 1),
-        ("struct LeftAlone;", 1),
-        ("the worker is left alone", 1),
-        ("// Nobody waits, as it is left alone", 2),
-        ("it has left, alone", 0),
-        ("let (left, alone) = pair;", 0),
+        ("let blue_moon = 1;", 1),
+        ("struct BlueMoon;", 1),
+        ("the blue moon", 1),
+        ("// Whale under a blue moon", 2),
+        ("a blue, moon", 0),
+        ("let (blue, moon) = pair;", 0),
         ("link", 0),
     ] {
         assert_eq!(misused("a.rs", text, &banned).len(), expected, "{text}");
+    }
+}
+
+#[test]
+fn comments_that_are_fragments_are_found() {
+    for (text, expected) in [
+        ("/// Why.", 1),
+        ("let a = 1;\n    // Milliseconds.\nlet b = 2;", 1),
+        ("/// The attempt's.\na: u32,", 1),
+        ("/// Of all workers.\na: u32,", 1),
+        ("/// Of two workers, the first is chosen.", 0),
+        ("/// In milliseconds.", 0),
+        ("/// The default value is the worker's.", 0),
+        ("//! A long sentence that ends on its second\n//! line.", 0),
+        ("/// `POST`.", 0),
+        ("let address = \"http://example.\";", 0),
+    ] {
+        assert_eq!(fragments("a.rs", text).len(), expected, "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! When clients disconnect, all that was taken for their requests is released.
+//! When clients disconnect, everything that was reserved for their requests is released.
 
 use anyhow::Result;
 use serde_json::json;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use tandem::settings::PrefillPlace;
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
-/// 200 requests, half of whose clients disconnect: before the first token (queued, prefilling, transferring) or while it streams.
+/// Sends 200 requests. The clients of half of them disconnect, before the first token or during the stream.
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut settings = sim_settings_with(prefill);
-        // Slow enough to hit all phases, small enough for preemption and revoked reservations.
+        // The engines are slow enough that clients disconnect in all phases, and their caches small enough for preemptions.
         settings.worker.sim.sim_speedup = 10.0;
         settings.worker.kv_capacity_tokens = Some(16_384);
         let cluster = start(settings).await?;
@@ -22,24 +22,24 @@ async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() ->
             clients.spawn(async move {
                 let endpoint = if number % 3 == 0 { Endpoint::Chat } else { Endpoint::Completions };
                 let text = prose(&format!("{}", number % 40), 100 + (number as usize * 37) % 900);
-                let stays = number % 2 == 0;
-                let options = match stays {
+                let reads_answer = number % 2 == 0;
+                let options = match reads_answer {
                     true => json!({ "max_tokens": 5 + number % 60, "stream": number % 4 == 0, "n": 1 + number % 4 / 2 }),
                     // Long enough to be still running when its client disconnects.
                     false => json!({ "max_tokens": 2_000, "stream": true, "ignore_eos": true }),
                 };
                 let request = endpoint.request(&model, &text, options);
-                if stays {
-                    let answer = client.ask(endpoint.path(), &request).await?;
+                if reads_answer {
+                    let answer = client.answer(endpoint.path(), &request).await?;
                     anyhow::ensure!(answer.status == 200, "request {number}: {answer:?}");
                     return anyhow::Ok(());
                 }
-                // The data received until then is dropped with the connection.
+                // Errors are ignored, because these clients do not read the answer.
                 match number % 6 {
                     // Before the first token: queued, prefilling or transferring.
                     1 => {
-                        let patience = Duration::from_micros(number * 7_919 % 400_000);
-                        let _ = tokio::time::timeout(patience, client.send(endpoint.path(), &request)).await;
+                        let disconnect_after = Duration::from_micros(number * 7_919 % 400_000);
+                        let _ = tokio::time::timeout(disconnect_after, client.send(endpoint.path(), &request)).await;
                     }
                     // With the first token.
                     3 => drop(client.send(endpoint.path(), &request).await?),
@@ -57,9 +57,9 @@ async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() ->
         while let Some(ended) = clients.join_next().await {
             ended??;
         }
-        cluster.assert_accounts(&client).await?;
+        cluster.assert_usage_reconciles(&client).await?;
         let cancelled = client.metric("tandem_frontend_cancelled_total", "").await?;
-        assert!((60.0..=100.0).contains(&cancelled), "{prefill:?}: {cancelled} of about 100 were seen to go");
+        assert!((60.0..=100.0).contains(&cancelled), "{prefill:?}: {cancelled} of about 100 cancelled requests were counted");
         cluster.stop().await;
     }
     Ok(())

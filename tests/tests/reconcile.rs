@@ -1,4 +1,4 @@
-//! Counts that must agree: the usage that clients received, the frontend's metrics, the workers' metrics.
+//! The usage that clients received must agree with the metrics of the frontend and of the workers.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -9,9 +9,9 @@ use tandem_tests::{
     Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens,
 };
 
-/// The usage of finished requests.
+/// The summed usage of finished requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Account {
+struct Usage {
     requests: u64,
     prompts: u64,
     prompt_tokens: u64,
@@ -19,7 +19,7 @@ struct Account {
     cached_tokens: u64,
 }
 
-impl AddAssign for Account {
+impl AddAssign for Usage {
     fn add_assign(&mut self, other: Self) {
         self.requests += other.requests;
         self.prompts += other.prompts;
@@ -29,7 +29,7 @@ impl AddAssign for Account {
     }
 }
 
-/// A request whose client reads the answer: endpoint, body, number of prompts.
+/// Returns request `number`: its endpoint, its body, and the number of its prompts.
 fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
     let length = 20 + (number as usize * 37) % 300;
     // Each text is used several times, so that parts of it are cached.
@@ -55,9 +55,9 @@ fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
     (endpoint, endpoint.request(model, &text(number), options), prompts)
 }
 
-fn usage_of(answer: &Answer, prompts: u64) -> Account {
+fn usage_of(answer: &Answer, prompts: u64) -> Usage {
     assert!(answer.status == 200 && answer.done, "{answer:?}");
-    Account {
+    Usage {
         requests: 1,
         prompts,
         prompt_tokens: answer.usage("/prompt_tokens"),
@@ -66,35 +66,35 @@ fn usage_of(answer: &Answer, prompts: u64) -> Account {
     }
 }
 
-/// Sends the requests `numbers` concurrently.
-async fn send_all(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<u64>) -> Result<Account> {
+/// Sends the requests with these numbers concurrently, and sums their usage.
+async fn send_all(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<u64>) -> Result<Usage> {
     let mut clients = tokio::task::JoinSet::new();
     for number in numbers {
         let (client, (endpoint, body, prompts)) = (client.clone(), request(&cluster.model_id(), number));
-        clients.spawn(async move { anyhow::Ok(usage_of(&client.ask(endpoint.path(), &body).await?, prompts)) });
+        clients.spawn(async move { anyhow::Ok(usage_of(&client.answer(endpoint.path(), &body).await?, prompts)) });
     }
-    let mut account = Account::default();
+    let mut usage = Usage::default();
     while let Some(ended) = clients.join_next().await {
-        account += ended??;
+        usage += ended??;
     }
-    Ok(account)
+    Ok(usage)
 }
 
-/// Runs clients that disconnect. Returns the prompt tokens of those that had a first token, and of those that may have had none.
-async fn abandoned(cluster: &TestCluster, client: &Client, clients: u64) -> Result<(u64, u64)> {
+/// Runs clients that disconnect. Returns the prompt tokens of those that received a token, and of those that may not have received one.
+async fn disconnect_clients(cluster: &TestCluster, client: &Client, clients: u64) -> Result<(u64, u64)> {
     let (mut scheduled, mut uncertain) = (0, 0);
-    let mut leaving = tokio::task::JoinSet::new();
+    let mut clients_running = tokio::task::JoinSet::new();
     for number in 0..clients {
         let text = prose(&format!("reconciled {}", number % 23), 50);
-        let waits = number.is_multiple_of(2);
-        *(if waits { &mut scheduled } else { &mut uncertain }) += text.len() as u64;
-        // Far from its end when its client disconnects.
-        let options = json!({ "max_tokens": 20_000, "ignore_eos": true, "stream": waits });
+        let waits_for_token = number.is_multiple_of(2);
+        *(if waits_for_token { &mut scheduled } else { &mut uncertain }) += text.len() as u64;
+        // The answer is so long that its client disconnects before the end.
+        let options = json!({ "max_tokens": 20_000, "ignore_eos": true, "stream": waits_for_token });
         let body = Endpoint::Completions.request(&cluster.model_id(), &text, options);
         let client = client.clone();
-        leaving.spawn(async move {
+        clients_running.spawn(async move {
             let reply = client.send(Endpoint::Completions.path(), &body);
-            if waits {
+            if waits_for_token {
                 drop(reply.await?);
             } else {
                 let _ = tokio::time::timeout(Duration::from_millis(number), reply).await;
@@ -102,48 +102,48 @@ async fn abandoned(cluster: &TestCluster, client: &Client, clients: u64) -> Resu
             anyhow::Ok(())
         });
     }
-    while let Some(left) = leaving.join_next().await {
-        left??;
+    while let Some(ended) = clients_running.join_next().await {
+        ended??;
     }
     Ok((scheduled, uncertain))
 }
 
-/// Returns a counter's sum over its series.
+/// Returns the sum of a counter's series with these labels.
 async fn counted(client: &Client, name: &str, labels: &str) -> Result<u64> {
     Ok(client.metric(name, labels).await? as u64)
 }
 
-async fn counted_by_the_frontend(client: &Client, source: &str) -> Result<Account> {
+async fn usage_counted_by_frontend(client: &Client, source: &str) -> Result<Usage> {
     let frontend = async |name: &str, labels: &str| counted(client, &format!("tandem_frontend_{name}"), labels).await;
-    let account = Account {
+    let usage = Usage {
         requests: frontend("requests_total", "code=\"200\"").await?,
         prompts: frontend("request_cached_tokens_count", "").await?,
         prompt_tokens: frontend("prompt_tokens_total", "").await?,
         completion_tokens: frontend("completion_tokens_total", "").await?,
         cached_tokens: frontend("cached_tokens_total", &format!("source=\"{source}\"")).await?,
     };
-    // The same counts in other metrics.
-    assert_eq!(frontend("cached_tokens_total", "").await?, account.cached_tokens);
-    assert_eq!(frontend("request_cached_tokens_sum", "").await?, account.cached_tokens);
-    assert_eq!(frontend("request_prompt_tokens_sum", "").await?, account.prompt_tokens);
-    assert_eq!(frontend("request_completion_tokens_sum", "").await?, account.completion_tokens);
+    // Other metrics must have the same counts.
+    assert_eq!(frontend("cached_tokens_total", "").await?, usage.cached_tokens);
+    assert_eq!(frontend("request_cached_tokens_sum", "").await?, usage.cached_tokens);
+    assert_eq!(frontend("request_prompt_tokens_sum", "").await?, usage.prompt_tokens);
+    assert_eq!(frontend("request_completion_tokens_sum", "").await?, usage.completion_tokens);
     for histogram in ["request_cached_ratio", "request_prompt_tokens", "request_completion_tokens"] {
-        assert_eq!(frontend(&format!("{histogram}_count"), "").await?, account.prompts, "{histogram}");
+        assert_eq!(frontend(&format!("{histogram}_count"), "").await?, usage.prompts, "{histogram}");
     }
-    Ok(account)
+    Ok(usage)
 }
 
-async fn accounts_agree(cluster: TestCluster, place: PrefillPlace, source: &str) -> Result<()> {
+async fn assert_counts_agree(cluster: TestCluster, place: PrefillPlace, source: &str) -> Result<()> {
     let client = Client::new(cluster.frontend());
     let workers = async |name: &str| counted(&client, &format!("tandem_worker_{name}"), "").await;
 
     let mut reported = send_all(&cluster, &client, 0..100).await?;
-    // The router has received the events of their blocks.
+    // Waits until the router's index has the blocks, so that the next requests use the caches.
     cluster.settle_events().await?;
     reported += send_all(&cluster, &client, 100..200).await?;
     assert!(reported.cached_tokens > 0, "{reported:?}");
-    assert_eq!(counted_by_the_frontend(&client, source).await?, reported, "{place:?}");
-    // Nothing was retried, so each prompt was prefilled on exactly one worker.
+    assert_eq!(usage_counted_by_frontend(&client, source).await?, reported, "{place:?}");
+    // No attempt failed, so each prompt was prefilled on exactly one worker.
     assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
     assert_eq!(workers("prompt_tokens_total").await?, reported.prompt_tokens, "{place:?}");
     assert_eq!(workers("prefix_cache_requests_total").await?, reported.prompts, "{place:?}");
@@ -152,13 +152,13 @@ async fn accounts_agree(cluster: TestCluster, place: PrefillPlace, source: &str)
     }
 
     // The frontend's sums exclude refused and cancelled requests; the workers count what they started.
-    let (more, abandoned) = tokio::join!(send_all(&cluster, &client, 200..260), abandoned(&cluster, &client, 40));
+    let (more, disconnected) = tokio::join!(send_all(&cluster, &client, 200..260), disconnect_clients(&cluster, &client, 40));
     reported += more?;
-    let (scheduled, uncertain) = abandoned?;
+    let (scheduled, uncertain) = disconnected?;
     let refused = Endpoint::Chat.request(&cluster.model_id(), "x", json!({ "n": 0 }));
-    assert_eq!(client.ask(Endpoint::Chat.path(), &refused).await?.status, 400);
+    assert_eq!(client.answer(Endpoint::Chat.path(), &refused).await?.status, 400);
     cluster.assert_idle().await?;
-    assert_eq!(counted_by_the_frontend(&client, source).await?, reported, "{place:?}");
+    assert_eq!(usage_counted_by_frontend(&client, source).await?, reported, "{place:?}");
     assert_eq!(counted(&client, "tandem_frontend_requests_total", "code=\"400\"").await?, 1);
     let cancelled = counted(&client, "tandem_frontend_cancelled_total", "").await?;
     assert_eq!(counted(&client, "tandem_frontend_requests_total", "code=\"499\"").await?, cancelled);
@@ -166,7 +166,7 @@ async fn accounts_agree(cluster: TestCluster, place: PrefillPlace, source: &str)
     assert_eq!(counted(&client, "tandem_frontend_attempts_failed_total", "").await?, 0);
     let begun = workers("prompt_tokens_total").await? - reported.prompt_tokens;
     assert!((scheduled..=scheduled + uncertain).contains(&begun), "{place:?}: {scheduled} + {uncertain}, {begun}");
-    let checked = cluster.assert_accounts(&client).await?;
+    let checked = cluster.assert_usage_reconciles(&client).await?;
     assert_eq!(checked.answers as u64, reported.requests);
     assert_eq!(checked.estimates > 0, source != "worker");
     cluster.stop().await;
@@ -176,7 +176,7 @@ async fn accounts_agree(cluster: TestCluster, place: PrefillPlace, source: &str)
 #[tokio::test(flavor = "multi_thread")]
 async fn counts_agree_wherever_prompts_are_prefilled() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
-        accounts_agree(start(sim_settings_with(prefill)).await?, prefill, "worker").await?;
+        assert_counts_agree(start(sim_settings_with(prefill)).await?, prefill, "worker").await?;
     }
     Ok(())
 }
@@ -184,5 +184,5 @@ async fn counts_agree_wherever_prompts_are_prefilled() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn counts_agree_when_they_are_estimates() -> Result<()> {
     let cluster = start_without_cached_tokens(sim_settings()).await?;
-    accounts_agree(cluster, PrefillPlace::Auto, "router_estimate").await
+    assert_counts_agree(cluster, PrefillPlace::Auto, "router_estimate").await
 }

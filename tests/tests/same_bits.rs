@@ -1,4 +1,4 @@
-//! On the real model: tokens and logprobs are bit-identical however the prompt was computed.
+//! On the real model, tokens and logprobs are identical bit for bit, however the prompt was computed.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -15,9 +15,9 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
     Endpoint::Completions.request(model, &prose(salt, 330), options)
 }
 
-/// Returns what must not change: each choice's text with its logprobs.
+/// Returns the choices with their texts and logprobs, which must not change, and the number of cached tokens.
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
-    let answer = client.ask(PATH, request).await?;
+    let answer = client.answer(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
     let mut choices = answer.frames[0]["choices"].as_array().cloned().expect("an answer has choices");
     choices.iter_mut().for_each(|choice| choice["index"] = Value::Null);
@@ -42,14 +42,14 @@ async fn answers_are_bit_identical_cold_cached_local_remote_batched_and_chunked(
         let cluster = start(settings).await?;
         let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
         // Three samples and seven other requests in one batch, all cold.
-        let asked = request(&model, "asked", 41, 3);
+        let target = request(&model, "asked", 41, 3);
         let others: Vec<_> = (0..7).map(|other| request(&model, &format!("other {other}"), other, 1)).collect();
         let others = futures::future::try_join_all(others.iter().map(|other| choices(&client, other)));
-        let (batched, others) = tokio::join!(choices(&client, &asked), others);
+        let (batched, others) = tokio::join!(choices(&client, &target), others);
         let ((batched, cached), others) = (batched?, others?);
         assert_eq!(cached, 0, "{name}");
-        // The same request alone and cached.
-        let (warm, cached) = choices(&client, &asked).await?;
+        // The same request again, alone and cached.
+        let (warm, cached) = choices(&client, &target).await?;
         assert!(cached > 300, "{name}: {cached}");
         assert_eq!(warm, batched, "{name}: cached and alone against cold in a batch");
         for sample in 0..3 {

@@ -1,4 +1,4 @@
-//! The simulated cluster under faults determined by seeds. `cargo run --release -p tandem-tests -- --seeds 10000` runs more seeds.
+//! Simulated clusters with faults that a seed determines. `cargo run --release -p tandem-tests -- --seeds 10000` runs more seeds.
 
 use tandem_tests::simulation::{Coverage, run, run_all};
 
@@ -15,25 +15,25 @@ const REQUIRED: Coverage = Coverage {
 
 #[test]
 fn thousand_seeds_keep_all_invariants() {
-    let (mut coverage, mut wrong) = (Coverage::default(), Vec::new());
+    let (mut coverage, mut failures) = (Coverage::default(), Vec::new());
     run_all(1..1_001, |report| {
         coverage += report.coverage;
-        if !report.wrong.is_empty() {
-            wrong.push(report.failure());
+        if !report.violations.is_empty() {
+            failures.push(report.failure());
         }
-        // The first few failures suffice.
-        wrong.len() < 5
+        // Stops after a few failures.
+        failures.len() < 5
     });
-    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
-    assert!(coverage.covers(REQUIRED), "coverage is below the minimum: {coverage:#?}");
+    assert!(failures.is_empty(), "\n{}", failures.join("\n"));
+    assert!(coverage.reaches(REQUIRED), "coverage is below the minimum: {coverage:#?}");
 }
 
 #[test]
 fn same_seed_gives_the_same_run() {
     for seed in 1..25 {
         let (first, second) = (run(seed), run(seed));
-        assert_eq!(first.wrong, second.wrong, "seed {seed}");
-        assert_eq!(first.trace, second.trace, "seed {seed}: something came at another time");
+        assert_eq!(first.violations, second.violations, "seed {seed}");
+        assert_eq!(first.trace, second.trace, "seed {seed}: the events or their times differ");
     }
     assert_ne!(run(1).trace, run(2).trace);
 }

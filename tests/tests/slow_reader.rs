@@ -10,27 +10,27 @@ use tokio::{
     net::{TcpSocket, TcpStream},
 };
 
-/// Sends a request without reading the answer. The receive buffer has a fixed size: the system would let it grow.
+/// Sends a request without reading the answer. The receive buffer has a fixed size; by default the system would let it grow.
 async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_recv_buffer_size(1 << 16)?;
     let mut connection = socket.connect(frontend).await?;
     let (path, body) = (Endpoint::Chat.path(), request.to_string());
-    // HTTP/1.0: the answer is not chunked, and ends with the connection.
+    // With HTTP/1.0 the answer has no chunked encoding, and ends with the connection.
     let head = format!("POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
     connection.write_all((head + &body).as_bytes()).await?;
     Ok(connection)
 }
 
-/// The tokens generated ahead of the client are bounded (sockets buffer most of them), other requests are served meanwhile, and nothing
-/// is lost.
+/// The number of tokens that are generated before the client reads them is bounded, other requests are served meanwhile, and no text is
+/// lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()> {
     const TOKENS: u64 = 15_000;
-    // The frontend's socket holds some megabytes; a token is more than one KiB here.
+    // The frontend's socket buffers some megabytes; a token is more than one KiB here.
     const AHEAD_MAX: f64 = 10_000.0;
     let mut settings = sim_settings_with(PrefillPlace::Local);
-    // Without this each step sleeps for at least a millisecond.
+    // With a finite speed-up each step would sleep for at least a millisecond.
     settings.worker.sim.sim_speedup = f64::INFINITY;
     let cluster = start(settings).await?;
     let client = Client::new(cluster.frontend());
@@ -40,13 +40,13 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
         "stream_options": { "include_usage": true, "continuous_usage_stats": true },
     });
     let request = Endpoint::Chat.request(&cluster.model_id(), "a long story", options);
-    let expected = client.ask(Endpoint::Chat.path(), &request).await?;
+    let expected = client.answer(Endpoint::Chat.path(), &request).await?;
     ensure!(expected.done && expected.usage("/completion_tokens") == TOKENS, "{expected:?}");
 
     let computed = async || client.metric("tandem_worker_batch_tokens_sum", "decode").await;
     let before = computed().await?;
     let mut unread = send(cluster.frontend(), &request).await?;
-    // Nothing announces that a sequence is not scheduled any more: generation has stopped when no token is computed for a while.
+    // No event reports that a sequence is not scheduled any more, so this polls until no token is computed for 500 ms.
     let stopped_generating = async {
         let mut last = before;
         loop {
@@ -61,7 +61,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     let ahead = tokio::time::timeout(Duration::from_secs(30), stopped_generating).await??;
     ensure!(ahead < AHEAD_MAX, "{ahead} tokens were generated ahead of the client");
     let short = Endpoint::Chat.request(&cluster.model_id(), "meanwhile", json!({ "max_tokens": 20 }));
-    let others = tokio::time::timeout(Duration::from_secs(30), client.ask(Endpoint::Chat.path(), &short)).await??;
+    let others = tokio::time::timeout(Duration::from_secs(30), client.answer(Endpoint::Chat.path(), &short)).await??;
     ensure!(others.status == 200, "{others:?}");
 
     let mut text = String::new();
@@ -76,8 +76,8 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     ensure!(received == expected.text(0), "the text differs");
 
     let unread = send(cluster.frontend(), &request).await?;
-    let stopped = cluster.inner().workers().iter().filter(|worker| worker.id.starts_with("decode"));
-    for worker in stopped {
+    let decode_workers = cluster.inner().workers().iter().filter(|worker| worker.id.starts_with("decode"));
+    for worker in decode_workers {
         worker.engine.wait_for_load(|load| load.in_use_blocks > 100).await;
     }
     drop(unread);

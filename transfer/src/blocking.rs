@@ -1,14 +1,14 @@
-//! Work that must not be interrupted: device transfers.
+//! Blocking work that must not be interrupted: device transfers.
 
 use futures::FutureExt;
 use tandem_node::Shutdown;
 use tokio::{sync::oneshot, task::spawn_blocking};
 
-/// Runs blocking work to its end, even if the returned future is dropped before; the process's end waits for it. `None`: it panicked.
+/// Runs blocking work to its end, even if the returned future is dropped; the process does not exit before. `None`: the work panicked.
 pub(crate) async fn run_to_end<T: Send + 'static>(shutdown: &Shutdown, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (done, result) = oneshot::channel();
     let working = spawn_blocking(move || {
-        // The receiver may be gone.
+        // An error means that the returned future was dropped.
         let _ = done.send(work());
     });
     shutdown.track(working.map(drop));

@@ -4,8 +4,8 @@ use bytes::Bytes;
 use tandem_kv::{BlockWrite, Ticket};
 use tonic::Status;
 
-/// The ticket does not allow this write: it is unknown, spent or revoked, or the block is not one it names, was written
-/// before, or has another size. The sender is not told which: only the owner of the memory knows, counts and acts on it.
+/// The ticket does not allow this write: the ticket is unknown, spent or revoked, or it does not name the block, or the block was written before
+/// or has another size. The owner of the memory does not report to the sender which of these it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the ticket does not allow this write")]
 pub struct Refused;
@@ -16,16 +16,16 @@ impl From<Refused> for Status {
     }
 }
 
-/// The owner of the memory that blocks are written into. A refused write ends the ticket's reservation, if that is live.
+/// The owner of the memory that blocks are written into. A refused write ends the ticket's reservation, if there is one.
 #[tonic::async_trait]
 pub trait Destination: Send + Sync + 'static {
-    /// Writes one block, whole or not at all; returns when it is in the memory. `index` counts from the prompt's start.
+    /// Writes one block, whole or not at all; returns when it is in the memory. `index` is the block's position in the prompt, from 0.
     ///
     /// # Errors
     /// The ticket does not allow the write.
     async fn write(&self, ticket: Ticket, index: u32, content: Bytes) -> Result<(), Refused>;
 
-    /// Returns the right to write blocks from other threads or devices: all of them, or none.
+    /// Returns the right to write these blocks from other threads or devices: all of them, or an error.
     ///
     /// # Errors
     /// As for [`Destination::write`].
@@ -34,6 +34,6 @@ pub trait Destination: Send + Sync + 'static {
     /// Confirms that the worker which computed the ticket's blocks has written all of them.
     async fn confirm(&self, ticket: Ticket);
 
-    /// Refuses a write of blocks that the sender announced in its memory, because the ticket does not name a path on which they can be copied.
+    /// Refuses blocks that the sender announced in its memory, because the ticket does not name a path on which they can be copied.
     async fn refuse(&self, ticket: Ticket) -> Refused;
 }

@@ -1,62 +1,31 @@
-//! The CUDA IPC path: the sender announces blocks on a `Push` stream, and the receiver copies them from the sender's GPU.
+//! The receiving half of the CUDA IPC path: copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
 //!
-//! A peer's memory is open only while a prompt's blocks are copied from it: a mapping would keep the GPU memory of a worker that has ended.
+//! A peer's memory is open only while a prompt's blocks are copied from it, because a mapping keeps the GPU memory of a process that has ended.
 
 use crate::{
-    Destination, Lifetime, Progress, Refused, SendPath, TransferError,
+    Destination, Lifetime, Refused,
+    backoff::{BACKOFF_MAX, PEERS_MAX, PeerBackoff},
     blocking::run_to_end,
-    negotiate::{Backoff, PEERS_MAX},
     path::{Decision, Grant, Offer, ReceivePath},
-    push::Push,
+    push::IPC_LABEL,
 };
 use parking_lot::Mutex;
 use std::{
     collections::HashMap,
     sync::{Arc, Weak},
 };
-use tandem_kv::{BlockAccess, BlockId, KvMemory, PeerMemory, ReadyBlock, Ticket};
-use tandem_proto::v1::{PrefillDone, PushRequest, ReadyBlocks, TransferPath};
+use tandem_kv::{BlockId, KvMemory, PeerMemory, Ticket};
+use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
 use tokio::task::spawn_blocking;
 
-const LABEL: &str = "cuda_ipc";
-
-pub(crate) struct IpcPath(pub(crate) Push);
-
-#[tonic::async_trait]
-impl SendPath for IpcPath {
-    fn label(&self) -> &'static str {
-        LABEL
-    }
-
-    fn access(&self) -> BlockAccess {
-        BlockAccess::InPlace
-    }
-
-    async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
-        let count = blocks.len();
-        let (block_indices, source_blocks) = blocks.into_iter().map(|ready| (ready.index, ready.block.0)).unzip();
-        let ready_blocks = Some(ReadyBlocks { block_indices, source_blocks });
-        self.0.send(PushRequest { ready_blocks, ..PushRequest::default() }, count).await?;
-        Ok(Progress::Announced)
-    }
-
-    async fn interrupted(&mut self) -> TransferError {
-        self.0.interrupted().await
-    }
-
-    async fn finish(self: Box<Self>) -> Result<(), TransferError> {
-        self.0.finish().await
-    }
-}
-
-/// The receiving half. Cheap to clone.
+/// The memories of peers that a worker can open. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct IpcReceiver(Arc<Inner>);
 
 struct Inner {
     memory: Arc<dyn KvMemory>,
     destination: Arc<dyn Destination>,
-    backoff: Arc<Backoff>,
+    backoff: PeerBackoff,
     lifetime: Lifetime,
     state: Mutex<State>,
 }
@@ -65,27 +34,24 @@ struct Inner {
 struct State {
     /// By the prefill worker's instance; at most [`PEERS_MAX`].
     peers: HashMap<String, Peer>,
-    /// The memories that the blocks of live tickets are copied from.
+    /// The memories from which the blocks of live tickets are copied.
     sources: HashMap<Ticket, Arc<dyn PeerMemory>>,
 }
 
 struct Peer {
-    /// From a `PrefillDone`.
+    /// From the peer's `PrefillDone`.
     ipc_handle: Vec<u8>,
     open: Option<Weak<dyn PeerMemory>>,
 }
 
 impl IpcReceiver {
-    pub(crate) fn new(
-        memory: Arc<dyn KvMemory>,
-        destination: Arc<dyn Destination>,
-        backoff: Arc<Backoff>,
-        lifetime: Lifetime,
-    ) -> Self {
+    pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Self {
+        // A memory that cannot be opened is on another host, so a retry after a short time is useless.
+        let backoff = PeerBackoff::new(BACKOFF_MAX);
         Self(Arc::new(Inner { memory, destination, backoff, lifetime, state: Mutex::default() }))
     }
 
-    /// Returns the memory of a peer with this handle, open.
+    /// Opens the memory of a peer, if it is not open.
     async fn open(&self, peer: &str, ipc_handle: Vec<u8>) -> Option<Arc<dyn PeerMemory>> {
         let open = self.0.state.lock().peers.get(peer).and_then(|peer| peer.open.as_ref()?.upgrade());
         if open.is_some() {
@@ -119,7 +85,7 @@ impl IpcReceiver {
         let copying = move || {
             let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(write.blocks().iter().copied()).collect();
             let copied = source.copy(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
-            // If the reservation has ended, this closes the memory: before the engine sees that the blocks are free.
+            // If the reservation has ended, this closes the memory, before the engine learns that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)
         };
@@ -129,10 +95,6 @@ impl IpcReceiver {
 
 #[tonic::async_trait]
 impl ReceivePath for IpcReceiver {
-    fn label(&self) -> &'static str {
-        LABEL
-    }
-
     async fn offer(&self, offer: Offer<'_>) -> Decision {
         let Offer { peer, capabilities, secret, ticket } = offer;
         if !capabilities.cuda_ipc {
@@ -149,11 +111,11 @@ impl ReceivePath for IpcReceiver {
         let Some(memory) = self.open(peer, ipc_handle).await else { return Decision::Unavailable };
         self.0.state.lock().sources.insert(secret, memory);
         ticket.path = TransferPath::CudaIpc.into();
-        Decision::Accepted(Some(Box::new(Source { ticket: secret, receiver: self.clone() })))
+        Decision::Accepted { label: IPC_LABEL, grant: Some(Box::new(Source { ticket: secret, receiver: self.clone() })) }
     }
 }
 
-/// A ticket that asks for the peer's handle.
+/// A ticket that requests the peer's handle.
 struct WantsHandle {
     receiver: IpcReceiver,
     peer: String,
@@ -166,7 +128,7 @@ impl Grant for WantsHandle {
         }
         let peers = &mut self.receiver.0.state.lock().peers;
         if peers.len() >= PEERS_MAX {
-            // The handles of workers that still run are asked for again.
+            // The handles of running workers are requested again.
             peers.clear();
         }
         peers.insert(self.peer, Peer { ipc_handle: done.ipc_handle.clone(), open: None });
@@ -179,9 +141,7 @@ struct Source {
     receiver: IpcReceiver,
 }
 
-impl Grant for Source {
-    fn confirmed(self: Box<Self>, _: &PrefillDone) {}
-}
+impl Grant for Source {}
 
 impl Drop for Source {
     fn drop(&mut self) {

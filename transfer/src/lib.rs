@@ -3,24 +3,24 @@
 //! The prefill worker opens a [`Transfer`] for each ticket ([`SendPaths::open`]). The decode worker chooses the path that the ticket names
 //! ([`ReceivePaths::negotiate`]) and serves [`ReceivePaths::service`].
 //!
-//! | Path | How blocks move | Preparation |
-//! |---|---|---|
-//! | `host` | in the messages of a gRPC stream, through the memory of both hosts | none |
-//! | `ipc` | the decode worker copies them from the prefill worker's GPU | an IPC handle, from an earlier `PrefillDone` |
-//! | `nccl` | GPU to GPU over a communicator of the two workers | joined after an earlier prompt's blocks were written |
-//! | `simulated` | as `host`, at the bandwidth of a simulated network | none |
+//! | Path | How blocks move | Preparation | Sending half | Receiving half |
+//! |---|---|---|---|---|
+//! | host | in the messages of a gRPC stream, through the memory of both hosts | none | `push` | `service` |
+//! | CUDA IPC | the decode worker copies them from the prefill worker's GPU | an IPC handle, from an earlier `PrefillDone` | `push` | `ipc` |
+//! | NCCL | from GPU to GPU over a communicator of the two workers | joined after an earlier prompt's blocks were written | `nccl::sender` | `nccl::receiver` |
+//! | simulated | as on the host path, at the bandwidth of a simulated network | none | `simulated` | `service` |
 //!
-//! Each path is one file: its sending half implements [`SendPath`], its receiving half `ReceivePath`. What holds on all of them:
-//! - The owner of the memory ([`Destination`]) decides about every block: only those that a ticket names are written, each once and whole.
-//! - What is in flight is bounded: a receiver that does not write makes the sender wait.
-//! - Dropping a transfer ends it. Blocks written by then stay written; no block counts as written in part.
-//! - No block counts before the worker that computed it has confirmed it (`PrefillDone`), whatever its path.
-//! - A prefill worker connects only to a signed address. It gives out its IPC handle, and joins a communicator, only for
-//!   a ticket under which blocks were written.
+//! On every path:
+//! - The owner of the memory ([`Destination`]) checks every block: only blocks that a ticket names are written, each once and whole.
+//! - The blocks in flight are bounded: a receiver that does not write makes the sender wait.
+//! - Dropping a transfer ends it. Blocks that were written stay written; no block counts as written in part.
+//! - No block is used before the worker that computed it has confirmed it (`PrefillDone`).
+//! - A prefill worker connects only to addresses signed with the cluster key. It sends its IPC handle, and joins a communicator, only for a ticket
+//!   under which blocks were written.
 
+mod backoff;
 mod blocking;
 mod destination;
-mod host;
 mod ipc;
 mod lifetime;
 mod mode;

@@ -1,4 +1,4 @@
-//! The lifetime of a worker, as its transfers see it.
+//! The lifetime of a worker, as far as its transfers depend on it.
 
 use futures::{
     FutureExt,
@@ -10,17 +10,13 @@ use tandem_node::Shutdown;
 #[derive(Clone)]
 pub struct Lifetime {
     pub(crate) shutdown: Shutdown,
-    drained: Shared<BoxFuture<'static, ()>>,
+    /// Resolves when the worker drains and no request runs any more.
+    pub(crate) drained: Shared<BoxFuture<'static, ()>>,
 }
 
 impl Lifetime {
-    /// `drained` resolves when the worker drains and no request runs any more.
+    /// Makes a lifetime; `drained` resolves when the worker drains and no request runs any more.
     pub fn new(shutdown: Shutdown, drained: impl Future<Output = ()> + Send + 'static) -> Self {
         Self { shutdown, drained: drained.boxed().shared() }
-    }
-
-    /// Resolves when the worker drains and no request runs any more.
-    pub(crate) fn drained(&self) -> impl Future<Output = ()> + Send + 'static {
-        self.drained.clone()
     }
 }

@@ -1,18 +1,18 @@
-//! The choice of transfer paths that an operator leaves to a worker.
+//! The transfer paths that a worker may use.
 
 use std::time::Duration;
 
-/// Which transfer paths a worker may use.
+/// The transfer paths that a worker may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransferMode {
-    /// From device to device where both workers can, otherwise TCP.
+    /// From device to device if both workers support it, otherwise TCP.
     #[default]
     Auto,
     /// TCP only, through the memory of both hosts.
     Tcp,
     /// TCP, slowed down to the bandwidth of a simulated network.
     Simulated {
-        /// How long each block takes.
+        /// The time that each block takes.
         block: Duration,
     },
 }

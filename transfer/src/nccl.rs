@@ -1,5 +1,5 @@
-//! The NCCL path: blocks go from GPU to GPU over a communicator of two workers. NCCL has no names for what it moves, so a gRPC stream
-//! (`NcclControl`) says for each batch of blocks which they are; stream and communicator end together.
+//! The NCCL path: blocks move from GPU to GPU over a communicator of two workers. NCCL does not identify the data that it moves, so a gRPC stream
+//! (`NcclControl`) names the blocks of each batch; stream and communicator end together.
 
 mod receiver;
 mod sender;
@@ -9,5 +9,5 @@ pub(crate) use sender::NcclSender;
 
 const LABEL: &str = "nccl";
 
-/// Communicators that a worker joins at a time: each takes a thread until the other end has joined, 30 seconds per GPU at most.
+/// The maximum of communicators that a worker joins at a time: each occupies a thread until the other end has joined, 30 seconds per GPU at most.
 const JOINS_MAX: usize = 4;

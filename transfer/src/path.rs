@@ -22,29 +22,29 @@ pub enum TransferError {
     Ticket(#[from] TicketError),
 }
 
-/// The reason that a ticket cannot be used: its sender does not keep to the protocol.
+/// The reason that a ticket cannot be used. Its sender has violated the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
-    /// The address is not signed with the cluster key, or for another worker.
+    /// The address is not signed with the cluster key, or is signed for another worker.
     #[error("the ticket's address is not signed by a decode worker of this cluster")]
     UnsignedAddress,
-    /// The ticket itself.
+    /// The ticket has another length.
     #[error(transparent)]
     Length(#[from] InvalidTicket),
-    /// The address.
+    /// The address is not valid.
     #[error("the ticket's address is not of the form host:port")]
     Address(#[from] InvalidAddress),
-    /// The path.
+    /// The prefill worker does not support the path.
     #[error("the ticket names a transfer path that was not offered")]
     NotOffered,
 }
 
-/// What a path has done with blocks when [`SendPath::send`] returns.
+/// The state of blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// It sends them, and has sent those before: the time of the call is time of transfer.
+    /// The path sends them and has sent all earlier ones, so the call took as long as a transfer.
     Sent,
-    /// It has announced them: the receiver copies them meanwhile.
+    /// The path has announced them; the receiver copies them later.
     Announced,
 }
 
@@ -54,17 +54,17 @@ pub trait SendPath: Send {
     /// Returns the path's label in metrics and traces.
     fn label(&self) -> &'static str;
 
-    /// Returns how the path needs blocks.
+    /// Returns the form in which the path needs blocks.
     fn access(&self) -> BlockAccess;
 
-    /// Sends blocks, in any order; waits while the receiver is busy. Blocks must not change before [`SendPath::finish`] has returned.
+    /// Sends blocks, in any order; waits while the receiver is busy. The blocks must not change before [`SendPath::finish`] has returned.
     ///
     /// # Errors
     /// The transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
-    /// Drives blocks that were sent; returns only when the transfer ends early. Without it the last blocks sent may not move before the next
-    /// call. Cancel-safe.
+    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may wait
+    /// for the next call. Cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
     /// Returns when every block that was sent is written.
@@ -74,39 +74,36 @@ pub trait SendPath: Send {
     async fn finish(self: Box<Self>) -> Result<(), TransferError>;
 }
 
-/// The receiving half of a path, for all tickets of one worker: what a ticket says about it. How blocks are received is the path's own.
+/// The choice of a path by its receiving half, for all tickets of one worker.
 #[tonic::async_trait]
 pub(crate) trait ReceivePath: Send + Sync {
-    /// Returns the path's label in metrics.
-    fn label(&self) -> &'static str;
-
     /// Decides whether a ticket's blocks take this path, and sets the fields of the ticket.
     async fn offer(&self, offer: Offer<'_>) -> Decision;
 }
 
-/// The subject of a decision: a ticket for a peer.
+/// The input of a [`Decision`]: a ticket for a peer.
 pub(crate) struct Offer<'a> {
     /// The prefill worker's instance.
     pub peer: &'a str,
-    /// What it offers.
+    /// The paths that the prefill worker supports.
     pub capabilities: &'a TransferCapabilities,
     pub secret: Ticket,
-    /// To be sent to it.
+    /// The message to the prefill worker.
     pub ticket: &'a mut v1::Ticket,
 }
 
 /// A path's decision about one ticket.
 pub(crate) enum Decision {
-    /// The ticket's blocks take this path. The grant, if there is one, is held until they are written.
-    Accepted(Option<Box<dyn Grant>>),
+    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant exists until they are written.
+    Accepted { label: &'static str, grant: Option<Box<dyn Grant>> },
     /// The ticket's blocks take the host path; once they are written, the grant prepares this path for later tickets.
     Prepares(Box<dyn Grant>),
-    /// Not this path.
+    /// The ticket's blocks do not take this path.
     Unavailable,
 }
 
-/// What a path holds for one ticket.
+/// A path's resources for one ticket.
 pub(crate) trait Grant: Send {
-    /// The prefill worker has confirmed that all of the ticket's blocks were written.
-    fn confirmed(self: Box<Self>, done: &PrefillDone);
+    /// Called when the prefill worker has confirmed that all of the ticket's blocks were written.
+    fn confirmed(self: Box<Self>, _done: &PrefillDone) {}
 }

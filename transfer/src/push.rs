@@ -1,42 +1,50 @@
-//! The sending end of a `Push` stream, which the host path and the IPC path share.
+//! The sending half of the paths that use a `Push` stream.
+//!
+//! On the host path, the messages carry the content of blocks through the memory of both hosts; HTTP/2's windows bound the bytes in flight. It needs
+//! no preparation, so it is the fallback. On the CUDA IPC path, the messages name blocks, which the receiver copies from the sender's GPU.
 
-use crate::{Refused, TransferError};
+use crate::{Progress, Refused, SendPath, TransferError};
 use futures::{FutureExt, future::BoxFuture};
-use tandem_kv::Ticket;
+use tandem_kv::{BlockAccess, ReadyBlock, Ticket};
 use tandem_proto::{
     channel::{Channel, MESSAGE_BYTES_MAX},
-    v1::{PushRequest, transfer_client::TransferClient},
+    v1::{PushRequest, ReadyBlocks, transfer_client::TransferClient},
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
 
-/// Messages handed over but not yet taken by the connection: one is written while the next is made.
-const HANDED_OVER_MAX: usize = 1;
+pub(crate) const HOST_LABEL: &str = "tcp";
+pub(crate) const IPC_LABEL: &str = "cuda_ipc";
 
-/// A stream under one ticket. Dropping it ends the transfer.
-pub(crate) struct Push {
+/// Messages queued for the connection: one is sent while the next is made.
+const QUEUED_MAX: usize = 1;
+
+/// A stream under one ticket.
+pub(crate) struct PushPath {
     ticket: Ticket,
+    access: BlockAccess,
     messages: mpsc::Sender<PushRequest>,
     /// Sends the messages; resolves to the number of blocks written when `messages` is closed.
     reply: BoxFuture<'static, Result<u32, TransferError>>,
     sent_blocks: u32,
 }
 
-impl Push {
-    /// Opens a stream. Whether the receiver is reachable shows with the first message.
-    pub(crate) fn open(channel: Channel, ticket: Ticket) -> Self {
-        let (messages, receiver) = mpsc::channel(HANDED_OVER_MAX);
+impl PushPath {
+    /// Opens a stream for the host path ([`BlockAccess::Copied`]) or the IPC path ([`BlockAccess::InPlace`]). An unreachable receiver is reported
+    /// with the first message.
+    pub(crate) fn open(channel: Channel, ticket: Ticket, access: BlockAccess) -> Self {
+        let (messages, receiver) = mpsc::channel(QUEUED_MAX);
         let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);
         let reply = async move {
             let reply = client.push(ReceiverStream::new(receiver)).await.map_err(transfer_error)?;
             Ok(reply.into_inner().written_blocks)
         };
-        Self { ticket, messages, reply: reply.boxed(), sent_blocks: 0 }
+        Self { ticket, access, messages, reply: reply.boxed(), sent_blocks: 0 }
     }
 
-    /// Sends a message that names `blocks` blocks; its ticket is filled in. Waits while the receiver is busy. After an error the stream is closed.
-    pub(crate) async fn send(&mut self, message: PushRequest, blocks: usize) -> Result<(), TransferError> {
+    /// Sends a message about `blocks` blocks, after adding the ticket. Waits while the receiver is busy. After an error the stream is closed.
+    async fn send_message(&mut self, message: PushRequest, blocks: usize) -> Result<(), TransferError> {
         let permit = tokio::select! {
             biased;
             ended = &mut self.reply => return Err(ended_early(ended)),
@@ -48,21 +56,48 @@ impl Push {
                 permit.send(PushRequest { ticket: self.ticket.as_bytes().to_vec(), ..message });
                 Ok(())
             }
-            // The connection takes no more messages: the reply says why.
+            // The connection accepts no more messages; the reply has the reason.
             Err(_) => Err(ended_early(self.reply.as_mut().await)),
         }
     }
+}
 
-    /// Drives the stream; returns only when it ends early. Cancel-safe.
-    pub(crate) async fn interrupted(&mut self) -> TransferError {
+#[tonic::async_trait]
+impl SendPath for PushPath {
+    fn label(&self) -> &'static str {
+        match self.access {
+            BlockAccess::Copied => HOST_LABEL,
+            BlockAccess::InPlace => IPC_LABEL,
+        }
+    }
+
+    fn access(&self) -> BlockAccess {
+        self.access
+    }
+
+    async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
+        if self.access == BlockAccess::InPlace {
+            let count = blocks.len();
+            let (block_indices, source_blocks) = blocks.into_iter().map(|ready| (ready.index, ready.block.0)).unzip();
+            let ready_blocks = Some(ReadyBlocks { block_indices, source_blocks });
+            self.send_message(PushRequest { ready_blocks, ..PushRequest::default() }, count).await?;
+            return Ok(Progress::Announced);
+        }
+        for ReadyBlock { index, content, .. } in blocks {
+            let message = PushRequest { block_index: index, payload: content.into(), ..PushRequest::default() };
+            self.send_message(message, 1).await?;
+        }
+        Ok(Progress::Sent)
+    }
+
+    async fn interrupted(&mut self) -> TransferError {
         ended_early(self.reply.as_mut().await)
     }
 
-    /// Returns when every block that was sent is written.
-    pub(crate) async fn finish(self) -> Result<(), TransferError> {
-        drop(self.messages);
-        let written = self.reply.await?;
-        if written == self.sent_blocks { Ok(()) } else { Err(TransferError::Closed(None)) }
+    async fn finish(self: Box<Self>) -> Result<(), TransferError> {
+        let Self { messages, reply, sent_blocks, .. } = *self;
+        drop(messages);
+        if reply.await? == sent_blocks { Ok(()) } else { Err(TransferError::Closed(None)) }
     }
 }
 

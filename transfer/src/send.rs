@@ -2,10 +2,8 @@
 
 use crate::{
     Lifetime, Progress, SendPath, TicketError, TransferError, TransferMode,
-    host::HostPath,
-    ipc::IpcPath,
     nccl::NcclSender,
-    push::Push,
+    push::PushPath,
     simulated::{SimulatedNetwork, SimulatedPath},
 };
 use std::{sync::Arc, time::Duration};
@@ -18,13 +16,13 @@ use tokio::time::Instant;
 
 /// The settings of a worker's [`SendPaths`].
 pub struct SendSettings {
-    /// The worker's instance: a ticket's address is signed for it.
+    /// The worker's instance, for which the addresses in tickets are signed.
     pub instance_id: String,
-    /// The paths that it may use.
+    /// The paths that the worker may use.
     pub mode: TransferMode,
     /// The engine's KV memory, if devices can reach it.
     pub memory: Option<Arc<dyn KvMemory>>,
-    /// Bytes of one block.
+    /// The size of one block.
     pub block_bytes: usize,
     /// The network of the decode workers.
     pub network: Network,
@@ -41,14 +39,14 @@ struct Inner {
     block_bytes: usize,
     channels: Channels,
     capabilities: Option<TransferCapabilities>,
-    /// With it another process of this host opens all of the KV memory; empty if none can.
+    /// The handle with which other processes of this host open all of the KV memory; empty if they cannot.
     ipc_handle: Vec<u8>,
     nccl: Option<NcclSender>,
     simulated: Option<Arc<SimulatedNetwork>>,
 }
 
 impl SendPaths {
-    /// Finds out which paths the worker has.
+    /// Makes the paths that the worker supports and may use.
     pub fn new(settings: SendSettings) -> Self {
         let SendSettings { instance_id, mode, memory, block_bytes, network, lifetime } = settings;
         let memory = memory.filter(|_| mode == TransferMode::Auto);
@@ -75,12 +73,12 @@ impl SendPaths {
         }))
     }
 
-    /// Returns what decode workers are offered besides TCP, if anything. It gives access to nothing.
+    /// Returns the transfer capabilities, if the worker has a path besides TCP. They give access to nothing.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
 
-    /// Opens a transfer on the path that the ticket names. Whether the decode worker is reachable shows with the first blocks.
+    /// Opens a transfer on the path that the ticket names. An unreachable decode worker is reported with the first blocks.
     ///
     /// # Errors
     /// The ticket cannot be used, or its communicator is closed.
@@ -90,16 +88,16 @@ impl SendPaths {
             return Err(TicketError::UnsignedAddress.into());
         }
         let secret = Ticket::try_from(&ticket.ticket[..]).map_err(TicketError::from)?;
-        let push = || Ok::<_, TicketError>(Push::open(channels.to(&ticket.address)?, secret));
+        let push = |access| Ok::<_, TicketError>(Box::new(PushPath::open(channels.to(&ticket.address)?, secret, access)));
         let path: Box<dyn SendPath> = match (ticket.path(), nccl) {
             (TransferPath::Tcp, _) => match simulated {
-                Some(network) => Box::new(SimulatedPath::new(Box::new(HostPath(push()?)), Arc::clone(network))),
-                None => Box::new(HostPath(push()?)),
+                Some(network) => Box::new(SimulatedPath::new(push(BlockAccess::Copied)?, Arc::clone(network))),
+                None => push(BlockAccess::Copied)?,
             },
             (TransferPath::CudaIpc, _) if capabilities.as_ref().is_some_and(|offered| offered.cuda_ipc) => {
-                Box::new(IpcPath(push()?))
+                push(BlockAccess::InPlace)?
             }
-            // The communicator may have been closed since the decode worker last looked.
+            // The communicator may have been closed after the decode worker issued the ticket.
             (TransferPath::Nccl, Some(nccl)) => {
                 Box::new(nccl.open(&ticket.communicator, secret).ok_or(TransferError::Closed(None))?)
             }
@@ -108,8 +106,8 @@ impl SendPaths {
         Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
     }
 
-    /// Prepares the paths that the ticket of a finished transfer asks for. The decode worker at the signed address has written blocks under the
-    /// ticket, so its reservation was live. Returns the IPC handle, if the ticket wants it.
+    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under the
+    /// ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
     fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
         let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };
         if ticket.path() == TransferPath::Tcp
@@ -128,27 +126,27 @@ pub struct Transfer {
     block_bytes: u64,
     started: Option<Instant>,
     sent: Sent,
-    /// What to prepare when it has finished.
+    /// The paths to prepare when the transfer has finished.
     next: Option<(SendPaths, v1::Ticket)>,
 }
 
 /// A finished transfer.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Sent {
-    /// Bytes that were written; 0: there was nothing to send.
+    /// Bytes that were written; 0 if the ticket named no blocks.
     pub bytes: u64,
-    /// From the first block to the reply that all are written.
+    /// The time from the first block to the reply that all blocks are written.
     pub duration: Duration,
-    /// Bytes of the measurement of bandwidth.
+    /// The bytes of the bandwidth measurement.
     pub measured_bytes: u64,
-    /// The time in which only these bytes were waited for.
+    /// The time of the bandwidth measurement, in which the sender waited for these bytes only.
     pub measured: Duration,
-    /// The IPC handle of the whole KV memory, if the ticket wants it.
+    /// The IPC handle of the whole KV memory, if the ticket requests it.
     pub ipc_handle: Vec<u8>,
 }
 
 impl Transfer {
-    /// Makes a transfer of blocks of so many bytes on a path.
+    /// Makes a transfer on a path, of blocks of `block_bytes` bytes.
     pub fn new(path: Box<dyn SendPath>, block_bytes: usize) -> Self {
         Self { path, block_bytes: block_bytes as u64, started: None, sent: Sent::default(), next: None }
     }
@@ -158,7 +156,7 @@ impl Transfer {
         self.path.label()
     }
 
-    /// Returns how the path needs blocks.
+    /// Returns the form in which the path needs blocks.
     pub fn access(&self) -> BlockAccess {
         self.path.access()
     }
@@ -171,7 +169,7 @@ impl Transfer {
         let (began, bytes) = (Instant::now(), blocks.len() as u64 * self.block_bytes);
         self.started.get_or_insert(began);
         if self.path.send(blocks).await? == Progress::Announced {
-            // Earlier blocks are copied while these are computed: only the end of the last ones is waited for.
+            // Earlier blocks are copied while later ones are computed, so only the time of the last ones measures the bandwidth.
             (self.sent.measured_bytes, self.sent.measured) = (0, Duration::ZERO);
         }
         self.sent.bytes += bytes;
@@ -180,7 +178,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// Drives blocks that were sent; returns only when the transfer ends early. Cancel-safe.
+    /// Continues the transfer of blocks that were sent; see [`SendPath::interrupted`].
     pub async fn interrupted(&mut self) -> TransferError {
         self.path.interrupted().await
     }

@@ -6,7 +6,7 @@ use crate::{
     nccl::{Connection, NcclReceiver},
 };
 use futures::{Stream, StreamExt, TryStreamExt, stream};
-use std::{fmt, pin::Pin, sync::Arc, time::Duration};
+use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::Ticket;
 use tandem_proto::{
     channel::MESSAGE_BYTES_MAX,
@@ -18,15 +18,15 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// Messages of one transfer that wait to be written at a time. The owner of the memory writes between two of its steps: one by
-/// one, a prompt's blocks would take as many steps as there are.
+/// The maximum of messages of one transfer that wait to be written. The owner of the memory writes between two of its steps, so with one message
+/// at a time, a prompt would take as many steps as it has blocks.
 const WRITES_MAX: usize = 16;
-/// For a control stream's first message.
+/// The longest time until a control stream's first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
-/// Control streams at a time, each with a communicator or about to name one: more than a cluster has prefill workers.
+/// The maximum of control streams at a time: more than a cluster has prefill workers.
 const CONTROL_STREAMS_MAX: usize = 256;
 
-/// Writes the blocks that arrive; messages that it has not taken yet wait in the network. A write that is refused ends the stream.
+/// Writes the blocks that arrive. While it is busy, further messages wait in the network. A refused write ends the stream.
 pub struct TransferService {
     destination: Arc<dyn Destination>,
     ipc: Option<IpcReceiver>,
@@ -35,22 +35,17 @@ pub struct TransferService {
     control_streams: Arc<Semaphore>,
 }
 
-impl fmt::Debug for TransferService {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("TransferService")
-    }
-}
-
 impl TransferService {
-    pub(crate) fn new(destination: Arc<dyn Destination>, ipc: Option<IpcReceiver>, nccl: Option<NcclReceiver>) -> Self {
-        Self { destination, ipc, nccl, control_streams: Arc::new(Semaphore::new(CONTROL_STREAMS_MAX)) }
+    pub(crate) fn server(
+        destination: Arc<dyn Destination>,
+        ipc: Option<IpcReceiver>,
+        nccl: Option<NcclReceiver>,
+    ) -> TransferServer<Self> {
+        let control_streams = Arc::new(Semaphore::new(CONTROL_STREAMS_MAX));
+        TransferServer::new(Self { destination, ipc, nccl, control_streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    pub(crate) fn into_server(self) -> TransferServer<Self> {
-        TransferServer::new(self).max_decoding_message_size(MESSAGE_BYTES_MAX)
-    }
-
-    /// Writes the blocks of a message; returns how many.
+    /// Writes the blocks of a message; returns their number.
     async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
         let PushRequest { block_index, payload, ready_blocks, .. } = message;
         match (ready_blocks, &self.ipc) {

@@ -6,24 +6,24 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, ReadyBlock};
 use tokio::time::Instant;
 
-/// Timers are no finer than this.
+/// The resolution of timers.
 const TICK: Duration = Duration::from_millis(1);
 
-/// The network interface of one worker: blocks of all its transfers pass one after another.
+/// The network interface of one worker: the blocks of all its transfers pass it one after another.
 #[derive(Debug)]
 pub struct SimulatedNetwork {
-    /// How long each block takes; may be zero.
+    /// The time that each block takes; may be zero.
     block: Duration,
     idle_from: Mutex<Option<Instant>>,
 }
 
 impl SimulatedNetwork {
-    /// Makes a network on which each block takes so long.
+    /// Makes a network on which each block takes the time `block`.
     pub fn new(block: Duration) -> Self {
         Self { block, idle_from: Mutex::default() }
     }
 
-    /// Returns when one more block has passed; up to a tick of its time is left to [`SimulatedNetwork::settle`].
+    /// Waits until one more block has passed, or a tick less; [`SimulatedNetwork::settle`] waits for the rest.
     async fn pass(&self) {
         if self.block.is_zero() {
             return;
@@ -35,7 +35,7 @@ impl SimulatedNetwork {
             *idle_from = Some(passed);
             passed
         };
-        // A timer may be late by a tick: early by one, it never leaves the network idle between two blocks.
+        // A timer may be late by a tick. Because it is set a tick early, the network is never idle between two blocks.
         if passed - now > TICK {
             tokio::time::sleep_until(passed - TICK).await;
         }
@@ -50,14 +50,14 @@ impl SimulatedNetwork {
     }
 }
 
-/// Another path, slowed down.
+/// A path that is slowed down to the bandwidth of a simulated network.
 pub struct SimulatedPath {
     inner: Box<dyn SendPath>,
     network: Arc<SimulatedNetwork>,
 }
 
 impl SimulatedPath {
-    /// Sends over `inner` what has passed the network.
+    /// Sends blocks over `inner` when they have passed the network.
     pub fn new(inner: Box<dyn SendPath>, network: Arc<SimulatedNetwork>) -> Self {
         Self { inner, network }
     }

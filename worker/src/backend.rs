@@ -9,62 +9,62 @@ use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, Prefill, Refusal}
 use tandem_kv::{BlockAccess, KvBatch, Load, Snapshot};
 use tokio::sync::broadcast;
 
-/// The back end of a worker. Jobs take token ids and give token ids; text is the frontend's. `docs/adr/022-worker-back-end.md` says how
-/// an external engine implements it.
+/// The back end of a worker. Jobs have token ids as input and output, never text. `docs/adr/022-worker-back-end.md` describes how an external
+/// engine implements this trait.
 #[tonic::async_trait]
 pub trait Backend: Send + Sync + 'static {
-    /// The model's vocabulary and context, and the size of the KV memory. These never change.
+    /// Returns the model's vocabulary and context, and the size of the KV memory. These never change.
     fn info(&self) -> &EngineInfo;
 
-    /// Queues the computation of a prompt's KV, which is held until the job is dropped. The job reports `Scheduled` when it begins and
-    /// `Computed` when all of the KV is there.
+    /// Queues the computation of a prompt's KV, which stays pinned until the job is dropped. The job reports `Scheduled` when it begins and
+    /// `Computed` when all of the KV is computed.
     ///
     /// # Errors
-    /// The job is not accepted; nothing is held.
+    /// The job is refused.
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal>;
 
     /// Queues a generation. The job reports `Scheduled` (KV computed here) or `Reserved` (KV from another worker) when it begins, `Started`
     /// when the prompt's KV is complete, then tokens, and `Finished` for each sample.
     ///
     /// # Errors
-    /// The job is not accepted; nothing is held.
+    /// The job is refused.
     async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal>;
 
-    /// The prefix cache and the load now, and every change from now on. `None`: the back end has ended.
+    /// Returns the current prefix cache and load, and a receiver of all later changes. `None`: the back end has ended.
     async fn watch(&self) -> Option<CacheWatch>;
 
-    /// Resolves when the back end makes no progress with work that it has, immediately if that is so now. It may recover.
+    /// Resolves when the back end hangs: it has work and makes no progress. It may recover.
     async fn hung(&self);
 
-    /// The engine whose KV memory the transfer paths read and write. `None`: the back end moves KV itself.
+    /// Returns the engine whose KV memory the transfer paths read and write. `None`: the back end moves KV itself.
     fn transfers(&self) -> Option<&EngineHandle>;
 }
 
-/// A prefill or a generation. Dropping it cancels it and releases all that it holds.
+/// A prefill or a generation. Dropping it cancels it and releases its blocks.
 #[tonic::async_trait]
 pub trait Job: Send {
-    /// Polls for the next event; `None` after the last. A job that ends without an event of its own has lost its back end.
+    /// Polls for the next event; `None` after the last one. If the events end before the job is complete, its back end has ended.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>>;
 
-    /// Prefill: reports these blocks with [`Event::BlocksReady`] as soon as they are computed. To be called once per job, and only if the back
-    /// end has [`Backend::transfers`].
+    /// Requests that a prefill reports these blocks with [`Event::BlocksReady`] as soon as they are computed. Called at most once per job, and
+    /// only if [`Backend::transfers`] returns an engine.
     async fn send_blocks(&mut self, block_indices: Vec<u32>, access: BlockAccess);
 }
 
 impl dyn Job + '_ {
-    /// The next event; `None` after the last. Cancel-safe.
+    /// Returns the next event; `None` after the last one. Cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         poll_fn(|context| self.poll_next(context)).await
     }
 }
 
-/// A prefix cache and a load at one moment, and their changes from then on.
+/// A prefix cache and a load at one moment, and their later changes.
 pub struct CacheWatch {
     /// The blocks in the cache at that moment.
     pub snapshot: Snapshot,
     /// The load at that moment.
     pub load: Load,
-    /// Later events and loads. Events with ids up to the snapshot's are included in the snapshot.
+    /// Later events and loads. The snapshot already includes events whose ids are not above its own.
     pub batches: broadcast::Receiver<Arc<KvBatch>>,
 }
 

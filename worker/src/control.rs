@@ -1,56 +1,33 @@
 //! The `Control` service: describes a worker, and streams its KV events and load.
 
-use crate::{Backend, CacheWatch, ClientGone, Replies, ReplySender, Requests, Worker, WorkerMetrics};
+use crate::{CacheWatch, Disconnected, Replies, ReplySender, Worker, WorkerMetrics};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{KvBatch, Load};
-use tandem_node::{
-    Shutdown,
-    events::{Broker, unix_us},
-};
+use tandem_node::events::{Broker, unix_us};
 use tandem_proto::{
     event_batch, snapshot_chunks,
     v1::{
         DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo, control_server::Control,
-        control_server::ControlServer, watch_reply,
+        watch_reply,
     },
 };
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use tonic::{Request, Response, Status};
 
-/// The longest time between two messages on a `Watch` stream. Each has the last event's id and the load, so that a lost last batch and a
-/// dead worker are noticed.
+/// The longest time between two messages on a `Watch` stream. Each has the last event's id and the load, so the router notices that the last
+/// batch was lost, or that the worker is unreachable.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// The shortest time between two messages without events: steps take milliseconds, and a router's choice does not change with each.
+/// The shortest time between two messages without events: routers need not know the load after each step of a few milliseconds.
 const LOAD_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The service; one value per worker.
-pub(crate) struct ControlService {
-    info: Arc<WorkerInfo>,
-    backend: Arc<dyn Backend>,
-    metrics: Arc<WorkerMetrics>,
-    shutdown: Shutdown,
-    requests: Requests,
-    broker: Option<Broker>,
-}
-
-impl ControlService {
-    /// Describes `worker`, and reports its KV events and load.
-    pub fn new(worker: &Worker) -> Self {
-        let Worker { info, backend, metrics, shutdown, requests, broker, .. } = worker.clone();
-        Self { info, backend, metrics, shutdown, requests, broker }
-    }
-
-    /// Returns the service in the form that a gRPC server takes.
-    pub fn into_server(self) -> ControlServer<Self> {
-        ControlServer::new(self)
-    }
-}
+/// The `Control` service of one worker.
+pub(crate) struct ControlService(pub(crate) Worker);
 
 #[tonic::async_trait]
 impl Control for ControlService {
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
-        Ok(Response::new((*self.info).clone()))
+        Ok(Response::new((*self.0.info).clone()))
     }
 
     type WatchStream = Replies<WatchReply>;
@@ -58,12 +35,12 @@ impl Control for ControlService {
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let WatchRequest { instance_id, events_over_nats } = request.into_inner();
         self.admit(&instance_id)?;
-        let (shutdown, broker) = (self.shutdown.clone(), self.broker.clone().filter(|_| events_over_nats));
-        let (backend, metrics) = (self.backend.clone(), self.metrics.clone());
-        let replies = self.requests.start_background(|replies| async move {
+        let Worker { backend, metrics, shutdown, settings, .. } = self.0.clone();
+        let broker = settings.broker.clone().filter(|_| events_over_nats);
+        let replies = self.0.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
             let error = tokio::select! {
-                // A hung engine would not answer `watch`. While it hangs, every new stream ends like this, so the worker is not routed to.
+                // A hung engine would not answer `watch`. While it hangs, every new stream ends with this error, so no requests are placed here.
                 biased;
                 () = shutdown.draining() => draining(),
                 () = backend.hung() => engine_hung(),
@@ -79,14 +56,14 @@ impl Control for ControlService {
     async fn snapshot(&self, request: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
         let SnapshotRequest { instance_id } = request.into_inner();
         self.admit(&instance_id)?;
-        let backend = self.backend.clone();
-        let replies = self.requests.start_background(|replies| async move {
+        let backend = self.0.backend.clone();
+        let replies = self.0.requests.start_background(|replies| async move {
             let watch = tokio::select! {
                 biased;
                 () = backend.hung() => return replies.fail(engine_hung()).await,
                 watch = backend.watch() => watch,
             };
-            let Some(CacheWatch { snapshot, .. }) = watch else { return replies.fail(engine_gone()).await };
+            let Some(CacheWatch { snapshot, .. }) = watch else { return replies.fail(engine_ended()).await };
             for chunk in snapshot_chunks(&instance_id, &snapshot) {
                 replies.send(chunk).await?;
             }
@@ -98,10 +75,10 @@ impl Control for ControlService {
 
 impl ControlService {
     fn admit(&self, instance_id: &str) -> Result<(), Status> {
-        if instance_id != self.info.instance_id {
+        if instance_id != self.0.info.instance_id {
             return Err(Status::failed_precondition("this worker has been restarted; describe it again"));
         }
-        if self.requests.is_draining() { Err(draining()) } else { Ok(()) }
+        if self.0.shutdown.is_draining() { Err(draining()) } else { Ok(()) }
     }
 }
 
@@ -113,7 +90,7 @@ fn engine_hung() -> Status {
     Status::unavailable("the engine hangs")
 }
 
-fn engine_gone() -> Status {
+fn engine_ended() -> Status {
     Status::unavailable("the engine has ended")
 }
 
@@ -121,14 +98,14 @@ struct Watcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
-    /// The broker from which the client receives events as well; absent: this stream has all of them.
+    /// The broker from which the client receives the events while it is connected; absent: this stream has all of them.
     broker: Option<Broker>,
 }
 
 impl Watcher {
     /// Streams the snapshot and all later events, until they cannot be sent without a gap; returns the error with which the stream ends.
-    async fn run(&self, watch: Option<CacheWatch>, without_snapshot: bool) -> Result<Status, ClientGone> {
-        let Some(CacheWatch { snapshot, load, mut batches }) = watch else { return Ok(engine_gone()) };
+    async fn run(&self, watch: Option<CacheWatch>, without_snapshot: bool) -> Result<Status, Disconnected> {
+        let Some(CacheWatch { snapshot, load, mut batches }) = watch else { return Ok(engine_ended()) };
         let above = snapshot.at_event_id;
         if !without_snapshot {
             for chunk in snapshot_chunks(&self.instance_id, &snapshot) {
@@ -136,7 +113,7 @@ impl Watcher {
             }
         }
         drop(snapshot);
-        // Content of the next heartbeat: the newest state, without events and request ids, which are sent once.
+        // The content of the next heartbeat: the newest state, without events and request ids, which are sent once.
         let mut newest = KvBatch { last_event_id: above, load, ..Default::default() };
         let mut sent = self.send(&newest, above).await?;
         loop {
@@ -154,28 +131,26 @@ impl Watcher {
                         }
                     }
                     Err(RecvError::Lagged(_)) => return Ok(Status::data_loss("the watcher is too slow; watch again")),
-                    Err(RecvError::Closed) => return Ok(engine_gone()),
+                    Err(RecvError::Closed) => return Ok(engine_ended()),
                 },
             }
         }
     }
 
-    /// Whether the client receives events from the broker now.
+    /// Whether the broker is connected, so that the client receives the events from it.
     fn is_published(&self) -> bool {
         self.broker.as_ref().is_some_and(Broker::is_connected)
     }
 
     /// Sends the batch's events with ids above `above`, and the load.
-    async fn send(&self, batch: &KvBatch, above: u64) -> Result<Sent, ClientGone> {
+    async fn send(&self, batch: &KvBatch, above: u64) -> Result<Sent, Disconnected> {
         let mut message = event_batch(&self.instance_id, batch, above);
         message.sent_unix_us = unix_us();
         if self.is_published() {
             message.events.clear();
         }
         if let Some(load) = &mut message.load {
-            load.transfer_bytes_per_second = self.metrics.transfer_bytes_per_second();
-            load.cache = Some(self.metrics.cache_totals());
-            load.steps = Some(self.metrics.step_totals());
+            self.metrics.add_to(load);
         }
         self.replies.send(WatchReply { message: Some(watch_reply::Message::Batch(message)) }).await?;
         Ok(Sent { at: Instant::now(), load: batch.load.clone() })

@@ -1,11 +1,11 @@
 //! The ledger: a line of JSON for each prompt whose prefill begins on a worker (with its cached tokens), and one for the outcome of each
 //! attempt.
 //!
-//! `scheduled` is written by the worker that counted the cached tokens (the one that sends `Scheduled`), `ended` by the decode worker that
-//! owns the attempt. Each line is written as soon as it is true: a worker that is killed has written what it had counted, and only the owner
-//! of the attempt knows whether a first token came. `docs/adr/007-ledger.md` says how they are read together.
+//! `scheduled` is written by the worker that counted the cached tokens, `ended` by the decode worker that owns the attempt, because only that
+//! worker knows whether a first token was generated. Each line is written immediately, so a worker that is killed has written what it had
+//! counted. `docs/adr/007-ledger.md` describes how the lines are read together.
 //!
-//! No request waits for the disk: lines go through a bounded queue to a thread of their own. Lines that do not fit, or cannot be written, are
+//! No request waits for the disk: a bounded queue passes the lines to a thread of the ledger. Lines that do not fit, or cannot be written, are
 //! lost and counted.
 
 use ::metrics::Counter;
@@ -26,7 +26,7 @@ use std::{
 };
 use tandem_node::Metrics;
 
-/// Lines queued for the disk: those of a busy cluster's seconds, a few megabytes.
+/// The maximum of lines queued for the disk: a few megabytes, some seconds of a busy cluster.
 const LINES_MAX: usize = 16_384;
 
 /// The permissions of a new ledger file: its owner may read and write it.
@@ -36,13 +36,13 @@ const OWNER_ONLY: u32 = 0o600;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// It produced the request's first token: its count of cached tokens is the request's.
+    /// The attempt generated the request's first token: its count of cached tokens applies to the request.
     Won,
-    /// It resumed the output of an earlier attempt, whose count is the request's.
+    /// The attempt resumed the output of an earlier one, whose count applies to the request.
     Superseded,
-    /// The client cancelled it before its first token.
+    /// The client cancelled the attempt before its first token.
     Cancelled,
-    /// It failed before its first token, and reported the reason.
+    /// The attempt failed before its first token, and reported the reason.
     Failed,
 }
 
@@ -56,7 +56,7 @@ pub enum LedgerLine {
         request_id: String,
         /// The attempt's number, from 1.
         attempt: u32,
-        /// The worker that counted.
+        /// The worker that counted the cached tokens.
         worker: String,
         /// Tokens of the prompt.
         prompt: u32,
@@ -90,17 +90,12 @@ pub enum LedgerLine {
 }
 
 /// A process's ledger. Cheap to clone; the default writes nothing.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Ledger(Option<Arc<Writer>>);
 
-impl std::fmt::Debug for Ledger {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(if self.0.is_some() { "Ledger(open)" } else { "Ledger(none)" })
-    }
-}
-
+#[derive(Debug)]
 struct Writer {
-    /// The channel to the writing thread; `None` only while the ledger is dropped.
+    /// The queue to the thread; `None` only while the ledger is dropped.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -111,24 +106,25 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Appends to this file. A new file is readable by its owner alone, because the ledger records which account sent how much and when; an
-    /// existing file keeps its permissions, with a warning if other users may access it. Half a line, left by a process that was killed, stays
-    /// on a line of its own.
+    /// Opens the ledger in this file, which is appended to. Only the owner can read a new file, because the ledger records the requests of each
+    /// account; an existing file keeps its permissions, with a warning if other users may access it. An incomplete last line, left by a process
+    /// that was killed, is ended first.
     ///
     /// # Errors
     /// The file cannot be opened, or another process has it open as its ledger.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = File::options().read(true).append(true).create(true).mode(OWNER_ONLY).open(path)?;
-        if let Some(mode) = wider_mode(&file)? {
+        let mode = file.metadata()?.permissions().mode() & 0o777;
+        if mode & !OWNER_ONLY != 0 {
             tracing::warn!(
                 file = %path.display(),
                 mode = %format_args!("{mode:03o}"),
-                "other users may read or write the ledger, which holds accounts, sizes and times; run chmod 600 on it"
+                "other users may read or write the ledger, which has accounts, sizes and times; run chmod 600 on it"
             );
         }
-        // On file systems without locks, another writer goes unnoticed.
+        // On file systems without locks, another writer is not noticed.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
-            return Err(io::Error::other("another process writes this ledger; give each process a file of its own"));
+            return Err(io::Error::other("another process writes this ledger; each process needs a file of its own"));
         }
         let mut last = [b'\n'];
         if file.seek(SeekFrom::End(-1)).is_ok() {
@@ -146,18 +142,12 @@ impl Ledger {
         Ok(Self(Some(Arc::new(Writer { lines: Some(lines), thread: Some(thread) }))))
     }
 
-    /// Returns the part of one worker, which serves this model.
+    /// Returns the ledger for the lines of one worker, which serves this model.
     pub fn of(&self, worker_id: &str, model: &str, metrics: &Metrics) -> WorkerLedger {
         let help = "Lines of the ledger that were lost: the disk was too slow or refused them.";
         let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
         WorkerLedger { ledger: self.clone(), worker: worker_id.into(), model: model.into(), lost }
     }
-}
-
-/// Returns the file's permissions if users other than its owner have any.
-fn wider_mode(file: &File) -> io::Result<Option<u32>> {
-    let mode = file.metadata()?.permissions().mode() & 0o777;
-    Ok((mode & !OWNER_ONLY != 0).then_some(mode))
 }
 
 /// Waits until the queued lines are written to the file.
@@ -188,7 +178,7 @@ fn write(queued: &Receiver<Queued>, to: impl Write) {
     }
 }
 
-/// One worker's part of the ledger. Cheap to clone.
+/// A ledger for the lines of one worker. Cheap to clone.
 #[derive(Clone)]
 pub struct WorkerLedger {
     ledger: Ledger,
@@ -213,8 +203,8 @@ pub struct ScheduledPrompt<'a> {
 }
 
 impl WorkerLedger {
-    /// Records that a prompt's prefill begins here, now.
-    pub fn scheduled(&self, begun: ScheduledPrompt<'_>) {
+    /// Records that a prompt's prefill begins now, on this worker.
+    pub(crate) fn scheduled(&self, begun: ScheduledPrompt<'_>) {
         let ScheduledPrompt { request_id, attempt, account, prompt, cached } = begun;
         self.append(|worker| LedgerLine::Scheduled {
             request_id: request_id.to_owned(),
@@ -230,8 +220,8 @@ impl WorkerLedger {
         });
     }
 
-    /// Opens the entry of an attempt owned by this worker. Dropping the entry without another outcome records `Cancelled`. `resumes`: the
-    /// attempt continues the output of an earlier one.
+    /// Opens the entry of an attempt that this worker owns. Dropping the entry records `Cancelled` if no other outcome was recorded. `resumes`:
+    /// the attempt continues the output of an earlier one.
     pub fn attempt(&self, request_id: &str, attempt: u32, resumes: bool) -> LedgerEntry {
         let open = (request_id.to_owned(), attempt, if resumes { Outcome::Superseded } else { Outcome::Won });
         LedgerEntry { ledger: self.clone(), open: Mutex::new(Some(open)) }
@@ -247,7 +237,7 @@ impl WorkerLedger {
     }
 }
 
-/// An attempt that may not have an outcome yet. Only its first outcome is recorded.
+/// The entry of an attempt. Only its first outcome is recorded.
 pub struct LedgerEntry {
     ledger: WorkerLedger,
     open: Mutex<Option<(String, u32, Outcome)>>,
@@ -284,7 +274,7 @@ mod tests {
 
     const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt { request_id: "a", attempt: 1, account: "", prompt: 1, cached: 0 };
 
-    /// A disk that a test can block, by its lock.
+    /// A disk that a test blocks by locking `text`.
     #[derive(Clone, Default)]
     struct Disk {
         text: Arc<Mutex<Vec<u8>>>,

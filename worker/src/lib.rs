@@ -1,7 +1,7 @@
-//! What prefill and decode workers share: the back end they drive ([`Backend`]), and how they describe themselves, count, account for
-//! prompts and end their requests.
+//! The parts that prefill and decode workers share: the trait of their back end ([`Backend`]), the `Control` service, the ledger, metrics, and
+//! the streams of their replies.
 //!
-//! A worker is a [`Worker`] plus the gRPC service of its role. [`Worker::serve`] adds the `Control` service and runs until the process drains.
+//! A worker is a [`Worker`] with the gRPC service of its role. [`Worker::serve`] adds the `Control` service and runs until the process drains.
 
 mod backend;
 mod control;
@@ -11,8 +11,8 @@ mod requests;
 
 pub use backend::{Backend, CacheWatch, Job};
 pub use ledger::{Ledger, LedgerEntry, LedgerLine, Outcome, ScheduledPrompt, WorkerLedger};
-pub use metrics::{Direction, TransferMetrics, WorkerMetrics};
-pub use requests::{ClientGone, Replies, ReplySender, Requests};
+pub use metrics::{Direction, WorkerMetrics};
+pub use requests::{Disconnected, Replies, ReplySender, Requests};
 
 use control::ControlService;
 use futures::future::OptionFuture;
@@ -21,7 +21,7 @@ use tandem_engine::EngineHandle;
 use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
 use tandem_proto::{
     channel::{Listener, Network},
-    v1::{WorkerInfo, worker_info::Role},
+    v1::{Scheduled, WorkerInfo, control_server::ControlServer, worker_info::Role},
 };
 use tonic::service::Routes;
 
@@ -30,7 +30,7 @@ use tonic::service::Routes;
 pub struct WorkerSettings {
     /// The worker's stable name, and the label of its metrics.
     pub worker_id: String,
-    /// The cluster's name; routers of other clusters do not route here.
+    /// The cluster's name. Routers of other clusters refuse the worker.
     pub cluster: String,
     /// The served model's id.
     pub model: String,
@@ -38,24 +38,24 @@ pub struct WorkerSettings {
     pub revision: String,
     /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
-    /// Where KV events are published in addition to the `Watch` streams; absent: nowhere.
+    /// The broker to which KV events are published in addition to the `Watch` streams.
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
-    /// `Scheduled` does not say how many tokens were cached. Only for tests of what the cluster makes of such a worker.
+    /// Leaves the number of cached tokens out of `Scheduled`, to test how the cluster handles such a worker.
     pub withhold_cached_tokens: bool,
 }
 
-/// Why a worker ended.
+/// The reason that a worker ended.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The socket cannot be served.
     #[error("the worker cannot serve its socket")]
     Serve(#[from] tonic::transport::Error),
     /// The back end has ended.
-    #[error("the worker's engine has ended; the log says why")]
-    EngineGone,
-    /// The back end moves KV itself, by means that no worker of this version has.
+    #[error("the worker's engine has ended; the log has the reason")]
+    EngineEnded,
+    /// The back end moves KV itself, which this version does not support.
     #[error("the worker's engine does not support Tandem's KV transfers")]
     NoTransfers,
 }
@@ -69,21 +69,22 @@ pub struct Worker {
     pub backend: Arc<dyn Backend>,
     /// The worker's metrics.
     pub metrics: Arc<WorkerMetrics>,
-    /// The requests that run.
+    /// The running requests.
     pub requests: Requests,
     /// The ledger, with the worker's id for its lines.
     pub ledger: WorkerLedger,
     /// The shutdown signal of the process.
     pub shutdown: Shutdown,
-    broker: Option<Broker>,
+    /// The settings from which the worker was made.
+    pub settings: Arc<WorkerSettings>,
 }
 
 impl Worker {
-    /// A new instance of the worker `settings.worker_id`, in the cluster whose key `network` has.
+    /// Makes a new instance of the worker `settings.worker_id`, in the cluster whose key `network` has.
     pub fn new(
         role: Role,
         backend: Arc<dyn Backend>,
-        settings: &WorkerSettings,
+        settings: WorkerSettings,
         network: &Network,
         metrics: &Metrics,
         shutdown: Shutdown,
@@ -104,17 +105,17 @@ impl Worker {
             key_fingerprint: network.key().fingerprint().to_owned(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
-        let metrics = WorkerMetrics::new(metrics, &settings.worker_id);
-        metrics.set_capacity(info.capacity_blocks);
-        Self {
-            info: info.into(),
-            backend,
-            metrics: metrics.into(),
-            requests: Requests::new(shutdown.clone()),
-            ledger,
-            shutdown,
-            broker: settings.broker.clone(),
-        }
+        let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));
+        let requests = Requests::new(shutdown.clone());
+        Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
+    }
+
+    /// Counts a prompt whose prefill begins on this worker, in the metrics and the ledger. Returns the report of its cached tokens. Called once
+    /// per prompt.
+    pub fn scheduled(&self, prompt: ScheduledPrompt<'_>) -> Scheduled {
+        self.metrics.observe_scheduled(prompt.prompt, prompt.cached);
+        self.ledger.scheduled(prompt);
+        Scheduled::on_device((!self.settings.withhold_cached_tokens).then_some(prompt.cached))
     }
 
     /// Returns the engine whose KV memory the transfer paths use.
@@ -138,15 +139,15 @@ impl Worker {
             model = info.model,
             "worker started"
         );
-        let watch = self.backend.watch().await.ok_or(WorkerError::EngineGone)?;
+        let watch = self.backend.watch().await.ok_or(WorkerError::EngineEnded)?;
         let batches = watch.batches.resubscribe();
-        let published = self.broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), batches));
-        let routes = routes.add_service(ControlService::new(&self).into_server());
+        let published = self.settings.broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), batches));
+        let routes = routes.add_service(ControlServer::new(ControlService(self.clone())));
         tokio::select! {
             biased;
             served = self.requests.serve(listener, routes, &self.metrics) => Ok(served?),
-            () = self.metrics.follow(watch) => Err(WorkerError::EngineGone),
-            Some(()) = OptionFuture::from(published) => Err(WorkerError::EngineGone),
+            () = self.metrics.follow(watch) => Err(WorkerError::EngineEnded),
+            Some(()) = OptionFuture::from(published) => Err(WorkerError::EngineEnded),
         }
     }
 }

@@ -3,13 +3,7 @@
 use crate::CacheWatch;
 use ::metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 use tandem_kv::{KvBatch, Load, StepStats};
 use tandem_node::Metrics;
 use tandem_proto::{channel::OnRefused, v1};
@@ -35,87 +29,44 @@ pub struct WorkerMetrics {
     invariant_violations: Counter,
     unauthenticated: Counter,
     unsigned_addresses: Counter,
-    capacity_blocks: Gauge,
-    totals: Mutex<CacheTotals>,
-    prefilled_tokens: AtomicU64,
-    generated_tokens: AtomicU64,
-    transfer_bytes_per_second: Mutex<f64>,
+    reported: Mutex<Reported>,
 }
 
-/// Prefix cache lookups since the worker's start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct CacheTotals {
-    /// Number of prompts.
-    total_requests: u64,
-    /// Number of prompts with at least one block in the cache.
-    hit_requests: u64,
-    /// Number of prompts with no block in the cache.
-    miss_requests: u64,
-    /// Tokens of all prompts.
-    total_prompt_tokens: u64,
-    /// Tokens of all prompts that were in the cache.
-    total_cached_tokens: u64,
-}
-
-impl CacheTotals {
-    fn observe(&mut self, prompt_tokens: u32, cached_tokens: u32) {
-        self.total_requests += 1;
-        if cached_tokens > 0 {
-            self.hit_requests += 1;
-        } else {
-            self.miss_requests += 1;
-        }
-        self.total_prompt_tokens += u64::from(prompt_tokens);
-        self.total_cached_tokens += u64::from(cached_tokens);
-    }
-
-    /// Share of prompts with a hit; 0 before the first prompt.
-    fn hit_rate(&self) -> f64 {
-        ratio(self.hit_requests, self.total_requests)
-    }
-
-    /// Share of prompt tokens found: a ratio of sums, so that each token has the same weight.
-    fn token_hit_rate(&self) -> f64 {
-        ratio(self.total_cached_tokens, self.total_prompt_tokens)
-    }
-}
-
-fn ratio(part: u64, whole: u64) -> f64 {
-    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+/// The totals since the worker's start that load reports carry.
+#[derive(Default)]
+struct Reported {
+    cache: v1::CacheTotals,
+    steps: v1::StepTotals,
+    /// The average bandwidth to other workers; 0 before the first transfer.
+    transfer_bytes_per_second: f64,
 }
 
 /// The direction of a KV transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// KV is sent from this worker to another one.
+    /// From this worker to another.
     Sent,
-    /// KV is received from another worker.
+    /// From another worker to this one.
     Received,
 }
 
-/// Metrics of one transfer path in one direction.
-pub struct TransferMetrics {
-    /// KV bytes written into the receiver's memory.
-    pub bytes: Counter,
-    /// Duration of whole transfers, in seconds.
-    pub duration: Histogram,
-}
-
 impl WorkerMetrics {
-    /// Returns the function to call for each gRPC call that is refused for lack of the cluster's key.
+    /// Returns a function that counts a gRPC call which was refused because it did not carry the cluster's key.
     pub fn count_unauthenticated(&self) -> OnRefused {
         let refused = self.unauthenticated.clone();
         Arc::new(move || refused.increment(1))
     }
 
-    /// Counts an address that was not connected to because it is not signed with the cluster's key.
+    /// Counts an address to which the worker does not connect, because it is not signed with the cluster's key.
     pub fn count_unsigned_address(&self) {
         self.unsigned_addresses.increment(1);
     }
 
-    /// Registers the worker's families.
-    pub fn new(registry: &Metrics, worker_id: &str) -> Self {
+    /// Registers the metrics of a worker that has `capacity_blocks` KV blocks.
+    pub fn new(registry: &Metrics, worker_id: &str, capacity_blocks: u32) -> Self {
         let worker = ("worker", worker_id);
+        registry.gauge("tandem_worker_kv_capacity_blocks", "All KV blocks of the worker.", &[worker]).set(capacity_blocks);
+        let counter = |name, help| registry.counter(name, help, &[worker]);
         let requests = |result| {
             let help = "Prompts, by whether any of their KV was in the prefix cache.";
             registry.counter("tandem_worker_prefix_cache_requests_total", help, &[worker, ("result", result)])
@@ -125,15 +76,16 @@ impl WorkerMetrics {
             let help = "Duration of engine steps, by what they computed.";
             registry.histogram("tandem_worker_step_duration_seconds", help, &[worker, ("phase", phase)])
         };
+        let by_tier = "Prompt tokens found in the prefix cache, by tier.";
+        let unauthenticated = "gRPC calls that were refused because they did not carry the cluster's key.";
+        let unsigned = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
+        let preempted = "Sequences preempted: their KV blocks were needed for others.";
+        let violations = "Failed checks of an idle worker's own state. Each is a bug.";
         Self {
             hits: requests("hit"),
             misses: requests("miss"),
-            prompt_tokens: registry.counter("tandem_worker_prompt_tokens_total", "Tokens of prompts prefilled here.", &[worker]),
-            cached_tokens: registry.counter(
-                "tandem_worker_cached_tokens_total",
-                "Prompt tokens found in the prefix cache, by tier.",
-                &[worker, ("tier", "device")],
-            ),
+            prompt_tokens: counter("tandem_worker_prompt_tokens_total", "Tokens of prompts prefilled here."),
+            cached_tokens: registry.counter("tandem_worker_cached_tokens_total", by_tier, &[worker, ("tier", "device")]),
             free_blocks: blocks("free"),
             cached_blocks: blocks("cached"),
             in_use_blocks: blocks("in_use"),
@@ -142,125 +94,78 @@ impl WorkerMetrics {
             prefill_step: step("prefill"),
             decode_step: step("decode"),
             mixed_step: step("mixed"),
-            unauthenticated: registry.counter(
-                "tandem_worker_unauthenticated_total",
-                "gRPC calls that were refused because they did not carry the cluster's key.",
-                &[worker],
-            ),
-            unsigned_addresses: registry.counter(
-                "tandem_worker_unsigned_addresses_total",
-                "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.",
-                &[worker],
-            ),
-            preemptions: registry.counter(
-                "tandem_worker_preemptions_total",
-                "Sequences preempted: their KV blocks were needed for others.",
-                &[worker],
-            ),
-            invariant_violations: registry.counter(
-                "tandem_worker_invariant_violations_total",
-                "Failed checks of an idle worker's own state. Each is a bug.",
-                &[worker],
-            ),
-            capacity_blocks: registry.gauge("tandem_worker_kv_capacity_blocks", "All KV blocks of the worker.", &[worker]),
-            totals: Mutex::default(),
-            prefilled_tokens: AtomicU64::default(),
-            generated_tokens: AtomicU64::default(),
-            transfer_bytes_per_second: Mutex::default(),
+            unauthenticated: counter("tandem_worker_unauthenticated_total", unauthenticated),
+            unsigned_addresses: counter("tandem_worker_unsigned_addresses_total", unsigned),
+            preemptions: counter("tandem_worker_preemptions_total", preempted),
+            invariant_violations: counter("tandem_worker_invariant_violations_total", violations),
+            reported: Mutex::default(),
             registry: registry.clone(),
             worker_id: worker_id.to_owned(),
         }
     }
 
-    /// Sets the number of KV blocks.
-    pub fn set_capacity(&self, blocks: u32) {
-        self.capacity_blocks.set(blocks);
-    }
-
-    /// Counts a prompt whose prefill begins on this worker. To be called once per prompt.
-    pub fn observe_scheduled(&self, prompt_tokens: u32, cached_tokens: u32) {
+    /// Counts a prompt whose prefill begins on this worker.
+    pub(crate) fn observe_scheduled(&self, prompt_tokens: u32, cached_tokens: u32) {
         if cached_tokens > 0 { &self.hits } else { &self.misses }.increment(1);
         self.prompt_tokens.increment(prompt_tokens.into());
         self.cached_tokens.increment(cached_tokens.into());
         let totals = {
-            let mut totals = self.totals.lock();
-            totals.observe(prompt_tokens, cached_tokens);
+            let totals = &mut self.reported.lock().cache;
+            totals.prompts += 1;
+            totals.prompts_hit += u64::from(cached_tokens > 0);
+            totals.prompt_tokens += u64::from(prompt_tokens);
+            totals.cached_tokens += u64::from(cached_tokens);
             *totals
         };
         tracing::debug!(
             worker = self.worker_id,
-            total_requests = totals.total_requests,
-            hit_requests = totals.hit_requests,
-            miss_requests = totals.miss_requests,
-            hit_rate = totals.hit_rate(),
-            total_prompt_tokens = totals.total_prompt_tokens,
-            total_cached_tokens = totals.total_cached_tokens,
-            token_hit_rate = totals.token_hit_rate(),
+            total_requests = totals.prompts,
+            hit_requests = totals.prompts_hit,
+            miss_requests = totals.prompts - totals.prompts_hit,
+            hit_rate = totals.prompts_hit as f64 / totals.prompts as f64,
+            total_prompt_tokens = totals.prompt_tokens,
+            total_cached_tokens = totals.cached_tokens,
+            // A ratio of sums, so that each token has the same weight.
+            token_hit_rate = totals.cached_tokens as f64 / totals.prompt_tokens as f64,
             "prefix cache",
         );
     }
 
-    fn totals(&self) -> CacheTotals {
-        *self.totals.lock()
+    /// Completes a load report with the totals and the bandwidth.
+    pub(crate) fn add_to(&self, load: &mut v1::Load) {
+        let reported = self.reported.lock();
+        (load.cache, load.steps) = (Some(reported.cache), Some(reported.steps));
+        load.transfer_bytes_per_second = reported.transfer_bytes_per_second;
     }
 
-    /// Prefix cache totals, as reported to routers.
-    pub(crate) fn cache_totals(&self) -> v1::CacheTotals {
-        let totals = self.totals();
-        v1::CacheTotals {
-            prompts: totals.total_requests,
-            prompts_hit: totals.hit_requests,
-            prompt_tokens: totals.total_prompt_tokens,
-            cached_tokens: totals.total_cached_tokens,
-        }
-    }
-
-    /// Totals of all steps, as reported to routers.
-    pub(crate) fn step_totals(&self) -> v1::StepTotals {
-        v1::StepTotals {
-            prefilled_tokens: self.prefilled_tokens.load(Ordering::Relaxed),
-            generated_tokens: self.generated_tokens.load(Ordering::Relaxed),
-        }
-    }
-
-    /// Metrics of the transfer path that has the label `transport`.
-    pub fn transfer(&self, transport: &'static str, direction: Direction) -> TransferMetrics {
+    /// Registers the metrics of the transfer path that has the label `transport`: bytes, and seconds of whole transfers.
+    pub fn transfer(&self, transport: &'static str, direction: Direction) -> (Counter, Histogram) {
         let direction = match direction {
             Direction::Sent => "sent",
             Direction::Received => "received",
         };
         let labels = [("worker", self.worker_id.as_str()), ("transport", transport), ("direction", direction)];
-        TransferMetrics {
-            bytes: self.registry.counter("tandem_worker_kv_transfer_bytes_total", "Bytes of KV moved between workers.", &labels),
-            duration: self.registry.histogram(
-                "tandem_worker_kv_transfer_duration_seconds",
-                "Duration of a prompt's KV transfer.",
-                &labels,
-            ),
-        }
+        let bytes = ("tandem_worker_kv_transfer_bytes_total", "Bytes of KV moved between workers.");
+        let duration = ("tandem_worker_kv_transfer_duration_seconds", "Duration of a prompt's KV transfer.");
+        (self.registry.counter(bytes.0, bytes.1, &labels), self.registry.histogram(duration.0, duration.1, &labels))
     }
 
-    /// Counter of refused writes, for a `reason` from a closed set.
+    /// Registers the counter of refused writes for a `reason` from a closed set.
     pub fn refused_writes(&self, reason: &'static str) -> Counter {
         let help = "Writes of KV blocks that were refused: their ticket did not allow them.";
         self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
     }
 
-    /// Adds a measurement of the bandwidth to other workers: `bytes`, moved in a time in which the transfer was the only thing waited for.
+    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved while the worker waited `busy` for this transfer alone.
     pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
-        /// Weight of the newest measurement: a few transfers suffice to follow a change, and one outlier does not count much.
+        /// The weight of the newest measurement: the average follows a change after a few transfers, and one outlier does not count much.
         const NEWEST: f64 = 0.2;
         if bytes == 0 || busy.is_zero() {
             return;
         }
         let measured = bytes as f64 / busy.as_secs_f64();
-        let mut average = self.transfer_bytes_per_second.lock();
+        let average = &mut self.reported.lock().transfer_bytes_per_second;
         *average = if *average == 0.0 { measured } else { *average + NEWEST * (measured - *average) };
-    }
-
-    /// Average bandwidth in bytes per second; 0 before the first transfer.
-    pub(crate) fn transfer_bytes_per_second(&self) -> f64 {
-        *self.transfer_bytes_per_second.lock()
     }
 
     /// Keeps gauges and step histograms up to date until the back end ends.
@@ -269,7 +174,7 @@ impl WorkerMetrics {
         loop {
             match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // The histograms lack the missed steps; gauges are correct again with the next batch.
+                // The histograms lack the missed steps; the gauges are correct again with the next batch.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }
@@ -279,8 +184,11 @@ impl WorkerMetrics {
     fn observe_batch(&self, batch: &KvBatch) {
         self.observe_load(&batch.load);
         let Some(StepStats { prefill_tokens, decode_tokens, duration }) = batch.step else { return };
-        self.prefilled_tokens.fetch_add(prefill_tokens.into(), Ordering::Relaxed);
-        self.generated_tokens.fetch_add(decode_tokens.into(), Ordering::Relaxed);
+        {
+            let steps = &mut self.reported.lock().steps;
+            steps.prefilled_tokens += u64::from(prefill_tokens);
+            steps.generated_tokens += u64::from(decode_tokens);
+        }
         self.batch_tokens.record(f64::from(prefill_tokens) + f64::from(decode_tokens));
         let step = match (prefill_tokens, decode_tokens) {
             (_, 0) => &self.prefill_step,
@@ -307,24 +215,10 @@ mod tests {
     use tandem_kv::Snapshot;
     use tokio::sync::broadcast;
 
-    #[test]
-    fn token_hit_rate_is_a_ratio_of_sums() {
-        let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
-        assert_eq!((metrics.totals().hit_rate(), metrics.totals().token_hit_rate()), (0.0, 0.0));
-        for (prompt, cached) in [(1000, 0), (100, 96), (100, 96), (20, 0)] {
-            metrics.observe_scheduled(prompt, cached);
-        }
-        let totals = metrics.totals();
-        let expected = CacheTotals {
-            total_requests: 4,
-            hit_requests: 2,
-            miss_requests: 2,
-            total_prompt_tokens: 1220,
-            total_cached_tokens: 192,
-        };
-        assert_eq!(totals, expected);
-        assert_eq!(totals.hit_rate(), 0.5);
-        assert_eq!(totals.token_hit_rate(), 192.0 / 1220.0);
+    fn reported(metrics: &WorkerMetrics) -> v1::Load {
+        let mut load = v1::Load::default();
+        metrics.add_to(&mut load);
+        load
     }
 
     #[derive(Clone, Default)]
@@ -343,37 +237,41 @@ mod tests {
     #[test]
     fn totals_are_logged_at_debug_after_each_prompt() {
         let logged = |level| {
-            let lines = Lines::default();
-            let writer = {
-                let lines = lines.clone();
-                move || lines.clone()
-            };
-            let subscriber = tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish();
+            let (lines, metrics) = (Lines::default(), WorkerMetrics::new(&Metrics::default(), "prefill-0", 8));
+            let writer = lines.clone();
+            let subscriber =
+                tracing_subscriber::fmt().with_max_level(level).with_writer(move || writer.clone()).with_ansi(false).finish();
             tracing::subscriber::with_default(subscriber, || {
-                let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
-                metrics.observe_scheduled(100, 0);
-                metrics.observe_scheduled(100, 96);
+                for (prompt, cached) in [(1000, 0), (100, 96), (100, 96), (20, 0)] {
+                    metrics.observe_scheduled(prompt, cached);
+                }
             });
-            let bytes = lines.0.lock().clone();
-            String::from_utf8(bytes).expect("text")
+            let totals = v1::CacheTotals { prompts: 4, prompts_hit: 2, prompt_tokens: 1220, cached_tokens: 192 };
+            assert_eq!(reported(&metrics).cache, Some(totals));
+            String::from_utf8(lines.0.lock().clone()).expect("text")
         };
         let debug = logged(tracing::Level::DEBUG);
-        assert_eq!(debug.lines().count(), 2, "{debug}");
-        for field in ["total_requests=2", "hit_requests=1", "miss_requests=1", "hit_rate=0.5", "token_hit_rate=0.48"] {
-            assert!(debug.lines().last().is_some_and(|line| line.contains(field)), "{field} is not in {debug}");
+        assert_eq!(debug.lines().count(), 4, "{debug}");
+        let last = debug.lines().last().unwrap_or_default();
+        for field in
+            ["total_requests=4", "hit_requests=2", "miss_requests=2", "total_prompt_tokens=1220", "total_cached_tokens=192"]
+        {
+            assert!(last.contains(field), "{field} is not in {last}");
         }
+        let rates = [format!(" hit_rate={}", 2.0 / 4.0), format!(" token_hit_rate={}", 192.0 / 1220.0)];
+        assert!(rates.iter().all(|rate| last.contains(rate)), "{rates:?} are not in {last}");
         assert_eq!(logged(tracing::Level::INFO), "");
     }
 
     #[tokio::test]
     async fn each_family_has_the_worker_label() {
         let registry = Metrics::default();
-        let metrics = WorkerMetrics::new(&registry, "decode-0");
+        let metrics = WorkerMetrics::new(&registry, "decode-0", 10);
         metrics.observe_scheduled(33, 32);
         metrics.observe_scheduled(10, 0);
-        let sent = metrics.transfer("tcp", Direction::Sent);
-        sent.bytes.increment(4096);
-        sent.duration.record(0.004);
+        let (bytes, duration) = metrics.transfer("tcp", Direction::Sent);
+        bytes.increment(4096);
+        duration.record(0.004);
         let (sender, batches) = broadcast::channel(8);
         let step = |prefill_tokens, decode_tokens| {
             let load = Load {
@@ -394,13 +292,14 @@ mod tests {
         drop(sender);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
         metrics.follow(CacheWatch { snapshot, load: Load::default(), batches }).await;
-        assert_eq!(metrics.step_totals(), v1::StepTotals { prefilled_tokens: 32, generated_tokens: 5 });
+        assert_eq!(reported(&metrics).steps, Some(v1::StepTotals { prefilled_tokens: 32, generated_tokens: 5 }));
         let text = registry.render();
         for line in [
             r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="hit"} 1"#,
             r#"tandem_worker_prefix_cache_requests_total{worker="decode-0",result="miss"} 1"#,
             r#"tandem_worker_prompt_tokens_total{worker="decode-0"} 43"#,
             r#"tandem_worker_cached_tokens_total{worker="decode-0",tier="device"} 32"#,
+            r#"tandem_worker_kv_capacity_blocks{worker="decode-0"} 10"#,
             r#"tandem_worker_kv_blocks{worker="decode-0",state="free"} 5"#,
             r#"tandem_worker_kv_blocks{worker="decode-0",state="cached"} 3"#,
             r#"tandem_worker_kv_blocks{worker="decode-0",state="in_use"} 2"#,
@@ -421,14 +320,14 @@ mod tests {
 
     #[test]
     fn bandwidth_follows_changes_and_ignores_empty_transfers() {
-        let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0");
-        assert_eq!(metrics.transfer_bytes_per_second(), 0.0);
+        let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0", 8);
+        assert_eq!(reported(&metrics).transfer_bytes_per_second, 0.0);
         metrics.observe_bandwidth(1_000, Duration::from_secs(1));
-        assert_eq!(metrics.transfer_bytes_per_second(), 1_000.0);
+        assert_eq!(reported(&metrics).transfer_bytes_per_second, 1_000.0);
         metrics.observe_bandwidth(2_000, Duration::from_secs(1));
-        assert_eq!(metrics.transfer_bytes_per_second(), 1_200.0);
+        assert_eq!(reported(&metrics).transfer_bytes_per_second, 1_200.0);
         metrics.observe_bandwidth(0, Duration::from_secs(1));
         metrics.observe_bandwidth(1, Duration::ZERO);
-        assert_eq!(metrics.transfer_bytes_per_second(), 1_200.0);
+        assert_eq!(reported(&metrics).transfer_bytes_per_second, 1_200.0);
     }
 }

@@ -1,6 +1,6 @@
-//! The requests that a worker is serving. Each is a task whose client holds a stream of replies.
+//! The requests that a worker serves. Each is a task that sends a stream of replies to its client.
 //!
-//! - If the client disconnects, its task ends at the task's next await, and all that it held is dropped.
+//! - If the client disconnects, its task ends at the task's next await, and everything that the task owns is dropped.
 //! - Every stream ends with its task's last message or with an error, never silently in the middle.
 //! - While the process drains, the server accepts connections until the last request has ended: its KV may still have to be transferred.
 
@@ -17,10 +17,10 @@ use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
-/// Replies buffered for a slow client. While the buffer is full, the client's task waits.
+/// The maximum of replies buffered for a slow client. While the buffer is full, the request's task waits.
 const REPLIES_MAX: usize = 32;
 
-/// Time for the last replies to leave the process after it was stopped.
+/// Time to send the last replies after the process was stopped.
 const FLUSH: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// All requests of one worker. Cheap to clone.
@@ -30,52 +30,37 @@ pub struct Requests {
     shutdown: Shutdown,
 }
 
-/// The client has closed its stream, so the request has no purpose any more.
+/// The client has closed the request's stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the client has disconnected")]
-pub struct ClientGone;
+pub struct Disconnected;
 
-/// The sending side of a stream of replies; the request's task holds it.
+/// The sending side of a stream of replies, which the request's task owns.
 #[derive(Debug)]
 pub struct ReplySender<T>(mpsc::Sender<Message<T>>);
 
-impl<T> Clone for ReplySender<T> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
-    }
-}
-
-#[derive(Debug)]
-enum Message<T> {
-    Reply(T),
-    Error(Status),
-    End,
-}
+/// A reply, or the error that ends the stream; `None` ends it without an error.
+type Message<T> = Option<Result<T, Status>>;
 
 impl<T> ReplySender<T> {
     /// Sends a reply. Waits while the client is slow.
     ///
     /// # Errors
     /// The client has disconnected.
-    pub async fn send(&self, reply: T) -> Result<(), ClientGone> {
-        self.0.send(Message::Reply(reply)).await.map_err(|_| ClientGone)
+    pub async fn send(&self, reply: T) -> Result<(), Disconnected> {
+        self.0.send(Some(Ok(reply))).await.map_err(|_| Disconnected)
     }
 
     /// Ends the stream with an error.
     ///
     /// # Errors
     /// The client has disconnected.
-    pub async fn fail(&self, status: Status) -> Result<(), ClientGone> {
-        self.0.send(Message::Error(status)).await.map_err(|_| ClientGone)
-    }
-
-    /// Resolves when the client has disconnected.
-    pub async fn closed(&self) {
-        self.0.closed().await;
+    pub async fn fail(&self, status: Status) -> Result<(), Disconnected> {
+        self.0.send(Some(Err(status))).await.map_err(|_| Disconnected)
     }
 }
 
-/// The receiving side of a stream of replies; the gRPC response holds it. The request counts as running until this is dropped.
+/// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this is dropped.
 #[derive(Debug)]
 pub struct Replies<T> {
     replies: mpsc::Receiver<Message<T>>,
@@ -91,49 +76,33 @@ impl Requests {
         Self { running, shutdown }
     }
 
-    /// Whether new requests must be refused.
-    pub fn is_draining(&self) -> bool {
-        self.shutdown.is_draining()
-    }
-
     /// Starts a request's task. It is dropped when the client disconnects or the process is stopped.
     pub fn start<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
-        F: Future<Output = Result<(), ClientGone>> + Send + 'static,
+        F: Future<Output = Result<(), Disconnected>> + Send + 'static,
     {
-        self.stream(task, Some(self.running.token()))
+        Replies { _running: Some(self.running.token()), ..self.start_background(task) }
     }
 
-    /// Starts a stream that does not delay the drain.
+    /// Starts a request's task, as [`Requests::start`] does, but the drain does not wait for its end.
     pub(crate) fn start_background<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
-        F: Future<Output = Result<(), ClientGone>> + Send + 'static,
-    {
-        self.stream(task, None)
-    }
-
-    fn stream<T: Send + 'static, F>(
-        &self,
-        task: impl FnOnce(ReplySender<T>) -> F,
-        running: Option<TaskTrackerToken>,
-    ) -> Replies<T>
-    where
-        F: Future<Output = Result<(), ClientGone>> + Send + 'static,
+        F: Future<Output = Result<(), Disconnected>> + Send + 'static,
     {
         let (sender, replies) = mpsc::channel(REPLIES_MAX);
         let task = task(ReplySender(sender.clone()));
         self.shutdown.spawn(async move {
             let ended = tokio::select! {
                 biased;
-                () = sender.closed() => Err(ClientGone),
+                () = sender.closed() => Err(Disconnected),
                 result = task => result,
             };
             if ended.is_ok() {
                 // An error means that the client has disconnected meanwhile.
-                let _ = sender.send(Message::End).await;
+                let _ = sender.send(None).await;
             }
         });
-        Replies { replies, ended: false, _running: running }
+        Replies { replies, ended: false, _running: None }
     }
 
     /// Resolves when the process drains and the last request has ended.
@@ -172,9 +141,8 @@ impl<T> Stream for Replies<T> {
             return Poll::Ready(None);
         }
         let item = match ready!(self.replies.poll_recv(context)) {
-            Some(Message::Reply(reply)) => return Poll::Ready(Some(Ok(reply))),
-            Some(Message::Error(status)) => Some(Err(status)),
-            Some(Message::End) => None,
+            Some(Some(Ok(reply))) => return Poll::Ready(Some(Ok(reply))),
+            Some(last) => last,
             None => Some(Err(Status::unavailable("the worker is stopping; try another"))),
         };
         self.ended = true;
@@ -204,7 +172,7 @@ mod tests {
             std::future::pending().await
         });
         drop(replies);
-        released.await.expect_err("what the task held is dropped");
+        released.await.expect_err("values that the task owns are dropped");
     }
 
     #[tokio::test(start_paused = true)]

@@ -29,7 +29,7 @@ fn refused_sampling(change: impl FnOnce(&mut v1::Sampling)) -> &'static str {
 }
 
 #[test]
-fn what_no_worker_can_run_is_refused() {
+fn request_that_no_worker_can_run_is_refused() {
     assert_eq!(refused(|request| request.prompt.clear()), Invalid::EmptyPrompt);
     for token in [100, u32::MAX] {
         assert_eq!(refused(|request| request.prompt.push(token)), Invalid::UnknownToken);
@@ -70,7 +70,7 @@ fn what_no_worker_can_run_is_refused() {
 }
 
 #[test]
-fn sampling_out_of_range_is_refused_by_its_name() {
+fn sampling_out_of_range_is_refused_with_the_name_of_its_field() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -1e9] {
         assert_eq!(refused_sampling(|sampling| sampling.temperature = bad), "temperature");
         assert_eq!(refused_sampling(|sampling| sampling.top_p = bad), "top_p");
@@ -89,7 +89,7 @@ fn sampling_out_of_range_is_refused_by_its_name() {
 }
 
 #[test]
-fn what_a_message_carries_besides_the_prompt_is_bounded() {
+fn fields_besides_the_prompt_are_bounded() {
     let too_long = |change: fn(&mut GenerateRequest, String)| match refused(|request| change(request, "x".repeat(1_025))) {
         Invalid::OutOfRange { field, .. } => field,
         other => panic!("{other:?}"),
@@ -146,16 +146,16 @@ fn logprobs_keep_their_tokens_and_their_order() {
         logprob: -0.5,
         top: vec![TokenLogprob { token: 7, logprob: -0.1 }, TokenLogprob { token: 9, logprob: -0.5 }],
     };
-    let told = token(9, Some(logprobs.clone()));
-    assert_eq!((told.token, told.logprob), (9, Some(-0.5)));
-    assert_eq!(told.top.iter().map(|top| top.token).collect::<Vec<_>>(), [7, 9]);
+    let reported = token(9, Some(logprobs.clone()));
+    assert_eq!((reported.token, reported.logprob), (9, Some(-0.5)));
+    assert_eq!(reported.top.iter().map(|top| top.token).collect::<Vec<_>>(), [7, 9]);
     assert_eq!(token(9, None), v1::Token { token: 9, logprob: None, top: vec![] });
     let prompt = prompt_logprobs(&[4, 9], vec![None, Some(logprobs)]);
     assert_eq!(prompt.tokens.iter().map(|token| (token.token, token.logprob)).collect::<Vec<_>>(), [(4, None), (9, Some(-0.5))]);
 }
 
 #[test]
-fn the_end_says_why() {
+fn finished_has_the_reason_and_the_stop_token() {
     let stop = finished(3, FinishReason::Stop(2));
     assert_eq!((stop.sample, stop.reason(), stop.stop_token), (3, finished::FinishReason::Stop, Some(2)));
     let length = finished(0, FinishReason::Length);

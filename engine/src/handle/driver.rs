@@ -207,7 +207,7 @@ impl Driver {
                     Ok(()) => Ok(()),
                     Err(error) => {
                         self.fail(&error);
-                        Err(WriteRefused::EngineGone)
+                        Err(WriteRefused::EngineEnded)
                     }
                 });
                 // The caller may be gone.

@@ -2,12 +2,13 @@
 
 #[path = "../servers/certificates.rs"]
 mod certificates;
+mod proxy;
 #[path = "../servers/mod.rs"]
 mod servers;
-mod wire;
 
 use certificates::Certificates;
-use servers::{PATIENCE, Server};
+use proxy::Proxy;
+use servers::{Server, TIMEOUT};
 use std::{collections::BTreeSet, time::Duration};
 use tandem_node::{
     Metrics, Shutdown,
@@ -15,7 +16,6 @@ use tandem_node::{
 };
 use tandem_proto::ClusterKey;
 use tokio::time::{Instant, sleep, timeout};
-use wire::Wire;
 
 const ROLES: [Role; 2] = [Role::PrefillWorker, Role::DecodeWorker];
 
@@ -46,7 +46,7 @@ fn record(role: Role, address: &str) -> MemberRecord {
     }
 }
 
-/// A registered process.
+/// A process that is registered until it is dropped.
 struct Registered {
     metrics: Metrics,
     shutdown: Shutdown,
@@ -61,7 +61,7 @@ impl Registered {
     }
 
     async fn connected(&self) {
-        until(&self.metrics, "tandem_discovery_etcd_connected{for=\"registration\"}", 1.0).await;
+        wait_until(&self.metrics, "tandem_discovery_etcd_connected{for=\"registration\"}", 1.0).await;
     }
 }
 
@@ -75,81 +75,86 @@ fn value(metrics: &Metrics, series: &str) -> Option<f64> {
     metrics.render().lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 
-async fn until(metrics: &Metrics, series: &str, wanted: f64) {
+async fn wait_until(metrics: &Metrics, series: &str, wanted: f64) {
     let started = Instant::now();
     while value(metrics, series) != Some(wanted) {
-        assert!(started.elapsed() < PATIENCE, "in vain: {series} {wanted}; now {:?}", value(metrics, series));
+        assert!(started.elapsed() < TIMEOUT, "{series} should become {wanted}; it is {:?}", value(metrics, series));
         sleep(Duration::from_millis(5)).await;
     }
 }
 
 /// A process that watches the workers.
-struct Watching {
+struct Watcher {
     members: Members,
     metrics: Metrics,
 }
 
-impl Watching {
+impl Watcher {
     fn start(settings: &EtcdSettings) -> Self {
         let metrics = Metrics::default();
-        let members = MemberSource::Etcd(settings.clone(), ROLES.to_vec()).open(&metrics).expect("etcd is not asked yet");
+        let members =
+            MemberSource::Etcd(settings.clone(), ROLES.to_vec()).open(&metrics).expect("opening sends no request to etcd");
         Self { members, metrics }
     }
 
-    /// Resolves when the members are these.
-    async fn knows(&mut self, addresses: &[&str]) {
+    /// Waits until the members are exactly these.
+    async fn expect_members(&mut self, addresses: &[&str]) {
         let wanted: BTreeSet<String> = addresses.iter().map(|address| (*address).to_owned()).collect();
         let known = async {
             while *self.members.now() != wanted {
                 self.members.changed().await;
             }
         };
-        let known = timeout(PATIENCE, known).await;
-        assert!(known.is_ok(), "{wanted:?} in vain; now {:?}", self.members.now());
+        let known = timeout(TIMEOUT, known).await;
+        assert!(known.is_ok(), "the members should become {wanted:?}; they are {:?}", self.members.now());
     }
 
     async fn connected(&self, wanted: bool) {
-        until(&self.metrics, "tandem_discovery_etcd_connected{for=\"members\"}", f64::from(u8::from(wanted))).await;
+        wait_until(&self.metrics, "tandem_discovery_etcd_connected{for=\"members\"}", f64::from(u8::from(wanted))).await;
     }
 }
 
 async fn admin(server: &Server) -> etcd_client::Client {
-    etcd_client::Client::connect([server.address()], None).await.expect("it listens")
+    etcd_client::Client::connect([server.address()], None).await.expect("etcd listens")
 }
 
 #[tokio::test]
 async fn registered_processes_are_found_by_role_until_they_drain() {
     let server = Server::etcd(&[]);
     // A lease that does not expire within the test, so that processes are removed by their deregistration only.
-    let settings = EtcdSettings { lease_ttl: 4 * PATIENCE, ..settings(&[server.address()]) };
+    let settings = EtcdSettings { lease_ttl: 4 * TIMEOUT, ..settings(&[server.address()]) };
     let decode = Registered::start(&settings, Role::DecodeWorker, "d:1");
     let _frontend = Registered::start(&settings, Role::Frontend, "f:1");
-    let _of_others = Registered::start(&EtcdSettings { cluster: "cc".to_owned(), ..settings.clone() }, Role::DecodeWorker, "x:1");
-    let mut watching = Watching::start(&settings);
-    watching.knows(&["d:1"]).await;
-    assert!(watching.members.are_advisory());
+    let _other_cluster =
+        Registered::start(&EtcdSettings { cluster: "cc".to_owned(), ..settings.clone() }, Role::DecodeWorker, "x:1");
+    let mut watcher = Watcher::start(&settings);
+    watcher.expect_members(&["d:1"]).await;
+    assert!(watcher.members.are_advisory());
     let prefill = Registered::start(&settings, Role::PrefillWorker, "p:1");
-    watching.knows(&["d:1", "p:1"]).await;
+    watcher.expect_members(&["d:1", "p:1"]).await;
 
     let mut client = admin(&server).await;
     let key = "/tandem/c/prefill-worker/of p:1";
-    let read = client.get(key, None).await.expect("it answers");
+    let read = client.get(key, None).await.expect("etcd answers");
     let text = read.kvs().first().expect("the key exists").value_str().expect("text");
     assert_eq!(
         text,
         r#"{"role":"prefill-worker","address":"p:1","instance_id":"of p:1","version":"0.1.0","model":"m","revision":"r","block_size":16}"#
     );
     // Invalid records are ignored.
-    client.put("/tandem/c/decode-worker/broken", "{", None).await.expect("it answers");
-    client.put("/tandem/c/decode-worker/later", r#"{"role":"decode-worker","address":"l:1","new":1}"#, None).await.expect("so");
-    watching.knows(&["d:1", "l:1", "p:1"]).await;
-    client.delete("/tandem/c/decode-worker/later", None).await.expect("it answers");
-    watching.knows(&["d:1", "p:1"]).await;
+    client.put("/tandem/c/decode-worker/broken", "{", None).await.expect("etcd answers");
+    client
+        .put("/tandem/c/decode-worker/later", r#"{"role":"decode-worker","address":"l:1","new":1}"#, None)
+        .await
+        .expect("etcd answers");
+    watcher.expect_members(&["d:1", "l:1", "p:1"]).await;
+    client.delete("/tandem/c/decode-worker/later", None).await.expect("etcd answers");
+    watcher.expect_members(&["d:1", "p:1"]).await;
 
     prefill.shutdown.run(Duration::from_secs(5)).await;
-    watching.knows(&["d:1"]).await;
+    watcher.expect_members(&["d:1"]).await;
     decode.shutdown.run(Duration::from_secs(5)).await;
-    watching.knows(&[]).await;
+    watcher.expect_members(&[]).await;
 }
 
 #[tokio::test]
@@ -157,7 +162,7 @@ async fn registrations_without_a_valid_signature_are_ignored() {
     let server = Server::etcd(&[]);
     let keyed = |key: &ClusterKey| EtcdSettings { key: key.clone(), ..settings(&[server.address()]) };
     let key = ClusterKey::random();
-    let mut watching = Watching::start(&keyed(&key));
+    let mut watcher = Watcher::start(&keyed(&key));
     let strangers = [ClusterKey::default(), ClusterKey::random()];
     let _strangers = [("0:1", &strangers[0]), ("00:1", &strangers[1])]
         .map(|(address, key)| Registered::start(&keyed(key), Role::DecodeWorker, address));
@@ -165,44 +170,44 @@ async fn registrations_without_a_valid_signature_are_ignored() {
         stranger.connected().await;
     }
     let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
-    watching.knows(&["ours:1"]).await;
-    // A signed record under another key, or with another address.
+    watcher.expect_members(&["ours:1"]).await;
+    // A signed record is copied to another key, or its address is changed.
     let mut client = admin(&server).await;
-    let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("it answers");
+    let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("etcd answers");
     let signed = read.kvs().first().expect("the key exists").value_str().expect("text").to_owned();
-    client.put("/tandem/c/decode-worker/copied", &*signed, None).await.expect("it answers");
-    client.put("/tandem/c/decode-worker/of ours:1", signed.replace("ours:1", "mine:1"), None).await.expect("it answers");
-    watching.knows(&[]).await;
-    client.put("/tandem/c/decode-worker/of ours:1", signed, None).await.expect("it answers");
-    watching.knows(&["ours:1"]).await;
+    client.put("/tandem/c/decode-worker/copied", &*signed, None).await.expect("etcd answers");
+    client.put("/tandem/c/decode-worker/of ours:1", signed.replace("ours:1", "mine:1"), None).await.expect("etcd answers");
+    watcher.expect_members(&[]).await;
+    client.put("/tandem/c/decode-worker/of ours:1", signed, None).await.expect("etcd answers");
+    watcher.expect_members(&["ours:1"]).await;
 }
 
 #[tokio::test]
 async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again() {
     let server = Server::etcd(&[]);
     let settings = EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[server.address()]) };
-    let mut watching = Watching::start(&settings);
+    let mut watcher = Watcher::start(&settings);
     let stays = Registered::start(&settings, Role::DecodeWorker, "stays:1");
-    let mut dies = tokio::task::JoinSet::new();
+    let mut killed = tokio::task::JoinSet::new();
     let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
     let own = settings.clone();
-    dies.spawn(async move { register(own, record(Role::DecodeWorker, "dies:1"), &metrics, &shutdown).await });
-    watching.knows(&["dies:1", "stays:1"]).await;
-    dies.shutdown().await;
-    watching.knows(&["stays:1"]).await;
+    killed.spawn(async move { register(own, record(Role::DecodeWorker, "killed:1"), &metrics, &shutdown).await });
+    watcher.expect_members(&["killed:1", "stays:1"]).await;
+    killed.shutdown().await;
+    watcher.expect_members(&["stays:1"]).await;
     let again = "tandem_discovery_reregistrations_total";
-    assert_eq!(value(&stays.metrics, again), Some(0.0), "its lease was kept alive all the time");
+    assert_eq!(value(&stays.metrics, again), Some(0.0), "the lease was kept alive, so the process did not register again");
 
     let mut client = admin(&server).await;
-    client.delete("/tandem/c/decode-worker/of stays:1", None).await.expect("it answers");
-    watching.knows(&[]).await;
-    watching.knows(&["stays:1"]).await;
-    // The same with the lease.
-    let lease = client.leases().await.expect("it answers").leases().first().expect("one").id();
-    client.lease_revoke(lease).await.expect("it answers");
-    watching.knows(&[]).await;
-    watching.knows(&["stays:1"]).await;
-    // The watch may show the new key before the process has noticed.
+    client.delete("/tandem/c/decode-worker/of stays:1", None).await.expect("etcd answers");
+    watcher.expect_members(&[]).await;
+    watcher.expect_members(&["stays:1"]).await;
+    // The same after the lease is revoked.
+    let lease = client.leases().await.expect("etcd answers").leases().first().expect("one").id();
+    client.lease_revoke(lease).await.expect("etcd answers");
+    watcher.expect_members(&[]).await;
+    watcher.expect_members(&["stays:1"]).await;
+    // The watch may show the new key before the process has its response.
     stays.connected().await;
     assert_eq!(value(&stays.metrics, again), Some(1.0));
 }
@@ -212,79 +217,82 @@ async fn members_survive_a_late_start_a_restart_and_data_loss_of_etcd() {
     let mut server = Server::etcd(&[]);
     server.kill();
     let settings = settings(&[server.address()]);
-    let mut watching = Watching::start(&settings);
+    let mut watcher = Watcher::start(&settings);
     let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
-    watching.connected(false).await;
-    assert_eq!(*watching.members.now(), BTreeSet::new());
+    watcher.connected(false).await;
+    assert_eq!(*watcher.members.now(), BTreeSet::new());
     server.start();
-    watching.knows(&["d:1"]).await;
+    watcher.expect_members(&["d:1"]).await;
     process.connected().await;
     let mut client = admin(&server).await;
-    client.put("/tandem/c/decode-worker/lost", r#"{"role":"decode-worker","address":"lost:1"}"#, None).await.expect("it answers");
-    watching.knows(&["d:1", "lost:1"]).await;
+    client
+        .put("/tandem/c/decode-worker/lost", r#"{"role":"decode-worker","address":"lost:1"}"#, None)
+        .await
+        .expect("etcd answers");
+    watcher.expect_members(&["d:1", "lost:1"]).await;
 
     server.kill();
-    watching.connected(false).await;
+    watcher.connected(false).await;
     server.lose_data();
     server.start();
-    // Members stay for the time of a lease, in which they can register again; others are removed then.
+    // Members stay for the time of one lease, in which they can register again. Then those that did not are removed.
     let restarted = Instant::now();
-    watching.connected(true).await;
+    watcher.connected(true).await;
     process.connected().await;
-    timeout(PATIENCE, watching.members.changed()).await.expect("one is removed");
+    timeout(TIMEOUT, watcher.members.changed()).await.expect("a member is removed");
     assert!(restarted.elapsed() > Duration::from_secs(4), "{:?}", restarted.elapsed());
-    watching.knows(&["d:1"]).await;
+    watcher.expect_members(&["d:1"]).await;
     assert_eq!(value(&process.metrics, "tandem_discovery_reregistrations_total"), Some(1.0));
-    let keys = admin(&server).await.get("/tandem/c/decode-worker/of d:1", None).await.expect("it answers");
+    let keys = admin(&server).await.get("/tandem/c/decode-worker/of d:1", None).await.expect("etcd answers");
     assert_eq!(keys.count(), 1);
 }
 
 #[tokio::test]
 async fn watch_continues_after_compaction() {
     let server = Server::etcd(&[]);
-    let wire = Wire::to(&server.address()).await;
+    let proxy = Proxy::to(&server.address()).await;
     let mut client = admin(&server).await;
     let put =
         |name: &str| (format!("/tandem/c/decode-worker/{name}"), format!(r#"{{"role":"decode-worker","address":"{name}:1"}}"#));
-    let (key, card) = put("one");
-    client.put(key, card, None).await.expect("it answers");
-    let mut watching = Watching::start(&EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[wire.address()]) });
-    watching.knows(&["one:1"]).await;
-    watching.connected(true).await;
+    let (key, record) = put("one");
+    client.put(key, record, None).await.expect("etcd answers");
+    let mut watcher = Watcher::start(&EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[proxy.address()]) });
+    watcher.expect_members(&["one:1"]).await;
+    watcher.connected(true).await;
 
-    wire.cut();
-    watching.connected(false).await;
+    proxy.cut();
+    watcher.connected(false).await;
     for name in ["two", "three"] {
-        let (key, card) = put(name);
-        client.put(key, card, None).await.expect("it answers");
+        let (key, record) = put(name);
+        client.put(key, record, None).await.expect("etcd answers");
     }
-    let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("it answers");
+    let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("etcd answers");
     let revision = deleted.header().expect("always").revision();
-    client.compact(revision, None).await.expect("it answers");
-    // The read passes, and the watch that follows it is held back until its revision is compacted, too.
-    wire.hold_after(b"/tandem/c/decode-worker/two");
-    wire.mend();
-    watching.knows(&["one:1", "three:1", "two:1"]).await;
-    let (key, card) = put("four");
-    client.put(key, card, None).await.expect("it answers");
-    let deleted = client.delete("/tandem/c/decode-worker/two", None).await.expect("it answers");
-    client.compact(deleted.header().expect("always").revision(), None).await.expect("it answers");
-    wire.mend();
-    watching.knows(&["four:1", "three:1"]).await;
+    client.compact(revision, None).await.expect("etcd answers");
+    // The read is forwarded. The watch that follows it is held back until its revision is compacted, too.
+    proxy.hold_after(b"/tandem/c/decode-worker/two");
+    proxy.restore();
+    watcher.expect_members(&["one:1", "three:1", "two:1"]).await;
+    let (key, record) = put("four");
+    client.put(key, record, None).await.expect("etcd answers");
+    let deleted = client.delete("/tandem/c/decode-worker/two", None).await.expect("etcd answers");
+    client.compact(deleted.header().expect("always").revision(), None).await.expect("etcd answers");
+    proxy.restore();
+    watcher.expect_members(&["four:1", "three:1"]).await;
     // The watch continues as before.
-    let (key, card) = put("five");
-    client.put(key, card, None).await.expect("it answers");
-    watching.knows(&["five:1", "four:1", "three:1"]).await;
+    let (key, record) = put("five");
+    client.put(key, record, None).await.expect("etcd answers");
+    watcher.expect_members(&["five:1", "four:1", "three:1"]).await;
 }
 
 #[tokio::test]
-async fn one_endpoint_of_several_is_enough() {
+async fn one_reachable_endpoint_of_several_is_enough() {
     let server = Server::etcd(&[]);
     let dead = format!("127.0.0.1:{}", servers::port());
     let settings = settings(&[dead.clone(), server.address(), dead]);
-    let mut watching = Watching::start(&settings);
+    let mut watcher = Watcher::start(&settings);
     let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
-    watching.knows(&["d:1"]).await;
+    watcher.expect_members(&["d:1"]).await;
     process.connected().await;
 }
 
@@ -292,17 +300,17 @@ async fn one_endpoint_of_several_is_enough() {
 async fn client_authenticates_by_password() {
     let server = Server::etcd(&[]);
     let mut client = admin(&server).await;
-    client.user_add("root", "right", None).await.expect("it answers");
-    client.user_grant_role("root", "root").await.expect("it answers");
-    client.auth_enable().await.expect("it answers");
+    client.user_add("root", "right", None).await.expect("etcd answers");
+    client.user_grant_role("root", "root").await.expect("etcd answers");
+    client.auth_enable().await.expect("etcd answers");
     let with = |password: &str| EtcdSettings {
         user: Some(("root".to_owned(), password.to_owned().into())),
         ..settings(&[server.address()])
     };
-    let (wrong, anonymous) = (Watching::start(&with("wrong")), Watching::start(&settings(&[server.address()])));
+    let (wrong, anonymous) = (Watcher::start(&with("wrong")), Watcher::start(&settings(&[server.address()])));
     let process = Registered::start(&with("right"), Role::DecodeWorker, "d:1");
-    let mut watching = Watching::start(&with("right"));
-    watching.knows(&["d:1"]).await;
+    let mut watcher = Watcher::start(&with("right"));
+    watcher.expect_members(&["d:1"]).await;
     process.connected().await;
     for refused in [&wrong, &anonymous] {
         assert_eq!(*refused.members.now(), BTreeSet::new());
@@ -321,12 +329,12 @@ async fn tls_verifies_server_and_client() {
     let identity = Some((files.certificate.clone(), files.key.clone()));
     let with = |tls| EtcdSettings { tls, ..settings(&[server.address()]) };
     let good = with(Some(EtcdTls { ca: files.ca.clone(), identity: identity.clone() }));
-    good.check().expect("the files are there");
+    good.check().expect("the files exist");
     let process = Registered::start(&good, Role::DecodeWorker, "d:1");
-    let mut watching = Watching::start(&good);
-    watching.knows(&["d:1"]).await;
+    let mut watcher = Watcher::start(&good);
+    watcher.expect_members(&["d:1"]).await;
     process.connected().await;
-    /// In etcd's log.
+    /// The text that etcd logs when it refuses a connection.
     const REJECTED: &str = "rejected connection";
     let strangers = Certificates::new();
     for refused in [
@@ -335,13 +343,14 @@ async fn tls_verifies_server_and_client() {
         with(Some(EtcdTls { ca: strangers.ca.clone(), identity })),
     ] {
         let before = server.log().matches(REJECTED).count();
-        let watching = Watching::start(&refused);
+        let watcher = Watcher::start(&refused);
         server.wait_for_log(REJECTED, before + 1).await;
-        watching.connected(false).await;
+        watcher.connected(false).await;
     }
-    for (key, told) in [(files.ca.with_file_name("none"), "cannot be read"), (files.ca.clone(), "cannot be used")] {
+    for (key, expected) in [(files.ca.with_file_name("none"), "cannot be read"), (files.ca.clone(), "cannot be used")] {
         let identity = Some((files.certificate.clone(), key));
-        let error = with(Some(EtcdTls { ca: files.ca.clone(), identity })).check().expect_err("it is no key").to_string();
-        assert!(error.contains(told), "{error}");
+        let error =
+            with(Some(EtcdTls { ca: files.ca.clone(), identity })).check().expect_err("the file is not a key").to_string();
+        assert!(error.contains(expected), "{error}");
     }
 }

@@ -7,7 +7,7 @@ mod servers;
 
 use certificates::Certificates;
 use futures::StreamExt;
-use servers::{PATIENCE, Server};
+use servers::{Server, TIMEOUT};
 use std::{fs, path::Path, sync::Arc, time::Duration};
 use tandem_kv::{Change, KvBatch, KvEvent, SequenceHash, StoredChain};
 use tandem_node::{
@@ -42,7 +42,7 @@ async fn open_with(settings: &NatsSettings, key: ClusterKey) -> (Broker, Metrics
 
 async fn connected(settings: &NatsSettings) -> Broker {
     let (broker, metrics) = open(settings).await;
-    timeout(PATIENCE, broker.until(true)).await.expect("NATS is connected");
+    timeout(TIMEOUT, broker.until(true)).await.expect("NATS is connected");
     assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(1.0));
     broker
 }
@@ -51,18 +51,18 @@ fn value(metrics: &Metrics, series: &str) -> Option<f64> {
     metrics.render().lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 
-/// One event that stores so many blocks.
+/// Returns an event that stores this many blocks.
 fn event(event_id: u64, blocks: u64) -> KvEvent {
     let sequence_hashes = (0..blocks).map(|block| SequenceHash(event_id << 32 | block)).collect();
     KvEvent { event_id, change: Change::Stored(StoredChain { parent: None, sequence_hashes }) }
 }
 
 fn batch(events: Vec<KvEvent>) -> KvBatch {
-    KvBatch { last_event_id: events.last().expect("there are some").event_id, events, ..Default::default() }
+    KvBatch { last_event_id: events.last().expect("a batch has events").event_id, events, ..Default::default() }
 }
 
 async fn next(published: &mut Published) -> KvEventBatch {
-    timeout(PATIENCE, published.next()).await.expect("it comes").expect("the client lives")
+    timeout(TIMEOUT, published.next()).await.expect("a message arrives in time").expect("the subscription is open")
 }
 
 /// Publishes the same event until it is received, so that the subscription is known to the server.
@@ -75,7 +75,7 @@ async fn subscribed(broker: &Broker, published: &mut Published) {
     }
 }
 
-/// Receives all messages in flight.
+/// Receives and drops all messages in flight.
 async fn drained(broker: &Broker, published: &mut Published) {
     broker.publish(event_batch("i", &batch(vec![event(99, 1)]), 0)).await;
     while next(published).await.last_event_id != 99 {}
@@ -86,7 +86,7 @@ async fn events_of_an_instance_arrive_in_order_in_bounded_messages() {
     let server = Server::nats(&[]);
     let settings = settings(&server);
     let (worker, router) = (connected(&settings).await, connected(&settings).await);
-    let mut published = router.subscribe("i").await.expect("it is connected");
+    let mut published = router.subscribe("i").await.expect("the broker is connected");
     subscribed(&worker, &mut published).await;
     drained(&worker, &mut published).await;
 
@@ -101,23 +101,24 @@ async fn events_of_an_instance_arrive_in_order_in_bounded_messages() {
             other.publish(event_batch("i", &batch(vec![event(66, 1)]), 0)).await;
         }
     });
-    // A batch without events is not published; 100,000 blocks are 800 kB; 50,000 in one event exceed the size of a message.
-    send.send(Arc::new(KvBatch { last_event_id: 99, ..Default::default() })).expect("it listens");
-    send.send(Arc::new(batch((100..=199).map(|id| event(id, 1_000)).collect()))).expect("it listens");
-    send.send(Arc::new(batch(vec![event(200, 50_000), event(201, 1)]))).expect("it listens");
-    let mut heard = Vec::new();
+    // A batch without events is not published. The second batch has 100,000 blocks, which are 800 kB. The third has an event that exceeds
+    // the maximum size of a message.
+    send.send(Arc::new(KvBatch { last_event_id: 99, ..Default::default() })).expect("the publisher runs");
+    send.send(Arc::new(batch((100..=199).map(|id| event(id, 1_000)).collect()))).expect("the publisher runs");
+    send.send(Arc::new(batch(vec![event(200, 50_000), event(201, 1)]))).expect("the publisher runs");
+    let mut received = Vec::new();
     let mut messages = 0;
-    while heard.last() != Some(&201) {
-        let part = next(&mut published).await;
-        assert_eq!((&*part.instance_id, part.load), ("i", None));
-        assert!(part.sent_unix_us > 0);
-        heard.extend(part.events.iter().map(|event| event.event_id));
-        if part.events.is_empty() {
-            assert_eq!(part.last_event_id, 200, "an event that is too long is only counted by its number");
+    while received.last() != Some(&201) {
+        let batch_received = next(&mut published).await;
+        assert_eq!((&*batch_received.instance_id, batch_received.load), ("i", None));
+        assert!(batch_received.sent_unix_us > 0);
+        received.extend(batch_received.events.iter().map(|event| event.event_id));
+        if batch_received.events.is_empty() {
+            assert_eq!(batch_received.last_event_id, 200, "an event that is too long is only counted by its number");
         }
         messages += 1;
     }
-    assert_eq!(heard, (100..=199).chain([201]).collect::<Vec<_>>());
+    assert_eq!(received, (100..=199).chain([201]).collect::<Vec<_>>());
     assert!((5..=12).contains(&messages), "{messages} messages");
 }
 
@@ -128,23 +129,23 @@ async fn messages_without_a_valid_signature_are_dropped_and_counted() {
     let ((worker, _), (router, metrics)) = (open_with(&settings, key.clone()).await, open_with(&settings, key).await);
     let ((keyless, _), (stranger, _)) = (open(&settings).await, open_with(&settings, ClusterKey::random()).await);
     for broker in [&worker, &router, &keyless, &stranger] {
-        timeout(PATIENCE, broker.until(true)).await.expect("NATS is connected");
+        timeout(TIMEOUT, broker.until(true)).await.expect("NATS is connected");
     }
-    let mut published = router.subscribe("i").await.expect("it is connected");
+    let mut published = router.subscribe("i").await.expect("the broker is connected");
     subscribed(&worker, &mut published).await;
     let forged = event_batch("i", &batch(vec![event(666, 1)]), 0);
     keyless.publish(forged.clone()).await;
     stranger.publish(forged).await;
     // A message that is signed for another instance.
     let raw = async_nats::connect(server.address()).await.expect("NATS is connected");
-    let mut others = raw.subscribe("tandem.c.kv.j").await.expect("it is connected");
+    let mut others = raw.subscribe("tandem.c.kv.j").await.expect("the broker is connected");
     let replayed = loop {
         worker.publish(event_batch("j", &batch(vec![event(666, 1)]), 0)).await;
         if let Ok(Some(message)) = timeout(Duration::from_millis(50), others.next()).await {
             break message.payload;
         }
     };
-    raw.publish("tandem.c.kv.i", replayed).await.expect("it is connected");
+    raw.publish("tandem.c.kv.i", replayed).await.expect("the broker is connected");
     while value(&metrics, "tandem_events_nats_forged_total") != Some(3.0) {
         worker.publish(event_batch("i", &batch(vec![event(2, 1)]), 0)).await;
         assert!(next(&mut published).await.last_event_id <= 2, "only the worker's own messages are received");
@@ -158,15 +159,15 @@ async fn connection_survives_a_late_start_and_restarts_of_nats() {
     let settings = settings(&server);
     let (broker, metrics) = open(&settings).await;
     assert!(!broker.is_connected());
-    // NATS is down; publishing does not wait for it.
+    // While NATS is down, publishing does not wait for it.
     broker.publish(event_batch("i", &batch(vec![event(1, 1)]), 0)).await;
     let mut published = broker.subscribe("i").await.expect("subscriptions are kept");
     for _ in 0..2 {
         server.start();
-        timeout(PATIENCE, broker.until(true)).await.expect("NATS is connected");
+        timeout(TIMEOUT, broker.until(true)).await.expect("NATS is connected");
         subscribed(&broker, &mut published).await;
         server.kill();
-        timeout(PATIENCE, broker.until(false)).await.expect("its end is noticed");
+        timeout(TIMEOUT, broker.until(false)).await.expect("the end of NATS is detected");
         assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(0.0));
     }
 }
@@ -177,7 +178,7 @@ async fn slow_subscriber_detects_gap() {
     let settings = NatsSettings { pending_max: 8, ..settings(&server) };
     let (worker, (router, metrics)) = (connected(&settings).await, open(&settings).await);
     router.until(true).await;
-    let mut published = router.subscribe("i").await.expect("it is connected");
+    let mut published = router.subscribe("i").await.expect("the broker is connected");
     subscribed(&worker, &mut published).await;
     for id in 100..200 {
         worker.publish(event_batch("i", &batch(vec![event(id, 100)]), 0)).await;
@@ -187,25 +188,25 @@ async fn slow_subscriber_detects_gap() {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(PATIENCE, lost).await.expect("it is noticed");
+    timeout(TIMEOUT, lost).await.expect("the loss is detected");
     let mut ids = Vec::new();
-    while let Ok(Some(part)) = timeout(Duration::from_millis(200), published.next()).await {
-        ids.extend(part.events.iter().map(|event| event.event_id));
+    while let Ok(Some(batch_received)) = timeout(Duration::from_millis(200), published.next()).await {
+        ids.extend(batch_received.events.iter().map(|event| event.event_id));
     }
     ids.retain(|id| *id >= 100);
-    assert!(ids.len() < 100, "{} came", ids.len());
+    assert!(ids.len() < 100, "{} events arrived", ids.len());
     subscribed(&worker, &mut published).await;
 }
 
 #[tokio::test]
 async fn client_authenticates_by_password_token_or_nkey() {
     let folder = tempfile::tempdir().expect("a folder");
-    // A pair made by `nk -gen user -pubout`.
+    // A key pair that `nk -gen user -pubout` has made.
     let seed = folder.path().join("seed");
-    fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("ours");
+    fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("the folder is writable");
     let nkey = folder.path().join("nkey.conf");
     fs::write(&nkey, "authorization { users: [ { nkey: UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4 } ] }")
-        .expect("ours");
+        .expect("the folder is writable");
     let config = format!("--config={}", nkey.display());
     let user = |password: &str| NatsAuth::User("u".to_owned(), password.to_owned().into());
     let token = |token: &str| NatsAuth::Token(token.to_owned().into());
@@ -251,7 +252,7 @@ async fn open_rejects_invalid_settings() {
         cluster: "c".to_owned(),
         pending_max: 1,
     };
-    for (bad, told) in [
+    for (bad, expected) in [
         (NatsSettings { servers: vec!["u:p@h:1".to_owned()], ..good.clone() }, "write host:port"),
         (NatsSettings { servers: vec!["http://h:1".to_owned()], ..good.clone() }, "write host:port"),
         (NatsSettings { ca: Some(none.to_owned()), ..good.clone() }, "/none"),
@@ -259,7 +260,10 @@ async fn open_rejects_invalid_settings() {
         (NatsSettings { auth: NatsAuth::Credentials(none.to_owned()), ..good.clone() }, "/none"),
         (NatsSettings { auth: NatsAuth::Nkey(none.to_owned()), ..good.clone() }, "/none"),
     ] {
-        let error = Broker::open(&bad, ClusterKey::default(), &Metrics::default()).await.expect_err("it is told").to_string();
-        assert!(error.contains(told), "{error}");
+        let error = Broker::open(&bad, ClusterKey::default(), &Metrics::default())
+            .await
+            .expect_err("the settings are invalid")
+            .to_string();
+        assert!(error.contains(expected), "{error}");
     }
 }

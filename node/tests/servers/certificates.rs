@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A certificate authority and the certificates that it signs, as PEM files.
+/// A certificate authority and a certificate that it has signed, as PEM files.
 pub struct Certificates {
     _folder: tempfile::TempDir,
     pub ca: PathBuf,
@@ -14,19 +14,19 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// For servers and clients at 127.0.0.1.
+    /// Creates a certificate for servers and clients at 127.0.0.1.
     pub fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let file = |name: &str| folder.path().join(name);
         let (ca, certificate, key) = (file("ca.pem"), file("cert.pem"), file("key.pem"));
-        let mut authority = rcgen::CertificateParams::new([]).expect("valid");
+        let mut authority = rcgen::CertificateParams::new([]).expect("valid parameters");
         authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
         authority.distinguished_name.push(rcgen::DnType::CommonName, "authority of a test");
         let authority_key = rcgen::KeyPair::generate().expect("a key");
         write(&ca, &authority.self_signed(&authority_key).expect("a certificate").pem());
         let issuer = rcgen::Issuer::new(authority, authority_key);
         let own_key = rcgen::KeyPair::generate().expect("a key");
-        let own = rcgen::CertificateParams::new(["127.0.0.1".to_owned(), "localhost".to_owned()]).expect("valid");
+        let own = rcgen::CertificateParams::new(["127.0.0.1".to_owned(), "localhost".to_owned()]).expect("valid parameters");
         write(&certificate, &own.signed_by(&own_key, &issuer).expect("a certificate").pem());
         write(&key, &own_key.serialize_pem());
         Self { _folder: folder, ca, certificate, key }

@@ -1,4 +1,4 @@
-//! Servers for tests of several crates, each with its own port and data, which are removed at the end.
+//! etcd and NATS servers for the tests of several crates, each with its own port and temporary data.
 #![allow(dead_code, reason = "not all tests use all of it")]
 
 use std::{
@@ -12,11 +12,11 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Timeout for what a test expects of a server.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Limit on every wait for a server. Only a failing test waits this long.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Returns a port that stays free until it is bound: below those that the system assigns, and below those of other tests. Each process has its own
-/// range.
+/// Returns a free port outside the ranges that the system and other tests use, so that it stays free until it is bound. Each process has
+/// its own range.
 pub fn port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 2_000 + (std::process::id() % 300) as u16 * 25;
@@ -28,10 +28,10 @@ pub fn port() -> u16 {
     }
 }
 
-/// A server's process. Dropping it kills it.
+/// A server that can be stopped and started again. Dropping it kills it.
 pub struct Server {
     program: &'static str,
-    /// The text in its log when it serves. Its port is open earlier, but an etcd that is killed before this loses its data.
+    /// The text in its log when it serves. Its port opens earlier, but an etcd that is killed before this loses its data.
     ready: &'static str,
     args: Vec<String>,
     folder: tempfile::TempDir,
@@ -40,7 +40,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// An etcd of one member, with these arguments in addition to those that it needs.
+    /// Starts an etcd of one member with additional arguments.
     pub fn etcd(args: &[&str]) -> Self {
         let scheme = if args.iter().any(|arg| arg.contains("cert-file")) { "https" } else { "http" };
         let (port, peers) = (port(), port());
@@ -50,7 +50,7 @@ impl Server {
             format!("--listen-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
-            // A single member elects itself: half the time of the defaults is safe and quick.
+            // A single member elects itself, so intervals of half the defaults are safe, and quicker.
             "--heartbeat-interval=50".to_owned(),
             "--election-timeout=500".to_owned(),
         ];
@@ -61,7 +61,7 @@ impl Server {
         )
     }
 
-    /// A NATS server, with these arguments in addition to its port.
+    /// Starts a NATS server with additional arguments.
     pub fn nats(args: &[&str]) -> Self {
         let port = port();
         let own = ["--addr=127.0.0.1".to_owned(), format!("--port={port}")];
@@ -88,7 +88,7 @@ impl Server {
 
     /// Starts the server with the data on its disk, and waits until it serves.
     pub fn start(&mut self) {
-        assert!(self.process.is_none(), "it runs");
+        assert!(self.process.is_none(), "the server runs already");
         let log = fs::File::create(self.folder.path().join("log")).expect("a temporary file");
         let mut command = Command::new(self.program);
         command.args(&self.args).env("ETCD_DATA_DIR", self.data()).stdin(Stdio::null());
@@ -103,7 +103,7 @@ impl Server {
         };
         let started = Instant::now();
         while !self.log().contains(self.ready) {
-            assert!(started.elapsed() < PATIENCE, "{} does not serve: {}", self.program, self.log());
+            assert!(started.elapsed() < TIMEOUT, "{} does not serve: {}", self.program, self.log());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -112,7 +112,7 @@ impl Server {
     pub async fn wait_for_log(&self, text: &str, times: usize) {
         let started = Instant::now();
         while self.log().matches(text).count() < times {
-            assert!(started.elapsed() < PATIENCE, "{} does not log {text:?}: {}", self.program, self.log());
+            assert!(started.elapsed() < TIMEOUT, "{} does not log {text:?}: {}", self.program, self.log());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -123,21 +123,21 @@ impl Server {
 
     /// Sends a signal, such as `-STOP` or `-CONT`.
     pub fn signal(&self, signal: &str) {
-        let id = self.process.as_ref().expect("it runs").id().to_string();
+        let id = self.process.as_ref().expect("the server runs").id().to_string();
         assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
     }
 
     /// Kills the process.
     pub fn kill(&mut self) {
         let Some(mut process) = self.process.take() else { return };
-        process.kill().expect("it is our child");
-        process.wait().expect("it is our child");
+        process.kill().expect("the process is a child of this one");
+        process.wait().expect("the process is a child of this one");
     }
 
-    /// Deletes the server's data. It must not run.
+    /// Deletes the data of a server that does not run.
     pub fn lose_data(&self) {
-        assert!(self.process.is_none(), "it runs");
-        fs::remove_dir_all(self.data()).expect("it has data");
+        assert!(self.process.is_none(), "the server must not run");
+        fs::remove_dir_all(self.data()).expect("the data exist");
     }
 }
 

@@ -1,7 +1,6 @@
-//! Blocks are transferred while later chunks compute: a prompt's handoff to a decode engine, to the millisecond of virtual time.
+//! Blocks are transferred while later chunks are computed: a prompt's handoff to a decode engine, measured in milliseconds of virtual time.
 
 use super::*;
-use crate::PrefillWorkerSettings;
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
@@ -12,27 +11,27 @@ use tandem_engine::{
 };
 use tandem_kv::{BlockAccess, ReadyBlock, Ticket};
 use tandem_node::{Metrics, Shutdown};
-use tandem_proto::channel::Network;
+use tandem_proto::{channel::Network, v1::worker_info::Role};
 use tandem_transfer::{
     Lifetime, Progress, Refused, SendPath, SendPaths, SendSettings, SimulatedNetwork, SimulatedPath, TransferMode,
 };
-use tandem_worker::{Ledger, Requests, WorkerMetrics, WorkerSettings};
+use tandem_worker::WorkerSettings;
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep},
 };
 
 const BLOCK: u32 = 16;
-/// Tokens in a chunk, but where a test says otherwise.
+/// Tokens in a chunk, except where a test sets another number.
 const CHUNK: u32 = 64;
 const CHUNKS: u32 = 10;
-/// The last token is decode's to compute.
+/// Ten chunks, and the last token, which the decode worker computes.
 const PROMPT: u32 = CHUNK * CHUNKS + 1;
 const DECODED: u32 = 24;
-/// Timers are late by less than a millisecond each, one a chunk.
+/// Timers are late by less than a millisecond each; there is one per chunk.
 const LATE: Duration = Duration::from_millis(CHUNKS as u64);
 
-/// How long a chunk of [`CHUNK`] tokens takes.
+/// The time that the computation and the transfer of [`CHUNK`] tokens take.
 #[derive(Clone, Copy)]
 struct Pace {
     compute_ms: u32,
@@ -63,7 +62,7 @@ impl Pace {
 struct Pair {
     prefill: Worker,
     decode: EngineHandle,
-    /// When each block was written, by its index in the prompt.
+    /// The indices of written blocks, and the time of each.
     written: Arc<Mutex<Vec<(u32, Instant)>>>,
     network: Arc<SimulatedNetwork>,
     /// A decode worker that computes the same prompts itself.
@@ -105,9 +104,9 @@ impl SendPath for InProcess {
     }
 }
 
-/// How a handoff went, from the submission of the prefill.
+/// The times of a handoff, from the submission of the prefill.
 struct Handoff {
-    /// When all KV was there.
+    /// When all KV was on the decode worker.
     started: Duration,
     /// When each block was written, in that order.
     written: Vec<(u32, Duration)>,
@@ -140,38 +139,23 @@ impl Pair {
             engine
         };
         let (engine, decode, alone) = (start(), start(), start());
-        let metrics = Arc::new(WorkerMetrics::new(&Metrics::default(), "prefill-0"));
-        let prefill = Worker {
-            instance_id: "instance".to_owned(),
-            transfers: SendPaths::new(SendSettings {
-                instance_id: "instance".to_owned(),
-                mode: TransferMode::Tcp,
-                memory: None,
-                block_bytes: engine.info().block_bytes,
-                network: Network::default(),
-                lifetime: Lifetime::new(Shutdown::default(), std::future::pending()),
-            }),
-            backend: Arc::new(engine),
-            settings: PrefillWorkerSettings {
-                worker: WorkerSettings {
-                    worker_id: "prefill-0".to_owned(),
-                    cluster: "tandem".to_owned(),
-                    model: "sim".to_owned(),
-                    revision: "1".to_owned(),
-                    ..Default::default()
-                },
-                ticket_wait: Duration::from_secs(10),
-                transfer_mode: TransferMode::Tcp,
-            },
-            ledger: Ledger::default().of("prefill-0", "m", &Metrics::default()),
-            metrics,
-            requests: Requests::new(Shutdown::default()),
-        };
+        let (network, shutdown, settings) = (Network::default(), Shutdown::default(), WorkerSettings::default());
+        let transfers = SendPaths::new(SendSettings {
+            instance_id: String::new(),
+            mode: TransferMode::Tcp,
+            memory: None,
+            block_bytes: engine.info().block_bytes,
+            network: network.clone(),
+            lifetime: Lifetime::new(shutdown.clone(), std::future::pending()),
+        });
+        let engine = Arc::new(engine);
+        let common = tandem_worker::Worker::new(Role::Prefill, engine, settings, &network, &Metrics::default(), shutdown);
+        let prefill = Worker { common, transfers, ticket_wait: Duration::from_secs(10) };
         let network = Arc::new(SimulatedNetwork::new(pace.settings().block_transfer()));
         Self { prefill, decode, written: Arc::default(), network, alone, _drivers: drivers }
     }
 
-    /// Computes a prompt on one side and continues it on the other, whose ticket comes after `ticket_after`.
+    /// Computes a prompt on the prefill worker and continues it on the decode worker, which sends its ticket after `ticket_after`.
     async fn handoff(&self, prompt: Vec<u32>, ticket_after: Duration) -> Handoff {
         let submitted = Instant::now();
         let job = self.submit(prompt.clone()).await;
@@ -181,9 +165,9 @@ impl Pair {
         let path = InProcess { engine: self.decode.clone(), ticket, written: Arc::clone(&self.written) };
         let path = SimulatedPath::new(Box::new(path), Arc::clone(&self.network));
         let transfer = Transfer::new(Box::new(path), self.decode.info().block_bytes);
-        let unseen = Span::default();
+        let span = Span::default();
         let sending = async {
-            let sent = send(&self.prefill, job, missing_blocks, transfer, &unseen).await;
+            let sent = send(&self.prefill, job, missing_blocks, transfer, &span).await;
             // As a decode worker does when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
@@ -201,7 +185,7 @@ impl Pair {
         }
     }
 
-    /// Computes a prompt that nobody continues.
+    /// Computes a prompt without a handoff.
     async fn prefill_alone(&self, prompt: Vec<u32>) {
         let mut job = self.submit(prompt).await;
         job.send_blocks(Vec::new(), BlockAccess::Copied).await;
@@ -209,7 +193,8 @@ impl Pair {
     }
 
     async fn submit(&self, prompt: Vec<u32>) -> Box<dyn Job> {
-        let mut start = PrefillStart { instance_id: "instance".to_owned(), prompt, ..PrefillStart::default() };
+        let instance_id = self.prefill.common.info.instance_id.clone();
+        let mut start = PrefillStart { instance_id, prompt, ..PrefillStart::default() };
         let mut job = submit(&self.prefill, &mut start).await.expect("it fits");
         assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
         job
@@ -265,13 +250,13 @@ async fn all_but_the_last_chunk_is_written_in_order_when_that_is_computed() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
     for chunk in 1..CHUNKS {
-        let landed = handoff.written_by(pace.compute(chunk + 1)) as u32;
-        assert_eq!(landed, chunk * CHUNK / BLOCK, "when chunk {chunk} is computed, counted from 0");
+        let written = handoff.written_by(pace.compute(chunk + 1)) as u32;
+        assert_eq!(written, chunk * CHUNK / BLOCK, "when chunk {chunk} is computed, counted from 0");
     }
     assert!(handoff.written.is_sorted(), "one after the other: {:?}", handoff.written);
 }
 
-/// What overlap is measured against: a chunk that is as long as the prompt leaves nothing to compute meanwhile.
+/// The case without overlap, for comparison: nothing is left to compute while the only chunk is sent.
 #[tokio::test(start_paused = true)]
 async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
@@ -299,7 +284,7 @@ async fn cached_blocks_are_transferred_while_new_chunks_compute() {
     let beginning = prompt(1)[..=(cached_chunks * CHUNK) as usize].to_vec();
     pair.prefill_alone(beginning).await;
     let handoff = pair.handoff(prompt(1), Duration::ZERO).await;
-    // A ticket is seen between two steps: the first is under way when it comes.
+    // The engine reads a ticket between two steps; the first step is running when the ticket arrives.
     assert_eq!(handoff.written_by(pace.compute(2)) as u32, (cached_chunks + 1) * CHUNK / BLOCK);
     let expected = pace.compute(CHUNKS - cached_chunks) + pace.transfer(1);
     assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);

@@ -1,4 +1,4 @@
-//! One fault in the middle of fifty streams.
+//! Faults of single workers while fifty streams run.
 
 use crate::{
     cluster::{series, until},
@@ -12,56 +12,59 @@ use tokio::time::Instant;
 
 const STREAMS: usize = 50;
 
-/// A fault: the process it happens to, and its time.
+/// A fault, the process that it affects, and the load during it.
 struct Fault {
     name: &'static str,
     victim: &'static str,
-    hurt: Hurt,
+    signal: Signal,
     speedup: &'static str,
     prompt_tokens: usize,
     max_tokens: usize,
-    /// Resolves when the victim is in the middle of its work.
-    midst: fn(&Rig),
+    /// Waits until the victim is busy with the phase that the fault must interrupt.
+    wait_for_phase: fn(&Rig),
     gap_max: Duration,
 }
 
-enum Hurt {
+/// The signal that the victim receives.
+enum Signal {
+    /// Kills the process with SIGKILL.
     Kill,
+    /// Stops the process with SIGSTOP, and continues it with SIGCONT after this time.
     Stop(Duration),
 }
 
-/// All streams have begun, and each has some tokens, on the average.
+/// Waits until all streams have begun and have ten tokens each on the average.
 fn streaming(rig: &Rig) {
     let first = "tandem_frontend_time_to_first_token_seconds_count";
-    let begun = series(rig.up("f0"), first);
-    until("all streams begin", || series(rig.up("f0"), first), |count| *count >= begun.max(2.0 * STREAMS as f64));
+    let begun = series(rig.process("f0"), first);
+    until("all streams begin", || series(rig.process("f0"), first), |count| *count >= begun.max(2.0 * STREAMS as f64));
     let tokens = "tandem_frontend_inter_token_latency_seconds_count";
-    let before = series(rig.up("f0"), tokens);
-    until("they go on", || series(rig.up("f0"), tokens), |count| *count >= before + 10.0 * STREAMS as f64);
+    let before = series(rig.process("f0"), tokens);
+    until("the streams have tokens", || series(rig.process("f0"), tokens), |count| *count >= before + 10.0 * STREAMS as f64);
 }
 
-/// The victim computes prompts.
+/// Waits until the prefill worker `p0` computes prompts.
 fn prefilling(rig: &Rig) {
-    let computed = || series(rig.up("p0"), "tandem_worker_step_duration_seconds_count");
+    let computed = || series(rig.process("p0"), "tandem_worker_step_duration_seconds_count");
     let before = computed();
-    until("it computes", computed, |steps| *steps >= before + 4.0);
+    until("the prefill worker computes", computed, |steps| *steps >= before + 4.0);
 }
 
-/// What the keep-alive of connections promises: a process that is silent for longer is given up.
+/// The time after which keep-alive closes connections to a process that does not respond.
 const KEEP_ALIVE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT);
 const SHORT_STOP: Duration = Duration::from_secs(5);
-const LONG_STOP: Duration = Duration::from_secs(25);
-/// The time after the loss of a worker for another placement, for computing the prompt again, and for its transfer.
+const STOP_BEYOND_KEEP_ALIVE: Duration = Duration::from_secs(25);
+/// The time for another placement, for computing the prompt again, and for its transfer, after the loss of a worker.
 const RESUME: Duration = Duration::from_millis(500);
 
 const DECODE_KILLED: Fault = Fault {
     name: "kill -9 of a decode worker, streams running",
     victim: "d0",
-    hurt: Hurt::Kill,
+    signal: Signal::Kill,
     speedup: "10",
     prompt_tokens: 300,
     max_tokens: 400,
-    midst: streaming,
+    wait_for_phase: streaming,
     gap_max: RESUME,
 };
 
@@ -70,95 +73,95 @@ const PREFILL_KILLED: Fault = Fault {
     victim: "p0",
     prompt_tokens: 3_000,
     max_tokens: 60,
-    midst: prefilling,
+    wait_for_phase: prefilling,
     ..DECODE_KILLED
 };
 
 pub fn decode_killed() -> Row {
-    strike(&DECODE_KILLED)
+    run(&DECODE_KILLED)
 }
 
 pub fn prefill_killed() -> Row {
-    strike(&PREFILL_KILLED)
+    run(&PREFILL_KILLED)
 }
 
-/// Nobody need notice.
+/// The stop is shorter than keep-alive, so no connection is closed.
 pub fn decode_stopped() -> Row {
-    let (hurt, gap_max) = (Hurt::Stop(SHORT_STOP), SHORT_STOP + RESUME);
-    strike(&Fault { name: "SIGSTOP of a decode worker for 5 s", hurt, gap_max, ..DECODE_KILLED })
+    let (signal, gap_max) = (Signal::Stop(SHORT_STOP), SHORT_STOP + RESUME);
+    run(&Fault { name: "SIGSTOP of a decode worker for 5 s", signal, gap_max, ..DECODE_KILLED })
 }
 
 pub fn prefill_stopped() -> Row {
-    let (hurt, gap_max) = (Hurt::Stop(SHORT_STOP), SHORT_STOP + RESUME);
-    strike(&Fault { name: "SIGSTOP of a prefill worker for 5 s", hurt, gap_max, ..PREFILL_KILLED })
+    let (signal, gap_max) = (Signal::Stop(SHORT_STOP), SHORT_STOP + RESUME);
+    run(&Fault { name: "SIGSTOP of a prefill worker for 5 s", signal, gap_max, ..PREFILL_KILLED })
 }
 
-/// The time after which connected processes close their connections to it.
-pub fn decode_stopped_for_long() -> Row {
-    let (hurt, gap_max) = (Hurt::Stop(LONG_STOP), KEEP_ALIVE + RESUME);
-    strike(&Fault { name: "SIGSTOP of a decode worker for 25 s", hurt, gap_max, ..DECODE_KILLED })
+/// The stop is longer than keep-alive, so other processes close their connections to the worker.
+pub fn decode_stopped_beyond_keep_alive() -> Row {
+    let (signal, gap_max) = (Signal::Stop(STOP_BEYOND_KEEP_ALIVE), KEEP_ALIVE + RESUME);
+    run(&Fault { name: "SIGSTOP of a decode worker for 25 s", signal, gap_max, ..DECODE_KILLED })
 }
 
-pub fn prefill_stopped_for_long() -> Row {
-    let (hurt, gap_max) = (Hurt::Stop(LONG_STOP), KEEP_ALIVE + RESUME);
-    strike(&Fault { name: "SIGSTOP of a prefill worker for 25 s", hurt, gap_max, ..PREFILL_KILLED })
+pub fn prefill_stopped_beyond_keep_alive() -> Row {
+    let (signal, gap_max) = (Signal::Stop(STOP_BEYOND_KEEP_ALIVE), KEEP_ALIVE + RESUME);
+    run(&Fault { name: "SIGSTOP of a prefill worker for 25 s", signal, gap_max, ..PREFILL_KILLED })
 }
 
-fn strike(fault: &Fault) -> Row {
+fn run(fault: &Fault) -> Row {
     let args = ["--sim-speedup", fault.speedup, "--kv-capacity-tokens", "262144"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { args, ..Shape::default() });
     let requests = |salt: &str| -> Vec<_> {
         (0..STREAMS).map(|number| request(number, salt, fault.prompt_tokens, fault.max_tokens)).collect()
     };
-    let expected = undisturbed(&rig.outcomes(rig.ask(&requests("undisturbed"))));
+    let expected = undisturbed(&rig.outcomes(rig.send_all(&requests("undisturbed"))));
     assert_eq!((rig.resumed(), rig.retried()), (0, 0));
 
-    let asked_at = Instant::now();
-    let asked = rig.ask(&requests("disturbed"));
-    (fault.midst)(&rig);
-    let struck = Instant::now();
-    match fault.hurt {
-        Hurt::Kill => rig.kill(fault.victim),
-        Hurt::Stop(time) => {
-            rig.up(fault.victim).signal("-STOP");
+    let sent_at = Instant::now();
+    let pending = rig.send_all(&requests("disturbed"));
+    (fault.wait_for_phase)(&rig);
+    let fault_at = Instant::now();
+    match fault.signal {
+        Signal::Kill => rig.kill(fault.victim),
+        Signal::Stop(time) => {
+            rig.process(fault.victim).signal("-STOP");
             std::thread::sleep(time);
-            rig.up(fault.victim).signal("-CONT");
+            rig.process(fault.victim).signal("-CONT");
         }
     }
-    let disturbed = rig.outcomes(asked);
-    if let Hurt::Kill = fault.hurt {
+    let disturbed = rig.outcomes(pending);
+    if let Signal::Kill = fault.signal {
         rig.restart(fault.victim);
     }
-    let healed = Instant::now();
-    rig.whole();
-    let whole = healed.elapsed();
-    // Nothing fails afterwards, whatever is cached.
-    let afterwards = rig.outcomes(rig.ask(&requests("disturbed")));
+    let fault_ended = Instant::now();
+    rig.wait_until_connected();
+    let reconnected = fault_ended.elapsed();
+    // The same requests must not fail afterwards, when their prompts are cached.
+    let afterwards = rig.outcomes(rig.send_all(&requests("disturbed")));
 
     let of_both = || disturbed.iter().chain(&afterwards).zip(expected.iter().cycle());
     let arrivals = || disturbed.iter().flatten().map(|answer| answer.arrivals.as_slice());
-    let books = rig.close();
-    let recovery = arrivals().filter_map(|arrivals| recovery(asked_at, arrivals, struck)).max().unwrap_or_default();
+    let audit = rig.reconcile();
+    let recovery = arrivals().filter_map(|arrivals| recovery(sent_at, arrivals, fault_at)).max().unwrap_or_default();
     let gap = arrivals().map(largest_gap).max().unwrap_or_default();
     let (resumed, retried) = (rig.resumed(), rig.retried());
     Row {
         fault: fault.name.to_owned(),
         requests: 2 * STREAMS,
         failed: of_both().filter(|(outcome, _)| answer_text(outcome).is_none()).count(),
-        asked_again: 0,
+        repeated: 0,
         resumed,
         retried,
         wrong_texts: of_both()
             .filter(|(outcome, expected)| answer_text(outcome).is_some_and(|answer_text| answer_text != **expected))
             .count(),
-        wrong_counts: books.wrong,
-        unverified: books.unverified,
-        leaked_blocks: books.leaked_blocks,
+        wrong_counts: audit.findings,
+        unverified: audit.unverified,
+        leaked_blocks: audit.leaked_blocks,
         largest_gap: gap,
         gap_max: fault.gap_max,
         recovery,
-        whole,
-        // On a busy machine the signal comes late, and every answer gets something after the stroke: then the gap shows it.
-        felt: resumed + retried > 0 || recovery.max(gap) > Duration::from_secs(1),
+        reconnected,
+        // On a busy machine every answer may receive a chunk after the signal was sent, so that no recovery is measured but a gap is.
+        had_effect: resumed + retried > 0 || recovery.max(gap) > Duration::from_secs(1),
     }
 }

@@ -1,4 +1,4 @@
-//! The cost of an idle cluster, and of a thousand workers for a router.
+//! The CPU time of an idle cluster, and the CPU time and memory of a router with a thousand workers.
 
 use crate::{
     cluster::{Plan, series, until},
@@ -34,43 +34,44 @@ use tonic::{
     },
 };
 
-const WATCHED: Duration = Duration::from_secs(30);
-/// Of a core.
+/// The time for which CPU time is measured.
+const MEASURED: Duration = Duration::from_secs(30);
+/// Limit on an idle process's use of the CPU, as a fraction of a core.
 const IDLE_MAX: f64 = 0.01;
 const WORKERS: u32 = 1_000;
 const BLOCKS: u32 = 4_096;
 const RESIDENT_MAX_KIB: f64 = 1_048_576.0;
-/// Heartbeats of a worker, and what each process of a cluster promises routers.
+/// The interval between a worker's heartbeats.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Linux reports times of processes in hundredths of a second.
 const TICKS: f64 = 100.0;
 
-/// Seconds that a process has computed since its start.
-fn computed(process: &Up) -> f64 {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("it runs");
-    // Behind the name, which may hold anything, come the state and ten more numbers.
+/// Returns the CPU time of a process since its start, in seconds.
+fn cpu_seconds(process: &Up) -> f64 {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("the process runs");
+    // The name, which may contain any character, is followed by the state, ten other numbers, and the times.
     let numbers = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("Linux writes them");
     numbers.map(|ticks| ticks.parse::<f64>().expect("a number")).sum::<f64>() / TICKS
 }
 
-/// Ten workers, two routers, two frontends, etcd and NATS.
+/// Measures an idle cluster of ten workers, two routers, two frontends, etcd and NATS.
 pub fn cluster() {
     let shape = Shape { frontends: 2, routers: 2, prefill_workers: 5, decode_workers: 5, services: true, args: Vec::new() };
     let rig = Rig::start(&shape);
-    let now = || rig.running().map(|(name, process)| (name.to_owned(), computed(process))).collect::<Vec<_>>();
+    let now = || rig.running().map(|(name, process)| (name.to_owned(), cpu_seconds(process))).collect::<Vec<_>>();
     let (before, since) = (now(), Instant::now());
-    std::thread::sleep(WATCHED);
+    std::thread::sleep(MEASURED);
     let (after, seconds) = (now(), since.elapsed().as_secs_f64());
-    table::print_line("\n| idle process | of a core |\n|---|--:|");
+    table::print_text("\n| idle process | of a core |\n|---|--:|");
     let shares = before.into_iter().zip(after).map(|((name, before), (_, after))| (name, (after - before) / seconds));
     let shares: Vec<(String, f64)> = shares.collect();
-    shares.iter().for_each(|(name, share)| table::print_line(&format!("| {name} | {:.2} % |", share * 100.0)));
+    shares.iter().for_each(|(name, share)| table::print_text(&format!("| {name} | {:.2} % |", share * 100.0)));
     for (name, share) in shares {
-        assert!(share < IDLE_MAX, "{name} computes {:.2} % of the time and has nothing to do", share * 100.0);
+        assert!(share < IDLE_MAX, "the idle process {name} uses {:.2} % of a core", share * 100.0);
     }
 }
 
-/// A worker, as far as a router sees it: with a full cache that is like no other's.
+/// The `Control` service of a worker, with a full cache that differs from all others.
 struct Worker {
     info: WorkerInfo,
     number: u32,
@@ -95,9 +96,9 @@ impl Worker {
         Self { info, number }
     }
 
-    /// Sixteen conversations of 256 blocks.
+    /// Returns a snapshot of sixteen chains of 256 blocks.
     fn cache(&self) -> SnapshotChunk {
-        // Odd factors lose nothing: no two blocks have the same hash.
+        // Multiplication by an odd number is invertible, so no two blocks have the same hash.
         let hash = |block: u32| (u64::from(self.number) << 32 | u64::from(block)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let blocks: Vec<u64> = (1..=BLOCKS).map(hash).collect();
         let stored = blocks.chunks(256).map(|blocks| Stored { parent: None, sequence_hashes: blocks.to_vec() }).collect();
@@ -131,27 +132,27 @@ impl Control for Worker {
     }
 }
 
-/// Serves the workers and puts each on etcd's list, for as long as `shutdown` lets it.
+/// Serves and registers the workers until `shutdown` drains.
 fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metrics, shutdown: &Shutdown) {
     for number in 0..WORKERS {
         let worker = Worker::new(number, key);
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
-        let card = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("it is bound").to_string());
-        let (etcd, metrics, leaves) = (etcd.clone(), metrics.clone(), shutdown.clone());
+        let record = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("the listener is bound").to_string());
+        let (etcd, metrics, own_shutdown) = (etcd.clone(), metrics.clone(), shutdown.clone());
         let _entered = runtime.enter();
         let server = channel::server().add_service(ControlServer::new(worker));
         shutdown.spawn(async move {
             tokio::select! {
-                served = server.serve_with_incoming(channel::incoming(listener)) => served.expect("it serves"),
-                () = leaves.draining() => {}
+                served = server.serve_with_incoming(channel::incoming(listener)) => served.expect("the server runs"),
+                () = own_shutdown.draining() => {}
             }
         });
         let registered = shutdown.clone();
-        shutdown.spawn(async move { register(etcd, card, &metrics, &registered).await });
+        shutdown.spawn(async move { register(etcd, record, &metrics, &registered).await });
     }
 }
 
-/// A thousand workers that hold four million blocks, and one router.
+/// Measures a router with a thousand workers, which have four million blocks.
 pub fn router() {
     let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
     let (etcd, plan) = (Server::etcd(&[]), Plan::new());
@@ -168,15 +169,15 @@ pub fn router() {
     let router = plan.start("router", "router", plan.routers[0], &["--admin-listen", "127.0.0.1:0", "--etcd", &etcd.address()]);
     let started = Instant::now();
     let joined = || series(&router, "tandem_router_workers{state=\"joined\"}");
-    until("all join", joined, |joined| *joined == f64::from(WORKERS));
+    until("all workers join", joined, |joined| *joined == f64::from(WORKERS));
     let all_joined = started.elapsed();
-    let (before, since) = (computed(&router), Instant::now());
-    std::thread::sleep(WATCHED);
-    let share = (computed(&router) - before) / since.elapsed().as_secs_f64();
+    let (before, since) = (cpu_seconds(&router), Instant::now());
+    std::thread::sleep(MEASURED);
+    let share = (cpu_seconds(&router) - before) / since.elapsed().as_secs_f64();
     let resident = crate::rig::resident(&router);
     assert_eq!(joined(), f64::from(WORKERS));
     let blocks = series(&router, "tandem_router_index_blocks");
-    table::print_line(&format!(
+    table::print_text(&format!(
         "\nA router with {WORKERS} workers and {blocks} blocks: all joined after {:.1} s; {:.0} MiB resident; {:.1} % of a core.",
         all_joined.as_secs_f64(),
         resident / 1024.0,

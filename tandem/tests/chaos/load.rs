@@ -1,4 +1,4 @@
-//! Clients that ask one thing after the other, of whichever frontend there is.
+//! Clients that send one request after the other. If a frontend ends, its clients use another one.
 
 use crate::{
     requests::{AnswerText, answer_text, request},
@@ -14,32 +14,35 @@ use std::{
 use tandem_tests::{Client, Endpoint};
 use tokio::{task::JoinSet, time::Instant};
 
-/// Different requests; each comes three times with the same salt, so that caches matter and new prompts are computed.
+/// The number of different requests.
 const DISTINCT: usize = 60;
+/// How often each request is sent with the same salt, so that some prompts are cached and some are computed.
 const TIMES: usize = 3;
-/// The most requests that a client sends for one answer.
-const ASKS_MAX: usize = 6;
+/// The maximum number of requests that a client sends to get one answer.
+const REQUESTS_MAX: usize = 6;
+/// The pause before a client repeats a request for the second time.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// What one client has seen.
-pub struct Seen {
-    /// Which of the different requests it was.
+/// The result of one request at its client.
+pub struct ClientRecord {
+    /// The number of the request among the different ones.
     pub which: usize,
     pub answer_text: Option<AnswerText>,
-    pub asked: Instant,
+    pub sent: Instant,
     pub arrivals: Vec<Instant>,
-    /// Times it had to ask another frontend.
-    pub asked_again: usize,
-    /// What it had in place of an answer.
+    /// How often the client repeated the request at another frontend.
+    pub repeated: usize,
+    /// A description of the failure, if there is no answer.
     pub problem: Option<String>,
 }
 
-/// Clients at work.
+/// Running clients.
 pub struct Load {
     /// Requests with this number or a higher one are not sent any more.
     end: Arc<AtomicUsize>,
+    /// The number of requests that have ended.
     pub ended: Arc<AtomicUsize>,
-    clients: JoinSet<Vec<Seen>>,
+    clients: JoinSet<Vec<ClientRecord>>,
 }
 
 fn nth(number: usize, salt: &str) -> serde_json::Value {
@@ -47,16 +50,16 @@ fn nth(number: usize, salt: &str) -> serde_json::Value {
     request(which, salt, 100 + which * 61 % 500, 40 + which * 37 % 160)
 }
 
-/// All of them once, for what answers must be.
+/// Returns each of the different requests once.
 pub fn distinct() -> Vec<serde_json::Value> {
     (0..DISTINCT).map(|number| nth(number, "undisturbed")).collect()
 }
 
 impl Load {
-    /// Starts `clients` clients of all frontends, which end with the load or after `requests` requests. `salt` is unique.
+    /// Starts `clients` clients, distributed over all frontends, which send at most `requests` requests. `salt` must be unique.
     pub fn start(rig: &Rig, clients: usize, requests: usize, salt: &str) -> Self {
         let (next, ended, end) = (Arc::default(), Arc::default(), Arc::new(AtomicUsize::new(requests)));
-        let mut asking = JoinSet::new();
+        let mut running = JoinSet::new();
         for client in 0..clients {
             let mut frontends = rig.clients.clone();
             let others = frontends.len();
@@ -65,54 +68,55 @@ impl Load {
                 (Arc::clone(&next), Arc::clone(&ended), Arc::clone(&end));
             let salt = salt.to_owned();
             let work = async move {
-                let mut seen = Vec::new();
+                let mut records = Vec::new();
                 loop {
                     let number = next.fetch_add(1, Ordering::Relaxed);
                     if number >= end.load(Ordering::Relaxed) {
-                        return seen;
+                        return records;
                     }
-                    seen.push(ask(&frontends, number, &salt).await);
+                    records.push(complete(&frontends, number, &salt).await);
                     ended.fetch_add(1, Ordering::Relaxed);
                 }
             };
-            asking.spawn_on(work, rig.plan.runtime.handle());
+            running.spawn_on(work, rig.plan.runtime.handle());
         }
-        Self { end, ended, clients: asking }
+        Self { end, ended, clients: running }
     }
 
-    /// Nobody begins anything any more; what everybody has seen.
-    pub fn finish(self, rig: &Rig) -> Vec<Seen> {
+    /// Sends no new requests, waits for those in flight, and returns all results.
+    pub fn finish(self, rig: &Rig) -> Vec<ClientRecord> {
         self.end.store(0, Ordering::Relaxed);
-        self.rest(rig)
+        self.wait(rig)
     }
 
-    /// Waits for all requests that were to be asked.
-    pub fn rest(self, rig: &Rig) -> Vec<Seen> {
+    /// Waits until all requests have been sent and answered, and returns all results.
+    pub fn wait(self, rig: &Rig) -> Vec<ClientRecord> {
         rig.plan.runtime.block_on(self.clients.join_all()).into_iter().flatten().collect()
     }
 }
 
-/// From the first frontend that does not go away meanwhile.
-async fn ask(frontends: &[Client], number: usize, salt: &str) -> Seen {
+/// Sends request `number`, and repeats it at another frontend if its frontend ends.
+async fn complete(frontends: &[Client], number: usize, salt: &str) -> ClientRecord {
     let request = nth(number, &format!("{salt} {}", number / (DISTINCT * TIMES)));
-    let asked = Instant::now();
-    for asked_again in 0.. {
-        let outcome = frontends[asked_again % frontends.len()].ask(Endpoint::Chat.path(), &request).await;
-        if has_ended(&outcome) && asked_again + 1 < ASKS_MAX {
-            tokio::time::sleep(PAUSE * u32::from(asked_again > 0)).await;
+    let sent = Instant::now();
+    for repeated in 0.. {
+        let outcome = frontends[repeated % frontends.len()].answer(Endpoint::Chat.path(), &request).await;
+        if frontend_has_ended(&outcome) && repeated + 1 < REQUESTS_MAX {
+            tokio::time::sleep(PAUSE * u32::from(repeated > 0)).await;
             continue;
         }
         let answer_text = answer_text(&outcome);
         let problem =
-            answer_text.is_none().then(|| format!("request {number} of {salt}, asked {asked_again} times more: {outcome:?}"));
+            answer_text.is_none().then(|| format!("request {number} of {salt}, repeated {repeated} times: {outcome:?}"));
         let arrivals = outcome.map(|answer| answer.arrivals).unwrap_or_default();
-        return Seen { which: number % DISTINCT, answer_text, asked, arrivals, asked_again, problem };
+        return ClientRecord { which: number % DISTINCT, answer_text, sent, arrivals, repeated, problem };
     }
-    unreachable!("the last time counts, whatever comes of it")
+    unreachable!("the last repetition returns")
 }
 
-/// The frontend has: its connection broke or was refused, or it says that it drains. No other failure is a client's to mend.
-fn has_ended(outcome: &Outcome) -> bool {
+/// Whether the frontend has ended: its connection broke or was refused, or it answered that it drains. Clients repeat a request after no
+/// other failure.
+fn frontend_has_ended(outcome: &Outcome) -> bool {
     match outcome {
         Ok(answer) => answer.status == 503 && answer.last()["error"]["code"] == "draining",
         Err(error) => error.downcast_ref::<reqwest::Error>().is_some(),

@@ -1,7 +1,7 @@
-//! Faults of real processes under load: no answer is lost or changed, every book agrees, nothing leaks.
+//! Faults of real processes under load: no answer is lost or changed, usage reconciles, and nothing leaks.
 //!
-//! `cargo test --release -p tandem --test chaos` plays each story in a short form and holds it to bounds that a busy machine
-//! keeps. The figures of docs/reliability.md come from the long forms, one after the other on a quiet machine:
+//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures of
+//! docs/reliability.md come from the long forms, which need a machine that does nothing else:
 //! `cargo test --release -p tandem --test chaos -- --ignored --nocapture`.
 
 mod churn;
@@ -23,82 +23,82 @@ mod up;
 use parking_lot::{Mutex, MutexGuard};
 use table::{Form, Row};
 
-fn hold(row: &Row) {
-    table::print_line(&row.line());
-    row.hold(Form::Short);
+fn print_and_check(row: &Row) {
+    table::print_text(&row.line());
+    row.check(Form::Short);
 }
 
 #[test]
 fn killed_decode_worker_loses_no_answer() {
-    hold(&faults::decode_killed());
+    print_and_check(&faults::decode_killed());
 }
 
 #[test]
 fn killed_prefill_worker_loses_no_answer() {
-    hold(&faults::prefill_killed());
+    print_and_check(&faults::prefill_killed());
 }
 
 #[test]
 fn stopped_workers_lose_no_answer() {
-    hold(&faults::decode_stopped());
-    hold(&faults::prefill_stopped());
+    print_and_check(&faults::decode_stopped());
+    print_and_check(&faults::prefill_stopped());
 }
 
 #[test]
 fn churn_of_workers_and_clients_loses_no_answer() {
-    let (row, memory) = churn::play(Form::Short);
-    hold(&row);
-    memory.hold(Form::Short);
+    let (row, memory) = churn::run(Form::Short);
+    print_and_check(&row);
+    memory.check(Form::Short);
 }
 
 #[test]
-fn failure_of_any_part_with_etcd_and_nats_loses_no_answer() {
-    several::play(Form::Short, |row| hold(&row));
+fn failure_of_any_process_with_etcd_and_nats_loses_no_answer() {
+    several::run(Form::Short, |row| print_and_check(&row));
 }
 
-/// Figures are taken one after the other, on a machine that does nothing else.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock()
+/// Makes the tests that measure run one after the other.
+fn run_alone() -> MutexGuard<'static, ()> {
+    static RUNNING: Mutex<()> = Mutex::new(());
+    RUNNING.lock()
 }
 
-/// All stories in their long form; prints what docs/reliability.md shows.
+/// Runs the scenarios in their long form and prints the tables of docs/reliability.md.
 #[test]
-#[ignore = "minutes, and a quiet machine"]
-fn figures_of_workers() {
-    let _alone = alone();
+#[ignore = "takes minutes and needs a machine that does nothing else"]
+fn faults_of_workers_lose_no_answer_in_the_long_form() {
+    let _alone = run_alone();
     let mut rows: Vec<Row> = [
         faults::decode_killed,
         faults::prefill_killed,
         faults::decode_stopped,
         faults::prefill_stopped,
-        faults::decode_stopped_for_long,
-        faults::prefill_stopped_for_long,
+        faults::decode_stopped_beyond_keep_alive,
+        faults::prefill_stopped_beyond_keep_alive,
     ]
-    .map(|story| story())
+    .map(|scenario| scenario())
     .into();
-    let (row, memory) = churn::play(Form::Long);
+    let (row, memory) = churn::run(Form::Long);
     rows.push(row);
     table::print(&rows);
     memory.print();
-    rows.iter().for_each(|row| row.hold(Form::Long));
-    memory.hold(Form::Long);
+    rows.iter().for_each(|row| row.check(Form::Long));
+    memory.check(Form::Long);
 }
 
 #[test]
-#[ignore = "minutes, and a quiet machine"]
-fn figures_with_etcd_and_nats() {
-    let _alone = alone();
+#[ignore = "takes minutes and needs a machine that does nothing else"]
+fn faults_with_etcd_and_nats_lose_no_answer_in_the_long_form() {
+    let _alone = run_alone();
     let mut rows = Vec::new();
-    several::play(Form::Long, |row| rows.push(row));
+    several::run(Form::Long, |row| rows.push(row));
     table::print(&rows);
-    rows.iter().for_each(|row| row.hold(Form::Long));
+    rows.iter().for_each(|row| row.check(Form::Long));
 }
 
 #[test]
-#[ignore = "minutes, and a quiet machine"]
-fn figures_of_idle_processes() {
-    let _alone = alone();
+#[ignore = "takes minutes and needs a machine that does nothing else"]
+fn idle_processes_use_few_resources() {
+    let _alone = run_alone();
     idle::cluster();
     idle::router();
 }

@@ -1,4 +1,4 @@
-//! A network that can fail: a process behind a proxy can be cut off from all others, or from one.
+//! A proxy in front of a process that can interrupt the connections of all other processes, or of some.
 
 use std::{fs, net::SocketAddr};
 use tokio::{
@@ -12,34 +12,34 @@ use tokio::{
     task::JoinSet,
 };
 
-/// What happens to connections.
+/// What a proxy does with connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Gate {
     Open,
-    /// Nothing arrives, as when packets are lost; all of it does once the gate is open.
-    Stalled(Whose),
-    /// Those there are break, and new ones are refused.
-    Broken(Whose),
+    /// Delivers no bytes until the gate is open again.
+    Stalled(Dialers),
+    /// Closes existing connections and new ones.
+    Broken(Dialers),
 }
 
-/// The connections that are cut off.
+/// The processes whose connections are interrupted.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Whose {
-    Everybody,
-    /// The processes that have dialled.
-    These(Vec<u32>),
+pub enum Dialers {
+    All,
+    /// Processes by their ids.
+    Processes(Vec<u32>),
 }
 
-impl Whose {
-    fn are(&self, dialler: Option<u32>) -> bool {
+impl Dialers {
+    fn include(&self, dialer: Option<u32>) -> bool {
         match self {
-            Self::Everybody => true,
-            Self::These(ids) => dialler.is_some_and(|id| ids.contains(&id)),
+            Self::All => true,
+            Self::Processes(ids) => dialer.is_some_and(|id| ids.contains(&id)),
         }
     }
 }
 
-/// Dropping it breaks all connections.
+/// A proxy in front of one process. Dropping it closes all connections.
 pub struct Proxy {
     pub at: SocketAddr,
     gate: watch::Sender<Gate>,
@@ -47,7 +47,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Listens at `at` for the process at `target`, which may start later.
+    /// Listens at `at` and forwards connections to the process at `target`, which may start later.
     pub fn start(at: SocketAddr, target: SocketAddr, runtime: &Handle) -> Self {
         let (gate, state) = watch::channel(Gate::Open);
         let listener = runtime.block_on(TcpListener::bind(at)).expect("the address is free");
@@ -55,10 +55,10 @@ impl Proxy {
         let accept = async move {
             let mut connections = JoinSet::new();
             loop {
-                // Out of files, perhaps: the next one may be taken again.
+                // Accepting may fail for one connection, for example when no file descriptor is free.
                 let Ok((stream, from)) = listener.accept().await else { continue };
                 while connections.try_join_next().is_some() {}
-                connections.spawn(carry(stream, target, dialler(from.port(), at.port()), state.clone()));
+                connections.spawn(forward_connection(stream, target, dialer(from.port(), at.port()), state.clone()));
             }
         };
         accepting.spawn_on(accept, runtime);
@@ -70,38 +70,39 @@ impl Proxy {
     }
 }
 
-/// One connection, until either side has closed it or the gate breaks it.
-async fn carry(from: TcpStream, target: SocketAddr, dialler: Option<u32>, gate: watch::Receiver<Gate>) {
+/// Forwards one connection until either side closes it or the gate breaks it.
+async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<u32>, gate: watch::Receiver<Gate>) {
     let mut breaking = gate.clone();
-    let breaks = breaking.wait_for(|gate| matches!(gate, Gate::Broken(whose) if whose.are(dialler)));
-    let carried = async {
+    let breaks = breaking.wait_for(|gate| matches!(gate, Gate::Broken(dialers) if dialers.include(dialer)));
+    let forwarded = async {
         let Ok(to) = TcpStream::connect(target).await else { return };
         for stream in [&from, &to] {
             stream.set_nodelay(true).expect("a connected socket");
         }
         let ((from_read, from_write), (to_read, to_write)) = (from.into_split(), to.into_split());
-        let there = pump(from_read, to_write, dialler, gate.clone());
-        let back = pump(to_read, from_write, dialler, gate);
-        // Whoever breaks off on one side ends the other.
-        let _ = tokio::try_join!(there, back);
+        let to_target = forward(from_read, to_write, dialer, gate.clone());
+        let back = forward(to_read, from_write, dialer, gate);
+        // An error in one direction ends both.
+        let _ = tokio::try_join!(to_target, back);
     };
     tokio::select! {
         biased;
         _ = breaks => {}
-        () = carried => {}
+        () = forwarded => {}
     }
 }
 
-async fn pump(
+/// Forwards the bytes of one direction while the gate permits it.
+async fn forward(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
-    dialler: Option<u32>,
+    dialer: Option<u32>,
     mut gate: watch::Receiver<Gate>,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     loop {
         let read = from.read(&mut buffer).await?;
-        let passes = gate.wait_for(|gate| !matches!(gate, Gate::Stalled(whose) if whose.are(dialler))).await;
+        let passes = gate.wait_for(|gate| !matches!(gate, Gate::Stalled(dialers) if dialers.include(dialer))).await;
         passes.map_err(std::io::Error::other)?;
         if read == 0 {
             return to.shutdown().await;
@@ -110,8 +111,8 @@ async fn pump(
     }
 }
 
-/// The process that has a socket with these ports, its own and its peer's, as the system lists them. It may have ended already.
-fn dialler(own: u16, peer: u16) -> Option<u32> {
+/// Returns the process that has a socket with these two ports, if it has not ended already.
+fn dialer(own: u16, peer: u16) -> Option<u32> {
     let sockets = fs::read_to_string("/proc/net/tcp").expect("Linux lists its sockets");
     let [own, peer] = [own, peer].map(|port| format!(":{port:04X}"));
     let inode = sockets.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).find_map(|fields| {

@@ -1,5 +1,5 @@
-//! Two thousand requests, a fifth of whose clients leave, and a worker that dies and comes back: the usage that clients received
-//! equals the frontend's counters, series by series, and usage, ledgers and metrics reconcile.
+//! Two thousand requests, of which a fifth of the clients disconnects, while a worker is killed and restarted. The usage that clients
+//! received must equal the frontend's counters, series by series, and must reconcile with ledgers and metrics.
 
 use crate::{
     cluster::{series, until},
@@ -19,25 +19,25 @@ use tandem_tests::{Answer, Client, Endpoint, prose};
 use tokio::task::JoinSet;
 
 const REQUESTS: usize = 2_000;
-const AT_ONCE: usize = 32;
-/// The worker dies after so many.
-const STRUCK_AT: usize = 700;
-/// Far from its end when its client goes.
-const ENDLESS: usize = 20_000;
+const CLIENTS: usize = 32;
+/// The worker is killed after this many requests.
+const KILL_AFTER: usize = 700;
+/// So many tokens that the client disconnects before the end of the answer.
+const MANY_TOKENS: usize = 20_000;
 
-/// What clients have seen.
+/// The usage of many requests, as clients received it or as the frontend counts it.
 #[derive(Debug, Default, PartialEq)]
-struct Account {
-    /// By endpoint, model and code.
+struct Usage {
+    /// Requests by endpoint, model and code.
     requests: BTreeMap<[String; 3], u64>,
     prompts: u64,
     prompt_tokens: u64,
     completion_tokens: u64,
-    /// By source and tier.
+    /// Cached tokens by source and tier.
     cached: BTreeMap<[String; 2], u64>,
 }
 
-impl AddAssign for Account {
+impl AddAssign for Usage {
     fn add_assign(&mut self, other: Self) {
         self.prompts += other.prompts;
         self.prompt_tokens += other.prompt_tokens;
@@ -47,15 +47,15 @@ impl AddAssign for Account {
     }
 }
 
-impl Account {
-    fn replied(&mut self, endpoint: Endpoint, model: &str, code: u16) {
+impl Usage {
+    fn add_reply(&mut self, endpoint: Endpoint, model: &str, code: u16) {
         let endpoint = endpoint.path().trim_start_matches("/v1/").replace('/', "_");
-        // It does not matter whether a request that was closed early had been read far enough to know its model.
+        // The frontend may not have read the model of a request whose client disconnected, so the model is not compared.
         let model = if code == 499 { "" } else { model };
         *self.requests.entry([endpoint, model.to_owned(), code.to_string()]).or_default() += 1;
     }
 
-    fn received(&mut self, answer: &Answer) {
+    fn add_answer(&mut self, answer: &Answer) {
         let details = answer.details();
         let prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
         let mut by_tier = 0;
@@ -73,8 +73,8 @@ impl Account {
         self.completion_tokens += answer.usage("/completion_tokens");
     }
 
-    /// The same as the frontend has it.
-    fn counted(page: &str) -> Self {
+    /// Returns the usage that a frontend's `/metrics` page reports.
+    fn of_frontend(page: &str) -> Self {
         let label = |series: &str, name: &str| {
             let value = series.split(&format!("{name}=\"")).nth(1).and_then(|rest| rest.split('"').next());
             value.unwrap_or_else(|| panic!("no {name} in {series}")).to_owned()
@@ -96,21 +96,22 @@ impl Account {
         counted.prompts = sum("request_cached_tokens_count");
         counted.prompt_tokens = sum("prompt_tokens_total");
         counted.completion_tokens = sum("completion_tokens_total");
-        // The same facts elsewhere.
+        // Other metrics must have the same counts.
         assert_eq!(sum("request_prompt_tokens_sum"), counted.prompt_tokens);
         assert_eq!(sum("request_completion_tokens_sum"), counted.completion_tokens);
         assert_eq!(sum("request_cached_tokens_sum"), counted.cached.values().sum::<u64>());
         for histogram in ["request_prompt_tokens", "request_completion_tokens", "request_cached_ratio"] {
             assert_eq!(sum(&format!("{histogram}_count")), counted.prompts, "{histogram}");
         }
-        let left: u64 = counted.requests.iter().filter(|([_, _, code], _)| code == "499").map(|(_, count)| count).sum();
-        assert_eq!(sum("cancelled_total"), left);
-        assert_eq!(sum("request_duration_seconds_count"), counted.requests.values().sum::<u64>() - left);
+        let disconnected: u64 = counted.requests.iter().filter(|([_, _, code], _)| code == "499").map(|(_, count)| count).sum();
+        assert_eq!(sum("cancelled_total"), disconnected);
+        assert_eq!(sum("request_duration_seconds_count"), counted.requests.values().sum::<u64>() - disconnected);
         counted
     }
 }
 
-/// Of both endpoints, streamed and not, with samples and batches; a part of each prompt was seen before.
+/// Returns request `number`. The requests cover both endpoints, streamed and not, with several samples and prompts, and their prompts are
+/// partly cached.
 fn request(number: usize) -> (Endpoint, Value) {
     let endpoint = if number.is_multiple_of(3) { Endpoint::Chat } else { Endpoint::Completions };
     let text = |salt: usize| prose(&(salt % 40).to_string(), 10 + (salt * 37) % 60);
@@ -128,8 +129,8 @@ fn request(number: usize) -> (Endpoint, Value) {
     (endpoint, endpoint.request("sim", &text(number), options))
 }
 
-async fn ask(client: &Client, number: usize) -> anyhow::Result<Account> {
-    let (mut account, (endpoint, mut body)) = (Account::default(), request(number));
+async fn complete(client: &Client, number: usize) -> anyhow::Result<Usage> {
+    let (mut usage, (endpoint, mut body)) = (Usage::default(), request(number));
     let (model, code) = match number % 100 {
         11 => ("sim", 400),
         12 => ("", 404),
@@ -140,7 +141,7 @@ async fn ask(client: &Client, number: usize) -> anyhow::Result<Account> {
         400 => body["temperature"] = json!(-1),
         404 => body["model"] = json!("another"),
         499 => {
-            body["max_tokens"] = json!(ENDLESS);
+            body["max_tokens"] = json!(MANY_TOKENS);
             body["ignore_eos"] = json!(true);
             body["stream"] = json!(number.is_multiple_of(2));
             body.as_object_mut().expect("an object").remove("stop");
@@ -149,53 +150,57 @@ async fn ask(client: &Client, number: usize) -> anyhow::Result<Account> {
     }
     match code {
         499 if number.is_multiple_of(2) => drop(client.send(endpoint.path(), &body).await?.chunk().await?),
-        499 => client.leave(endpoint.path(), &body).await?,
+        499 => client.send_and_disconnect(endpoint.path(), &body).await?,
         _ => {
-            let answer = client.ask(endpoint.path(), &body).await?;
+            let answer = client.answer(endpoint.path(), &body).await?;
             anyhow::ensure!(answer.status == code && answer.done, "request {number}: {answer:?}");
             if code == 200 {
-                account.received(&answer);
+                usage.add_answer(&answer);
             }
         }
     }
-    account.replied(endpoint, model, code);
-    Ok(account)
+    usage.add_reply(endpoint, model, code);
+    Ok(usage)
 }
 
 #[test]
-fn clients_sums_equal_counters_under_failures() {
+fn usage_of_clients_equals_counters_under_failures() {
     let args = ["--sim-speedup", "20"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { args, ..Shape::default() });
     let (next, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let mut clients = JoinSet::new();
-    for _ in 0..AT_ONCE {
+    for _ in 0..CLIENTS {
         let (client, next, ended) = (rig.clients[0].clone(), next.clone(), ended.clone());
-        let asking = async move {
-            let mut account = Account::default();
+        let running = async move {
+            let mut usage = Usage::default();
             loop {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 if number >= REQUESTS {
-                    return anyhow::Ok(account);
+                    return anyhow::Ok(usage);
                 }
-                account += ask(&client, number).await?;
+                usage += complete(&client, number).await?;
                 ended.fetch_add(1, Ordering::Relaxed);
             }
         };
-        clients.spawn_on(asking, rig.plan.runtime.handle());
+        clients.spawn_on(running, rig.plan.runtime.handle());
     }
-    until("requests are answered", || ended.load(Ordering::Relaxed), |ended| *ended >= STRUCK_AT);
-    until("it generates", || series(rig.up("d0"), "tandem_worker_kv_blocks{worker=\"d0\",state=\"in_use\"}"), |held| *held > 0.0);
+    until("requests are answered", || ended.load(Ordering::Relaxed), |ended| *ended >= KILL_AFTER);
+    until(
+        "the worker generates",
+        || series(rig.process("d0"), "tandem_worker_kv_blocks{worker=\"d0\",state=\"in_use\"}"),
+        |held| *held > 0.0,
+    );
     rig.kill("d0");
     rig.restart("d0");
-    let mut received = Account::default();
-    for account in rig.plan.runtime.block_on(clients.join_all()) {
-        received += account.expect("every request has its reply");
+    let mut received = Usage::default();
+    for usage in rig.plan.runtime.block_on(clients.join_all()) {
+        received += usage.expect("every request has a reply");
     }
-    rig.whole();
+    rig.wait_until_connected();
     assert_eq!(received.requests.values().sum::<u64>(), REQUESTS as u64);
     assert!(received.cached.values().sum::<u64>() > 0 && rig.resumed() + rig.retried() > 0, "{received:#?}");
-    let frontend = rig.up("f0");
-    until("nothing runs", || series(frontend, "tandem_frontend_inflight_requests"), |running| *running == 0.0);
-    assert_eq!(Account::counted(&frontend.get("/metrics")), received);
-    assert_eq!(rig.close().wrong, [""; 0]);
+    let frontend = rig.process("f0");
+    until("no request is in flight", || series(frontend, "tandem_frontend_inflight_requests"), |running| *running == 0.0);
+    assert_eq!(Usage::of_frontend(&frontend.get("/metrics")), received);
+    assert_eq!(rig.reconcile().findings, [""; 0]);
 }

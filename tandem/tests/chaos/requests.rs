@@ -1,4 +1,4 @@
-//! What clients ask, and what an answer must be for them.
+//! The clients' requests, and the checks of their answers.
 
 use crate::rig::Outcome;
 use serde_json::{Value, json};
@@ -6,7 +6,8 @@ use std::time::Duration;
 use tandem_tests::{Endpoint, prose};
 use tokio::time::Instant;
 
-/// Half of them greedy, half drawn by a seed. Prompts of another salt share no cache with these, but their answers.
+/// Returns request `number`. Half of the requests are greedy, half are sampled with a seed. Requests with different salts have equal answers,
+/// but share no cached blocks.
 pub fn request(number: usize, salt: &str, prompt_tokens: usize, max_tokens: usize) -> Value {
     let mut text = prose(&number.to_string(), prompt_tokens);
     text.truncate(prompt_tokens);
@@ -18,7 +19,7 @@ pub fn request(number: usize, salt: &str, prompt_tokens: usize, max_tokens: usiz
     Endpoint::Chat.request("sim", &text, options)
 }
 
-/// The part of an answer that must not depend on faults: text, finish reason, tokens.
+/// The parts of an answer that must not depend on faults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AnswerText {
     text: String,
@@ -27,7 +28,7 @@ pub struct AnswerText {
     completion_tokens: u64,
 }
 
-/// `None`: it has failed.
+/// Returns the parts of a complete answer that must not depend on faults; `None` if the request has failed.
 pub fn answer_text(outcome: &Outcome) -> Option<AnswerText> {
     let answer = outcome.as_ref().ok().filter(|answer| answer.status == 200 && answer.done)?;
     let finish = answer.frames.iter().find_map(|frame| frame["choices"][0]["finish_reason"].as_str())?;
@@ -39,20 +40,25 @@ pub fn answer_text(outcome: &Outcome) -> Option<AnswerText> {
     })
 }
 
-/// The longest wait between two pieces of the answer.
+/// Returns the longest time between two chunks of the answer.
 pub fn largest_gap(arrivals: &[Instant]) -> Duration {
     arrivals.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default()
 }
 
-/// How long after `struck` the answer went on, judged by its longest wait from then on. What was on its way then came still.
-pub fn recovery(asked: Instant, arrivals: &[Instant], struck: Instant) -> Option<Duration> {
-    const ON_ITS_WAY: Duration = Duration::from_millis(100);
-    let all: Vec<Instant> = [asked].iter().chain(arrivals).copied().collect();
-    let around = all.windows(2).filter(|pair| pair[0] < struck + ON_ITS_WAY && pair[1] > struck);
-    around.max_by_key(|pair| pair[1] - pair[0]).map(|pair| pair[1] - struck)
+/// Returns the time from a fault until the answer continued: the end of the longest gap that includes the fault or begins just after it.
+/// `None` if the answer had ended before the fault.
+pub fn recovery(sent: Instant, arrivals: &[Instant], fault_at: Instant) -> Option<Duration> {
+    /// Chunks that were in flight when the fault happened arrive within this time.
+    const IN_FLIGHT: Duration = Duration::from_millis(100);
+    let all: Vec<Instant> = [sent].iter().chain(arrivals).copied().collect();
+    let around = all.windows(2).filter(|pair| pair[0] < fault_at + IN_FLIGHT && pair[1] > fault_at);
+    around.max_by_key(|pair| pair[1] - pair[0]).map(|pair| pair[1] - fault_at)
 }
 
-/// What answers are without a fault.
+/// Returns the contents of answers that no fault has disturbed.
 pub fn undisturbed(outcomes: &[Outcome]) -> Vec<AnswerText> {
-    outcomes.iter().map(|outcome| answer_text(outcome).unwrap_or_else(|| panic!("nothing disturbed it: {outcome:?}"))).collect()
+    outcomes
+        .iter()
+        .map(|outcome| answer_text(outcome).unwrap_or_else(|| panic!("a request failed without a fault: {outcome:?}")))
+        .collect()
 }

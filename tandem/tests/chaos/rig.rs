@@ -1,4 +1,4 @@
-//! A cluster of processes that can be hurt while clients ask it, and the books that must agree afterwards.
+//! A cluster of processes that tests kill and restart while clients send requests, and the audit of its usage afterwards.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -16,28 +16,28 @@ use std::{
 use tandem_tests::{Answer, Client, Endpoint};
 use tokio::{task::JoinSet, time::Instant};
 
-/// Within this time all is given back and written down, or never.
-const SETTLES: Duration = Duration::from_secs(20);
+/// The time within which all blocks must be released and all ledgers written after the last request.
+const SETTLE_MAX: Duration = Duration::from_secs(20);
 
 const RESUMED: &str = "tandem_frontend_migrations_total";
 const RETRIED: &str = "tandem_frontend_attempts_failed_total";
 
-/// Resident memory in KiB.
+/// Returns a process's resident memory in KiB.
 pub fn resident(process: &Up) -> f64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("it runs");
+    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number")
 }
 
-/// What a cluster is made of: `f0`, … frontends, `r0`, … routers, `p0`, … prefill and `d0`, … decode workers.
+/// The processes of a cluster: frontends `f0`, …, routers `r0`, …, prefill workers `p0`, …, and decode workers `d0`, ….
 pub struct Shape {
     pub frontends: usize,
     pub routers: usize,
     pub prefill_workers: usize,
     pub decode_workers: usize,
-    /// With etcd and NATS; without, processes are listed and events are streamed.
+    /// Whether the processes use etcd and NATS instead of static lists and streams.
     pub services: bool,
-    /// Of every worker.
+    /// Additional arguments of every worker.
     pub args: Vec<String>,
 }
 
@@ -47,17 +47,17 @@ impl Default for Shape {
     }
 }
 
-/// All of it, running. Whatever is killed can come back at its address.
+/// A running cluster, whose processes can be killed and restarted at their addresses.
 pub struct Rig {
     pub plan: Plan,
     members: BTreeMap<String, Member>,
     pub services: Option<Services>,
     args: Vec<String>,
-    /// Who has ended, at any time: the last counters of that life, and perhaps lines of its ledger, are gone.
-    lost: BTreeSet<String>,
-    /// What frontends that have ended had counted, by series.
-    counted: BTreeMap<&'static str, f64>,
-    /// The clients of each frontend.
+    /// The processes that have ended at any time. Their last counters, and perhaps lines of their ledgers, are lost.
+    ended: BTreeSet<String>,
+    /// The counters of frontends that have ended, by series.
+    ended_counts: BTreeMap<&'static str, f64>,
+    /// One client for each frontend.
     pub clients: Vec<Client>,
 }
 
@@ -73,24 +73,24 @@ impl Member {
     }
 }
 
-/// What a client has in the end, and where it came from.
+/// A client's answer, or its error.
 pub type Outcome = anyhow::Result<Answer>;
 
-/// Requests under way, by number.
-pub struct Asked(JoinSet<(usize, Outcome)>);
+/// Requests in flight with their numbers.
+pub struct PendingAnswers(JoinSet<(usize, Outcome)>);
 
-/// What the audit says.
-pub struct Books {
-    /// Things that do not reconcile, and errors in logs.
-    pub wrong: Vec<String>,
-    /// Answers whose count only killed workers knew.
+/// The result of an audit of an idle cluster.
+pub struct AuditResult {
+    /// Findings of the audit, and errors in logs.
+    pub findings: Vec<String>,
+    /// Answers whose cached-token count was lost with a killed worker.
     pub unverified: u64,
-    /// Blocks in use though nothing runs, or missing.
+    /// Blocks that are in use or missing although no request runs.
     pub leaked_blocks: f64,
 }
 
 impl Rig {
-    /// Returns when everybody knows everybody and requests can be served.
+    /// Starts the processes, and waits until they are connected and can serve requests.
     pub fn start(shape: &Shape) -> Self {
         let plan = Plan::with_routers(shape.routers);
         let kinds = [
@@ -110,12 +110,19 @@ impl Rig {
         plan.list(&workers.values().copied().collect::<Vec<_>>());
         let clients = members.values().filter(|member| member.role == "frontend").map(|member| Client::new(member.at)).collect();
         let services = shape.services.then(|| Services::start(&workers));
-        let mut rig =
-            Self { plan, members, services, args: shape.args.clone(), lost: BTreeSet::new(), counted: BTreeMap::new(), clients };
+        let mut rig = Self {
+            plan,
+            members,
+            services,
+            args: shape.args.clone(),
+            ended: BTreeSet::new(),
+            ended_counts: BTreeMap::new(),
+            clients,
+        };
         for name in rig.names() {
             rig.restart(&name);
         }
-        rig.whole();
+        rig.wait_until_connected();
         rig.of_role("frontend").for_each(ready);
         rig
     }
@@ -124,7 +131,7 @@ impl Rig {
         self.members.keys().cloned().collect()
     }
 
-    /// Starts a process that does not run, at its address; it joins by itself.
+    /// Starts a process that does not run, at its address.
     pub fn restart(&mut self, name: &str) {
         let args = self.args_of(name);
         let member = self.members.get_mut(name).expect("a process of the rig");
@@ -158,9 +165,9 @@ impl Rig {
         self.plan.file(&format!("{name}.ledger"))
     }
 
-    /// Resolves when every router has all workers and the other routers, every frontend all routers, and etcd and NATS, if there
-    /// are any, all of them.
-    pub fn whole(&self) {
+    /// Waits until every router has all workers and the other routers, every frontend has all routers, and all processes are connected to
+    /// etcd and NATS, if the cluster uses them.
+    pub fn wait_until_connected(&self) {
         let routers = self.plan.routers.len();
         let names: Vec<&str> =
             self.members.iter().filter(|(_, member)| member.is_worker()).map(|(name, _)| name.as_str()).collect();
@@ -171,78 +178,79 @@ impl Rig {
                 (joined.collect::<BTreeSet<_>>(), view.peers as usize + 1)
             };
             let all = |(joined, peers): &(BTreeSet<String>, usize)| joined.iter().eq(&names) && *peers == routers;
-            until("the router knows everybody", known, all);
+            until("the router has all workers and peers", known, all);
         }
         for (name, frontend) in self.running().filter(|(name, _)| name.starts_with('f')) {
-            let well = || series(frontend, "tandem_frontend_routers ") as usize;
-            until(&format!("{name} finds all routers"), well, |well| *well == routers);
+            let healthy = || series(frontend, "tandem_frontend_routers ") as usize;
+            until(&format!("{name} has all routers"), healthy, |healthy| *healthy == routers);
         }
         if self.services.is_some() {
             self.running().for_each(|(name, process)| {
-                self.connected(name, process, "tandem_discovery_etcd_connected{for=\"registration\"}", 1.0);
+                self.wait_for_value(name, process, "tandem_discovery_etcd_connected{for=\"registration\"}", 1.0);
                 if !name.starts_with('f') {
-                    self.connected(name, process, "tandem_events_nats_connected", 1.0);
+                    self.wait_for_value(name, process, "tandem_events_nats_connected", 1.0);
                 }
             });
         }
     }
 
-    /// Resolves when the process says so of etcd or NATS.
-    pub fn connected(&self, name: &str, process: &Up, what: &str, connected: f64) {
-        until(&format!("{name}: {what} is {connected}"), || series(process, what), |seen| *seen == connected);
+    /// Waits until a metric of the process has this value.
+    pub fn wait_for_value(&self, name: &str, process: &Up, metric: &str, expected: f64) {
+        until(&format!("{metric} of {name} is {expected}"), || series(process, metric), |value| *value == expected);
     }
 
-    pub fn up(&self, name: &str) -> &Up {
-        self.members[name].process.as_ref().expect("it runs")
+    /// Returns a running process.
+    pub fn process(&self, name: &str) -> &Up {
+        self.members[name].process.as_ref().expect("the process runs")
     }
 
     fn of_role(&self, role: &'static str) -> impl Iterator<Item = &Up> {
         self.members.values().filter(move |member| member.role == role).filter_map(|member| member.process.as_ref())
     }
 
-    /// As the system ends it: without a word.
+    /// Kills a process with SIGKILL.
     pub fn kill(&mut self, name: &str) {
-        let process = self.take(name);
+        let process = self.take_process(name);
         process.signal("-KILL");
         process.wait();
     }
 
-    /// As an operator ends it.
-    pub fn end(&mut self, name: &str) {
-        let process = self.take(name);
+    /// Stops a process with SIGTERM, and waits until it has drained.
+    pub fn terminate(&mut self, name: &str) {
+        let process = self.take_process(name);
         process.signal("-TERM");
-        assert_eq!(process.wait().0.code(), Some(0), "{name} ends in order");
+        assert_eq!(process.wait().0.code(), Some(0), "{name} ends without an error");
     }
 
-    fn take(&mut self, name: &str) -> Up {
-        self.lost.insert(name.to_owned());
+    fn take_process(&mut self, name: &str) -> Up {
+        self.ended.insert(name.to_owned());
         if self.members[name].role == "frontend" {
             for counter in [RESUMED, RETRIED] {
-                *self.counted.entry(counter).or_default() += series(self.up(name), counter);
+                *self.ended_counts.entry(counter).or_default() += series(self.process(name), counter);
             }
         }
-        self.members.get_mut(name).expect("a process of the rig").process.take().expect("it runs")
+        self.members.get_mut(name).expect("a process of the rig").process.take().expect("the process runs")
     }
 
-    /// Sends requests, all at a time.
-    pub fn ask(&self, requests: &[Value]) -> Asked {
-        let mut asking = JoinSet::new();
+    /// Sends all requests to the first frontend at the same time.
+    pub fn send_all(&self, requests: &[Value]) -> PendingAnswers {
+        let mut pending = JoinSet::new();
         for (number, request) in requests.iter().cloned().enumerate() {
             let client = self.clients[0].clone();
-            let asked = async move { (number, client.ask(Endpoint::Chat.path(), &request).await) };
-            asking.spawn_on(asked, self.plan.runtime.handle());
+            let request = async move { (number, client.answer(Endpoint::Chat.path(), &request).await) };
+            pending.spawn_on(request, self.plan.runtime.handle());
         }
-        Asked(asking)
+        PendingAnswers(pending)
     }
 
-    /// What became of them, in their order.
-    pub fn outcomes(&self, Asked(asking): Asked) -> Vec<Outcome> {
-        let mut outcomes = self.plan.runtime.block_on(asking.join_all());
+    /// Waits for all answers and returns them in the order of the requests.
+    pub fn outcomes(&self, PendingAnswers(pending): PendingAnswers) -> Vec<Outcome> {
+        let mut outcomes = self.plan.runtime.block_on(pending.join_all());
         outcomes.sort_unstable_by_key(|(number, _)| *number);
         outcomes.into_iter().map(|(_, outcome)| outcome).collect()
     }
 
-    /// Answers that went on elsewhere.
+    /// Answers that failed over to another worker after their first token.
     pub fn resumed(&self) -> u64 {
         self.of_frontends(RESUMED)
     }
@@ -254,7 +262,7 @@ impl Rig {
 
     fn of_frontends(&self, name: &str) -> u64 {
         let now: f64 = self.of_role("frontend").map(|frontend| series(frontend, name)).sum();
-        (now + self.counted.get(name).copied().unwrap_or_default()) as u64
+        (now + self.ended_counts.get(name).copied().unwrap_or_default()) as u64
     }
 
     /// Resident memory of all running processes, in KiB.
@@ -262,24 +270,24 @@ impl Rig {
         self.running().map(|(name, process)| (name.to_owned(), resident(process))).collect()
     }
 
-    /// All running processes, by name.
+    /// All running processes with their names.
     pub fn running(&self) -> impl Iterator<Item = (&str, &Up)> {
         self.members.iter().filter_map(|(name, member)| Some((name.as_str(), member.process.as_ref()?)))
     }
 
-    /// Runs `tandem audit check` on all there is, until it has nothing to find or nothing moves any more.
-    pub fn close(&self) -> Books {
+    /// Runs `tandem audit check` on all evidence until it has no findings, or until the time limit.
+    pub fn reconcile(&self) -> AuditResult {
         let since = Instant::now();
         loop {
-            let books = self.audit();
-            if books.wrong.is_empty() || since.elapsed() > SETTLES {
-                return books;
+            let result = self.audit();
+            if result.findings.is_empty() || since.elapsed() > SETTLE_MAX {
+                return result;
             }
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 
-    fn audit(&self) -> Books {
+    fn audit(&self) -> AuditResult {
         let lines =
             self.clients.iter().flat_map(Client::lines).map(|line| serde_json::to_string(&line).expect("plain values") + "\n");
         let clients = self.plan.file("clients");
@@ -299,28 +307,28 @@ impl Rig {
         }
         let workers = || self.members.iter().filter(|(_, member)| member.is_worker()).map(|(name, _)| name);
         evidence.extend(workers().map(|name| ("--ledger", self.ledger(name))));
-        evidence.extend(workers().filter(|name| self.lost.contains(*name)).map(|name| ("--lost-worker", name.into())));
+        evidence.extend(workers().filter(|name| self.ended.contains(*name)).map(|name| ("--lost-worker", name.into())));
         let mut audit = tandem(&["audit", "check"]);
-        if self.lost.iter().any(|name| name.starts_with('f')) {
+        if self.ended.iter().any(|name| name.starts_with('f')) {
             audit.arg("--lost-frontend");
         }
         let output = evidence.iter().fold(&mut audit, |audit, (flag, value)| audit.arg(flag).arg(value)).output();
         let output = output.expect("the binary runs");
         let printed = String::from_utf8(output.stdout).expect("text");
-        let mut wrong: Vec<String> = printed.lines().map(str::to_owned).collect();
-        let sum = wrong.pop().unwrap_or_default();
+        let mut findings: Vec<String> = printed.lines().map(str::to_owned).collect();
+        let sum = findings.pop().unwrap_or_default();
         let before = sum.split(" counted by killed workers").next().and_then(|text| text.rsplit(' ').next());
         let unverified = before.and_then(|number| number.parse().ok());
-        if wrong.is_empty() && (unverified.is_none() || !output.status.success()) {
-            wrong.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
+        if findings.is_empty() && (unverified.is_none() || !output.status.success()) {
+            findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
         // Processes must not log faults of others as errors.
-        wrong.extend(self.members.keys().flat_map(|name| self.errors(name)));
-        Books { wrong, unverified, leaked_blocks }
+        findings.extend(self.members.keys().flat_map(|name| self.errors(name)));
+        AuditResult { findings, unverified, leaked_blocks }
     }
 
-    /// What a process has logged that no operator should have to read.
+    /// Returns the errors that a process has logged.
     fn errors(&self, name: &str) -> Vec<String> {
         let log = self.plan.log(name);
         let errors = log.lines().filter(|line| line.contains("ERROR") || line.contains("panicked"));

@@ -1,4 +1,4 @@
-//! etcd, NATS, and a network between everybody and them, and between everybody and the workers.
+//! etcd and NATS, and proxies that can interrupt the connections to them and to the workers.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 pub mod servers;
@@ -11,7 +11,7 @@ use servers::Server;
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 use tokio::runtime::{Builder, Runtime};
 
-/// Short, so that a partition need not last long to cost everybody their keys.
+/// The TTL of the processes' leases, which is short so that a short partition expires them.
 pub const LEASE: Duration = Duration::from_secs(2);
 
 pub struct Services {
@@ -19,9 +19,9 @@ pub struct Services {
     pub nats: Server,
     to_etcd: Proxy,
     to_nats: Proxy,
-    /// By name.
+    /// The proxies of the workers, by name.
     to_workers: BTreeMap<String, Proxy>,
-    /// The proxies' runtime; clients have another one, so that times of arrival are exact.
+    /// The proxies' runtime. Clients have another one, so that the proxies do not delay their measurements.
     _runtime: Runtime,
 }
 
@@ -35,7 +35,7 @@ impl Services {
         Self { etcd, nats, to_etcd, to_nats, to_workers, _runtime: runtime }
     }
 
-    /// The arguments with which a process finds the others and is found.
+    /// Returns the arguments with which a process registers and finds the others.
     pub fn args_of(&self, name: &str, role: &str) -> Vec<String> {
         let mut args = vec![("--etcd", self.to_etcd.at)];
         if role != "frontend" {
@@ -46,18 +46,18 @@ impl Services {
         flags.chain(["--lease-ttl".to_owned(), LEASE.as_secs().to_string()]).collect()
     }
 
-    /// Between everybody and etcd.
-    pub fn of_etcd(&self, gate: Gate) {
+    /// Sets the gate between the processes and etcd.
+    pub fn set_etcd_gate(&self, gate: Gate) {
         self.to_etcd.set(gate);
     }
 
-    /// Between everybody and NATS, or one of them.
-    pub fn of_nats(&self, gate: Gate) {
+    /// Sets the gate between the processes and NATS.
+    pub fn set_nats_gate(&self, gate: Gate) {
         self.to_nats.set(gate);
     }
 
-    /// Between everybody and a worker, or one of them and it.
-    pub fn of_worker(&self, name: &str, gate: Gate) {
+    /// Sets the gate between the other processes and a worker.
+    pub fn set_worker_gate(&self, name: &str, gate: Gate) {
         self.to_workers[name].set(gate);
     }
 }

@@ -1,4 +1,4 @@
-//! Models from the hub, which is a thread of the test.
+//! Models from the Hugging Face hub. The tests serve the hub in a thread.
 
 use crate::{Machine, gguf, source};
 use std::{
@@ -14,35 +14,35 @@ use std::{
 use tandem::model::{ModelError, Store, StoreArgs};
 use tandem_model::revision;
 
-/// What the hub's branch `main` and its tag `v1` are.
+/// The commits of the hub's branch `main` and its tag `v1`.
 const COMMITS: [(&str, &str); 2] =
     [("main", "1111111111111111111111111111111111111111"), ("v1", "2222222222222222222222222222222222222222")];
 
-/// A hub as hf-hub sees it: `/api/models/…`, and files that redirect to another address which knows ranges.
+/// The part of a hub that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
-    /// A file whose first byte is another than the hub's own hash says.
-    forged: Option<&'static str>,
-    /// A file that the hub names no hash of.
+    /// A file whose content differs from the hub's hash.
+    corrupted: Option<&'static str>,
+    /// A file for which the hub lists no hash.
     unhashed: Option<&'static str>,
-    /// So many answers with the file break off in the middle.
-    torn: AtomicUsize,
+    /// The number of downloads that are interrupted in the middle.
+    interrupted: AtomicUsize,
     requests: AtomicUsize,
 }
 
 impl Hub {
-    fn start(files: &[&'static str], model: Vec<u8>, torn: usize) -> (Machine, Arc<Self>) {
-        Self::serve(files.iter().map(|file| (*file, model.clone())).collect(), torn)
+    fn start(files: &[&'static str], model: Vec<u8>, interrupted: usize) -> (Machine, Arc<Self>) {
+        Self::serve(files.iter().map(|file| (*file, model.clone())).collect(), interrupted)
     }
 
-    fn serve(files: Vec<(&'static str, Vec<u8>)>, torn: usize) -> (Machine, Arc<Self>) {
-        Self { files, torn: torn.into(), requests: 0.into(), forged: None, unhashed: None }.run()
+    fn serve(files: Vec<(&'static str, Vec<u8>)>, interrupted: usize) -> (Machine, Arc<Self>) {
+        Self { files, interrupted: interrupted.into(), requests: 0.into(), corrupted: None, unhashed: None }.run()
     }
 
     fn run(self) -> (Machine, Arc<Self>) {
         let hub = Arc::new(self);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let address = format!("http://{}", listener.local_addr().expect("bound"));
+        let address = format!("http://{}", listener.local_addr().expect("the listener is bound"));
         let (serving, at) = (Arc::clone(&hub), address.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -56,19 +56,20 @@ impl Hub {
         self.files.iter().find(|(known, _)| *known == file).map(|(_, content)| content.as_slice())
     }
 
-    /// What the hub says about a file.
+    /// Returns the hub's list entry of a file.
     fn listed(&self, file: &str, content: &[u8]) -> serde_json::Value {
         let mut listed = serde_json::json!({ "rfilename": file, "size": content.len() });
         if self.unhashed == Some(file) {
             return listed;
         }
-        // Of a file in the large-file storage, git's name is that of a pointer to it.
+        // For a file in the large-file storage, git's hash is that of a pointer to the file.
         let large = file.ends_with(".gguf") || file.ends_with(".safetensors");
         let blob =
             if large { revision::git_blob_sha1(0, &b""[..]) } else { revision::git_blob_sha1(content.len() as u64, content) };
-        listed["blobId"] = blob.expect("memory").into();
+        listed["blobId"] = blob.expect("reading from memory does not fail").into();
         if large {
-            listed["lfs"] = serde_json::json!({ "sha256": revision::sha256(content, |_| {}).expect("memory") });
+            listed["lfs"] =
+                serde_json::json!({ "sha256": revision::sha256(content, |_| {}).expect("reading from memory does not fail") });
         }
         listed
     }
@@ -82,13 +83,13 @@ impl Hub {
             |path: &str| COMMITS.into_iter().find(|(name, commit)| [*name, *commit].contains(&path)).map(|(_, commit)| commit);
         let asked = path.strip_prefix("/api/models/org/name/revision/").and_then(|path| path.strip_suffix("?blobs=true"));
         let resolved = path.strip_prefix("/org/name/resolve/").and_then(|path| path.split_once('/'));
-        // Files are asked for by their commit, never by a name that may have moved meanwhile.
+        // Files are requested by commit, not by a branch or tag that may have changed.
         let file = resolved.filter(|(commit, _)| COMMITS.iter().any(|known| known.1 == *commit)).map(|(_, file)| file);
         let (head, body) = if let Some(commit) = asked.and_then(named) {
             let files: Vec<_> = self.files.iter().map(|(file, content)| self.listed(file, content)).collect();
             ("200 OK\r\n".to_owned(), serde_json::json!({ "sha": commit, "siblings": files }).to_string().into_bytes())
         } else if let Some(file) = file.filter(|file| self.content(file).is_some()) {
-            // Names of contents, as of files that are the same.
+            // Files with equal content have equal tags.
             let etag = file.len();
             let commit = COMMITS[0].1;
             let headers = format!(
@@ -101,20 +102,21 @@ impl Hub {
             let end = end.parse().map_or(content.len(), |end: usize| end + 1);
             let range = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, content.len());
             let mut part = content[start..end].to_vec();
-            if self.forged == Some(name) && start == 0 {
+            if self.corrupted == Some(name) && start == 0 {
                 part[0] ^= 1;
             }
             (format!("206 Partial Content\r\n{range}"), part)
         } else {
             ("404 Not Found\r\n".to_owned(), Vec::new())
         };
-        let torn = body.len() > 1000 && self.torn.try_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
-        // Without a length, a break looks like the end: the client's own check must notice.
-        let length = if torn { String::new() } else { format!("content-length: {}\r\n", body.len()) };
-        let body = if torn { &body[..body.len() / 2] } else { &body[..] };
+        let interrupted =
+            body.len() > 1000 && self.interrupted.try_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
+        // Without a length, an interruption looks like the end, so only the client's own check can detect it.
+        let length = if interrupted { String::new() } else { format!("content-length: {}\r\n", body.len()) };
+        let body = if interrupted { &body[..body.len() / 2] } else { &body[..] };
         let mut answer = format!("HTTP/1.1 {head}{length}connection: close\r\n\r\n").into_bytes();
         answer.extend(body);
-        // The client may have gone.
+        // The client may have disconnected.
         let _ = stream.write_all(&answer).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
         let _ = stream.read(&mut [0; 64]);
     }
@@ -126,11 +128,11 @@ fn stored_file_is_found_without_the_hub() {
     let (machine, hub) = Hub::start(&["README.md", "gguf/Tiny.Q4_0.gguf"], model.clone(), 0);
     let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
     assert_eq!(fetched.id, "Tiny");
-    assert_eq!(fs::read(&fetched.path).expect("it is there"), model);
-    assert_eq!(machine.left(), std::slice::from_ref(&fetched.path));
+    assert_eq!(fs::read(&fetched.path).expect("the file is stored"), model);
+    assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
     let requests = hub.requests.load(Ordering::SeqCst);
-    assert_eq!(machine.bare_store().get(&source("hf:org/name/gguf/Tiny.Q4_0.gguf")).expect("it is here"), fetched);
-    assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("it is here"), fetched);
+    assert_eq!(machine.bare_store().get(&source("hf:org/name/gguf/Tiny.Q4_0.gguf")).expect("the model is stored"), fetched);
+    assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("the model is stored"), fetched);
     assert_eq!(hub.requests.load(Ordering::SeqCst), requests);
 }
 
@@ -153,11 +155,11 @@ fn stored_safetensors_are_found_without_the_hub() {
     let wanted = &files[1..7];
     assert_eq!(fetched.bytes, wanted.iter().map(|(_, content)| content.len() as u64).sum::<u64>());
     for (name, content) in wanted {
-        assert!(fs::read(fetched.path.join(name)).expect("it is there") == *content, "{name}");
+        assert!(fs::read(fetched.path.join(name)).expect("the file is stored") == *content, "{name}");
     }
-    assert_eq!(machine.left().len(), wanted.len(), "{:?}", machine.left());
+    assert_eq!(machine.stored_files().len(), wanted.len(), "{:?}", machine.stored_files());
     let requests = hub.requests.load(Ordering::SeqCst);
-    assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("it is here"), fetched);
+    assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("the model is stored"), fetched);
     assert_eq!(hub.requests.load(Ordering::SeqCst), requests);
     assert_eq!(machine.bare_store().list().expect("readable"), [fetched]);
 }
@@ -171,41 +173,41 @@ fn incomplete_directory_is_never_used() {
             ("model.safetensors.index.json", index.as_bytes().to_vec()),
         ]
     };
-    for (index, told) in [
+    for (index, expected) in [
         (r#"{"weight_map":{"a":"model-1-of-1.safetensors"}}"#, "has no file model-1-of-1.safetensors"),
         (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "names its weights"),
         ("{}", "names its weights"),
     ] {
         let (machine, _hub) = Hub::serve(files(index), 0);
-        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(told).to_string();
-        assert!(error.contains(told), "{error}");
-        assert_eq!(machine.left(), [] as [PathBuf; 0]);
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
     }
     let (machine, _hub) = Hub::start(&["config.json", "tokenizer.json", "model.safetensors"], gguf(50_000), usize::MAX);
-    machine.bare_store().get(&source("hf:org/name")).expect_err("it always breaks");
-    assert_eq!(machine.left(), [] as [PathBuf; 0]);
+    machine.bare_store().get(&source("hf:org/name")).expect_err("every download is interrupted");
+    assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
     assert_eq!(machine.bare_store().list().expect("readable"), []);
 }
 
 #[test]
 fn interrupted_download_is_never_used() {
     let (machine, _hub) = Hub::start(&["a.gguf"], gguf(50_000), usize::MAX);
-    let error = machine.bare_store().get(&source("hf:org/name/a.gguf")).expect_err("it always breaks");
+    let error = machine.bare_store().get(&source("hf:org/name/a.gguf")).expect_err("every download is interrupted");
     assert!(matches!(error, ModelError::WrongSize { .. } | ModelError::Hub { .. }), "{error:?}");
-    assert_eq!(machine.left(), [] as [PathBuf; 0]);
+    assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
 }
 
 #[test]
 fn file_that_the_hub_lacks_is_reported() {
     let (machine, _hub) = Hub::start(&["a.gguf", "b.gguf"], gguf(10), 0);
-    for (name, told) in [
+    for (name, expected) in [
         ("hf:org/name", "several .gguf files (a.gguf, b.gguf)"),
         ("hf:org/name/c.gguf", "hf:org/name/c.gguf has no file c.gguf"),
         ("hf:org/name@v2/a.gguf", "404"),
         ("hf:org/other", "404"),
     ] {
         let error = machine.bare_store().get(&source(name)).expect_err(name).to_string();
-        assert!(error.contains(told), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
     let (machine, _hub) = Hub::start(&["model.safetensors"], Vec::new(), 0);
     let error = machine.bare_store().get(&source("hf:org/name")).expect_err("no GGUF").to_string();
@@ -221,10 +223,10 @@ fn revision_of_the_hub_is_resolved_to_its_commit_and_kept_apart() {
         let fetched = store.get(&source(name)).expect("the hub works");
         assert!(fetched.path.ends_with(Path::new(commit).join("a.gguf")), "{name}: {}", fetched.path.display());
         let requests = hub.requests.load(Ordering::SeqCst);
-        assert_eq!(store.get(&source(name)).expect("it is here"), fetched);
+        assert_eq!(store.get(&source(name)).expect("the model is stored"), fetched);
         assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "{name}: it is fetched once");
     }
-    assert_eq!(machine.left().len(), 3);
+    assert_eq!(machine.stored_files().len(), 3);
 }
 
 #[test]
@@ -232,20 +234,21 @@ fn file_that_differs_from_the_hubs_hash_is_not_kept() {
     let (weights, json) = (gguf(5_000), b"{}".to_vec());
     let directory =
         || vec![("config.json", json.clone()), ("tokenizer.json", b"{ }".to_vec()), ("model.safetensors", weights.clone())];
-    for (files, forged) in
+    for (files, corrupted) in
         [(vec![("a.gguf", weights.clone())], "a.gguf"), (directory(), "model.safetensors"), (directory(), "tokenizer.json")]
     {
-        let hub = Hub { files: files.clone(), forged: Some(forged), unhashed: None, torn: 0.into(), requests: 0.into() };
+        let hub =
+            Hub { files: files.clone(), corrupted: Some(corrupted), unhashed: None, interrupted: 0.into(), requests: 0.into() };
         let (machine, _hub) = hub.run();
-        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(forged);
-        assert!(matches!(&error, ModelError::WrongHash { name, .. } if name == forged), "{error:?}");
-        assert_eq!(machine.left(), [] as [PathBuf; 0], "{forged}");
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(corrupted);
+        assert!(matches!(&error, ModelError::WrongHash { name, .. } if name == corrupted), "{error:?}");
+        assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{corrupted}");
 
-        let hub = Hub { files, forged: None, unhashed: Some(forged), torn: 0.into(), requests: 0.into() };
+        let hub = Hub { files, corrupted: None, unhashed: Some(corrupted), interrupted: 0.into(), requests: 0.into() };
         let (machine, _hub) = hub.run();
-        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(forged);
-        assert!(matches!(&error, ModelError::NoHash { name, .. } if name == forged), "{error:?}");
-        assert_eq!(machine.left(), [] as [PathBuf; 0], "{forged}");
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(corrupted);
+        assert!(matches!(&error, ModelError::NoHash { name, .. } if name == corrupted), "{error:?}");
+        assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{corrupted}");
     }
 }
 
@@ -254,7 +257,7 @@ fn file_name_outside_the_store_is_refused() {
     let (machine, _hub) = Hub::start(&["../../../planted.gguf"], gguf(10), 0);
     let error = machine.bare_store().get(&source("hf:org/name")).expect_err("there is no other model");
     assert!(matches!(error, ModelError::NoModel(_)), "{error:?}");
-    assert_eq!(machine.left(), [] as [PathBuf; 0]);
+    assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
 }
 
 #[test]
@@ -279,7 +282,7 @@ fn offline_store_sends_no_request() {
         assert!(error.contains(&format!("{name} is not in the store, and --offline")), "{error}");
     }
     assert_eq!(hub.requests.load(Ordering::SeqCst), 0);
-    assert!(!machine.path("models").exists(), "a store that must not fetch makes nothing");
+    assert!(!machine.path("models").exists(), "an offline store creates no folder");
     let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
-    assert_eq!(offline().get(&source("hf:org/name")).expect("it is here"), fetched);
+    assert_eq!(offline().get(&source("hf:org/name")).expect("the model is stored"), fetched);
 }

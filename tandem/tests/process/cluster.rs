@@ -1,5 +1,5 @@
-//! A cluster of processes: each role on ports of its own, so that it can end and come back in place.
-#![allow(dead_code, reason = "not all tests use all of it")]
+//! A cluster of processes. Each process has its own port, so that it can be restarted at the same address.
+#![allow(dead_code, reason = "not every test crate uses all helpers")]
 
 use crate::up::Up;
 use std::{
@@ -17,27 +17,26 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// The limit on anything that must happen; only a failing test waits this long.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Limit on every wait. Only a failing test waits this long.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The secret of the cluster key.
 pub const SECRET: &str = "the secret of a cluster of processes, in a test";
 
-/// Looks until `holds` is true; panics with the last value if it never is.
-pub fn until<T: std::fmt::Debug>(what: &str, look: impl Fn() -> T, holds: impl Fn(&T) -> bool) -> T {
+/// Polls a value until `holds` returns true for it, and returns it. Panics with the last value after the time limit.
+pub fn until<T: std::fmt::Debug>(what: &str, read_value: impl Fn() -> T, holds: impl Fn(&T) -> bool) -> T {
     let started = Instant::now();
     loop {
-        let seen = look();
+        let seen = read_value();
         if holds(&seen) {
             return seen;
         }
-        assert!(started.elapsed() < PATIENCE, "in vain: {what}; last: {seen:?}");
+        assert!(started.elapsed() < TIMEOUT, "timed out waiting until {what}; the last value is {seen:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// Reserves an address on this machine for the test's process, also while no process listens there: below the ports that the system assigns
-/// to port 0.
+/// Returns an address of this machine that no other test process uses. Its port is below those that the system assigns to port 0.
 pub fn address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 10_000 + (std::process::id() % 200) as u16 * 100;
@@ -49,14 +48,14 @@ pub fn address() -> SocketAddr {
     }
 }
 
-/// The addresses of a cluster's processes, and the arguments of all of them.
+/// The addresses, the key and the files of a cluster, with which its processes are started.
 pub struct Plan {
     folder: tempfile::TempDir,
     /// The addresses of the routers.
     pub routers: Vec<SocketAddr>,
     /// The cluster key, also in the file `key`.
     pub key: ClusterKey,
-    /// The runtime of requests to routers.
+    /// The runtime for gRPC calls to routers.
     pub runtime: tokio::runtime::Runtime,
 }
 
@@ -68,17 +67,17 @@ impl Plan {
 
     /// Prepares a cluster with several routers, which know each other.
     pub fn with_routers(count: usize) -> Self {
-        // The runtime has a thread of its own, so that used connections are also closed while no request is sent.
+        // The runtime's thread also closes used connections while no call runs.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
         let (folder, routers) = (tempfile::tempdir().expect("a folder"), (0..count).map(|_| address()).collect());
-        let key = ClusterKey::new(SECRET.as_bytes()).expect("it is long enough");
+        let key = ClusterKey::new(SECRET.as_bytes()).expect("the secret is long enough");
         let plan = Self { folder, routers, key, runtime };
         plan.secret("key", SECRET);
         plan.list(&[]);
         plan
     }
 
-    /// The path of a file of this cluster.
+    /// Returns the path of a file of this cluster.
     pub fn file(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -87,35 +86,35 @@ impl Plan {
     pub fn secret(&self, name: &str, secret: &str) {
         let path = self.file(name);
         fs::write(&path, secret).expect("a temporary file");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("ours");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("the folder is writable");
     }
 
-    /// Writes the list that the router reads.
+    /// Writes the list of workers that the router reads.
     pub fn list(&self, workers: &[SocketAddr]) {
         let text: String = workers.iter().map(|worker| format!("{worker} # of the test\n")).collect();
         fs::write(self.file("workers"), text).expect("a temporary file");
     }
 
-    /// Starts a role with the cluster's key and these arguments only. Its log is in the file of its name.
+    /// Starts a role with the cluster's key and these arguments only. Its log is in the file `name`.
     pub fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let key = self.file("key");
         let key = ["--cluster-key-file", key.to_str().expect("text")];
         self.start_without_key(role, name, listen, &[&key, args].concat())
     }
 
-    /// The same without the key.
+    /// Starts a role without the cluster's key.
     pub fn start_without_key(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("a temporary file");
         let listen = listen.to_string();
         Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
     }
 
-    /// The routers' addresses as the flags take them.
+    /// Returns the routers' addresses in the format of the flags.
     pub fn router_list(&self) -> String {
         self.routers.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
     }
 
-    /// Starts the router. Prompts are computed on prefill workers only, so that both kinds matter, unless the arguments say otherwise.
+    /// Starts the router. Prompts are computed on prefill workers, unless `args` overrides that.
     pub fn router(&self, args: &[&str]) -> Up {
         self.router_at(0, args)
     }
@@ -128,13 +127,14 @@ impl Plan {
         self.start("router", "router", self.routers[number], &[&own, peers, args].concat())
     }
 
+    /// Starts a frontend on any free port.
     pub fn frontend(&self, args: &[&str]) -> Up {
         let routers = self.router_list();
         let own = ["--engine", "sim", "--router", &routers];
         self.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&own, args].concat())
     }
 
-    /// `role` is `prefill` or `decode`; its name is in its metrics and the name of its log.
+    /// Starts a worker. `role` is `prefill` or `decode`; `name` is its worker id and the name of its log.
     pub fn worker(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let own = ["--engine", "sim", "--sim-speedup", "20", "--admin-listen", "127.0.0.1:0", "--worker-id", name];
         self.start(&format!("{role}-worker"), name, listen, &[&own, args].concat())
@@ -145,7 +145,7 @@ impl Plan {
         fs::read_to_string(self.file(name)).expect("the log is text")
     }
 
-    /// Returns the router's view; empty while it does not answer.
+    /// Returns the router's view of the cluster, which is empty while the router does not answer.
     pub fn view(&self) -> WorkersReply {
         self.view_of(0)
     }
@@ -154,11 +154,11 @@ impl Plan {
     pub fn view_of(&self, number: usize) -> WorkersReply {
         let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("an address");
         let network = Network::tcp(self.key.clone());
-        let asked = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
-        self.runtime.block_on(asked).map_or_else(WorkersReply::default, tonic::Response::into_inner)
+        let reply = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
+        self.runtime.block_on(reply).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }
 
-    /// Waits until these workers have joined, and no others.
+    /// Waits until exactly these workers have joined.
     pub fn joined(&self, names: &[&str]) -> WorkersReply {
         let known = |view: &WorkersReply| {
             let mut known: Vec<String> =
@@ -170,12 +170,12 @@ impl Plan {
     }
 }
 
-/// Waits until a request could be served.
+/// Waits until the process is ready to serve requests.
 pub fn ready(process: &Up) {
-    until("it gets ready", || process.get("/ready"), |answer| answer.starts_with("HTTP/1.1 200"));
+    until("the process is ready", || process.get("/ready"), |answer| answer.starts_with("HTTP/1.1 200"));
 }
 
-/// The sum over all series of a family.
+/// Returns the sum of all series whose lines in `/metrics` start with `name`.
 pub fn series(process: &Up, name: &str) -> f64 {
     let page = process.get("/metrics");
     page.lines().filter(|line| line.starts_with(name)).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()

@@ -1,4 +1,4 @@
-//! The binary as its users see it: its output, its answers, its exit code.
+//! The binary's output, answers and exit codes.
 
 use crate::up::{Up, tandem};
 use std::{
@@ -22,17 +22,17 @@ fn sim(args: &[&str]) -> Up {
     Up::start(&[&["--engine", "sim"], args].concat(), Stdio::piped())
 }
 
-/// An answer of which the first event has come.
+/// Sends a request and returns its answer after the first event.
 fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
-    let mut answer = up.ask(CHAT, body).expect("the frontend listens");
+    let mut answer = up.send(CHAT, body).expect("the frontend listens");
     let mut head = String::new();
     while !head.contains("data:") {
-        assert_ne!(answer.read_line(&mut head).expect("text"), 0, "no event came: {head}");
+        assert_ne!(answer.read_line(&mut head).expect("text"), 0, "the answer ended without an event: {head}");
     }
     answer
 }
 
-const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"on and on"}]}"#;
+const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"a long story"}]}"#;
 
 #[test]
 fn printed_request_works_and_shutdown_is_clean() {
@@ -57,7 +57,7 @@ fn drain_finishes_running_answers() {
     up.signal("-TERM");
     let mut rest = String::new();
     answer.read_to_string(&mut rest).expect("text");
-    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer was cut off");
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer is incomplete");
     assert_eq!(up.wait().0.code(), Some(0));
 }
 
@@ -72,7 +72,7 @@ fn second_signal_ends_the_grace_period() {
             // The process has received the first signal when it refuses new requests.
             let refused = || {
                 let mut answer = String::new();
-                let read = up.ask(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
+                let read = up.send(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
                 read.is_err() || answer.is_empty() || answer.contains("503")
             };
             while !refused() {
@@ -111,7 +111,7 @@ fn ready_reports_readiness_by_its_exit_code() {
 #[test]
 fn port_in_use_is_reported_in_one_line() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let address = taken.local_addr().expect("bound").to_string();
+    let address = taken.local_addr().expect("the listener is bound").to_string();
     let output = ended(&["up", "--engine", "sim", "--log", "error", "--listen", &address]);
     assert_eq!(output.status.code(), Some(1));
     let errors = text(&output.stderr);
@@ -150,17 +150,18 @@ fn mistakes_are_reported_in_one_line_and_by_the_exit_code() {
 
 #[test]
 fn print_config_prints_effective_settings() {
-    let output = tandem(&["up", "--engine", "sim", "--print-config"]).env("TANDEM_BLOCK_SIZE", "32").output().expect("runs");
+    let output =
+        tandem(&["up", "--engine", "sim", "--print-config"]).env("TANDEM_BLOCK_SIZE", "32").output().expect("the binary runs");
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0));
     assert!(printed.contains("block-size = 32") && printed.contains("engine = \"sim\""), "{printed}");
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("tandem.toml");
-    std::fs::write(&file, &printed).expect("ours");
+    std::fs::write(&file, &printed).expect("the folder is writable");
     let from_file = ["up", "--config", file.to_str().expect("text"), "--print-config"];
     let again = ended(&from_file);
     assert_eq!(text(&again.stdout), printed);
-    let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("runs");
+    let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("the binary runs");
     assert!(
         text(&overridden.stdout).contains("block-size = 64"),
         "the environment overrides the file: {}",
@@ -172,11 +173,11 @@ fn print_config_prints_effective_settings() {
 fn model_fetch_prints_the_path_last() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let file = dir.path().join("Tiny.Q4_0.gguf");
-    std::fs::write(&file, b"GGUF").expect("ours");
+    std::fs::write(&file, b"GGUF").expect("the folder is writable");
     let models = dir.path().to_str().expect("text");
     let output = ended(&["model", "fetch", file.to_str().expect("text"), "--models-dir", models]);
     assert_eq!(text(&output.stdout).lines().last(), file.to_str());
-    // What `printf GGUF | sha256sum` prints.
+    // The hash is the output of `printf GGUF | sha256sum`.
     let revision = "revision b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
     assert_eq!(text(&output.stdout).lines().next(), Some(revision));
     let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);
@@ -188,7 +189,7 @@ fn audit_writes_its_result_with_and_without_findings() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, text).expect("ours");
+        std::fs::write(&path, text).expect("the folder is writable");
         path.to_str().expect("text").to_owned()
     };
     let (nothing, result) = (file("nothing", ""), folder.path().join("result"));
@@ -200,9 +201,9 @@ fn audit_writes_its_result_with_and_without_findings() {
     for (client, code) in [(&client, 1), (&nothing, 0)] {
         let output = audit(client, path);
         let found = text(&output.stdout).lines().count() as u64 - 1;
-        let left = tandem_frontend::AuditResult::read(&result).expect("it was written");
-        assert_eq!((output.status.code(), left.findings, left.answers), (Some(code), found, code as u64), "{output:?}");
-        assert!(left.checked_unix_s > 1_700_000_000);
+        let written = tandem_frontend::AuditResult::read(&result).expect("the result was written");
+        assert_eq!((output.status.code(), written.findings, written.answers), (Some(code), found, code as u64), "{output:?}");
+        assert!(written.checked_unix_s > 1_700_000_000);
     }
     let output = audit(&nothing, "/nowhere/result");
     assert_eq!(output.status.code(), Some(1));

@@ -1,22 +1,22 @@
-//! Processes that know only the addresses of etcd and, in one test, of NATS.
+//! Processes that find each other through etcd only, and receive KV events over NATS in one test.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 mod servers;
 
 use crate::{
     cluster::{Plan, ready, until},
-    talk::{ask, metric},
+    talk::{chat, metric},
     up::Up,
 };
 use servers::Server;
 use std::net::SocketAddr;
 
-/// Starts a router without a list.
+/// Starts a router without a list of workers.
 fn router_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("router", "router", plan.routers[0], &[&["--admin-listen", "127.0.0.1:0", "--prefill", "remote"], args].concat())
 }
 
-/// Starts a frontend without a list.
+/// Starts a frontend without a list of routers.
 fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&["--engine", "sim"], args].concat())
 }
@@ -32,29 +32,29 @@ fn processes_find_each_other_through_etcd_and_survive_its_loss() {
     let (prefill, decode) = (worker("prefill", "p"), worker("decode", "d"));
     let frontend = frontend_by(&plan, &discovery);
     let connected = |process| metric(process, r#"tandem_discovery_etcd_connected{for="registration"}"#);
-    assert_eq!((connected(&prefill), connected(&router)), (Some(0.0), Some(0.0)), "they run without it");
+    assert_eq!((connected(&prefill), connected(&router)), (Some(0.0), Some(0.0)), "the processes run without etcd");
     etcd.start();
     plan.joined(&["d", "p"]);
     ready(&frontend);
-    ask(&frontend, "found");
+    chat(&frontend, "found");
 
     etcd.kill();
-    until("its end is noticed", || connected(&decode), |connected| *connected == Some(0.0));
-    ask(&frontend, "without etcd");
+    until("the decode worker detects the end of etcd", || connected(&decode), |connected| *connected == Some(0.0));
+    chat(&frontend, "without etcd");
     etcd.lose_data();
     etcd.start();
     let _late = worker("decode", "d2");
     plan.joined(&["d", "d2", "p"]);
     for process in [&prefill, &decode, &router] {
         let again = || metric(process, "tandem_discovery_reregistrations_total");
-        until("it registers again", again, |again| *again == Some(1.0));
+        until("the process registers again", again, |again| *again == Some(1.0));
     }
 
     decode.signal("-TERM");
     assert_eq!(decode.wait().0.code(), Some(0));
     let view = plan.joined(&["d2", "p"]);
-    assert_eq!(view.unavailable, [], "it has taken itself off the list");
-    ask(&frontend, "without the first");
+    assert_eq!(view.unavailable, [], "the drained worker is deregistered");
+    chat(&frontend, "without the first");
 }
 
 #[test]
@@ -74,28 +74,28 @@ fn index_is_complete_with_and_without_nats() {
     let plane = |router: &Up, worker: &str, plane: &str| {
         metric(router, &format!("tandem_router_event_plane{{worker=\"{worker}\",plane=\"{plane}\"}}"))
     };
-    let over = |worker: &'static str, way: &'static str| {
-        let what = format!("{worker} sends its events by {way}");
-        let mut turn = 0;
-        // Each answer makes events.
+    let over = |worker: &'static str, path: &'static str| {
+        let what = format!("{worker} sends its events by {path}");
+        let mut round = 0;
+        // Each answer causes KV events.
         let events = || {
-            turn += 1;
-            ask(&frontend, &format!("{what} {turn} {}", "and on and on ".repeat(20)));
-            plane(&router, worker, way)
+            round += 1;
+            chat(&frontend, &format!("{what} {round} {}", "some words of a prompt ".repeat(20)));
+            plane(&router, worker, path)
         };
-        until_mut(&what, events);
+        wait_for_one(&what, events);
     };
     over("p", "nats");
     over("d", "direct");
     let cached = |text: &str| {
-        let text = format!("{text} {}", "all of it is told again ".repeat(20));
-        ask(&frontend, &text);
-        until("it is known to be cached", || ask(&frontend, &text).1, |cached| *cached > 400);
+        let text = format!("{text} {}", "a prompt that is sent again ".repeat(20));
+        chat(&frontend, &text);
+        until("the prompt is found in the cache", || chat(&frontend, &text).1, |cached| *cached > 400);
     };
     cached("over NATS");
     nats.kill();
     over("p", "direct");
-    cached("by the stream");
+    cached("over the stream");
     nats.start();
     over("p", "nats");
     cached("over NATS again");
@@ -104,7 +104,8 @@ fn index_is_complete_with_and_without_nats() {
     assert!(!log.contains("hidden"), "{log}");
 }
 
-fn until_mut(what: &str, look: impl FnMut() -> Option<f64>) {
-    let look = std::cell::RefCell::new(look);
-    until(what, || look.borrow_mut()(), |seen| *seen == Some(1.0));
+/// Waits until a function with state returns 1.
+fn wait_for_one(what: &str, read_value: impl FnMut() -> Option<f64>) {
+    let read_value = std::cell::RefCell::new(read_value);
+    until(what, || read_value.borrow_mut()(), |seen| *seen == Some(1.0));
 }

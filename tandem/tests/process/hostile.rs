@@ -1,14 +1,14 @@
-//! One client attacks the frontend with everything at once, and another client is still answered.
+//! One client attacks the frontend in several ways at once, and another client is still answered.
 //!
-//! The attack: 1,024 idle connections (half of them with half a header), 200 that send a byte now and then, 50 bodies of 32 MiB made to be
-//! large in memory, and ten requests of 128 samples. It comes from 127.0.0.2; there are no accounts, so clients are told apart by address. Prints a table, on a
-//! machine that does nothing else:
+//! The attack has 1,024 idle connections (half of them with an incomplete header), 200 connections that send a byte every 500 ms, 50 bodies
+//! of 32 MiB that need much more memory when they are parsed, and ten requests of 128 samples. It comes from 127.0.0.2; without accounts,
+//! the frontend distinguishes clients by address. The test prints a table. It needs a machine that does nothing else:
 //! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another`
-#![expect(clippy::print_stdout, reason = "it prints figures")]
+#![expect(clippy::print_stdout, reason = "the test prints measurements")]
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::chat,
+    talk::chat_body,
     up::Up,
 };
 use std::{
@@ -28,22 +28,25 @@ use tokio::{
     time::Instant,
 };
 
+/// The numbers of attacking clients of each kind.
 const IDLE: usize = 1_024;
 const SLOW: usize = 200;
 const BODIES: usize = 50;
 const BODY_BYTES: usize = 32 << 20;
 const SAMPLED: usize = 10;
 
-/// What the whole attack may cost the frontend in resident memory.
+/// Limit on the frontend's resident memory during the attack.
 const RESIDENT_MAX_MB: f64 = 400.0;
-/// A prompt of an ordinary conversation, in letters, which are the simulator's tokens.
+/// The length of the other client's prompts in letters, which are the simulator's tokens.
 const PROMPT: usize = 2_000;
 
 const ROUNDS: usize = 5;
-/// Of each round, quiet and under attack.
+/// Questions of each round without the attack, and as many during it.
 const QUESTIONS: usize = 40;
-/// First tokens under attack, as multiples of those without: the median over rounds of the ratios of 99th percentiles.
+/// Limit on the time to first token during the attack, relative to the time without it: the median over rounds of the ratios of 99th
+/// percentiles.
 const RATIO_MAX: f64 = 3.0;
+/// Limit on the response time of `/live`.
 const LIVE_MAX: Duration = Duration::from_millis(500);
 
 #[test]
@@ -57,33 +60,35 @@ fn one_client_does_not_starve_another() {
     let real_time = ["--sim-speedup", "1"];
     let _workers = [plan.worker("prefill", "p", workers[0], &real_time), plan.worker("decode", "d", workers[1], &real_time)];
     ready(&frontend);
-    ask(&frontend, "warm-up");
+    send_question(&frontend, "warm-up");
 
-    let mut found = Found::default();
+    let mut measured = Measurements::default();
     for round in 0..ROUNDS {
-        let quiet: Vec<Answer> = (0..QUESTIONS).map(|number| ask(&frontend, &format!("{round} {number} quiet"))).collect();
-        let attack = Attack::begin(&plan, frontend.address().parse().expect("its address"));
+        let idle: Vec<Answer> =
+            (0..QUESTIONS).map(|number| send_question(&frontend, &format!("{round} {number} idle"))).collect();
+        let attack = Attack::start(&plan, frontend.address().parse().expect("its address"));
         until(
-            "the attack holds the workers",
+            "the attack has requests in flight",
             || series(&frontend, "tandem_frontend_inflight_requests"),
             |inflight| *inflight > 0.0,
         );
         std::thread::sleep(Duration::from_secs(2));
-        let live = Watch::begin(&frontend);
-        let attacked: Vec<Answer> = (0..QUESTIONS).map(|number| ask(&frontend, &format!("{round} {number} attacked"))).collect();
-        found.live.extend(live.end());
+        let live = LivenessProbe::start(&frontend);
+        let attacked: Vec<Answer> =
+            (0..QUESTIONS).map(|number| send_question(&frontend, &format!("{round} {number} attacked"))).collect();
+        measured.live.extend(live.stop());
         assert!(attack.bodies.load(Ordering::Relaxed) >= BODIES, "the bodies were sent");
         drop(attack);
         // The same questions get the same answers when nothing else runs.
         until("the attack is over", || series(&frontend, "tandem_frontend_inflight_requests"), |inflight| *inflight == 0.0);
         for (number, answer) in attacked.iter().enumerate() {
-            assert_eq!(answer.text, ask(&frontend, &format!("{round} {number} attacked")).text, "question {number}");
+            assert_eq!(answer.text, send_question(&frontend, &format!("{round} {number} attacked")).text, "question {number}");
         }
-        found.rounds.push([times(&quiet), times(&attacked)]);
+        measured.rounds.push([times(&idle), times(&attacked)]);
     }
     let resident = resident_max_mb(&frontend);
-    println!("{}", found.table(resident));
-    found.hold(resident);
+    println!("{}", measured.table(resident));
+    measured.check(resident);
     drop(router);
 }
 
@@ -96,45 +101,45 @@ fn times(answers: &[Answer]) -> Vec<Duration> {
     answers.iter().map(|answer| answer.first_token).collect()
 }
 
-/// A question of the other client: the head of the answer comes with the first token.
-fn ask(frontend: &Up, about: &str) -> Answer {
-    let body = chat(&format!("{about} {}", "and so on ".repeat(PROMPT / 10)), 4, true).replacen('{', r#"{"seed":7,"#, 1);
-    let asked = Instant::now();
-    let mut stream = TcpStream::connect(frontend.address()).expect("it listens");
+/// Sends a question of the other client. The head of the answer arrives with the first token.
+fn send_question(frontend: &Up, about: &str) -> Answer {
+    let body = chat_body(&format!("{about} {}", "and so on ".repeat(PROMPT / 10)), 4, true).replacen('{', r#"{"seed":7,"#, 1);
+    let sent_at = Instant::now();
+    let mut stream = TcpStream::connect(frontend.address()).expect("the server listens");
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", frontend.address());
     let head = format!("{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-    stream.write_all(head.as_bytes()).expect("it reads");
+    stream.write_all(head.as_bytes()).expect("the process reads");
     let mut first = [0];
-    stream.read_exact(&mut first).expect("it answers");
-    let first_token = asked.elapsed();
+    stream.read_exact(&mut first).expect("the frontend answers");
+    let first_token = sent_at.elapsed();
     let mut answer = String::from_utf8(first.to_vec()).expect("text");
     stream.read_to_string(&mut answer).expect("text");
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("[DONE]"), "not answered: {answer}");
-    let pieces = answer.split("\"content\":\"").skip(1).filter_map(|rest| rest.split('"').next());
-    Answer { first_token, text: pieces.collect() }
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("[DONE]"), "the answer is incomplete: {answer}");
+    let chunks = answer.split("\"content\":\"").skip(1).filter_map(|rest| rest.split('"').next());
+    Answer { first_token, text: chunks.collect() }
 }
 
-/// The attack while it lasts; dropping it closes all its connections.
+/// A running attack. Dropping it closes all its connections.
 struct Attack {
     _clients: JoinSet<()>,
-    /// That were sent to their end, or refused before it.
+    /// The number of bodies that were sent completely or refused.
     bodies: Arc<AtomicUsize>,
 }
 
 impl Attack {
-    fn begin(plan: &Plan, address: SocketAddr) -> Self {
+    fn start(plan: &Plan, address: SocketAddr) -> Self {
         let _inside = plan.runtime.enter();
         let (mut clients, bodies) = (JoinSet::new(), Arc::new(AtomicUsize::new(0)));
         for number in 0..IDLE {
             let part = if number % 2 == 0 { "" } else { "POST /v1/chat/completions HTTP/1.1\r\nhost: loc" };
-            clients.spawn(again_and_again(address, move |mut stream| async move {
+            clients.spawn(repeat_client(address, move |mut stream| async move {
                 stream.write_all(part.as_bytes()).await?;
-                // Until the frontend has had enough of it.
+                // Waits until the frontend closes the connection.
                 stream.read(&mut [0; 1_024]).await.map(drop)
             }));
         }
         for _ in 0..SLOW {
-            clients.spawn(again_and_again(address, move |mut stream| async move {
+            clients.spawn(repeat_client(address, move |mut stream| async move {
                 stream.write_all(head(address, "content-length: 1000").as_bytes()).await?;
                 loop {
                     stream.write_all(b" ").await?;
@@ -144,7 +149,7 @@ impl Attack {
         }
         for number in 0..BODIES {
             let (body, counted) = (large_in_memory(number), Arc::clone(&bodies));
-            clients.spawn(again_and_again(address, move |mut stream| {
+            clients.spawn(repeat_client(address, move |mut stream| {
                 let (body, counted) = (body.clone(), Arc::clone(&counted));
                 async move {
                     let length = format!("content-length: {BODY_BYTES}");
@@ -162,7 +167,7 @@ impl Attack {
             }));
         }
         for number in 0..SAMPLED {
-            clients.spawn(again_and_again(address, move |mut stream| async move {
+            clients.spawn(repeat_client(address, move |mut stream| async move {
                 let body = format!(
                     r#"{{"model":"sim","stream":true,"n":128,"max_tokens":200,"logit_bias":{{"257":-100}},"prompt":"{number} of many {}"}}"#,
                     "again ".repeat(20)
@@ -178,8 +183,8 @@ impl Attack {
     }
 }
 
-/// A client that comes back a second after it was refused, or done.
-async fn again_and_again<F: Future<Output = std::io::Result<()>>>(
+/// Repeats an action on a new connection, one second after it has ended or was refused.
+async fn repeat_client<F: Future<Output = std::io::Result<()>>>(
     address: SocketAddr,
     mut act: impl FnMut(tokio::net::TcpStream) -> F,
 ) {
@@ -187,7 +192,7 @@ async fn again_and_again<F: Future<Output = std::io::Result<()>>>(
         let socket = TcpSocket::new_v4().expect("a socket");
         socket.bind(([127, 0, 0, 2], 0).into()).expect("an address of this machine");
         if let Ok(stream) = socket.connect(address).await {
-            // It is refused, or closed: that is no failure of the attack.
+            // Errors are expected, because the frontend may refuse or close the connection.
             let _ = act(stream).await;
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -198,9 +203,9 @@ fn head(address: SocketAddr, length: &str) -> String {
     format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n{length}\r\n\r\n")
 }
 
-/// A body of one of the shapes that take many times their bytes when they are built, in pieces.
+/// Returns the chunks of a body that needs many times its size when it is parsed.
 fn large_in_memory(number: usize) -> Vec<Arc<[u8]>> {
-    const PIECE_BYTES: usize = 1 << 16;
+    const CHUNK_BYTES: usize = 1 << 16;
     let (begin, unit) = [
         (r#"{"messages":["#, "{},"),
         (r#"{"tools":["#, "0,"),
@@ -208,76 +213,76 @@ fn large_in_memory(number: usize) -> Vec<Arc<[u8]>> {
         (r#"{"model":"sim","stop":["#, "\"\","),
         (r#"{"model":"sim","messages":[{"role":"user","content":["#, "[],"),
     ][number % 5];
-    let piece: Arc<[u8]> = unit.bytes().cycle().take(PIECE_BYTES / unit.len() * unit.len()).collect();
-    let mut pieces: Vec<Arc<[u8]>> = vec![begin.as_bytes().into()];
+    let chunk: Arc<[u8]> = unit.bytes().cycle().take(CHUNK_BYTES / unit.len() * unit.len()).collect();
+    let mut chunks: Vec<Arc<[u8]>> = vec![begin.as_bytes().into()];
     let mut left = BODY_BYTES - begin.len();
-    while left >= piece.len() {
-        left -= piece.len();
-        pieces.push(Arc::clone(&piece));
+    while left >= chunk.len() {
+        left -= chunk.len();
+        chunks.push(Arc::clone(&chunk));
     }
-    pieces.push(vec![b' '; left].into());
-    pieces
+    chunks.push(vec![b' '; left].into());
+    chunks
 }
 
-/// Asks `/live` ten times a second.
-struct Watch {
+/// Requests `/live` ten times a second.
+struct LivenessProbe {
     stop: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<Vec<Duration>>,
 }
 
-impl Watch {
-    fn begin(frontend: &Up) -> Self {
+impl LivenessProbe {
+    fn start(frontend: &Up) -> Self {
         let (address, stop) = (frontend.address().to_owned(), Arc::new(AtomicBool::new(false)));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
-            let mut took = Vec::new();
+            let mut times = Vec::new();
             while !stopped.load(Ordering::Relaxed) {
-                let asked = Instant::now();
+                let sent_at = Instant::now();
                 let mut answer = String::new();
-                let mut stream = TcpStream::connect(&address).expect("it listens");
-                write!(stream, "GET /live HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("it reads");
+                let mut stream = TcpStream::connect(&address).expect("the server listens");
+                write!(stream, "GET /live HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("the process reads");
                 stream.read_to_string(&mut answer).expect("text");
                 assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-                took.push(asked.elapsed());
+                times.push(sent_at.elapsed());
                 std::thread::sleep(Duration::from_millis(100));
             }
-            took
+            times
         });
         Self { stop, thread }
     }
 
-    fn end(self) -> Vec<Duration> {
+    fn stop(self) -> Vec<Duration> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().expect("the frontend was live all the time")
     }
 }
 
-/// The most memory that a process has had in use, in MB.
+/// Returns the peak resident memory of a process in MB.
 fn resident_max_mb(process: &Up) -> f64 {
-    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("it runs");
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the system says it");
+    let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("Linux reports the peak");
     let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("a number");
     kib * 1_024.0 / 1e6
 }
 
 #[derive(Default)]
-struct Found {
-    /// Of each round, times to the first token: quiet, and under attack.
+struct Measurements {
+    /// Of each round, the times to first token without and during the attack.
     rounds: Vec<[Vec<Duration>; 2]>,
     live: Vec<Duration>,
 }
 
-impl Found {
+impl Measurements {
     fn all(&self, attacked: usize) -> Vec<Duration> {
         self.rounds.iter().flat_map(|round| &round[attacked]).copied().collect()
     }
 
-    /// Medians of the rounds' own ratios, which do not mix what the machine did in one round with another.
+    /// Returns the median of the rounds' ratios. Other work on the machine affects both times of a round.
     fn ratio(&self, percent: usize) -> f64 {
         let ratios = self
             .rounds
             .iter()
-            .map(|[quiet, attacked]| percentile(attacked, percent).as_secs_f64() / percentile(quiet, percent).as_secs_f64());
+            .map(|[idle, attacked]| percentile(attacked, percent).as_secs_f64() / percentile(idle, percent).as_secs_f64());
         let mut ratios: Vec<f64> = ratios.collect();
         ratios.sort_by(f64::total_cmp);
         ratios[ratios.len() / 2]
@@ -285,8 +290,8 @@ impl Found {
 
     fn table(&self, resident: f64) -> String {
         let row = |name: &str, percent| {
-            let [quiet, attacked] = [0, 1].map(|attacked| percentile(&self.all(attacked), percent).as_secs_f64());
-            format!("| first token, {name} | {quiet:.3} s | {attacked:.3} s | {:.1} |\n", self.ratio(percent))
+            let [idle, attacked] = [0, 1].map(|attacked| percentile(&self.all(attacked), percent).as_secs_f64());
+            format!("| first token, {name} | {idle:.3} s | {attacked:.3} s | {:.1} |\n", self.ratio(percent))
         };
         let live = [50, 100].map(|percent| percentile(&self.live, percent).as_secs_f64());
         format!(
@@ -298,8 +303,8 @@ impl Found {
         )
     }
 
-    fn hold(&self, resident: f64) {
-        let live = self.live.iter().max().expect("it was asked");
+    fn check(&self, resident: f64) {
+        let live = self.live.iter().max().expect("the probe has requests");
         assert!(*live < LIVE_MAX, "/live took {live:?}");
         let ratio = self.ratio(99);
         assert!(ratio <= RATIO_MAX, "first tokens took {ratio:.1} times as long as without the attack");

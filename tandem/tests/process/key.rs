@@ -1,13 +1,14 @@
-//! The cluster key as an operator sees it.
+//! The cluster key: processes without it are refused, and the messages and warnings that operators see.
 
 use crate::{
     cluster::{Plan, SECRET, address, ready, until},
-    talk::{ask, chat, metric},
+    talk::{chat, chat_body, metric},
     up::{Up, tandem},
 };
 use std::fs;
 
-fn ran(args: &[&str]) -> (Option<i32>, String) {
+/// Runs the binary to its end. Returns its exit code and its output.
+fn run(args: &[&str]) -> (Option<i32>, String) {
     let output = tandem(args).output().expect("the binary runs");
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
 }
@@ -45,26 +46,26 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
     for frontend in [plan.frontend(&other), keyless] {
         let unready = frontend.get("/ready");
         assert!(unready.starts_with("HTTP/1.1 503") && unready.contains("--cluster-key-file"), "{unready}");
-        let refused = frontend.answer("/v1/chat/completions", &chat("hello", 8, false));
+        let refused = frontend.answer("/v1/chat/completions", &chat_body("hello", 8, false));
         assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{refused}");
     }
     assert!(metric(&router, "tandem_router_unauthenticated_total").is_some_and(|refused| refused >= 2.0));
 
     let frontend = plan.frontend(&[]);
     ready(&frontend);
-    ask(&frontend, "hello");
+    chat(&frontend, "hello");
 
-    let (at, key) = (plan.routers[0].to_string(), plan.file("key"));
+    let (router_address, key) = (plan.routers[0].to_string(), plan.file("key"));
     let key = key.to_str().expect("text");
-    let (code, output) = ran(&["top", &at, "--once"]);
+    let (code, output) = run(&["top", &router_address, "--once"]);
     assert!(code == Some(1) && output.contains("--cluster-key-file") && output.lines().count() == 1, "{output}");
-    let (code, output) = ran(&["top", &at, "--once", "--interval", "0.1", "--cluster-key-file", key]);
+    let (code, output) = run(&["top", &router_address, "--once", "--interval", "0.1", "--cluster-key-file", key]);
     assert!(code == Some(0) && output.contains("2 of 4 workers"), "{output}");
 
-    let (_, printed) = ran(&["router", "--print-config", "--cluster-key-file", key]);
+    let (_, printed) = run(&["router", "--print-config", "--cluster-key-file", key]);
     assert!(printed.contains("cluster-key-file = "), "{printed}");
     for text in [printed, plan.log("router"), plan.log("d"), plan.log("frontend"), router.get("/metrics")] {
-        assert!(!text.contains(SECRET) && !text.contains("Bearer "), "neither the secret nor what calls carry is to be seen");
+        assert!(!text.contains(SECRET) && !text.contains("Bearer "), "neither the secret nor the header of calls is printed");
     }
 }
 
@@ -78,9 +79,9 @@ fn unusable_key_file_ends_the_process_with_advice() {
         for role in
             [&["up", "--engine", "sim"][..], &["frontend", "--engine", "sim"], &["router", "--admin-listen", "127.0.0.1:0"]]
         {
-            let (code, said) = ran(&[role, &key].concat());
-            assert!(code == Some(1) && said.contains(expected) && !said.contains("0123"), "{role:?}: {said}");
-            assert_eq!(said.matches(expected).count(), 1, "{role:?}: {said}");
+            let (code, output) = run(&[role, &key].concat());
+            assert!(code == Some(1) && output.contains(expected) && !output.contains("0123"), "{role:?}: {output}");
+            assert_eq!(output.matches(expected).count(), 1, "{role:?}: {output}");
         }
     }
 }
@@ -101,7 +102,7 @@ fn reachable_process_warns_without_a_key_and_with_a_readable_one() {
     let path = key.to_str().expect("text");
     let _keyed = router("keyed", [0, 0, 0, 0], &["--cluster-key-file", path]);
     assert!(!plan.log("keyed").contains("WARN"), "{}", plan.log("keyed"));
-    fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("ours");
-    let _shown = router("shown", [0, 0, 0, 0], &["--cluster-key-file", path]);
-    assert!(warned("shown", "can read the cluster key"));
+    fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("the folder is writable");
+    let _readable = router("readable", [0, 0, 0, 0], &["--cluster-key-file", path]);
+    assert!(warned("readable", "can read the cluster key"));
 }

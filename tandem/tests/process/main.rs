@@ -1,4 +1,4 @@
-//! The binary as a process of its own.
+//! Tests of the binary, which runs as a separate process for each role.
 
 mod account;
 mod canary;

@@ -1,8 +1,8 @@
-//! What each role counts: DESIGN's families, on the process where they belong.
+//! The metric families that each role exports.
 
 use crate::{
     cluster::{Plan, address, ready, until},
-    talk::{ask, stream},
+    talk::{chat, streamed_chat},
     up::Up,
 };
 use std::{
@@ -11,7 +11,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// A family without its role's prefix, its type, and the names of its labels.
+/// The name of a family without its role's prefix, its type, and the names of its labels.
 type Family = (&'static str, &'static str, &'static [&'static str]);
 
 const FRONTEND: &[Family] = &[
@@ -59,9 +59,9 @@ fn page(process: &Up) -> String {
     process.get("/metrics").split_once("\r\n\r\n").expect("an answer has a head").1.to_owned()
 }
 
-/// What is wrong with a page that is to have these families.
-fn wrong(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
-    let mut wrong = Vec::new();
+/// Returns the problems of a page that must have these families.
+fn problems(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
+    let mut problems = Vec::new();
     let typed = |line: &'_ str| {
         line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')).map(|(name, kind)| (name.to_owned(), kind.to_owned()))
     };
@@ -69,13 +69,13 @@ fn wrong(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
         let help = page.lines().filter(|line| line.starts_with(&format!("# HELP {name} "))).count();
         let total = name.ends_with("_total");
         if help != 1 || total != (kind == "counter") || !name.starts_with("tandem_") {
-            wrong.push(format!("{name}: {kind}, {help} lines of help"));
+            problems.push(format!("{name}: {kind}, {help} lines of help"));
         }
     }
     for (name, kind, labels) in families {
         let name = format!("{prefix}{name}");
         if !page.lines().any(|line| line == format!("# TYPE {name} {kind}")) {
-            wrong.push(format!("{name} is no {kind} here"));
+            problems.push(format!("{name} is missing or not a {kind}"));
             continue;
         }
         let sample = if *kind == "histogram" { format!("{name}_count") } else { name.clone() };
@@ -86,19 +86,20 @@ fn wrong(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
         };
         let found: BTreeSet<_> = series.map(of_series).collect();
         if found != BTreeSet::from([labels.iter().map(|label| (*label).to_owned()).collect()]) {
-            wrong.push(format!("{name} has the labels {found:?}, not {labels:?}"));
+            problems.push(format!("{name} has the labels {found:?}, not {labels:?}"));
         }
     }
-    wrong
+    problems
 }
 
+/// Returns the errors that `promtool` finds in a page.
 fn promtool(page: &str) -> String {
     let mut command = Command::new("promtool");
     command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process =
         command.spawn().expect("promtool is missing: apt-get install prometheus, or leave it out: -- --skip a_real_");
-    process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("it reads");
-    let output = process.wait_with_output().expect("it ends");
+    process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("the process reads");
+    let output = process.wait_with_output().expect("the process ends");
     let printed = [output.stdout, output.stderr].concat();
     if output.status.success() { String::new() } else { String::from_utf8_lossy(&printed).into_owned() }
 }
@@ -111,15 +112,15 @@ fn promtool_accepts_metrics_and_finds_every_family() {
     let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
     let workers = [plan.worker("prefill", "p", at[0], &[]), plan.worker("decode", "d", at[1], &[])];
     ready(&frontend);
-    let text = "what is told twice is found the second time ".repeat(8);
-    ask(&frontend, &text);
-    stream(&frontend, &text, 20);
+    let text = "a prompt that is sent twice is cached the second time ".repeat(8);
+    chat(&frontend, &text);
+    streamed_chat(&frontend, &text, 20);
     until("a transfer is counted", || page(&workers[1]), |page| page.contains("kv_transfer_duration_seconds_count"));
     let (before, roles) = ("tandem_", [(&frontend, "frontend_", FRONTEND), (&router, "router_", ROUTER)]);
     let of_workers = workers.iter().map(|worker| (worker, "worker_", WORKER));
     for (process, role, families) in roles.into_iter().chain(of_workers) {
         let page = page(process);
-        assert_eq!(wrong(&page, &format!("{before}{role}"), families), [""; 0], "{role}\n{page}");
+        assert_eq!(problems(&page, &format!("{before}{role}"), families), [""; 0], "{role}\n{page}");
         assert_eq!(promtool(&page), "", "{role}\n{page}");
     }
 }

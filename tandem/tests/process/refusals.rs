@@ -1,8 +1,8 @@
-//! Incompatible processes get no traffic and log the reason.
+//! Incompatible processes receive no traffic and log the reason.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::{ask, chat, metric},
+    talk::{chat, chat_body, metric},
     up::tandem,
 };
 use std::{net::SocketAddr, pin::Pin};
@@ -51,10 +51,10 @@ impl Control for FromTheFuture {
     }
 }
 
-/// Serves it as long as the runtime lives.
+/// Serves a worker of a future version until the runtime is dropped.
 fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
-    let address = listener.local_addr().expect("bound");
+    let address = listener.local_addr().expect("the listener is bound");
     let server =
         channel::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
     runtime.spawn(async move { server.serve_with_incoming(channel::incoming(listener)).await });
@@ -66,7 +66,7 @@ fn incompatible_workers_get_no_requests() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
-    let strangers = [
+    let incompatible = [
         ("c", &["--cluster", "other"][..], "its cluster is other, the cluster's is tandem"),
         ("m", &["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
         ("b", &["--block-size", "32"], "its block size is 32, the cluster's is 16"),
@@ -74,34 +74,36 @@ fn incompatible_workers_get_no_requests() {
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
     let future = serve_future(&plan, &runtime);
-    // The strangers are first: they must not decide for all.
-    let _strangers = strangers.each_ref().map(|(at, name, args, _)| plan.worker("decode", name, *at, args));
-    let all = strangers.each_ref().map(|(at, ..)| *at);
+    // The incompatible workers start first: they must not determine the cluster's identity.
+    let _incompatible = incompatible.each_ref().map(|(at, name, args, _)| plan.worker("decode", name, *at, args));
+    let all = incompatible.each_ref().map(|(at, ..)| *at);
     plan.list(&[&[prefill, decode, future], &all[..3]].concat());
     let (router, frontend) = (plan.router(&["--served-model-name", "sim"]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
-    // This one fits, but for its name.
+    // The last one is compatible except for its worker id.
     plan.list(&[&[prefill, decode, future], &all[..]].concat());
     let refused = |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count();
-    let view = until("the others are refused", || plan.view(), |view| refused(view) == 5);
-    for (at, _, _, expected) in &strangers {
-        let reason = &view.unavailable.iter().find(|absent| absent.address == at.to_string()).expect("it is in the view").reason;
+    let view = until("the incompatible workers are refused", || plan.view(), |view| refused(view) == 5);
+    for (at, _, _, expected) in &incompatible {
+        let reason =
+            &view.unavailable.iter().find(|absent| absent.address == at.to_string()).expect("the view has the address").reason;
         assert!(reason.contains(expected), "{expected}: {reason}");
         let log = plan.log("router");
         assert!(log.lines().any(|line| line.contains("WARN") && line.contains(expected)), "{expected}: {log}");
     }
-    let reason = &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("it is in the view").reason;
+    let reason =
+        &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("the view has the address").reason;
     assert!(reason.contains("its version is 99.0.0, the cluster's is"), "{reason}");
 
     ready(&frontend);
-    (0..8).for_each(|turn| drop(ask(&frontend, &format!("request {turn}"))));
+    (0..8).for_each(|number| drop(chat(&frontend, &format!("request {number}"))));
     let workers = |state| metric(&router, &format!("tandem_router_workers{{state=\"{state}\"}}"));
     assert_eq!((workers("joined"), workers("incompatible"), workers("unreachable")), (Some(2.0), Some(5.0), Some(0.0)));
     let placed = |labels| metric(&router, &format!("tandem_router_placements_total{{{labels}}}"));
     let fitting = [r#"worker="p",kind="prefill""#, r#"worker="d",kind="decode""#];
     assert_eq!(fitting.map(placed), [Some(8.0), Some(8.0)]);
-    assert_eq!(series(&router, "tandem_router_placements_total"), 16.0, "no other worker got requests");
+    assert_eq!(series(&router, "tandem_router_placements_total"), 16.0, "no other worker received requests");
 }
 
 #[test]
@@ -120,7 +122,7 @@ fn incompatible_frontends_serve_nothing() {
         let unready = frontend.get("/ready");
         assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(expected), "{args:?}: {unready}");
         let request =
-            chat("hello", 8, false).replace("\"sim\"", &format!("\"{}\"", if args[1] == "llama" { "llama" } else { "sim" }));
+            chat_body("hello", 8, false).replace("\"sim\"", &format!("\"{}\"", if args[1] == "llama" { "llama" } else { "sim" }));
         let refused = frontend.answer("/v1/chat/completions", &request);
         assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{args:?}: {refused}");
         until(
@@ -136,7 +138,7 @@ fn failed_start_advises_the_operator() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let taken = taken.local_addr().expect("bound").to_string();
+    let taken = taken.local_addr().expect("the listener is bound").to_string();
     for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
         (&["frontend", "--engine", "sim", "--listen", &taken], "choose another address with --listen"),

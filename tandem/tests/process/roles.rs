@@ -1,8 +1,8 @@
-//! The roles as processes: they find each other in any order, come late, come back, and leave without a loss.
+//! The roles as processes: they may start in any order, and workers and the router may be added, removed and restarted without loss.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::{ask, chat, metric, stream},
+    talk::{chat, chat_body, metric, streamed_chat},
     up::Up,
 };
 use std::{
@@ -10,9 +10,9 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// A prompt of a few dozen blocks; others share none of them.
+/// Returns a prompt of a few dozen blocks. Prompts with different salts share no block.
 fn prompt(salt: &str) -> String {
-    format!("{salt}: {}", "all that is told here is told at length ".repeat(12))
+    format!("{salt}: {}", "a long text with some words of a prompt ".repeat(12))
 }
 
 #[test]
@@ -38,10 +38,10 @@ fn roles_start_in_any_order() {
         for (_, process) in &parts {
             ready(process);
         }
-        let frontend = &parts.iter().find(|(part, _)| *part == 'f').expect("it was started").1;
+        let frontend = &parts.iter().find(|(part, _)| *part == 'f').expect("the process was started").1;
         let long = prompt(order);
-        assert_eq!(ask(frontend, &long).1, 0);
-        until("the prompt is known to be cached", || ask(frontend, &long).1, |cached| *cached > 400);
+        assert_eq!(chat(frontend, &long).1, 0);
+        until("the prompt is found in the cache", || chat(frontend, &long).1, |cached| *cached > 400);
         for (part, process) in parts {
             process.signal("-TERM");
             assert_eq!(process.wait().0.code(), Some(0), "{order}: {part}");
@@ -63,7 +63,7 @@ fn workers_are_added_and_removed_by_the_list() {
     plan.list(&[prefill, other]);
     plan.joined(&["d2", "p"]);
     let placed = |name: &str| metric(&router, &format!("tandem_router_placements_total{{worker=\"{name}\",kind=\"decode\"}}"));
-    ask(&frontend, &prompt("late"));
+    chat(&frontend, &prompt("late"));
     assert_eq!((placed("d1"), placed("d2")), (None, Some(1.0)));
     plan.list(&[]);
     plan.joined(&[]);
@@ -80,27 +80,27 @@ fn restarted_worker_joins_as_a_new_instance() {
     let prefill = plan.worker("prefill", "p", at, &[]);
     let instance = |view: tandem_proto::v1::WorkersReply| {
         let worker = view.workers.into_iter().flat_map(|worker| worker.info).find(|info| info.worker_id == "p");
-        worker.expect("it has joined").instance_id
+        worker.expect("the worker has joined").instance_id
     };
     let first = instance(plan.joined(&["d", "p"]));
     ready(&frontend);
     let long = prompt("in place");
-    ask(&frontend, &long);
+    chat(&frontend, &long);
     let indexed = || metric(&router, r#"tandem_router_index_blocks{worker="p",tier="device"}"#);
     until("the index knows the prompt", indexed, |blocks| blocks.is_some_and(|blocks| blocks > 20.0));
     prefill.signal("-KILL");
     prefill.wait();
     let _again = plan.worker("prefill", "p", at, &[]);
-    let joined_anew = || {
+    let joined_again = || {
         plan.view().workers.iter().flat_map(|worker| &worker.info).any(|info| info.worker_id == "p" && info.instance_id != first)
     };
-    until("the new instance joins", joined_anew, |joined| *joined);
-    assert_eq!(indexed(), Some(0.0), "what the old one held is gone with it");
+    until("the new instance joins", joined_again, |joined| *joined);
+    assert_eq!(indexed(), Some(0.0), "the blocks of the old instance are removed from the index");
     let over = |process: &Up| metric(process, r#"tandem_router_overlap_over_tokens_total{worker="p"}"#);
     let before = over(&router);
-    let answer = frontend.answer("/v1/chat/completions", &chat(&long, 8, false));
+    let answer = frontend.answer("/v1/chat/completions", &chat_body(&long, 8, false));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    assert_eq!(over(&router), before, "nothing was foreseen that the new one does not hold");
+    assert_eq!(over(&router), before, "the router predicted no block that the new instance lacks");
 }
 
 #[test]
@@ -121,27 +121,27 @@ fn draining_workers_lose_no_answer() {
         let (frontend, both_left) = (&frontend, &both_left);
         for client in 0..12 {
             scope.spawn(move || {
-                // Without a bound, a failure here would never be reported.
-                for turn in 0..1_000 {
+                // The loop is bounded, so that a failure of the test's other thread is reported.
+                for round in 0..1_000 {
                     let last = both_left.load(Ordering::Relaxed);
-                    stream(frontend, &prompt(&format!("{client} {turn}")), 400);
+                    streamed_chat(frontend, &prompt(&format!("{client} {round}")), 400);
                     if last {
                         break;
                     }
                 }
             });
         }
-        // One of each kind goes while both kinds are at work.
+        // One worker of each role drains while all are busy.
         for leaving in [2, 0] {
             let worker = workers.remove(leaving);
-            until("it works", || series(&worker, "tandem_worker_step_duration_seconds_count"), |steps| *steps > 10.0);
+            until("the worker is busy", || series(&worker, "tandem_worker_step_duration_seconds_count"), |steps| *steps > 10.0);
             worker.signal("-TERM");
             assert_eq!(worker.wait().0.code(), Some(0));
         }
         both_left.store(true, Ordering::Relaxed);
     });
     until("the bookings end", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
-    ask(&frontend, &prompt("afterwards"));
+    chat(&frontend, &prompt("afterwards"));
 }
 
 #[test]
@@ -152,19 +152,22 @@ fn restarted_router_serves_again() {
     let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", at[0], &[]), plan.worker("decode", "d", at[1], &["--sim-speedup", "2"]));
     ready(&frontend);
-    let mut running = frontend.ask("/v1/chat/completions", &chat("on and on", 600, true)).expect("the frontend listens");
+    let mut running = frontend.send("/v1/chat/completions", &chat_body("a long story", 600, true)).expect("the frontend listens");
     let mut answer = String::new();
     while !answer.contains("data:") {
-        assert_ne!(running.read_line(&mut answer).expect("text"), 0, "no event came: {answer}");
+        assert_ne!(running.read_line(&mut answer).expect("text"), 0, "the answer ended without an event: {answer}");
     }
     router.signal("-KILL");
     router.wait();
-    let refused = frontend.answer("/v1/chat/completions", &chat("no way", 8, false));
+    let refused = frontend.answer("/v1/chat/completions", &chat_body("refused", 8, false));
     assert!(refused.starts_with("HTTP/1.1 503") && refused.to_lowercase().contains("retry-after"), "{refused}");
     running.read_to_string(&mut answer).expect("text");
-    assert!(answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]"), "what runs needs no router");
+    assert!(
+        answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]"),
+        "a running request needs no router"
+    );
     let _router = plan.router(&[]);
     plan.joined(&["d", "p"]);
     ready(&frontend);
-    ask(&frontend, "here again");
+    chat(&frontend, "after the restart");
 }

@@ -1,8 +1,8 @@
-//! Several routers and frontends: any of them may die or be restarted under load, and nothing is lost or left behind.
+//! Several routers and frontends: a router may be killed or restarted under load without losing an answer or leaking a booking.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::{chat, metric, stream},
+    talk::{chat_body, metric, streamed_chat},
     up::Up,
 };
 use std::{
@@ -19,7 +19,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// Two of each, but for the prefill workers.
+    /// Starts two routers, frontends and decode workers, and some prefill workers.
     fn start(prefills: usize, worker_args: &[&str]) -> Self {
         let plan = Plan::with_routers(2);
         let names = (1..=prefills).map(|number| ("prefill", format!("p{number}")));
@@ -30,23 +30,23 @@ impl Cluster {
         let workers = names.iter().zip(at).map(|((role, name), at)| plan.worker(role, name, at, worker_args)).collect();
         let frontends: Vec<Up> = (0..2).map(|_| plan.frontend(&[])).collect();
         let cluster = Self { plan, routers, frontends, workers };
-        (0..2).for_each(|number| cluster.routers_up(number, 1));
+        (0..2).for_each(|number| cluster.wait_for_peers(number, 1));
         cluster.frontends.iter().for_each(ready);
-        cluster.frontends.iter().for_each(all_routers_well);
+        cluster.frontends.iter().for_each(wait_for_both_routers);
         cluster
     }
 
-    /// Resolves when the router knows all workers and so many other routers.
-    fn routers_up(&self, number: usize, peers: u32) {
+    /// Waits until a router has all workers and this many peers.
+    fn wait_for_peers(&self, number: usize, peers: u32) {
         let known = |view: &tandem_proto::v1::WorkersReply| view.workers.len() == self.workers.len() && view.peers == peers;
-        until("the router knows everybody", || self.plan.view_of(number), known);
+        until("the router has all workers and peers", || self.plan.view_of(number), known);
     }
 
     fn router(&self, number: usize) -> &Up {
-        self.routers[number].as_ref().expect("it runs")
+        self.routers[number].as_ref().expect("the process runs")
     }
 
-    fn nothing_is_left(&self) {
+    fn assert_no_bookings(&self) {
         for number in (0..2).filter(|number| self.routers[*number].is_some()) {
             let idle = |view: &tandem_proto::v1::WorkersReply| {
                 view.bookings == 0 && view.peer_bookings == 0 && view.workers.iter().all(|worker| worker.bookings == 0)
@@ -56,26 +56,27 @@ impl Cluster {
     }
 }
 
-fn all_routers_well(frontend: &Up) {
-    until("both routers are found", || metric(frontend, "tandem_frontend_routers"), |well| *well == Some(2.0));
+fn wait_for_both_routers(frontend: &Up) {
+    until("both routers are found", || metric(frontend, "tandem_frontend_routers"), |healthy| *healthy == Some(2.0));
 }
 
 fn prompt(salt: &str) -> String {
-    format!("{salt}: {}", "what is told to one router is known to both ".repeat(10))
+    format!("{salt}: {}", "a prompt that one router places is known to both ".repeat(10))
 }
 
-/// Clients of both frontends, each with one answer after the other until `over`; then how many answers there were.
-fn under_load(cluster: &mut Cluster, clients: usize, happens: impl FnOnce(&mut Cluster)) -> u32 {
+/// Runs clients of both frontends, each of which sends one request after the other, until `during_load` has returned. Returns the number of
+/// answers.
+fn under_load(cluster: &mut Cluster, clients: usize, during_load: impl FnOnce(&mut Cluster)) -> u32 {
     let (over, answers) = (AtomicBool::new(false), AtomicU32::new(0));
     let frontends = std::mem::take(&mut cluster.frontends);
     std::thread::scope(|scope| {
         for client in 0..clients {
             let (over, answers, frontend) = (&over, &answers, &frontends[client % 2]);
             scope.spawn(move || {
-                // Without a bound, a failure here would never be reported.
-                for turn in 0..1_000 {
+                // The loop is bounded, so that a failure of the test's other thread is reported.
+                for round in 0..1_000 {
                     let last = over.load(Ordering::Relaxed);
-                    stream(frontend, &prompt(&format!("{client} {turn}")), 200);
+                    streamed_chat(frontend, &prompt(&format!("{client} {round}")), 200);
                     answers.fetch_add(1, Ordering::Relaxed);
                     if last {
                         break;
@@ -83,8 +84,8 @@ fn under_load(cluster: &mut Cluster, clients: usize, happens: impl FnOnce(&mut C
                 }
             });
         }
-        until("they are at it", || answers.load(Ordering::Relaxed), |answers| *answers > clients as u32);
-        happens(cluster);
+        until("all clients are busy", || answers.load(Ordering::Relaxed), |answers| *answers > clients as u32);
+        during_load(cluster);
         over.store(true, Ordering::Relaxed);
     });
     cluster.frontends = frontends;
@@ -96,24 +97,24 @@ fn killed_router_loses_no_answer() {
     let mut cluster = Cluster::start(2, &[]);
     under_load(&mut cluster, 12, |cluster| {
         let both = |cluster: &Cluster| [0, 1].map(|number| cluster.plan.view_of(number));
-        let heard =
+        let synced =
             |views: &[tandem_proto::v1::WorkersReply; 2]| views.iter().all(|view| view.bookings > 0 && view.peer_bookings > 0);
-        until("both have bookings and know the other's", || both(cluster), heard);
-        let router = cluster.routers[0].take().expect("it runs");
+        until("both routers have bookings and those of the other", || both(cluster), synced);
+        let router = cluster.routers[0].take().expect("the process runs");
         router.signal("-KILL");
         router.wait();
         until(
-            "all is booked with the one that is left",
+            "all requests are booked with the remaining router",
             || cluster.plan.view_of(1),
             |view| view.bookings >= 6 && view.peers == 0,
         );
     });
     let rebooked: f64 = cluster.frontends.iter().map(|frontend| series(frontend, "tandem_frontend_rebooked_total")).sum();
-    assert!(rebooked > 0.0, "what ran on the router that died is booked with the other");
-    // The router alone knows of one whose answer ended while it was booked.
-    let taken_over = metric(cluster.router(1), "tandem_router_rebooked_total").expect("it is counted");
-    assert!(taken_over >= rebooked, "{taken_over} of {rebooked}");
-    cluster.nothing_is_left();
+    assert!(rebooked > 0.0, "running requests are booked with the other router");
+    // The frontend does not count a booking whose answer ended while it was being made.
+    let counted_by_router = metric(cluster.router(1), "tandem_router_rebooked_total").expect("the router counts bookings");
+    assert!(counted_by_router >= rebooked, "{counted_by_router} of {rebooked}");
+    cluster.assert_no_bookings();
 }
 
 #[test]
@@ -121,47 +122,47 @@ fn rolling_restart_of_routers_loses_no_answer() {
     let mut cluster = Cluster::start(2, &[]);
     under_load(&mut cluster, 12, |cluster| {
         for number in 0..2 {
-            let router = cluster.routers[number].take().expect("it runs");
+            let router = cluster.routers[number].take().expect("the process runs");
             let started = tokio::time::Instant::now();
             router.signal("-TERM");
             assert_eq!(router.wait().0.code(), Some(0));
-            // What it had booked has moved, so that it need not wait for answers to end: the grace period is 30 s.
+            // Its bookings have moved to the other router, so it does not wait for the answers to end (the grace period is 30 s).
             assert!(started.elapsed().as_secs() < 15, "{:?}", started.elapsed());
             cluster.routers[number] = Some(cluster.plan.router_at(number, &[]));
-            cluster.routers_up(number, 1);
-            cluster.routers_up(1 - number, 1);
+            cluster.wait_for_peers(number, 1);
+            cluster.wait_for_peers(1 - number, 1);
         }
     });
-    cluster.frontends.iter().for_each(all_routers_well);
-    cluster.nothing_is_left();
+    cluster.frontends.iter().for_each(wait_for_both_routers);
+    cluster.assert_no_bookings();
     assert!(cluster.workers.iter().all(|worker| series(worker, "tandem_worker_step_duration_seconds_count") > 0.0));
 }
 
 #[test]
 fn router_waits_for_a_prefix_that_its_peer_placed() {
     const CLIENTS: usize = 16;
-    // Two seconds a prompt.
+    // A prompt takes two seconds.
     let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);
-    let ask = |client: usize, text: &str| {
+    let send = |client: usize, text: &str| {
         let mut answer = String::new();
         let mut reader =
-            cluster.frontends[client % 2].ask("/v1/chat/completions", &chat(text, 2, false)).expect("the frontend listens");
+            cluster.frontends[client % 2].send("/v1/chat/completions", &chat_body(text, 2, false)).expect("the frontend listens");
         reader.read_to_string(&mut answer).expect("text");
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     };
     let sum = |what: &str| -> f64 {
         cluster.frontends.iter().map(|frontend| series(frontend, &format!("tandem_frontend_request_{what}_tokens_sum"))).sum()
     };
-    // How often a prompt was computed, when so many ask for it while it is.
+    // Returns how often a prompt was computed that all clients send at the same time.
     let computed = |text: &str, known_before: bool| {
         let before = (sum("prompt"), sum("cached"));
         std::thread::scope(|scope| {
             for client in 0..CLIENTS {
-                let ask = &ask;
-                scope.spawn(move || ask(client, text));
+                let send = &send;
+                scope.spawn(move || send(client, text));
                 if client == 0 && known_before {
-                    let heard = |number| cluster.plan.view_of(number).bookings + cluster.plan.view_of(number).peer_bookings;
-                    until("both routers know of it", || [heard(0), heard(1)], |heard| *heard == [1, 1]);
+                    let bookings = |number| cluster.plan.view_of(number).bookings + cluster.plan.view_of(number).peer_bookings;
+                    until("both routers have the booking", || [bookings(0), bookings(1)], |bookings| *bookings == [1, 1]);
                 }
             }
         });
@@ -175,5 +176,5 @@ fn router_waits_for_a_prefix_that_its_peer_placed() {
     assert!(once < 2.0, "computed {once} times");
     let burst = computed(&prompt("at once"), false);
     assert!(burst < 4.0, "computed {burst} times");
-    cluster.nothing_is_left();
+    cluster.assert_no_bookings();
 }

@@ -1,4 +1,4 @@
-//! Requests over plain sockets, and the values of series.
+//! Helpers that send requests over plain sockets and read metrics.
 
 use crate::up::Up;
 use std::{
@@ -8,65 +8,66 @@ use std::{
 };
 
 impl Up {
-    /// Returns when the last line of the introduction is there.
+    /// Starts `tandem up`. Returns when it serves.
     pub fn start(args: &[&str], stderr: impl Into<Stdio>) -> Self {
         Self::spawn(&[&["up", "--listen", "127.0.0.1:0"], args].concat(), stderr)
     }
 
-    /// Sends a request; the reader returns the answer as it comes.
-    pub fn ask(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
+    /// Sends a request. The reader returns the answer as it arrives.
+    pub fn send(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
         let mut stream = TcpStream::connect(self.address())?;
         let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address());
         write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())?;
         Ok(BufReader::new(stream))
     }
 
-    /// The whole answer, its head included.
+    /// Sends a request and returns the complete answer with its head.
     pub fn answer(&self, path: &str, body: &str) -> String {
         let mut answer = String::new();
-        self.ask(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("text");
+        self.send(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("text");
         answer
     }
 }
 
-/// The value of a series, such as `tandem_router_workers{state="joined"}`.
+/// Returns the value of a series, such as `tandem_router_workers{state="joined"}`.
 pub fn metric(process: &Up, series: &str) -> Option<f64> {
     let page = process.get("/metrics");
     page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 
-/// A request for so many tokens, none of them the last.
-pub fn chat(text: &str, max_tokens: u32, stream: bool) -> String {
+/// Returns the body of a chat that generates `max_tokens` tokens: the bias excludes the end token.
+pub fn chat_body(text: &str, max_tokens: u32, stream: bool) -> String {
     format!(
         r#"{{"model":"sim","stream":{stream},"max_tokens":{max_tokens},"logit_bias":{{"257":-100}},"messages":[{{"role":"user","content":"{text}"}}]}}"#
     )
 }
 
-/// The answer to a chat that is not streamed, and what it says was cached.
-pub fn ask(frontend: &Up, text: &str) -> (String, u64) {
-    let answer = frontend.answer("/v1/chat/completions", &chat(text, 8, false));
+/// Sends a chat that is not streamed. Returns its answer and its cached tokens.
+pub fn chat(frontend: &Up, text: &str) -> (String, u64) {
+    let answer = frontend.answer("/v1/chat/completions", &chat_body(text, 8, false));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let cached = answer.split("\"cached_tokens\":").nth(1).and_then(|rest| rest.split([',', '}']).next());
-    let cached = cached.and_then(|number| number.parse().ok()).expect("the usage says what was cached");
+    let cached = cached.and_then(|number| number.parse().ok()).expect("the usage has cached tokens");
     (answer, cached)
 }
 
-/// A streamed answer to its end; panics unless it is whole.
-pub fn stream(frontend: &Up, text: &str, max_tokens: u32) {
+/// Sends a streamed chat. Panics unless its answer is complete.
+pub fn streamed_chat(frontend: &Up, text: &str, max_tokens: u32) {
     let mut answer = String::new();
-    let mut reader = frontend.ask("/v1/chat/completions", &chat(text, max_tokens, true)).expect("the frontend listens");
+    let mut reader = frontend.send("/v1/chat/completions", &chat_body(text, max_tokens, true)).expect("the frontend listens");
     reader.read_to_string(&mut answer).expect("text");
-    let whole = answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]");
-    assert!(whole, "the answer is not whole: {}", &answer[answer.len().saturating_sub(500)..]);
+    let complete = answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]");
+    assert!(complete, "the answer is incomplete: {}", &answer[answer.len().saturating_sub(500)..]);
 }
 
 /// Sends a chat with headers; returns the answer and the request's id.
 pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
-    let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("it listens"), body.to_string());
+    let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("the server listens"), body.to_string());
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());
-    write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len()).expect("it reads");
+    write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+        .expect("the process reads");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("text");
-    let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has its id").to_owned();
+    let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has an id").to_owned();
     (answer, id)
 }

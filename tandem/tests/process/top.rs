@@ -2,7 +2,7 @@
 
 use crate::{
     cluster::{Plan, address, ready, until},
-    talk::ask,
+    talk::chat,
     up::tandem,
 };
 
@@ -21,11 +21,11 @@ fn top_shows_every_worker_and_unreachable_addresses() {
     let (_router, frontend) = (plan.router(&[]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     ready(&frontend);
-    let text = "what is told twice is found the second time ".repeat(8);
-    ask(&frontend, &text);
-    until("it is found", || ask(&frontend, &text).1, |cached| *cached > 0);
+    let text = "a prompt that is sent twice is cached the second time ".repeat(8);
+    chat(&frontend, &text);
+    until("the prompt is found in the cache", || chat(&frontend, &text).1, |cached| *cached > 0);
     let router = plan.routers[0].to_string();
-    // Workers report once a second.
+    // Returns the cells of the row that starts with this name.
     let line = |name: &str| {
         let (code, table) = top(&plan, &[&router, "--once", "--interval", "0.1"]);
         assert_eq!(code, Some(0), "{table}");
@@ -37,7 +37,7 @@ fn top_shows_every_worker_and_unreachable_addresses() {
     assert_eq!(p[1..3], ["prefill", "healthy"]);
     assert_eq!(line("d")[1..3], ["decode", "healthy"]);
     assert_eq!(line(&unused.to_string())[1..3], ["?", "unreachable"]);
-    // No terminal is as good as --once.
+    // Without a terminal `top` prints one table, as with --once.
     let (code, table) = top(&plan, &[&router, "--interval", "0.1", "--sort", "role", "--reverse"]);
     let order: Vec<&str> = table.lines().skip(3).take(2).filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!((code, order), (Some(0), vec!["p", "d"]), "{table}");

@@ -1,8 +1,8 @@
-//! Traces: every process of a cluster sends its spans of a request to a collector, and the spans make one tree.
+//! Traces: every process of a cluster sends its spans of a request to a collector, where they form one tree.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
-    talk::{ask, post_chat},
+    talk::{chat, post_chat},
 };
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
@@ -20,18 +20,18 @@ use std::{
 };
 use tonic::{Request, Response, Status};
 
-/// What has been received: spans with the names of the services that sent them.
+/// A collector that stores the received spans with the names of the services that sent them.
 #[derive(Clone, Default)]
 pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
 #[tonic::async_trait]
 impl TraceService for Collector {
     async fn export(&self, request: Request<ExportTraceServiceRequest>) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut received = self.0.lock().expect("not poisoned");
-        for of_service in request.into_inner().resource_spans {
-            let resource = of_service.resource.expect("a resource").attributes;
+        let mut received = self.0.lock().expect("no holder panics");
+        for service_spans in request.into_inner().resource_spans {
+            let resource = service_spans.resource.expect("a resource").attributes;
             let service = text(&resource, "service.name");
-            let spans = of_service.scope_spans.into_iter().flat_map(|scope| scope.spans);
+            let spans = service_spans.scope_spans.into_iter().flat_map(|scope| scope.spans);
             received.extend(spans.map(|span| (service.clone(), span)));
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
@@ -39,7 +39,7 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Listens from now on.
+    /// Starts the collector, and returns its address.
     pub fn start(plan: &Plan) -> (Self, SocketAddr) {
         let (collector, at) = (Self::default(), address());
         let service = TraceServiceServer::new(collector.clone());
@@ -48,7 +48,7 @@ impl Collector {
     }
 
     pub fn spans(&self) -> Vec<(String, Span)> {
-        self.0.lock().expect("not poisoned").clone()
+        self.0.lock().expect("no holder panics").clone()
     }
 }
 
@@ -70,8 +70,8 @@ fn number(span: &Span, key: &str) -> i64 {
     }
 }
 
-/// Spans may say this and nothing else.
-const FACTS: &[&str] = &[
+/// The attributes that spans may have.
+const ATTRIBUTES: &[&str] = &[
     "error.type",
     "gen_ai.operation.name",
     "gen_ai.provider.name",
@@ -106,15 +106,17 @@ const FACTS: &[&str] = &[
     "tandem.worker",
 ];
 
-/// Each span with its service and its parent's name: one tree, whose root may have a parent elsewhere.
+/// Returns each span's service, its parent's name (empty for the root), and its own name.
 fn tree(spans: &[&(String, Span)]) -> BTreeSet<(String, String, String)> {
     let names: BTreeMap<_, _> = spans.iter().map(|(_, span)| (span.span_id.clone(), span.name.clone())).collect();
     let parent = |span: &Span| names.get(&span.parent_span_id).cloned().unwrap_or_default();
     spans.iter().map(|(service, span)| (service.clone(), parent(span), span.name.clone())).collect()
 }
 
+/// A text in every prompt that no span or log line may contain.
 const SECRET: &str = "tourmaline";
-const COMES_ALONG: &str = "0af7651916cd43dd8448eb211c80319c";
+/// The id of the trace that a request continues.
+const CALLERS_TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 
 #[test]
 fn trace_is_one_tree_across_processes_without_text() {
@@ -132,27 +134,28 @@ fn trace_is_one_tree_across_processes_without_text() {
     let frontend = &processes[0];
     ready(frontend);
 
-    let mut asked = BTreeMap::new();
-    for turn in 0..6 {
-        let prompt = format!("{SECRET} {turn}: {}", "a prompt of some blocks ".repeat(8));
+    let mut answers = BTreeMap::new();
+    for number in 0..6 {
+        let prompt = format!("{SECRET} {number}: {}", "a prompt of some blocks ".repeat(8));
         let body = json!({
-            "model": "sim", "stream": turn % 2 == 0, "stream_options": { "include_usage": true }, "max_tokens": 10 + turn,
+            "model": "sim", "stream": number % 2 == 0, "stream_options": { "include_usage": true }, "max_tokens": 10 + number,
             "ignore_eos": true, "messages": [{ "role": "user", "content": prompt }],
         });
         let mut body = body;
-        if turn % 2 == 1 {
+        if number % 2 == 1 {
             body.as_object_mut().expect("an object").remove("stream_options");
         }
-        let headers = if turn == 0 { format!("traceparent: 00-{COMES_ALONG}-b7ad6b7169203331-01\r\n") } else { String::new() };
+        let headers =
+            if number == 0 { format!("traceparent: 00-{CALLERS_TRACE}-b7ad6b7169203331-01\r\n") } else { String::new() };
         let (answer, id) = post_chat(frontend, &headers, &body);
-        asked.insert(format!("chatcmpl-{id}"), (answer, 10 + turn));
+        answers.insert(format!("chatcmpl-{id}"), (answer, 10 + number));
     }
     let unsampled = "traceparent: 00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00\r\n";
     post_chat(frontend, unsampled, &json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 }));
-    until("all spans have come", || collector.spans().len(), |spans| *spans >= 5 * asked.len());
+    until("all spans have arrived", || collector.spans().len(), |spans| *spans >= 5 * answers.len());
     for process in processes {
         process.signal("-TERM");
-        assert_eq!(process.wait().0.code(), Some(0), "what is left is sent, and it ends in order");
+        assert_eq!(process.wait().0.code(), Some(0), "the process sends its remaining spans before it ends");
     }
 
     let spans = collector.spans();
@@ -160,7 +163,7 @@ fn trace_is_one_tree_across_processes_without_text() {
     for span in &spans {
         traces.entry(span.1.trace_id.clone()).or_default().push(span);
     }
-    assert_eq!(traces.len(), asked.len(), "one trace a request: {spans:#?}");
+    assert_eq!(traces.len(), answers.len(), "there is one trace for each request: {spans:#?}");
     let edges = [
         ("tandem-frontend", "", "chat sim"),
         ("tandem-router", "chat sim", "route"),
@@ -171,12 +174,12 @@ fn trace_is_one_tree_across_processes_without_text() {
     let edges: BTreeSet<_> = edges.map(|(service, parent, name)| (service.to_owned(), parent.to_owned(), name.to_owned())).into();
     for trace in traces.values() {
         assert_eq!((tree(trace), trace.len()), (edges.clone(), edges.len()));
-        let of = |name: &str| &trace.iter().find(|(_, span)| span.name == name).expect("it is in the tree").1;
+        let of = |name: &str| &trace.iter().find(|(_, span)| span.name == name).expect("the tree has the span").1;
         let (root, prefill) = (of("chat sim"), of("prefill"));
-        let (answer, completion) = &asked[&text(&root.attributes, "gen_ai.response.id")];
+        let (answer, completion) = &answers[&text(&root.attributes, "gen_ai.response.id")];
         let usage = |key: &str| {
             let number = answer.rsplit(&format!("\"{key}\":")).next().and_then(|rest| rest.split([',', '}']).next());
-            number.and_then(|number| number.parse::<i64>().ok()).expect("the usage says it")
+            number.and_then(|number| number.parse::<i64>().ok()).expect("the usage has the number")
         };
         assert_eq!(number(root, "gen_ai.usage.output_tokens"), *completion);
         assert_eq!(number(root, "gen_ai.usage.input_tokens"), usage("prompt_tokens"));
@@ -189,23 +192,24 @@ fn trace_is_one_tree_across_processes_without_text() {
             assert!(child.1.start_time_unix_nano >= root.start_time_unix_nano, "{child:?}");
         }
     }
-    let came_along: Vec<u8> = (0..16).map(|at| u8::from_str_radix(&COMES_ALONG[2 * at..2 * at + 2], 16).expect("hex")).collect();
-    assert!(traces.contains_key(&came_along), "a trace that comes along is gone on with");
+    let callers_trace: Vec<u8> =
+        (0..16).map(|at| u8::from_str_radix(&CALLERS_TRACE[2 * at..2 * at + 2], 16).expect("hex")).collect();
+    assert!(traces.contains_key(&callers_trace), "the caller's trace is continued");
 
     // Neither spans nor logs contain any text of a prompt or an answer.
-    for fact in
+    for attribute in
         spans.iter().flat_map(|(_, span)| span.attributes.iter().chain(span.events.iter().flat_map(|event| &event.attributes)))
     {
-        assert!(FACTS.contains(&fact.key.as_str()), "{fact:?}");
+        assert!(ATTRIBUTES.contains(&attribute.key.as_str()), "{attribute:?}");
     }
     let ids: BTreeSet<String> = traces.keys().map(|id| id.iter().map(|byte| format!("{byte:02x}")).collect()).collect();
     for name in ["frontend", "router", "d", "p"] {
         let log = plan.log(name);
         let lines: Vec<serde_json::Value> = log.lines().map(|line| serde_json::from_str(line).expect("a line is JSON")).collect();
         let sampled = lines.iter().filter(|line| line["target"] == "tandem_trace").map(|line| line["trace_id"].as_str());
-        let sampled: Vec<&str> = sampled.map(|id| id.expect("it has the trace's id")).collect();
+        let sampled: Vec<&str> = sampled.map(|id| id.expect("the line has a trace id")).collect();
         assert_eq!(sampled.iter().map(|id| (*id).to_owned()).collect::<BTreeSet<_>>(), ids, "{name}: {log}");
-        assert_eq!(sampled.len(), ids.len(), "{name}: one line a request");
+        assert_eq!(sampled.len(), ids.len(), "{name}: there is one line for each request");
         assert!(!log.contains(SECRET), "{log}");
     }
     assert!(!format!("{spans:?}").contains(SECRET));
@@ -213,10 +217,10 @@ fn trace_is_one_tree_across_processes_without_text() {
 
 #[test]
 fn unresponsive_collector_delays_no_request() {
-    // It takes connections and never says a word.
+    // One collector accepts connections and never answers; the other one does not exist.
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let gone = address();
-    for collector in [silent.local_addr().expect("bound"), gone] {
+    let closed = address();
+    for collector in [silent.local_addr().expect("the listener is bound"), closed] {
         let plan = Plan::new();
         let (endpoint, workers) = (format!("http://{collector}"), [address(), address()]);
         plan.list(&workers);
@@ -224,13 +228,13 @@ fn unresponsive_collector_delays_no_request() {
         let (router, frontend) = (plan.router(&args), plan.frontend(&args));
         let workers = [plan.worker("prefill", "p", workers[0], &args), plan.worker("decode", "d", workers[1], &args)];
         ready(&frontend);
-        for turn in 0..10 {
-            ask(&frontend, &format!("{turn} {}", "all goes on ".repeat(20)));
+        for number in 0..10 {
+            chat(&frontend, &format!("{number} {}", "some words of a prompt ".repeat(20)));
         }
-        if collector == gone {
+        if collector == closed {
             let lost = || series(&frontend, "tandem_trace_spans_total{result=\"lost\"}");
-            until("what is lost is counted", lost, |lost| *lost >= 10.0);
-            assert!(plan.log("frontend").contains("OTLP export failed"), "and logged");
+            until("lost spans are counted", lost, |lost| *lost >= 10.0);
+            assert!(plan.log("frontend").contains("OTLP export failed"), "the failed export is logged");
         }
         for process in [frontend, router].into_iter().chain(workers) {
             process.signal("-TERM");

@@ -1,4 +1,4 @@
-//! The binary, running: `tandem up`, or one role of it.
+//! A running process of the binary: `tandem up`, or one role.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -6,7 +6,7 @@ use std::{
     process::{Child, ChildStdout, Command, ExitStatus, Stdio},
 };
 
-/// The binary, in an environment without our variables.
+/// Returns a command that runs the binary, in an environment without `TANDEM_` variables.
 pub fn tandem(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tandem"));
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TANDEM_")) {
@@ -16,22 +16,23 @@ pub fn tandem(args: &[&str]) -> Command {
     command
 }
 
-/// A process of its own. Dropping it kills it.
+/// A running process. Dropping it kills it.
 pub struct Up {
     process: Child,
     stdout: BufReader<ChildStdout>,
+    /// The text that it printed when it was ready.
     pub introduction: String,
 }
 
 impl Up {
-    /// Any subcommand that introduces itself.
+    /// Starts a subcommand that serves, and waits until it prints its introduction.
     pub fn spawn(args: &[&str], stderr: impl Into<Stdio>) -> Self {
         let mut process = tandem(args).stderr(stderr).spawn().expect("the binary runs");
         let mut stdout = BufReader::new(process.stdout.take().expect("piped"));
         let mut introduction = String::new();
         while !introduction.contains("Ctrl-C") {
             let read = stdout.read_line(&mut introduction).expect("the binary writes text");
-            assert_ne!(read, 0, "it ended: {introduction}");
+            assert_ne!(read, 0, "the process ended early: {introduction}");
         }
         Self { process, stdout, introduction }
     }
@@ -45,11 +46,12 @@ impl Up {
             .expect("the introduction has a URL")
     }
 
-    /// What a GET answers, its head included.
+    /// Sends a GET request and returns the complete answer with its head.
     pub fn get(&self, path: &str) -> String {
         let mut answer = String::new();
-        let mut stream = TcpStream::connect(self.address()).expect("it listens");
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.address()).expect("it reads");
+        let mut stream = TcpStream::connect(self.address()).expect("the server listens");
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.address())
+            .expect("the process reads");
         stream.read_to_string(&mut answer).expect("text");
         answer
     }
@@ -63,9 +65,9 @@ impl Up {
         assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
     }
 
-    /// How it ended, and what it wrote to stderr if that is a pipe.
+    /// Waits for the end. Returns the exit status, and the text on stderr if that is a pipe.
     pub fn wait(mut self) -> (ExitStatus, String) {
-        let status = self.process.wait().expect("it is our child");
+        let status = self.process.wait().expect("the process is a child of this one");
         let mut rest = String::new();
         self.stdout.read_to_string(&mut rest).expect("text");
         let mut errors = String::new();
@@ -78,7 +80,7 @@ impl Up {
 
 impl Drop for Up {
     fn drop(&mut self) {
-        // It has ended already, or it is to.
+        // `kill` fails if the process has ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

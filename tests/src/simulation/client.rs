@@ -1,9 +1,9 @@
 //! A client with one connection per request, over the simulated network.
 
 use super::{
-    network::{Name, Wires},
+    network::{Name, SimulatedNetwork},
     oracle::Expected,
-    plan::{CLIENT, Wanted},
+    plan::{CLIENT, RequestSpec},
 };
 use crate::Answer;
 use futures::future::join;
@@ -18,9 +18,9 @@ const RETRYABLE: [&str; 5] = ["no_worker", "router_unreachable", "attempts_exhau
 /// The error of a draining frontend.
 const DRAINING: &str = "draining";
 
-/// The outcome of a request as its client sees it.
+/// What a client received for its request.
 #[derive(Default)]
-pub(super) struct Seen {
+pub(super) struct Outcome {
     status: Option<u16>,
     request_id: Option<String>,
     retry_after: bool,
@@ -32,16 +32,16 @@ pub(super) struct Seen {
 /// How the request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum End {
-    /// The client cancelled it.
+    /// The client disconnected before the end of the response.
     #[default]
-    Left,
-    /// The connection broke or failed.
-    Broken,
+    ClientLeft,
+    /// The connection could not be made, or broke.
+    ConnectionBroke,
     /// The response is complete.
-    Whole,
+    Complete,
 }
 
-/// Which outcomes are allowed.
+/// Failures that the simulated faults can explain, and which are therefore allowed.
 #[derive(Clone, Copy)]
 pub(super) struct Allowed {
     /// Errors that allow a retry.
@@ -52,52 +52,54 @@ pub(super) struct Allowed {
     pub(super) draining: bool,
 }
 
-/// Sends the request and reads until its end or the client's timeout.
-pub(super) async fn ask(wires: Wires, frontend: Name, wanted: Wanted) -> Seen {
-    let mut seen = Seen::default();
-    let asking =
-        async { seen.end = if exchange(&wires, &frontend, &wanted, &mut seen).await.is_ok() { End::Whole } else { End::Broken } };
-    match wanted.patience {
-        Some(patience) => drop(timeout(patience, asking).await),
-        None => asking.await,
+/// Sends the request and reads its response, until its end or until the client disconnects.
+pub(super) async fn send(network: SimulatedNetwork, frontend: Name, spec: RequestSpec) -> Outcome {
+    let mut outcome = Outcome::default();
+    let exchange = async {
+        let exchanged = exchange(&network, &frontend, &spec, &mut outcome).await;
+        outcome.end = if exchanged.is_ok() { End::Complete } else { End::ConnectionBroke };
+    };
+    match spec.disconnect_after {
+        Some(time) => drop(timeout(time, exchange).await),
+        None => exchange.await,
     }
-    seen
+    outcome
 }
 
-async fn exchange(wires: &Wires, frontend: &Name, wanted: &Wanted, seen: &mut Seen) -> anyhow::Result<()> {
-    let dial = wires.dial_from(&CLIENT.into());
+async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpec, outcome: &mut Outcome) -> anyhow::Result<()> {
+    let dial = network.dial_from(&CLIENT.into());
     let io = dial(&format!("{frontend}:80")).await?;
     let (mut sender, connection) = handshake(TokioIo::new(io)).await?;
-    let talk = async move {
+    let exchange = async move {
         let request = Request::post("/v1/completions").header("host", &**frontend).header("content-type", "application/json");
         let request = request.header("x-tandem-details", "true");
-        let response = sender.send_request(request.body(Full::new(Bytes::from(wanted.body().to_string())))?).await?;
+        let response = sender.send_request(request.body(Full::new(Bytes::from(spec.body().to_string())))?).await?;
         let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
-        seen.status = Some(response.status().as_u16());
-        seen.request_id = header("x-request-id");
-        seen.retry_after = header("retry-after").is_some();
-        seen.streamed = header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
+        outcome.status = Some(response.status().as_u16());
+        outcome.request_id = header("x-request-id");
+        outcome.retry_after = header("retry-after").is_some();
+        outcome.streamed = header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
         let mut body = response.into_body();
         while let Some(frame) = body.frame().await {
             if let Some(data) = frame?.data_ref() {
-                seen.body.extend_from_slice(data);
+                outcome.body.extend_from_slice(data);
             }
         }
         anyhow::Ok(())
     };
-    // An error of the connection is reported by the exchange, too.
-    join(talk, connection).await.0
+    // If the connection fails, the exchange fails, too.
+    join(exchange, connection).await.0
 }
 
-impl Seen {
-    /// Returns a line for the log.
+impl Outcome {
+    /// Returns a summary for the log.
     pub(super) fn summary(&self) -> String {
         format!("{:?}, status {:?}, {} bytes", self.end, self.status, self.body.len())
     }
 
-    /// Returns it in the form of the audit.
+    /// Returns the request and its reported usage as input of the audit.
     pub(super) fn line(&self) -> ClientLine {
-        let usage = self.answer().ok().filter(|_| self.end == End::Whole).and_then(|answer| answer.reported_usage(1));
+        let usage = self.answer().ok().filter(|_| self.end == End::Complete).and_then(|answer| answer.reported_usage(1));
         ClientLine { request_id: self.request_id.clone(), usage }
     }
 
@@ -108,20 +110,22 @@ impl Seen {
         Answer::read(self.status.unwrap_or(0), self.streamed, whole)
     }
 
-    /// Returns what is wrong with it, if anything is.
-    pub(super) fn check(&self, wanted: &Wanted, expected: &Expected, allowed: Allowed) -> Result<(), String> {
+    /// Checks the response against the expected answer and the allowed failures; an error describes the first violation.
+    pub(super) fn check(&self, spec: &RequestSpec, expected: &Expected, allowed: Allowed) -> Result<(), String> {
         let retryable = |error: &serde_json::Value| {
             let code = error["code"].as_str().unwrap_or_default();
             let fits = (allowed.errors && RETRYABLE.contains(&code)) || (allowed.draining && code == DRAINING);
-            if fits && error["type"] == "server_error" { Ok(()) } else { Err(format!("an error that nothing explains: {error}")) }
+            if fits && error["type"] == "server_error" { Ok(()) } else { Err(format!("no fault explains this error: {error}")) }
         };
         let status = match (self.end, self.status) {
-            (End::Broken, _) if !allowed.broken => return Err("its connection broke, and nothing broke it".to_owned()),
-            (End::Left | End::Broken, None) => return Ok(()),
-            (_, None) => return Err("a response has a status".to_owned()),
+            (End::ConnectionBroke, _) if !allowed.broken => {
+                return Err("its connection broke, and no fault explains that".to_owned());
+            }
+            (End::ClientLeft | End::ConnectionBroke, None) => return Ok(()),
+            (_, None) => return Err("the response has no status".to_owned()),
             (_, Some(status)) => status,
         };
-        if self.end != End::Whole && !self.streamed {
+        if self.end != End::Complete && !self.streamed {
             return Ok(());
         }
         let answer = self.answer().map_err(|error| format!("{error:#}"))?;
@@ -149,16 +153,16 @@ impl Seen {
             return if answer.done { Err("[DONE] after an error".to_owned()) } else { retryable(error) };
         }
         if !answer.done {
-            return if self.end == End::Whole { Err("the stream ended without [DONE]".to_owned()) } else { Ok(()) };
+            return if self.end == End::Complete { Err("the stream ended without [DONE]".to_owned()) } else { Ok(()) };
         }
-        let told = answer.reported_usage(1).ok_or("a whole answer has its usage")?;
+        let usage = answer.reported_usage(1).ok_or("a complete answer has no usage")?;
         let completion: u64 = expected.choices.iter().map(|choice| choice.tokens).sum();
-        let (prompt, cached) = (told.prompt_tokens, told.cached_tokens);
-        if prompt != wanted.prompt.len() as u64 || answer.usage("/completion_tokens") != completion {
-            return Err(format!("usage {}, expected {} and {completion}", answer.last()["usage"], wanted.prompt.len()));
+        let (prompt, cached) = (usage.prompt_tokens, usage.cached_tokens);
+        if prompt != spec.prompt.len() as u64 || answer.usage("/completion_tokens") != completion {
+            return Err(format!("usage {}, expected {} and {completion}", answer.last()["usage"], spec.prompt.len()));
         }
         if cached >= prompt || cached % u64::from(super::plan::BLOCK_SIZE) != 0 {
-            return Err(format!("{cached} of {prompt} tokens are said to be cached"));
+            return Err(format!("{cached} of {prompt} prompt tokens are reported as cached"));
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
-//! Coverage of simulations: how often they exercised what they are for.
+//! Counts of the events that simulations must exercise, such as preemptions.
 
-use super::client::Seen;
+use super::client::Outcome;
 use std::ops::AddAssign;
 use tandem::audit::Samples;
 use tandem_node::Metrics;
@@ -8,7 +8,7 @@ use tandem_node::Metrics;
 /// Counters over one seed or many.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Coverage {
-    /// Requests.
+    /// Requests that were sent.
     pub requests: u64,
     /// Requests with a complete answer.
     pub answered: u64,
@@ -18,20 +18,20 @@ pub struct Coverage {
     pub migrations: u64,
     /// Preempted sequences.
     pub preemptions: u64,
-    /// Cached prompt tokens.
+    /// Prompt tokens that were found in a cache.
     pub cached_tokens: u64,
     /// Bytes of blocks transferred between workers.
     pub transferred_bytes: u64,
 }
 
 impl Coverage {
-    pub(super) fn of(seen: &[Seen], metrics: &Metrics) -> Self {
+    pub(super) fn count(outcomes: &[Outcome], metrics: &Metrics) -> Self {
         let mut samples = Samples::default();
         samples.add(&metrics.render());
         let sum = |series, labels| samples.sum(series, labels) as u64;
         Self {
-            requests: seen.len() as u64,
-            answered: seen.iter().filter(|seen| seen.line().usage.is_some()).count() as u64,
+            requests: outcomes.len() as u64,
+            answered: outcomes.iter().filter(|outcome| outcome.line().usage.is_some()).count() as u64,
             attempts_failed: sum("tandem_frontend_attempts_failed_total", ""),
             migrations: sum("tandem_frontend_migrations_total", ""),
             preemptions: sum("tandem_worker_preemptions_total", ""),
@@ -40,19 +40,19 @@ impl Coverage {
         }
     }
 
-    fn each(&mut self) -> [&mut u64; 7] {
+    fn counters(&mut self) -> [&mut u64; 7] {
         let Self { requests, answered, attempts_failed, migrations, preemptions, cached_tokens, transferred_bytes } = self;
         [requests, answered, attempts_failed, migrations, preemptions, cached_tokens, transferred_bytes]
     }
 
     /// Whether every counter reaches its minimum.
-    pub fn covers(mut self, mut least: Self) -> bool {
-        self.each().iter().zip(least.each()).all(|(coverage, least)| **coverage >= *least)
+    pub fn reaches(mut self, mut minimum: Self) -> bool {
+        self.counters().iter().zip(minimum.counters()).all(|(count, minimum)| **count >= *minimum)
     }
 }
 
 impl AddAssign for Coverage {
     fn add_assign(&mut self, mut other: Self) {
-        self.each().into_iter().zip(other.each()).for_each(|(sum, more)| *sum += *more);
+        self.counters().into_iter().zip(other.counters()).for_each(|(sum, more)| *sum += *more);
     }
 }

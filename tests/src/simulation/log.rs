@@ -10,8 +10,8 @@ pub(super) struct Log(Arc<Mutex<State>>);
 
 struct State {
     start: Instant,
-    /// Hash of all records with their times, independent of the order within an instant: a draining server wakes its connections in
-    /// any order.
+    /// The sum of the hashes of all records with their times. It does not depend on the order of records of the same instant, because
+    /// a draining server wakes its connections in any order.
     trace: u64,
     lines: Vec<String>,
 }
@@ -26,7 +26,7 @@ impl Log {
         self.0.lock()
     }
 
-    /// Records a line to read.
+    /// Adds a line to the text and to the hash.
     pub(super) fn record(&self, what: Arguments<'_>) {
         let mut state = self.lock();
         let line = format!("{:10.3}  {what}", state.start.elapsed().as_secs_f64());
@@ -34,15 +34,15 @@ impl Log {
         state.lines.push(line);
     }
 
-    /// Records data that only has to be equal in every run.
-    pub(super) fn count(&self, what: Arguments<'_>) {
+    /// Adds an event to the hash only.
+    pub(super) fn add_to_trace(&self, what: Arguments<'_>) {
         let mut state = self.lock();
         let at = state.start.elapsed().as_nanos();
         state.trace = state.trace.wrapping_add(hash(format!("{at} {what}").as_bytes()));
     }
 
     /// Returns the hash and the text.
-    pub(super) fn end(&self) -> (u64, Vec<String>) {
+    pub(super) fn finish(&self) -> (u64, Vec<String>) {
         let mut state = self.lock();
         (state.trace, std::mem::take(&mut state.lines))
     }

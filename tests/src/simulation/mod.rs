@@ -1,25 +1,26 @@
 //! The whole cluster on a simulated network, in simulated time, with clients and faults that a seed determines.
 //!
-//! [`run`] is a function of the seed: one thread, paused time, no randomness but the seed's. The invariants are in
-//! `client` (answers) and `world` (nothing is held, the router's index is right); usage is audited as by an operator.
+//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks
+//! the answers, `cluster` checks that nothing is held and that the router's index is correct, and usage is audited as by an operator.
 
 mod client;
+mod cluster;
 mod coverage;
 mod log;
 mod network;
 mod oracle;
 mod plan;
 mod random;
-mod world;
 
 use anyhow::{Context, Result};
-use client::{Allowed, Seen, ask};
+use client::{Allowed, Outcome};
 pub use coverage::Coverage;
 use parking_lot::Mutex;
 
+use cluster::SimulatedCluster;
 use log::Log;
 use oracle::Expected;
-use plan::{BLOCK_SIZE, Fault, Plan, Role, Wanted};
+use plan::{BLOCK_SIZE, Fault, Plan, RequestSpec, Role};
 pub use random::Random;
 use std::{
     cell::Cell,
@@ -38,17 +39,16 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep, sleep_until, timeout},
 };
-use world::World;
 
-/// The longest that a request may take after all faults: a last attempt's wait for its first token and the tokens after it, on
-/// the slowest engine.
+/// The longest time that a request may take after all faults have ended: a last attempt's wait for its first token, and the tokens after
+/// it, on the slowest engine.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
 /// How long after the last request everything must be released and every process must know the state of the others.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
-/// Interval of polling for that.
+/// Interval at which the cluster's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// A frontend closes a connection whose request head is incomplete after this time from its acceptance: a client that a fault
-/// delays for longer finds its connection closed.
+/// A frontend closes a connection on which no complete request head has arrived within this time. Faults that delay a client for longer
+/// break its connection.
 const HEAD_MAX: Duration = Duration::from_secs(10);
 /// The time after which circuit breakers admit requests again.
 const RECOVERY: Duration = Duration::from_secs(31);
@@ -58,20 +58,20 @@ pub struct Report {
     /// The seed.
     pub seed: u64,
     /// The violated invariants.
-    pub wrong: Vec<String>,
+    pub violations: Vec<String>,
     /// The log, one line per event; followed by the ledger if an invariant was violated.
     pub log: Vec<String>,
     /// Hash of all events, including the time of each byte: equal in every run of the seed.
     pub trace: u64,
-    /// What it covered.
+    /// Counts of the events that the run exercised.
     pub coverage: Coverage,
 }
 
 impl Report {
-    /// Returns what went wrong and how to reproduce it.
+    /// Returns the violated invariants and the command that repeats the run.
     pub fn failure(&self) -> String {
-        let Self { seed, wrong, .. } = self;
-        format!("seed {seed}: {}\n  rerun: cargo run --release -p tandem-tests -- --seed {seed}", wrong.join("\n  "))
+        let Self { seed, violations, .. } = self;
+        format!("seed {seed}: {}\n  rerun: cargo run --release -p tandem-tests -- --seed {seed}", violations.join("\n  "))
     }
 }
 
@@ -82,37 +82,38 @@ pub fn run(seed: u64) -> Report {
     // The jitter of retries comes from this thread's generator.
     fastrand::seed(seed);
     let plan = Plan::of(&mut random);
-    let expected = |requests: &[Wanted]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
+    let expected = |requests: &[RequestSpec]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
     let expected = [expected(&plan.requests), expected(&plan.afterwards)];
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = folder.path().join("ledger");
-    let (log, metrics, lifecycle) = runtime.block_on(async {
+    let (log, metrics, cluster_run) = runtime.block_on(async {
         let log = Log::new();
-        let (metrics, lifecycle) = live(&plan, &expected, &ledger, &mut random, &log).await;
-        (log, metrics, lifecycle)
+        let (metrics, cluster_run) = run_cluster(&plan, &expected, &ledger, &mut random, &log).await;
+        (log, metrics, cluster_run)
     });
-    // After the last task has ended the ledger is closed and complete.
+    // The ledger is complete when the last task has ended.
     drop(runtime);
-    let (trace, mut lines) = log.end();
-    let (mut wrong, coverage) = match lifecycle {
-        Ok(Lifecycle { mut wrong, seen, settled }) => {
-            let coverage = Coverage::of(&seen, &metrics);
+    let (trace, mut lines) = log.finish();
+    let (mut violations, coverage) = match cluster_run {
+        Ok(ClusterRun { mut violations, outcomes, settled }) => {
+            let coverage = Coverage::count(&outcomes, &metrics);
             if settled {
-                wrong.extend(audited(&seen, &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]));
+                violations
+                    .extend(audit_findings(&outcomes, &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]));
             }
-            (wrong, coverage)
+            (violations, coverage)
         }
         Err(error) => (vec![format!("{error:#}")], Coverage::default()),
     };
     if PANICS.get() > panics {
-        wrong.push("a task panicked; its message is above".to_owned());
+        violations.push("a task panicked; its message is above".to_owned());
     }
-    if !wrong.is_empty() {
+    if !violations.is_empty() {
         lines.extend(std::fs::read_to_string(&ledger).unwrap_or_default().lines().map(str::to_owned));
     }
-    Report { seed, wrong, log: lines, trace, coverage }
+    Report { seed, violations, log: lines, trace, coverage }
 }
 
 /// Simulates these seeds on all cores and passes each result to `on_report`, in any order, until it returns false.
@@ -138,96 +139,96 @@ pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> boo
     });
 }
 
-struct Lifecycle {
-    wrong: Vec<String>,
-    seen: Vec<Seen>,
-    /// The time at which nothing ran any more.
+struct ClusterRun {
+    violations: Vec<String>,
+    outcomes: Vec<Outcome>,
+    /// Whether the cluster became idle at the end.
     settled: bool,
 }
 
-async fn live(
+async fn run_cluster(
     plan: &Plan,
     expected: &[Vec<Expected>; 2],
     ledger: &Path,
     random: &mut Random,
     log: &Log,
-) -> (Metrics, Result<Lifecycle>) {
-    let mut world = match World::new(plan, ledger, random, log.clone()) {
-        Ok(world) => world,
+) -> (Metrics, Result<ClusterRun>) {
+    let mut cluster = match SimulatedCluster::new(plan, ledger, random, log.clone()) {
+        Ok(cluster) => cluster,
         Err(error) => return (Metrics::default(), Err(error)),
     };
-    (world.metrics.clone(), simulate(plan, expected, &mut world, log).await)
+    (cluster.metrics.clone(), simulate(plan, expected, &mut cluster, log).await)
 }
 
 async fn simulate(
     plan: &Plan,
     [expected, expected_afterwards]: &[Vec<Expected>; 2],
-    world: &mut World,
+    cluster: &mut SimulatedCluster,
     log: &Log,
-) -> Result<Lifecycle> {
-    settle(world).await?.map_or(Ok(()), |why| Err(anyhow::anyhow!("the cluster does not come up: {why}")))?;
-    let clients = send(world, &plan.requests, log);
-    go_wrong(plan, world).await;
-    let (mut wrong, mut seen) = (Vec::new(), Vec::new());
-    let (frontend, client) = (world.named(Role::Frontend), world.client());
-    let any = |of: &dyn Fn(&Fault) -> bool| plan.faults.iter().any(|planned| of(&planned.fault));
-    let held_up = plan.faults.iter().filter(|planned| planned.fault.holds_up_clients(frontend, client));
+) -> Result<ClusterRun> {
+    settle(cluster).await?.map_or(Ok(()), |why| Err(anyhow::anyhow!("the cluster does not start: {why}")))?;
+    let clients = send(cluster, &plan.requests, log);
+    inject_faults(plan, cluster).await;
+    let (mut violations, mut outcomes) = (Vec::new(), Vec::new());
+    let (frontend, client) = (cluster.first_host(Role::Frontend), cluster.client());
+    let any_fault = |condition: &dyn Fn(&Fault) -> bool| plan.faults.iter().any(|planned| condition(&planned.fault));
+    let delaying = plan.faults.iter().filter(|planned| planned.fault.blocks_clients(frontend, client));
     let allowed = Allowed {
-        errors: !plan.is_calm(),
-        broken: any(&|fault| fault.breaks_clients_connections(frontend, client))
-            || held_up.map(|planned| planned.lasts).sum::<Duration>() >= HEAD_MAX,
-        draining: any(&|fault| *fault == Fault::Restart { host: frontend }),
+        errors: !plan.must_answer_all(),
+        broken: any_fault(&|fault| fault.breaks_clients_connections(frontend, client))
+            || delaying.map(|planned| planned.lasts).sum::<Duration>() >= HEAD_MAX,
+        draining: any_fault(&|fault| *fault == Fault::Restart { host: frontend }),
     };
-    check(clients, &plan.requests, expected, allowed, &mut seen, &mut wrong).await;
-    if let Some(why) = settle(world).await? {
-        wrong.push(format!("all is well and no client is left, but {why}"));
-        return Ok(Lifecycle { wrong, seen, settled: false });
+    check(clients, &plan.requests, expected, allowed, &mut outcomes, &mut violations).await;
+    if let Some(why) = settle(cluster).await? {
+        violations.push(format!("all faults and requests have ended, but {why}"));
+        return Ok(ClusterRun { violations, outcomes, settled: false });
     }
     sleep(RECOVERY).await;
-    let afterwards = send(world, &plan.afterwards, log);
-    let full = plan.engine.queue_max < plan.afterwards.len() as u32;
+    let afterwards = send(cluster, &plan.afterwards, log);
+    let may_be_refused = plan.engine.queue_max < plan.afterwards.len() as u32;
     check(
         afterwards,
         &plan.afterwards,
         expected_afterwards,
-        Allowed { errors: full, broken: false, draining: false },
-        &mut seen,
-        &mut wrong,
+        Allowed { errors: may_be_refused, broken: false, draining: false },
+        &mut outcomes,
+        &mut violations,
     )
     .await;
-    let unsettled = settle(world).await?;
+    let unsettled = settle(cluster).await?;
     let settled = unsettled.is_none();
-    wrong.extend(unsettled.map(|reason| format!("the cluster is idle, but {reason}")));
-    for wanted in plan.requests.iter().chain(&plan.afterwards) {
-        let tokens: Vec<u32> = wanted.prompt.bytes().map(u32::from).collect();
+    violations.extend(unsettled.map(|reason| format!("the cluster is idle, but {reason}")));
+    for spec in plan.requests.iter().chain(&plan.afterwards) {
+        let tokens: Vec<u32> = spec.prompt.bytes().map(u32::from).collect();
         let namespace = Namespace::new("sim", "sim", "", "");
-        let hashes = sequence_hashes(&world.hash_key(), &namespace, BLOCK_SIZE as usize, &tokens[..tokens.len() - 1]);
-        wrong.extend(world.check_index(&hashes, tokens.len() as u32).await.err());
+        let hashes = sequence_hashes(&cluster.hash_key(), &namespace, BLOCK_SIZE as usize, &tokens[..tokens.len() - 1]);
+        violations.extend(cluster.check_index(&hashes, tokens.len() as u32).await.err());
     }
-    wrong.dedup();
-    Ok(Lifecycle { wrong, seen, settled })
+    violations.dedup();
+    Ok(ClusterRun { violations, outcomes, settled })
 }
 
 /// Running clients, each with the number of its request.
-type Clients = JoinSet<(usize, Seen)>;
+type Clients = JoinSet<(usize, Outcome)>;
 
-fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
+fn send(cluster: &SimulatedCluster, requests: &[RequestSpec], log: &Log) -> Clients {
     let mut clients = JoinSet::new();
-    let frontend = world.hosts[world.named(Role::Frontend)].name.clone();
-    for (number, wanted) in requests.iter().cloned().enumerate() {
-        let (wires, frontend, log) = (world.wires.clone(), frontend.clone(), log.clone());
+    let frontend = cluster.hosts[cluster.first_host(Role::Frontend)].name.clone();
+    for (number, spec) in requests.iter().cloned().enumerate() {
+        let (network, frontend, log) = (cluster.network.clone(), frontend.clone(), log.clone());
         clients.spawn(async move {
-            sleep(wanted.at).await;
+            sleep(spec.at).await;
             log.record(format_args!(
-                "request {number}: {} tokens, {} × {} to come, patience {:?}",
-                wanted.prompt.len(),
-                wanted.samples,
-                wanted.max_tokens,
-                wanted.patience
+                "request {number}: {} prompt tokens, {} samples of at most {} tokens, disconnects after {:?}",
+                spec.prompt.len(),
+                spec.samples,
+                spec.max_tokens,
+                spec.disconnect_after
             ));
-            let seen = ask(wires, frontend, wanted).await;
-            log.record(format_args!("request {number}: {}", seen.summary()));
-            (number, seen)
+            let outcome = client::send(network, frontend, spec).await;
+            log.record(format_args!("request {number}: {}", outcome.summary()));
+            (number, outcome)
         });
     }
     clients
@@ -236,53 +237,53 @@ fn send(world: &World, requests: &[Wanted], log: &Log) -> Clients {
 /// Waits for all clients and checks their outcomes.
 async fn check(
     mut clients: Clients,
-    requests: &[Wanted],
+    requests: &[RequestSpec],
     expected: &[Expected],
     allowed: Allowed,
-    seen: &mut Vec<Seen>,
-    wrong: &mut Vec<String>,
+    outcomes: &mut Vec<Outcome>,
+    violations: &mut Vec<String>,
 ) {
     let mut ended = BTreeMap::new();
     let all = async {
         while let Some(client) = clients.join_next().await {
-            let (number, seen) = client.expect("clients do not panic");
-            ended.insert(number, seen);
+            let (number, outcome) = client.expect("clients do not panic");
+            ended.insert(number, outcome);
         }
     };
     if timeout(REQUEST_MAX, all).await.is_err() {
         let hang: Vec<usize> = (0..requests.len()).filter(|number| !ended.contains_key(number)).collect();
-        wrong.push(format!("requests {hang:?} have not ended {REQUEST_MAX:?} after all was well"));
+        violations.push(format!("requests {hang:?} have not ended {REQUEST_MAX:?} after the last fault"));
     }
-    for (number, client) in ended {
-        if let Err(why) = client.check(&requests[number], &expected[number], allowed) {
-            wrong.push(format!("request {number}: {why}"));
+    for (number, outcome) in ended {
+        if let Err(why) = outcome.check(&requests[number], &expected[number], allowed) {
+            violations.push(format!("request {number}: {why}"));
         }
-        seen.push(client);
+        outcomes.push(outcome);
     }
 }
 
 /// Starts and ends all planned faults.
-async fn go_wrong(plan: &Plan, world: &mut World) {
+async fn inject_faults(plan: &Plan, cluster: &mut SimulatedCluster) {
     let start = Instant::now();
     let begins = plan.faults.iter().enumerate().map(|(number, planned)| (planned.at, true, number));
     let ends = plan.faults.iter().enumerate().map(|(number, planned)| (planned.at + planned.lasts, false, number));
-    let mut agenda: Vec<_> = begins.chain(ends).collect();
-    agenda.sort_unstable();
-    for (at, begins, number) in agenda {
+    let mut schedule: Vec<_> = begins.chain(ends).collect();
+    schedule.sort_unstable();
+    for (at, begins, number) in schedule {
         sleep_until(start + at).await;
         let planned = &plan.faults[number];
         match begins {
-            true => world.begin(planned.fault, planned.lasts),
-            false => world.end(planned.fault),
+            true => cluster.begin(planned.fault, planned.lasts),
+            false => cluster.end(planned.fault),
         }
     }
 }
 
-/// Waits until the cluster is idle and every process knows it; returns what prevents it after the time limit.
-async fn settle(world: &World) -> Result<Option<String>> {
+/// Waits until the cluster is idle and its processes agree about that. If they do not within the time limit, returns the difference.
+async fn settle(cluster: &SimulatedCluster) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {
-        let unsettled = world.unsettled().await.context("the router does not answer")?;
+        let unsettled = cluster.unsettled().await.context("the router does not answer")?;
         if unsettled.is_none() || Instant::now() > deadline {
             return Ok(unsettled);
         }
@@ -291,15 +292,15 @@ async fn settle(world: &World) -> Result<Option<String>> {
 }
 
 /// Reconciles the usage that clients received, the workers' ledger and the metrics.
-fn audited(seen: &[Seen], ledger: &Path, metrics: &Metrics) -> Result<Vec<String>> {
+fn audit_findings(outcomes: &[Outcome], ledger: &Path, metrics: &Metrics) -> Result<Vec<String>> {
     let mut evidence = audit::read(&[], &[ledger.to_owned()], &[])?;
-    evidence.client = seen.iter().map(Seen::line).collect();
+    evidence.client = outcomes.iter().map(Outcome::line).collect();
     evidence.metrics.add(&metrics.render());
     Ok(audit::check(&evidence).1.iter().map(ToString::to_string).collect())
 }
 
 thread_local! {
-    /// Panics in this thread so far. A task's panic ends in its `JoinHandle`, which may not be awaited.
+    /// Panics in this thread so far. They are counted because a task's `JoinHandle` may not be awaited.
     static PANICS: Cell<u64> = const { Cell::new(0) };
 }
 

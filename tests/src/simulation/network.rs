@@ -1,7 +1,7 @@
-//! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or cut.
+//! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or interrupted.
 //!
-//! It affects streams as an IP network affects TCP: bytes arrive late, or not until a partition has healed, or never because
-//! the connection broke; none is lost or reordered within a connection.
+//! It affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
+//! connection broke. Within a connection, bytes are neither lost nor reordered.
 
 use super::{log::Log, random::Random};
 use parking_lot::{Mutex, MutexGuard};
@@ -30,19 +30,20 @@ const BACKLOG: usize = 1_024;
 /// A host's name.
 pub(super) type Name = Arc<str>;
 
-/// One direction from a host to another.
+/// The properties of one direction between two hosts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Link {
+    /// Whether bytes are delivered.
     pub(super) open: bool,
-    /// The least delay; up to half as much again is added to each chunk.
+    /// The shortest delay. A random time of up to half of it is added for each chunk.
     pub(super) delay: Duration,
     /// The pause between two chunks. It does not depend on their size, which varies between runs, as HTTP headers carry the date.
     pub(super) pause: Duration,
 }
 
-/// The network. Cheap to clone.
+/// The simulated network. Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Wires {
+pub(super) struct SimulatedNetwork {
     state: Arc<Mutex<State>>,
     /// The tasks of all connections.
     tasks: Shutdown,
@@ -59,13 +60,13 @@ struct State {
     next_connection: u64,
 }
 
-/// A link and the tasks that wait for it. They wake in the order in which they began to wait, which a `watch` does not guarantee.
+/// A link and the tasks that wait until it opens. They wake in the order in which they began to wait, which a `watch` does not guarantee.
 struct Gate {
     link: Mutex<Link>,
     opened: Notify,
 }
 
-/// A connection, for breaking it.
+/// A connection that can be broken.
 struct Open {
     ends: (Name, Name),
     broken: oneshot::Sender<Broken>,
@@ -73,17 +74,17 @@ struct Open {
 
 /// Why a connection breaks.
 enum Broken {
-    /// A fault between its ends: both ends notice.
+    /// A fault between its ends: both ends detect it at once.
     Cut,
-    /// One end's host is down: the other end notices when the network lets it.
-    Gone { dialled: bool },
+    /// The host that dialled, or the host that was dialled, is down: the other one detects it when the network delivers a packet.
+    HostDown { dialled: bool },
 }
 
 impl Link {
     pub(super) const CLEAR: Self = Self { open: true, delay: Duration::from_millis(1), pause: Duration::ZERO };
 }
 
-impl Wires {
+impl SimulatedNetwork {
     pub(super) fn new(random: Random, key: ClusterKey, log: Log) -> Self {
         let state = State {
             random,
@@ -106,10 +107,10 @@ impl Wires {
 
     /// Returns the connector of this host.
     pub(super) fn dial_from(&self, host: &Name) -> Arc<Dial> {
-        let (wires, host) = (self.clone(), host.clone());
+        let (network, host) = (self.clone(), host.clone());
         Arc::new(move |address: &str| {
-            let (wires, host, address) = (wires.clone(), host.clone(), address.to_owned());
-            Box::pin(async move { wires.dial(host, &address).await })
+            let (network, host, address) = (network.clone(), host.clone(), address.to_owned());
+            Box::pin(async move { network.dial(host, &address).await })
         })
     }
 
@@ -120,38 +121,38 @@ impl Wires {
         Listener::new(Arrivals::Memory(arriving), self.of(host))
     }
 
-    /// Takes the host down: its ports close, and its connections break.
+    /// Stops the host: its ports close, and its connections break.
     pub(super) fn stop(&self, host: &Name) {
         self.lock().listeners.remove(host);
-        self.break_those(|(dialling, dialled)| match (dialling == host, dialled == host) {
-            (_, true) => Some(Broken::Gone { dialled: true }),
-            (true, false) => Some(Broken::Gone { dialled: false }),
+        self.break_matching(|(dialling, dialled)| match (dialling == host, dialled == host) {
+            (_, true) => Some(Broken::HostDown { dialled: true }),
+            (true, false) => Some(Broken::HostDown { dialled: false }),
             (false, false) => None,
         });
     }
 
     /// Breaks all connections between the two hosts.
     pub(super) fn cut(&self, one: &Name, other: &Name) {
-        self.break_those(|(dialling, dialled)| {
+        self.break_matching(|(dialling, dialled)| {
             ((dialling, dialled) == (one, other) || (dialling, dialled) == (other, one)).then_some(Broken::Cut)
         });
     }
 
-    fn break_those(&self, how: impl Fn((&Name, &Name)) -> Option<Broken>) {
+    fn break_matching(&self, how: impl Fn((&Name, &Name)) -> Option<Broken>) {
         let mut state = self.lock();
         let broken: Vec<_> =
             state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
         for (id, how) in broken {
             let open = state.connections.remove(&id).expect("its id was just read");
-            // It may have ended by itself.
+            // The send fails if the connection has just ended by itself.
             let _ = open.broken.send(how);
         }
     }
 
-    /// Sets every link to what `of` says.
-    pub(super) fn set(&self, of: impl Fn(&Name, &Name) -> Link) {
+    /// Sets every link to the value that `link_between` returns.
+    pub(super) fn set(&self, link_between: impl Fn(&Name, &Name) -> Link) {
         for ((from, to), gate) in &self.lock().links {
-            let now = of(from, to);
+            let now = link_between(from, to);
             *gate.link.lock() = now;
             if now.open {
                 gate.opened.notify_waiters();
@@ -159,7 +160,7 @@ impl Wires {
         }
     }
 
-    /// Returns the link, which stays as it is until it is set.
+    /// Adds a link without faults.
     pub(super) fn add_link(&self, from: &Name, to: &Name) {
         self.lock()
             .links
@@ -167,25 +168,25 @@ impl Wires {
             .or_insert_with(|| Arc::new(Gate { link: Mutex::new(Link::CLEAR), opened: Notify::new() }));
     }
 
-    fn way(&self, from: &Name, to: &Name) -> io::Result<Way> {
+    fn direction(&self, from: &Name, to: &Name) -> io::Result<Direction> {
         let mut state = self.lock();
         let random = state.random.fork();
         let gate = state.links.get(&(from.clone(), to.clone())).ok_or(io::ErrorKind::HostUnreachable)?.clone();
-        Ok(Way { gate, random })
+        Ok(Direction { gate, random })
     }
 
     async fn dial(self, from: Name, address: &str) -> io::Result<DuplexStream> {
         let to: Name = address.split_once(':').map_or(address, |(host, _)| host).into();
-        self.way(&from, &to)?.pass().await;
+        self.direction(&from, &to)?.pass().await;
         let listener = self.lock().listeners.get(&to).cloned();
         let (far, far_wire) = duplex(BUFFER_BYTES);
         if listener.is_none_or(|listener| listener.try_send(far).is_err()) {
-            self.way(&to, &from)?.pass().await;
+            self.direction(&to, &from)?.pass().await;
             self.log.record(format_args!("{from} → {to}: refused"));
             return Err(io::ErrorKind::ConnectionRefused.into());
         }
         let (near, near_wire) = duplex(BUFFER_BYTES);
-        let (out, back) = (self.way(&from, &to)?, self.way(&to, &from)?);
+        let (out, back) = (self.direction(&from, &to)?, self.direction(&to, &from)?);
         let (broken, breaks) = oneshot::channel();
         let id = {
             let mut state = self.lock();
@@ -194,20 +195,20 @@ impl Wires {
             state.connections.insert(id, Open { ends: (from.clone(), to.clone()), broken });
             id
         };
-        let connection = Connection { wires: self.clone(), id, name: format!("{from} → {to} #{id}") };
-        self.tasks.spawn(connection.carry(near_wire, far_wire, out, back, breaks));
-        self.way(&to, &from)?.pass().await;
+        let connection = Connection { network: self.clone(), id, name: format!("{from} → {to} #{id}") };
+        self.tasks.spawn(connection.forward(near_wire, far_wire, out, back, breaks));
+        self.direction(&to, &from)?.pass().await;
         Ok(near)
     }
 }
 
-/// One direction of a connection.
-struct Way {
+/// One direction of one connection.
+struct Direction {
     gate: Arc<Gate>,
     random: Random,
 }
 
-impl Way {
+impl Direction {
     fn delay(&mut self) -> Duration {
         let delay = self.link().delay;
         delay + delay.mul_f64(self.random.within(0..50) as f64 / 100.0)
@@ -224,15 +225,15 @@ impl Way {
         }
     }
 
-    /// Returns the delay of a single small packet, with its retransmissions.
+    /// Waits as long as a single small packet takes, including its retransmissions.
     async fn pass(&mut self) {
         self.open().await;
         sleep(self.delay()).await;
         self.open().await;
     }
 
-    /// Carries bytes until their end; fails when the receiver has closed.
-    async fn carry(
+    /// Forwards bytes until the sender closes; fails if the receiver has closed. Calls `passed` for every chunk.
+    async fn forward(
         &mut self,
         mut from: impl AsyncRead + Unpin,
         mut to: impl AsyncWrite + Unpin,
@@ -253,9 +254,9 @@ impl Way {
                     bytes += len;
                     in_flight.push_back((at, buffer[..len].to_vec()));
                 }
-                () = async { sleep_until(first_at.expect("there is one")).await }, if first_at.is_some() => {
+                () = async { sleep_until(first_at.expect("a chunk is in flight")).await }, if first_at.is_some() => {
                     self.open().await;
-                    let (_, chunk) = in_flight.pop_front().expect("there is one");
+                    let (_, chunk) = in_flight.pop_front().expect("a chunk is in flight");
                     if chunk.is_empty() {
                         return to.shutdown().await;
                     }
@@ -268,22 +269,29 @@ impl Way {
     }
 }
 
-/// Runs a connection until it ends.
+/// A connection, identified in the log by its name.
 struct Connection {
-    wires: Wires,
+    network: SimulatedNetwork,
     id: u64,
     name: String,
 }
 
 impl Connection {
-    async fn carry(self, near: DuplexStream, far: DuplexStream, mut out: Way, mut back: Way, breaks: oneshot::Receiver<Broken>) {
-        let log = &self.wires.log;
+    async fn forward(
+        self,
+        near: DuplexStream,
+        far: DuplexStream,
+        mut out: Direction,
+        mut back: Direction,
+        breaks: oneshot::Receiver<Broken>,
+    ) {
+        let log = &self.network.log;
         log.record(format_args!("{}: open", self.name));
         let (mut near_reads, mut near_writes) = split(near);
         let (mut far_reads, mut far_writes) = split(far);
-        let carried = async {
-            let outwards = out.carry(&mut near_reads, &mut far_writes, || log.count(format_args!("{} >", self.id)));
-            let backwards = back.carry(&mut far_reads, &mut near_writes, || log.count(format_args!("{} <", self.id)));
+        let forwarded = async {
+            let outwards = out.forward(&mut near_reads, &mut far_writes, || log.add_to_trace(format_args!("{} >", self.id)));
+            let backwards = back.forward(&mut far_reads, &mut near_writes, || log.add_to_trace(format_args!("{} <", self.id)));
             tokio::try_join!(outwards, backwards)
         };
         tokio::select! {
@@ -291,23 +299,23 @@ impl Connection {
             broken = breaks => {
                 log.record(format_args!("{}: broken", self.name));
                 match broken {
-                    Ok(Broken::Gone { dialled: true }) => {
+                    Ok(Broken::HostDown { dialled: true }) => {
                         drop((far_reads, far_writes));
                         back.pass().await;
                     }
-                    Ok(Broken::Gone { dialled: false }) => {
+                    Ok(Broken::HostDown { dialled: false }) => {
                         drop((near_reads, near_writes));
                         out.pass().await;
                     }
                     Ok(Broken::Cut) | Err(_) => {}
                 }
             }
-            carried = carried => {
-                let how = if carried.is_ok() { "closed" } else { "closed from one side" };
+            forwarded = forwarded => {
+                let how = if forwarded.is_ok() { "closed" } else { "closed from one side" };
                 log.record(format_args!("{}: {how}", self.name));
             }
         }
-        self.wires.lock().connections.remove(&self.id);
+        self.network.lock().connections.remove(&self.id);
     }
 }
 
@@ -315,32 +323,34 @@ impl Connection {
 mod tests {
     use super::*;
 
-    struct Two {
-        wires: Wires,
+    struct TwoHosts {
+        network: SimulatedNetwork,
         names: [Name; 2],
         arriving: mpsc::Receiver<DuplexStream>,
         dial: Arc<Dial>,
     }
 
     /// A network with host `a`, which dials, and host `b`, which listens.
-    fn two() -> Two {
-        let wires = Wires::new(Random::new(7), ClusterKey::default(), Log::new());
+    fn two_hosts() -> TwoHosts {
+        let network = SimulatedNetwork::new(Random::new(7), ClusterKey::default(), Log::new());
         let names: [Name; 2] = ["a".into(), "b".into()];
-        wires.add_link(&names[0], &names[1]);
-        wires.add_link(&names[1], &names[0]);
-        let Arrivals::Memory(arriving) = wires.listen(&names[1]).into_arrivals() else { panic!("it is in memory") };
-        let dial = wires.dial_from(&names[0]);
-        Two { wires, names, arriving, dial }
+        network.add_link(&names[0], &names[1]);
+        network.add_link(&names[1], &names[0]);
+        let Arrivals::Memory(arriving) = network.listen(&names[1]).into_arrivals() else {
+            panic!("the simulated listener is in memory")
+        };
+        let dial = network.dial_from(&names[0]);
+        TwoHosts { network, names, arriving, dial }
     }
 
-    impl Two {
+    impl TwoHosts {
         async fn connect(&mut self) -> (DuplexStream, DuplexStream) {
-            let near = (self.dial)("b:1").await.expect("it listens");
-            (near, self.arriving.recv().await.expect("it has come"))
+            let near = (self.dial)("b:1").await.expect("host b listens");
+            (near, self.arriving.recv().await.expect("the connection arrives"))
         }
 
         fn set(&self, from: usize, link: Link) {
-            self.wires.set(|of, _| if *of == self.names[from] { link } else { Link::CLEAR });
+            self.network.set(|of, _| if *of == self.names[from] { link } else { Link::CLEAR });
         }
     }
 
@@ -355,13 +365,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn bytes_arrive_complete_in_order_and_after_the_links_delay() {
-        let mut two = two();
-        let (mut near, mut far) = two.connect().await;
-        two.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
+        let mut hosts = two_hosts();
+        let (mut near, mut far) = hosts.connect().await;
+        hosts.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
         let sent: Vec<u8> = (0..20_000u32).map(|at| at as u8).collect();
         let started = Instant::now();
         for chunk in sent.chunks(5_000) {
-            near.write_all(chunk).await.expect("it fits");
+            near.write_all(chunk).await.expect("the buffer has capacity");
             sleep(Duration::from_millis(1)).await;
         }
         drop(near);
@@ -372,45 +382,48 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn partition_of_one_direction_delays_bytes_until_it_heals() {
-        let mut two = two();
-        let (mut near, mut far) = two.connect().await;
-        two.set(0, Link { open: false, ..Link::CLEAR });
-        near.write_all(b"question").await.expect("it fits");
-        far.write_all(b"answer").await.expect("it fits");
+    async fn partition_of_one_direction_delays_bytes_until_it_ends() {
+        let mut hosts = two_hosts();
+        let (mut near, mut far) = hosts.connect().await;
+        hosts.set(0, Link { open: false, ..Link::CLEAR });
+        near.write_all(b"question").await.expect("the buffer has capacity");
+        far.write_all(b"answer").await.expect("the buffer has capacity");
         assert_eq!(read(&mut near, LONG).await, b"answer");
         assert_eq!(read(&mut far, LONG).await, [0u8; 0]);
-        let mut dialling = (two.dial)("b:1");
+        let mut dialling = (hosts.dial)("b:1");
         assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes");
-        two.set(0, Link::CLEAR);
+        hosts.set(0, Link::CLEAR);
         assert_eq!(read(&mut far, LONG).await, b"question");
         assert!(dialling.await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
     async fn crashed_host_is_detected_once_packets_can_pass() {
-        let mut two = two();
-        let (mut near, _far) = two.connect().await;
-        two.set(1, Link { open: false, ..Link::CLEAR });
-        two.wires.stop(&two.names[1]);
+        let mut hosts = two_hosts();
+        let (mut near, _far) = hosts.connect().await;
+        hosts.set(1, Link { open: false, ..Link::CLEAR });
+        hosts.network.stop(&hosts.names[1]);
         let mut byte = [0];
-        assert!(tokio::time::timeout(LONG, near.read(&mut byte)).await.is_err(), "no word of it has come");
-        two.set(1, Link::CLEAR);
-        assert_eq!(near.read(&mut byte).await.expect("an end"), 0);
-        let refused = (two.dial)("b:1").await.expect_err("the port is closed");
+        assert!(
+            tokio::time::timeout(LONG, near.read(&mut byte)).await.is_err(),
+            "the crash is not known while packets do not pass"
+        );
+        hosts.set(1, Link::CLEAR);
+        assert_eq!(near.read(&mut byte).await.expect("the end of the stream is not an error"), 0);
+        let refused = (hosts.dial)("b:1").await.expect_err("the port is closed");
         assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
     }
 
     #[tokio::test(start_paused = true)]
     async fn broken_connection_is_detected_at_both_ends_and_can_be_reopened() {
-        let mut two = two();
-        let (mut near, mut far) = two.connect().await;
-        two.wires.cut(&two.names[1], &two.names[0]);
+        let mut hosts = two_hosts();
+        let (mut near, mut far) = hosts.connect().await;
+        hosts.network.cut(&hosts.names[1], &hosts.names[0]);
         for end in [&mut near, &mut far] {
-            assert_eq!(end.read(&mut [0]).await.expect("an end"), 0);
+            assert_eq!(end.read(&mut [0]).await.expect("the end of the stream is not an error"), 0);
         }
-        let (mut near, mut far) = two.connect().await;
-        near.write_all(b"again").await.expect("it fits");
+        let (mut near, mut far) = hosts.connect().await;
+        near.write_all(b"again").await.expect("the buffer has capacity");
         drop(near);
         assert_eq!(read(&mut far, LONG).await, b"again");
     }

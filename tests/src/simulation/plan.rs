@@ -6,8 +6,8 @@ use std::time::Duration;
 use tandem_engine::{EngineSettings, sim::SimSettings};
 use tandem_router::PrefillPlace;
 
-/// Requests and faults start within this time.
-const BUSY: u64 = 12_000;
+/// Requests and faults start within this time, in milliseconds.
+const ACTIVE_MS: u64 = 12_000;
 /// Tokens of a block in the cluster.
 pub(super) const BLOCK_SIZE: u32 = 16;
 /// Limit on the faults of one seed.
@@ -32,15 +32,15 @@ pub(super) struct Plan {
     pub(super) engine: EngineSettings,
     pub(super) sim: SimSettings,
     pub(super) prefill: PrefillPlace,
-    pub(super) requests: Vec<Wanted>,
-    pub(super) faults: Vec<Planned>,
+    pub(super) requests: Vec<RequestSpec>,
+    pub(super) faults: Vec<PlannedFault>,
     /// Requests that are sent together after all faults.
-    pub(super) afterwards: Vec<Wanted>,
+    pub(super) afterwards: Vec<RequestSpec>,
 }
 
 /// A request of a client.
 #[derive(Clone, Debug)]
-pub(super) struct Wanted {
+pub(super) struct RequestSpec {
     pub(super) at: Duration,
     pub(super) prompt: String,
     pub(super) samples: u32,
@@ -50,11 +50,11 @@ pub(super) struct Wanted {
     pub(super) stop: Option<String>,
     pub(super) ignore_end: bool,
     pub(super) stream: bool,
-    /// How long its client waits for the end; `None`: for ever.
-    pub(super) patience: Option<Duration>,
+    /// The time after which its client disconnects; `None`: it waits for the end.
+    pub(super) disconnect_after: Option<Duration>,
 }
 
-impl Wanted {
+impl RequestSpec {
     pub(super) fn body(&self) -> Value {
         let mut body = json!({
             "model": "sim", "prompt": self.prompt, "n": self.samples, "max_tokens": self.max_tokens, "seed": self.seed,
@@ -70,30 +70,30 @@ impl Wanted {
     }
 }
 
-/// A fault with its time and duration.
+/// A fault with its start and duration.
 #[derive(Clone, Debug)]
-pub(super) struct Planned {
+pub(super) struct PlannedFault {
     pub(super) at: Duration,
     pub(super) lasts: Duration,
     pub(super) fault: Fault,
 }
 
-/// The kind of a fault. Hosts are named by their positions among all hosts.
+/// A kind of fault. Hosts are identified by their numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Fault {
-    /// Adds this delay in both directions.
+    /// Adds a delay in both directions.
     Slow { between: (usize, usize), delay: Duration },
-    /// Passes one chunk at a time with a pause between them, in both directions.
-    Narrow { between: (usize, usize), pause: Duration },
-    /// Passes nothing in this direction.
+    /// Delivers one chunk at a time with a pause between them, in both directions.
+    Throttle { between: (usize, usize), pause: Duration },
+    /// Delivers nothing in this direction, or in both.
     Partition { from: usize, to: usize, both_ways: bool },
-    /// Passes nothing to or from the host: it is asleep or disconnected.
+    /// Delivers nothing to or from the host.
     Isolation { host: usize },
-    /// Breaks all connections; new ones can be made.
+    /// Breaks all connections between two hosts; new ones can be made.
     Cut { between: (usize, usize) },
     /// Kills the process, which restarts later.
     Crash { host: usize },
-    /// Turns the host off: its peers notice nothing until the process restarts.
+    /// Stops the host without closing its connections: its peers detect that when the process restarts.
     PowerLoss { host: usize },
     /// Shuts the process down gracefully; it restarts later.
     Restart { host: usize },
@@ -104,29 +104,30 @@ pub(super) enum Fault {
 impl Plan {
     pub(super) fn of(random: &mut Random) -> Self {
         let speedup = *random.of(&[0.1, 0.3, 1.0, 4.0]);
-        // The smallest cache hardly holds the largest request, so that sequences are preempted.
+        // The smallest cache has little more capacity than the largest request needs, so that sequences are preempted.
         let capacity_blocks = *random.of(&[80, 80, 80, 120, 640]);
         let texts: Vec<String> = (0..random.within(2..5)).map(|_| text(random, 40..480)).collect();
         let count = random.within(10..26);
-        let mut requests: Vec<Wanted> = (0..count).map(|_| wanted(random, &texts)).collect();
+        let mut requests: Vec<RequestSpec> = (0..count).map(|_| request(random, &texts)).collect();
         if random.chance(40) {
-            // All requests together.
+            // All requests arrive almost together.
             let at = requests[0].at;
-            requests.iter_mut().for_each(|wanted| wanted.at = at + random.millis(0..300));
+            requests.iter_mut().for_each(|request| request.at = at + random.millis(0..300));
         }
         if random.chance(30) {
-            // A burst of one prompt.
-            let Wanted { at, prompt, .. } = requests[0].clone();
-            requests.iter_mut().take(6).for_each(|wanted| (wanted.at, wanted.prompt) = (at, prompt.clone()));
+            // Several requests have the same prompt and arrive together.
+            let RequestSpec { at, prompt, .. } = requests[0].clone();
+            requests.iter_mut().take(6).for_each(|request| (request.at, request.prompt) = (at, prompt.clone()));
         }
         let faults = faults(random);
-        for wanted in &mut requests {
+        for request in &mut requests {
             if random.chance(50) && !faults.is_empty() {
-                // About when a fault starts.
-                wanted.at = random.of(&faults).at.saturating_sub(random.millis(0..1_500)) + random.millis(0..500);
+                // Many requests arrive about when a fault starts.
+                request.at = random.of(&faults).at.saturating_sub(random.millis(0..1_500)) + random.millis(0..500);
             }
         }
-        let afterwards = (0..4).map(|_| Wanted { at: Duration::ZERO, patience: None, ..wanted(random, &texts) }).collect();
+        let afterwards =
+            (0..4).map(|_| RequestSpec { at: Duration::ZERO, disconnect_after: None, ..request(random, &texts) }).collect();
         Self {
             engine: EngineSettings {
                 chunk_budget: *random.of(&[32, 128, 512]),
@@ -146,7 +147,7 @@ impl Plan {
     }
 
     /// Whether every request must be answered: no faults, and enough capacity.
-    pub(super) fn is_calm(&self) -> bool {
+    pub(super) fn must_answer_all(&self) -> bool {
         self.faults.is_empty() && self.engine.queue_max > 26
     }
 }
@@ -155,13 +156,13 @@ fn text(random: &mut Random, bytes: std::ops::Range<u64>) -> String {
     (0..random.within(bytes)).map(|_| char::from(*random.of(b"abcdefghijklmnopqrstuvwxyz    "))).collect()
 }
 
-fn wanted(random: &mut Random, texts: &[String]) -> Wanted {
+fn request(random: &mut Random, texts: &[String]) -> RequestSpec {
     let base = random.of(texts);
     let shared = if random.chance(50) { base.len() } else { random.within(1..base.len() as u64) as usize };
     let prompt = format!("{}{}", &base[..shared], text(random, 1..80));
     let ignore_end = random.chance(50);
-    Wanted {
-        at: random.millis(0..BUSY),
+    RequestSpec {
+        at: random.millis(0..ACTIVE_MS),
         prompt,
         samples: *random.of(&[1, 1, 1, 2, 3]),
         max_tokens: if random.chance(20) { random.within(64..160) } else { random.within(1..64) } as u32,
@@ -170,35 +171,35 @@ fn wanted(random: &mut Random, texts: &[String]) -> Wanted {
         stop: random.chance(30).then(|| (*random.of(&["eta", "oi", "n s", "zz"])).to_owned()),
         ignore_end,
         stream: random.chance(70),
-        patience: random.chance(25).then(|| random.millis(1..6_000)),
+        disconnect_after: random.chance(25).then(|| random.millis(1..6_000)),
     }
 }
 
-/// Draws faults of a few kinds for a seed, not some of all kinds: some bugs show only if other faults do not hide them.
-fn faults(random: &mut Random) -> Vec<Planned> {
+/// Chooses faults of a few kinds for a seed, because faults of all kinds together hide some bugs.
+fn faults(random: &mut Random) -> Vec<PlannedFault> {
     let kinds: Vec<u64> = (0..9).filter(|_| random.chance(35)).collect();
     if kinds.is_empty() {
         return Vec::new();
     }
     let count = random.within(1..FAULTS_MAX + 1);
-    let mut planned: Vec<Planned> = (0..count)
+    let mut planned: Vec<PlannedFault> = (0..count)
         .map(|_| {
             let kind = *random.of(&kinds);
-            Planned { at: random.millis(0..BUSY), lasts: random.millis(1..25_000), fault: fault(random, kind) }
+            PlannedFault { at: random.millis(0..ACTIVE_MS), lasts: random.millis(1..25_000), fault: fault(random, kind) }
         })
         .collect();
     planned.sort_by_key(|planned| planned.at);
     planned
 }
 
-/// Returns all hosts, in their order.
+/// Returns the role of every host, by number.
 fn hosts() -> Vec<Role> {
     HOSTS.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count)).collect()
 }
 
-/// Returns the pairs of hosts that communicate, in both orders. The clients come after the last host.
+/// Returns the pairs of hosts that communicate, in both orders. The clients' host has the number after the last one.
 fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
-    let talk = |one: usize, other: usize| {
+    let communicate = |one: usize, other: usize| {
         matches!(
             (hosts[one], hosts.get(other)),
             (Role::Frontend, None | Some(Role::Router | Role::Decode))
@@ -207,7 +208,7 @@ fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
         )
     };
     let all = (0..hosts.len()).flat_map(|one| (0..=hosts.len()).map(move |other| (one, other)));
-    all.filter(|(one, other)| talk(*one, *other)).flat_map(|(one, other)| [(one, other), (other, one)]).collect()
+    all.filter(|(one, other)| communicate(*one, *other)).flat_map(|(one, other)| [(one, other), (other, one)]).collect()
 }
 
 fn fault(random: &mut Random, kind: u64) -> Fault {
@@ -217,7 +218,7 @@ fn fault(random: &mut Random, kind: u64) -> Fault {
     let between = (from, to);
     match kind {
         0 => Fault::Slow { between, delay: random.millis(5..800) },
-        1 => Fault::Narrow { between, pause: random.millis(5..400) },
+        1 => Fault::Throttle { between, pause: random.millis(5..400) },
         2 => Fault::Partition { from, to, both_ways: false },
         3 => Fault::Partition { from, to, both_ways: true },
         4 => Fault::Isolation { host },
@@ -239,7 +240,7 @@ impl Fault {
         let is = |(one, other)| (from, to) == (one, other) || (to, from) == (one, other);
         match *self {
             Self::Slow { between, delay } if is(between) => Link { delay: link.delay + delay, ..link },
-            Self::Narrow { between, pause } if is(between) => Link { pause: link.pause.max(pause), ..link },
+            Self::Throttle { between, pause } if is(between) => Link { pause: link.pause.max(pause), ..link },
             Self::Partition { from: one, to: other, both_ways }
                 if (from, to) == (one, other) || both_ways && is((one, other)) =>
             {
@@ -250,24 +251,24 @@ impl Fault {
         }
     }
 
-    /// Whether it may break connections between clients and the frontend.
+    /// Whether the fault may break connections between clients and the frontend.
     pub(super) fn breaks_clients_connections(&self, frontend: usize, client: usize) -> bool {
         match *self {
             Self::Cut { between: (one, other) } => (one, other) == (frontend, client) || (other, one) == (frontend, client),
             Self::Crash { host } | Self::PowerLoss { host } | Self::Restart { host } => host == frontend,
-            Self::Slow { .. } | Self::Narrow { .. } | Self::Partition { .. } | Self::Isolation { .. } | Self::Busy { .. } => {
+            Self::Slow { .. } | Self::Throttle { .. } | Self::Partition { .. } | Self::Isolation { .. } | Self::Busy { .. } => {
                 false
             }
         }
     }
 
-    /// Whether it blocks at least one direction between clients and the frontend.
-    pub(super) fn holds_up_clients(&self, frontend: usize, client: usize) -> bool {
+    /// Whether the fault blocks at least one direction between clients and the frontend.
+    pub(super) fn blocks_clients(&self, frontend: usize, client: usize) -> bool {
         match *self {
             Self::Partition { from, to, .. } => (from, to) == (frontend, client) || (to, from) == (frontend, client),
             Self::Isolation { host } => host == frontend || host == client,
             Self::Slow { .. }
-            | Self::Narrow { .. }
+            | Self::Throttle { .. }
             | Self::Cut { .. }
             | Self::Crash { .. }
             | Self::PowerLoss { .. }

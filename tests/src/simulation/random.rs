@@ -18,12 +18,12 @@ impl Random {
         number
     }
 
-    /// Returns an independent generator, which later draws from this one do not affect.
+    /// Returns an independent generator. Numbers that are taken from this one afterwards do not change it.
     pub(super) fn fork(&mut self) -> Self {
         Self(self.next())
     }
 
-    /// Returns a number in the range, which must not be empty.
+    /// Returns a number in the range. The range must not be empty.
     pub fn within(&mut self, range: Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }
@@ -36,7 +36,7 @@ impl Random {
         self.within(0..100) < percent
     }
 
-    /// Returns one of the items, of which there is at least one.
+    /// Returns one of the items. There must be at least one.
     pub(super) fn of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
         &choices[self.within(0..choices.len() as u64) as usize]
     }

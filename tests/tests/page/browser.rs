@@ -1,5 +1,4 @@
-//! A headless Chromium with one page, driven over its DevTools protocol on a pair of pipes: no port, and nothing to install but
-//! Chromium.
+//! A headless Chromium with one page, controlled over its DevTools protocol on a pair of pipes.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use base64::{Engine, prelude::BASE64_STANDARD};
@@ -12,15 +11,15 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Limit on a reply of the browser, which takes seconds to start on a busy machine.
+/// Limit on each reply of the browser, which may start slowly on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Interval of polling for what cannot be awaited.
+/// Interval of polling for states that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
 
-/// A shell command: the protocol's pipes are the file descriptors 3 and 4.
+/// Runs the browser with the protocol's pipes as its file descriptors 3 and 4.
 const SHELL: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#;
 
-/// As root it needs `--no-sandbox`; it shows our own page only.
+/// `--no-sandbox` is needed as root, and safe because the browser opens our own page only.
 const FLAGS: [&str; 9] = [
     "--headless",
     "--no-sandbox",
@@ -33,7 +32,7 @@ const FLAGS: [&str; 9] = [
     "--no-proxy-server",
 ];
 
-/// Dropping it kills it.
+/// A running Chromium. Dropping it kills it.
 pub struct Browser {
     process: Child,
     requests: ChildStdin,
@@ -41,12 +40,12 @@ pub struct Browser {
     calls: u64,
     session: Option<String>,
     /// Warnings and errors on the page's console.
-    complaints: Vec<String>,
+    console_errors: Vec<String>,
     folder: TempDir,
 }
 
 impl Browser {
-    /// Opens an empty page.
+    /// Starts Chromium and opens an empty page.
     pub async fn start() -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let mut command = Command::new("sh");
@@ -65,8 +64,8 @@ impl Browser {
                 }
             }
         });
-        let (calls, session, complaints) = (0, None, Vec::new());
-        let mut browser = Self { process, requests, replies, calls, session, complaints, folder };
+        let (calls, session, console_errors) = (0, None, Vec::new());
+        let mut browser = Self { process, requests, replies, calls, session, console_errors, folder };
         let target = browser.call("Target.createTarget", json!({ "url": "about:blank" })).await?;
         let attach = json!({ "targetId": target["targetId"], "flatten": true });
         let session = browser.call("Target.attachToTarget", attach).await?;
@@ -93,15 +92,16 @@ impl Browser {
                 ensure!(reply["error"].is_null(), "{method}: {}", reply["error"]);
                 return Ok(reply["result"].clone());
             }
-            self.complaints.extend(complaint(&reply));
+            self.console_errors.extend(console_error(&reply));
         }
     }
 
     fn closed_error(&mut self) -> anyhow::Error {
         let log = fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
-        anyhow!("Chromium has ended ({:?}); is it installed? apt-get install chromium\n{log}", self.process.try_wait())
+        anyhow!("Chromium has ended ({:?}); if it is missing: apt-get install chromium\n{log}", self.process.try_wait())
     }
 
+    /// Opens a URL in the page.
     pub async fn open(&mut self, url: &str) -> Result<()> {
         let opened = self.call("Page.navigate", json!({ "url": url })).await?;
         ensure!(opened["errorText"].is_null(), "{url}: {}", opened["errorText"]);
@@ -128,20 +128,20 @@ impl Browser {
         while self.value(expression).await? != true {
             if Instant::now() > deadline {
                 let page = self.value("document.body.innerText").await?;
-                bail!("in vain: {expression}\n{:?}\n{}", self.complaints, page.as_str().unwrap_or_default());
+                bail!("timed out waiting until {expression}\n{:?}\n{}", self.console_errors, page.as_str().unwrap_or_default());
             }
             sleep(POLL_INTERVAL).await;
         }
         Ok(())
     }
 
-    /// Presses a key, as it is called in `KeyboardEvent.key`.
+    /// Presses the key with this name of `KeyboardEvent.key`.
     pub async fn press(&mut self, key: &str) -> Result<()> {
         let (code, text) = match key {
             "Tab" => (9, None),
             "Enter" => (13, Some("\r")),
             "Escape" => (27, None),
-            other => bail!("the test knows no key {other}"),
+            other => bail!("the key {other} is not supported"),
         };
         let mut event = json!({ "type": "rawKeyDown", "key": key, "code": key, "windowsVirtualKeyCode": code });
         if let Some(text) = text {
@@ -165,28 +165,28 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", scheme).await.map(drop)
     }
 
-    /// Returns a screenshot of the window, or with `whole` of the page, as a PNG.
+    /// Returns a screenshot as a PNG: of the whole page if `whole`, else of the window.
     pub async fn picture(&mut self, whole: bool) -> Result<Vec<u8>> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": whole })).await?;
         Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("a picture")?)?)
     }
 
-    /// Returns errors and warnings so far.
-    pub fn complaints(&self) -> &[String] {
-        &self.complaints
+    /// Returns the errors and warnings so far.
+    pub fn console_errors(&self) -> &[String] {
+        &self.console_errors
     }
 }
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Its other processes end with it. It may have ended by itself.
+        // Chromium's other processes end with this one. `kill` fails if it has ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Returns the error or warning that an event reports.
-fn complaint(event: &Value) -> Option<String> {
+/// Returns the error or warning that an event reports, if it reports one.
+fn console_error(event: &Value) -> Option<String> {
     let params = &event["params"];
     let bad = match event["method"].as_str()? {
         "Runtime.exceptionThrown" => &params["exceptionDetails"],

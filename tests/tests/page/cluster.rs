@@ -1,124 +1,34 @@
-//! A cluster of simulated workers with any names, which the command line would not allow.
+//! A cluster of simulated workers whose names may be any text, which the command line would not allow.
 
 use anyhow::Result;
-use std::time::Duration;
-use tandem_decode_worker::DecodeWorkerSettings;
+use std::net::SocketAddr;
 use tandem_engine::{
     EngineHandle, EngineSettings,
     sim::{SimEngine, SimSettings},
 };
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
-use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_transfer::TransferMode;
-use tandem_worker::WorkerSettings;
-use tokio::net::TcpListener;
+use tandem_tests::services::{Services, engine_settings, worker_settings};
 
-/// Limit on prompt tokens of a step.
+/// Limit on prompt tokens of a step, so that prompts are computed in several steps.
 pub const CHUNK_BUDGET: u32 = 64;
-const SOON: Duration = Duration::from_secs(60);
 
-/// The parts of a cluster, as tasks. Dropping it stops them.
-pub struct Parts {
-    metrics: Metrics,
-    shutdown: Shutdown,
-    model: String,
-}
-
-fn sim() -> SimSettings {
-    SimSettings { speedup: 20.0, ..Default::default() }
-}
-
-impl Parts {
-    /// Starts a cluster that prefills remotely. Returns the frontend's address, too.
-    pub async fn start(model: &str, prefill: &[&str], decode: &[&str]) -> Result<(Self, std::net::SocketAddr)> {
-        let parts = Self { metrics: Metrics::default(), shutdown: Shutdown::default(), model: model.to_owned() };
-        let mut workers = Vec::new();
-        for name in prefill {
-            workers.push(parts.prefill_worker(name).await?);
-        }
-        for name in decode {
-            workers.push(parts.decode_worker(name).await?);
-        }
-        let (listener, router) = listener().await?;
-        let settings =
-            RouterSettings { workers: workers.into_iter().collect(), prefill: PrefillPlace::Remote, ..Default::default() };
-        parts.run(tandem_router::run(listener, settings, parts.metrics.clone(), parts.shutdown.clone()));
-        let (listener, address) = listener_at_any_port().await?;
-        let settings = FrontendSettings::new(router, ServedModel::sim(model));
-        parts.run(tandem_frontend::run(listener, settings, parts.metrics.clone(), parts.shutdown.clone()));
-        Ok((parts, address))
+/// Starts a cluster that prefills remotely. Also returns the frontend's address.
+pub async fn start(model: &str, prefill: &[&str], decode: &[&str]) -> Result<(Services, SocketAddr)> {
+    let (services, sim) = (Services::default(), SimSettings { speedup: 20.0, ..Default::default() });
+    let start_engine = || {
+        let settings = EngineSettings { chunk_budget: CHUNK_BUDGET, ..engine_settings() };
+        EngineHandle::start(Box::new(SimEngine::new(sim).in_real_time()), settings)
+    };
+    let mut workers = Vec::new();
+    for name in prefill {
+        workers.push(services.prefill_worker(worker_settings(name, model), start_engine(), &sim).await?.to_string());
     }
-
-    fn engine(&self) -> EngineHandle {
-        let settings = EngineSettings {
-            // Prompts are computed in several steps.
-            chunk_budget: CHUNK_BUDGET,
-            batch_max: 64,
-            queue_max: 64,
-            prefix_caching: true,
-            hash_key: tandem_kv::HashKey::NONE,
-            max_buffered_events: 1_024,
-            step_max: SOON,
-        };
-        EngineHandle::start(Box::new(SimEngine::new(sim()).in_real_time()), settings)
+    for name in decode {
+        workers.push(services.decode_worker(worker_settings(name, model), start_engine()).await?.to_string());
     }
-
-    fn run<E: std::error::Error + 'static>(&self, part: impl Future<Output = Result<(), E>> + Send + 'static) {
-        self.shutdown.track(async move { part.await.expect("a part runs until it is stopped") });
-    }
-
-    async fn prefill_worker(&self, name: &str) -> Result<String> {
-        let (listener, address) = listener().await?;
-        let settings = PrefillWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: name.to_owned(),
-                cluster: "tandem".to_owned(),
-                model: self.model.clone(),
-                revision: "sim".to_owned(),
-                ..Default::default()
-            },
-            ticket_wait: SOON,
-            transfer_mode: TransferMode::Simulated { block: sim().block_transfer() },
-        };
-        self.run(tandem_prefill_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-
-    async fn decode_worker(&self, name: &str) -> Result<String> {
-        let (listener, address) = listener().await?;
-        let settings = DecodeWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: name.to_owned(),
-                cluster: "tandem".to_owned(),
-                model: self.model.clone(),
-                revision: "sim".to_owned(),
-                ..Default::default()
-            },
-            advertise: None,
-            remote_waiting_max: 64,
-            receive_timeout: SOON,
-            transfer_mode: TransferMode::Tcp,
-        };
-        self.run(tandem_decode_worker::run(listener, self.engine(), settings, self.metrics.clone(), self.shutdown.clone()));
-        Ok(address)
-    }
-}
-
-impl Drop for Parts {
-    fn drop(&mut self) {
-        self.shutdown.stop();
-    }
-}
-
-async fn listener_at_any_port() -> Result<(TcpListener, std::net::SocketAddr)> {
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let address = listener.local_addr()?;
-    Ok((listener, address))
-}
-
-async fn listener() -> Result<(TcpListener, String)> {
-    let (listener, address) = listener_at_any_port().await?;
-    Ok((listener, address.to_string()))
+    let workers = workers.into_iter().collect();
+    let router = services.router(RouterSettings { workers, prefill: PrefillPlace::Remote, ..Default::default() }).await?;
+    let frontend = services.frontend(FrontendSettings::new(router.to_string(), ServedModel::sim(model))).await?;
+    Ok((services, frontend))
 }

@@ -1,10 +1,10 @@
-//! Clients that disconnect. Both workers release all that was taken for the request.
+//! Clients that disconnect: both workers release everything that they hold for the request.
 
 use crate::harness::{Cluster, Setup, prompt};
 use tandem_proto::v1::generate_reply::Message;
 
 #[tokio::test]
-async fn blocks_are_released_when_the_client_leaves_a_queued_prefill() {
+async fn blocks_are_released_when_the_client_disconnects_during_a_queued_prefill() {
     let mut slow = Setup::slow();
     slow.engine.batch_max = 1;
     let cluster = Cluster::start(slow, Setup::default()).await;
@@ -20,7 +20,7 @@ async fn blocks_are_released_when_the_client_leaves_a_queued_prefill() {
 }
 
 #[tokio::test]
-async fn blocks_are_released_when_the_client_leaves_during_prefill_and_transfer() {
+async fn blocks_are_released_when_the_client_disconnects_during_prefill_and_transfer() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
     replies.scheduled().await;
@@ -30,7 +30,7 @@ async fn blocks_are_released_when_the_client_leaves_during_prefill_and_transfer(
 }
 
 #[tokio::test]
-async fn blocks_are_released_when_the_client_leaves_while_decode_has_no_blocks() {
+async fn blocks_are_released_when_the_client_disconnects_while_decode_has_no_blocks() {
     let mut full = Setup::default();
     full.sim.capacity_blocks = 80;
     full.sim.speedup = 1.0;
@@ -48,18 +48,18 @@ async fn blocks_are_released_when_the_client_leaves_while_decode_has_no_blocks()
 }
 
 #[tokio::test]
-async fn blocks_are_released_when_the_client_leaves_during_generation() {
+async fn blocks_are_released_when_the_client_disconnects_during_generation() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     for request in [cluster.remote(prompt(1, 100), 30_000), cluster.local(prompt(2, 100), 30_000)] {
         let mut replies = cluster.open(request).await;
         replies.scheduled().await;
         replies.started().await;
-        // The report of a remote prompt's chunks is not awaited.
-        let said = match replies.next().await {
+        // For a remote prompt, the next message may be the report of its chunks.
+        let message = match replies.next().await {
             Some(Message::PrefillTimeline(_)) => replies.next().await,
-            said => said,
+            message => message,
         };
-        assert!(matches!(said, Some(Message::Tokens(_))));
+        assert!(matches!(message, Some(Message::Tokens(_))));
         assert!(cluster.decode.engine.load().in_use_blocks > 0);
         drop(replies);
         cluster.idle().await;
@@ -90,7 +90,7 @@ async fn many_cancelled_requests_do_not_affect_others_on_their_connection() {
 }
 
 #[tokio::test]
-async fn blocks_are_released_whenever_clients_leave() {
+async fn blocks_are_released_whenever_clients_disconnect() {
     let setup = Setup { sim: tandem_engine::sim::SimSettings { speedup: 20.0, ..Default::default() }, ..Setup::default() };
     let cluster = Cluster::start(setup.clone(), setup).await;
     let requests = (0..60_u32).map(|number| {
@@ -99,10 +99,10 @@ async fn blocks_are_released_whenever_clients_leave() {
             let prompt = prompt(number % 7, 50 + number * 11);
             let request = if number % 3 == 0 { cluster.local(prompt, 40) } else { cluster.remote(prompt, 40) };
             let mut replies = cluster.open(request).await;
-            // Every second client disconnects after as many messages as its number.
-            let patience = if number % 2 == 0 { number as usize / 2 } else { usize::MAX };
+            // Every second client disconnects after half as many messages as its number.
+            let messages_max = if number % 2 == 0 { number as usize / 2 } else { usize::MAX };
             let mut received = 0;
-            while received < patience && replies.next().await.is_some() {
+            while received < messages_max && replies.next().await.is_some() {
                 received += 1;
             }
         }

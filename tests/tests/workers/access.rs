@@ -1,10 +1,10 @@
-//! Processes on the cluster's network that request access to a worker's GPU memory. Only a ticket under which blocks were written
-//! gives access.
+//! Processes on the cluster's network that request access to a worker's GPU memory. They receive it only with a ticket under which
+//! blocks were written.
 
 use crate::{
-    failures::Played,
-    harness::{Cluster, SOON, Setup, Worker, channel, prompt},
-    reach::Reach,
+    device_memory::DeviceAccess,
+    failures::FakeDecodeWorker,
+    harness::{Cluster, Setup, TIMEOUT, Worker, channel, prompt},
 };
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
@@ -25,21 +25,21 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-/// Communicators that a prefill worker joins at a time.
+/// The number of communicators that a prefill worker joins at a time.
 const JOINS_MAX: u64 = 4;
-/// As many `NcclControl` streams as a worker serves.
+/// The number of `NcclControl` streams that a worker serves.
 const CONTROL_STREAMS_MAX: usize = 256;
 
-fn setup(reach: &Reach) -> Setup {
-    Setup { reach: Some(reach.clone()), ..Setup::default() }
+fn setup(access: &DeviceAccess) -> Setup {
+    Setup { access: Some(access.clone()), ..Setup::default() }
 }
 
-fn everything() -> Reach {
-    Reach { shares: true, links: true, ..Reach::default() }
+fn all_paths() -> DeviceAccess {
+    DeviceAccess { ipc: true, nccl: true, ..DeviceAccess::default() }
 }
 
-/// A ticket that asks for the handle and for a join, for blocks that are to go to `address`.
-fn asking_for_all(address: &str, communicator: u32) -> v1::Ticket {
+/// Returns a ticket that requests the memory's IPC handle and the join of a communicator, for blocks that are sent to `address`.
+fn ticket_requesting_access(address: &str, communicator: u32) -> v1::Ticket {
     v1::Ticket {
         ticket: vec![7; 16],
         address: address.to_owned(),
@@ -50,84 +50,92 @@ fn asking_for_all(address: &str, communicator: u32) -> v1::Ticket {
     }
 }
 
-/// Prefills a prompt and gives this ticket.
-async fn give(cluster: &Cluster, number: u32, ticket: v1::Ticket) -> Result<PrefillDone, FailureReason> {
-    let mut played = Played::start(cluster, prompt(number, 50)).await;
-    let Ok(Some(Message::TransferCapabilities(ways))) = played.next().await else { panic!("it has devices to offer") };
-    assert_eq!(ways, TransferCapabilities { cuda_ipc: true, nccl_ranks: 1 }, "what it can do, and nothing that helps to do it");
-    played.scheduled().await;
-    played.say(prefill_request::Message::Ticket(ticket)).await;
-    match played.next().await {
+/// Prefills a prompt whose blocks are sent under this ticket.
+async fn prefill_with_ticket(cluster: &Cluster, number: u32, ticket: v1::Ticket) -> Result<PrefillDone, FailureReason> {
+    let mut decode_worker = FakeDecodeWorker::start(cluster, prompt(number, 50)).await;
+    let Ok(Some(Message::TransferCapabilities(capabilities))) = decode_worker.next().await else {
+        panic!("the worker has a device")
+    };
+    let expected = TransferCapabilities { cuda_ipc: true, nccl_ranks: 1 };
+    assert_eq!(capabilities, expected, "the capabilities contain no handle");
+    decode_worker.scheduled().await;
+    decode_worker.send(prefill_request::Message::Ticket(ticket)).await;
+    match decode_worker.next().await {
         Ok(Some(Message::Done(done))) => Ok(done),
         Ok(Some(Message::Failure(failure))) => Err(failure.reason()),
-        other => panic!("{other:?} ends no prefill"),
+        other => panic!("expected Done or Failure, received {other:?}"),
     }
 }
 
-/// Returns when this many links were begun.
-async fn joined(reach: &Reach, links: u64) {
-    let mut joined = reach.joined.subscribe();
-    tokio::time::timeout(SOON, joined.wait_for(|joined| *joined >= links)).await.expect("soon").expect("it is there");
+/// Waits until this many joins have begun.
+async fn wait_for_joins(access: &DeviceAccess, count: u64) {
+    let mut joins = access.joins_started.subscribe();
+    let reached = tokio::time::timeout(TIMEOUT, joins.wait_for(|joins| *joins >= count)).await;
+    reached.expect("the joins begin in time").expect("the sender exists");
 }
 
 #[tokio::test]
-async fn ticket_of_no_reservation_yields_no_handle_and_no_join() {
-    let reach = everything();
-    let cluster = Cluster::start(setup(&reach), setup(&reach)).await;
+async fn ticket_without_a_reservation_gives_no_access() {
+    let access = all_paths();
+    let cluster = Cluster::start(setup(&access), setup(&access)).await;
     for number in 0..3 {
-        let ticket = asking_for_all(&cluster.decode.address, number);
-        assert_eq!(give(&cluster, number, ticket).await, Err(FailureReason::PrefillLost), "the decode worker refuses its blocks");
+        let ticket = ticket_requesting_access(&cluster.decode.address, number);
+        assert_eq!(
+            prefill_with_ticket(&cluster, number, ticket).await,
+            Err(FailureReason::PrefillLost),
+            "the decode worker refuses its blocks"
+        );
         // Without blocks there is no proof of a reservation.
-        let ticket = v1::Ticket { missing_blocks: Vec::new(), ..asking_for_all(&cluster.decode.address, number) };
-        assert_eq!(give(&cluster, number, ticket).await.expect("nothing is to be sent").ipc_handle, b"");
+        let ticket = v1::Ticket { missing_blocks: Vec::new(), ..ticket_requesting_access(&cluster.decode.address, number) };
+        assert_eq!(prefill_with_ticket(&cluster, number, ticket).await.expect("no block is sent").ipc_handle, b"");
     }
     cluster.idle().await;
-    assert_eq!(*reach.joined.borrow(), 0);
+    assert_eq!(*access.joins_started.borrow(), 0);
 }
 
 #[tokio::test]
-async fn ticket_with_unsigned_address_yields_no_handle_and_no_join() {
-    let (reach, key) = (everything(), ClusterKey::random());
+async fn ticket_with_unsigned_address_gives_no_access() {
+    let (access, key) = (all_paths(), ClusterKey::random());
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-    let address = listener.local_addr().expect("it is bound").to_string();
-    let (engine, _gate) = setup(&reach).start();
+    let address = listener.local_addr().expect("the listener is bound").to_string();
+    let (engine, _gate) = setup(&access).start();
     let running = tandem_prefill_worker::run(
         Listener::tcp(listener, key.clone()),
         engine,
-        setup(&reach).prefill_settings(),
+        setup(&access).prefill_settings(),
         Metrics::default(),
         Shutdown::default(),
     );
     let mut serving = JoinSet::new();
-    serving.spawn(async move { running.await.expect("it serves until it is dropped") });
+    serving.spawn(async move { running.await.expect("the worker serves until it is dropped") });
     let channel = Network::tcp(key.clone()).connect_lazy(&endpoint(&address).expect("host:port"));
-    let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("it serves").into_inner();
-    let taking = Taking::start().await;
-    let asking = asking_for_all(&taking.address, 1);
-    let signed = asking.clone().with_signed_address(&info.instance_id, &key);
+    let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("the worker answers").into_inner();
+    let receiver = AcceptingReceiver::start().await;
+    let unsigned = ticket_requesting_access(&receiver.address, 1);
+    let signed = unsigned.clone().with_signed_address(&info.instance_id, &key);
     // No signature, one for another prefill worker, and one that was made for another address.
     let elsewhere =
-        v1::Ticket { address: "127.0.0.1:1".to_owned(), ..asking.clone() }.with_signed_address(&info.instance_id, &key);
-    let elsewhere = v1::Ticket { address: asking.address.clone(), ..elsewhere };
-    for ticket in [asking.clone(), asking.with_signed_address("another", &key), elsewhere] {
-        let last = prefilled(&channel, &info.instance_id, ticket).await;
-        assert_eq!(last.expect_err("it is refused").code(), Code::InvalidArgument);
+        v1::Ticket { address: "127.0.0.1:1".to_owned(), ..unsigned.clone() }.with_signed_address(&info.instance_id, &key);
+    let elsewhere = v1::Ticket { address: unsigned.address.clone(), ..elsewhere };
+    for ticket in [unsigned.clone(), unsigned.with_signed_address("another", &key), elsewhere] {
+        let last = last_prefill_message(&channel, &info.instance_id, ticket).await;
+        assert_eq!(last.expect_err("the ticket is refused").code(), Code::InvalidArgument);
     }
-    assert_eq!(*reach.joined.borrow(), 0);
-    let Ok(Some(Message::Done(done))) = prefilled(&channel, &info.instance_id, signed).await else {
-        panic!("its address is signed")
+    assert_eq!(*access.joins_started.borrow(), 0);
+    let Ok(Some(Message::Done(done))) = last_prefill_message(&channel, &info.instance_id, signed).await else {
+        panic!("the ticket is signed")
     };
     assert!(!done.ipc_handle.is_empty());
-    joined(&reach, 1).await;
+    wait_for_joins(&access, 1).await;
 }
 
-/// The last thing that a prefill worker of a cluster with a key says of a prompt with this ticket.
-async fn prefilled(channel: &Channel, instance_id: &str, ticket: v1::Ticket) -> Result<Option<Message>, Status> {
+/// Prefills a prompt with this ticket on a cluster with a key, and returns the prefill worker's last message.
+async fn last_prefill_message(channel: &Channel, instance_id: &str, ticket: v1::Ticket) -> Result<Option<Message>, Status> {
     let start = v1::PrefillStart { instance_id: instance_id.to_owned(), prompt: prompt(1, 50), ..Default::default() };
     let messages = [prefill_request::Message::Start(start), prefill_request::Message::Ticket(ticket)];
     let (requests, receiver) = mpsc::channel(2);
     for message in messages {
-        requests.try_send(v1::PrefillRequest { message: Some(message) }).expect("there is room");
+        requests.try_send(v1::PrefillRequest { message: Some(message) }).expect("the channel has capacity");
     }
     let mut replies = PrefillClient::new(channel.clone()).prefill(ReceiverStream::new(receiver)).await?.into_inner();
     let mut last = None;
@@ -139,105 +147,118 @@ async fn prefilled(channel: &Channel, instance_id: &str, ticket: v1::Ticket) -> 
 
 #[tokio::test]
 async fn peer_has_one_join_at_a_time() {
-    let reach = everything();
-    let cluster = Cluster::start(setup(&reach), setup(&reach)).await;
-    let taking = Taking::start().await;
+    let access = all_paths();
+    let cluster = Cluster::start(setup(&access), setup(&access)).await;
+    let receiver = AcceptingReceiver::start().await;
     for number in 0..5 {
-        let done = give(&cluster, number, asking_for_all(&taking.address, number)).await.expect("its blocks are taken");
+        let done = prefill_with_ticket(&cluster, number, ticket_requesting_access(&receiver.address, number))
+            .await
+            .expect("the blocks are accepted");
         assert!(!done.ipc_handle.is_empty());
     }
-    joined(&reach, 1).await;
-    taking.linked().await;
-    assert_eq!(*reach.joined.borrow(), 1);
+    wait_for_joins(&access, 1).await;
+    receiver.control_stream_opened().await;
+    assert_eq!(*access.joins_started.borrow(), 1);
     cluster.idle().await;
 }
 
 #[tokio::test]
 async fn joins_of_many_peers_are_bounded() {
-    let reach = everything();
-    let cluster = Cluster::start(setup(&reach), setup(&reach)).await;
-    reach.join_gate.close();
+    let access = all_paths();
+    let cluster = Cluster::start(setup(&access), setup(&access)).await;
+    access.join_gate.close();
     let mut peers = Vec::new();
     for number in 0..JOINS_MAX as u32 + 2 {
-        let taking = Taking::start().await;
-        give(&cluster, number, asking_for_all(&taking.address, number)).await.expect("its blocks are taken");
-        peers.push(taking);
+        let receiver = AcceptingReceiver::start().await;
+        prefill_with_ticket(&cluster, number, ticket_requesting_access(&receiver.address, number))
+            .await
+            .expect("the blocks are accepted");
+        peers.push(receiver);
     }
-    joined(&reach, JOINS_MAX).await;
-    reach.join_gate.open();
+    wait_for_joins(&access, JOINS_MAX).await;
+    access.join_gate.open();
     for peer in &peers[..JOINS_MAX as usize] {
-        peer.linked().await;
+        peer.control_stream_opened().await;
     }
-    assert_eq!(*reach.joined.borrow(), JOINS_MAX, "the others' blocks went over TCP, and no join waits in line");
-    // There is capacity again.
-    let last = Taking::start().await;
-    give(&cluster, 100, asking_for_all(&last.address, 100)).await.expect("its blocks are taken");
-    joined(&reach, JOINS_MAX + 1).await;
+    assert_eq!(*access.joins_started.borrow(), JOINS_MAX, "the other peers' blocks were sent over TCP, and no join is queued");
+    // The joins have ended, so another one can begin.
+    let last = AcceptingReceiver::start().await;
+    prefill_with_ticket(&cluster, 100, ticket_requesting_access(&last.address, 100)).await.expect("the blocks are accepted");
+    wait_for_joins(&access, JOINS_MAX + 1).await;
     cluster.idle().await;
 }
 
-/// A `NcclControl` stream, open as long as it is held.
-struct Linking {
+/// A `NcclControl` stream. Dropping it closes it.
+struct ControlStream {
     _requests: mpsc::Sender<NcclControlRequest>,
     _replies: Streaming<NcclControlReply>,
 }
 
-async fn link(address: &str, communicator: &[u8]) -> Result<Linking, Status> {
+async fn open_control_stream(address: &str, communicator: &[u8]) -> Result<ControlStream, Status> {
     let (requests, receiver) = mpsc::channel(1);
     let first = NcclControlRequest { communicator: communicator.to_vec(), ..NcclControlRequest::default() };
-    requests.try_send(first).expect("there is room");
+    requests.try_send(first).expect("the channel has capacity");
     let replies = TransferClient::new(channel(address).await).nccl_control(ReceiverStream::new(receiver)).await?;
-    Ok(Linking { _requests: requests, _replies: replies.into_inner() })
+    Ok(ControlStream { _requests: requests, _replies: replies.into_inner() })
 }
 
 #[tokio::test]
-async fn link_of_unknown_communicator_is_refused() {
-    let reach = everything();
-    let decode = Worker::decode(&setup(&reach)).await;
+async fn control_stream_of_unknown_communicator_is_refused() {
+    let access = all_paths();
+    let decode = Worker::decode(&setup(&access)).await;
     for communicator in [&b""[..], b"unknown"] {
-        assert_eq!(link(&decode.address, communicator).await.err().map(|status| status.code()), Some(Code::NotFound));
+        assert_eq!(
+            open_control_stream(&decode.address, communicator).await.err().map(|status| status.code()),
+            Some(Code::NotFound)
+        );
     }
 }
 
 #[tokio::test]
 async fn control_streams_are_bounded() {
-    let decode = Worker::decode(&setup(&everything())).await;
-    // Each holds its place without a first message, until the worker stops waiting for one.
+    let decode = Worker::decode(&setup(&all_paths())).await;
+    // Without a first message each stream occupies a place until the worker stops waiting for the message.
     let silent = (0..CONTROL_STREAMS_MAX + 10).map(|_| async {
         let mut client = TransferClient::new(channel(&decode.address).await);
         client.nccl_control(futures::stream::pending::<NcclControlRequest>()).await.err().map(|status| status.code())
     });
-    let ends = tokio::time::timeout(SOON, futures::future::join_all(silent)).await.expect("soon");
+    let ends = tokio::time::timeout(TIMEOUT, futures::future::join_all(silent)).await.expect("the streams end in time");
     let count = |code| ends.iter().filter(|end| **end == Some(code)).count();
     assert_eq!((count(Code::ResourceExhausted), count(Code::InvalidArgument)), (10, CONTROL_STREAMS_MAX));
-    // Streams that have ended make room.
-    assert_eq!(link(&decode.address, b"any").await.err().map(|status| status.code()), Some(Code::NotFound));
+    // Streams that have ended occupy no place.
+    assert_eq!(open_control_stream(&decode.address, b"any").await.err().map(|status| status.code()), Some(Code::NotFound));
 }
 
 /// A receiver that accepts all blocks, and all control streams.
-struct Taking {
+struct AcceptingReceiver {
     address: String,
-    links: tokio::sync::watch::Receiver<u32>,
+    control_streams: tokio::sync::watch::Receiver<u32>,
     _serving: JoinSet<()>,
 }
 
-impl Taking {
+impl AcceptingReceiver {
     async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-        let address = listener.local_addr().expect("it is bound").to_string();
-        let (opened, links) = tokio::sync::watch::channel(0);
+        let address = listener.local_addr().expect("the listener is bound").to_string();
+        let (opened, control_streams) = tokio::sync::watch::channel(0);
         let server = tandem_proto::channel::server().add_service(TransferServer::new(Accepting(opened)));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            server.serve_with_incoming(tandem_proto::channel::incoming(listener)).await.expect("it serves until it is dropped");
+            server
+                .serve_with_incoming(tandem_proto::channel::incoming(listener))
+                .await
+                .expect("the server runs until it is dropped");
         });
-        Self { address, links, _serving: serving }
+        Self { address, control_streams, _serving: serving }
     }
 
-    /// Returns when the prefill worker has opened a stream.
-    async fn linked(&self) {
-        let mut links = self.links.clone();
-        tokio::time::timeout(SOON, links.wait_for(|links| *links > 0)).await.expect("soon").expect("it serves");
+    /// Waits until the prefill worker has opened a control stream.
+    async fn control_stream_opened(&self) {
+        let mut control_streams = self.control_streams.clone();
+        tokio::time::timeout(TIMEOUT, control_streams.wait_for(|control_streams| *control_streams > 0))
+            .await
+            .expect("a stream is opened in time")
+            .expect("the server runs");
     }
 }
 
@@ -245,7 +266,7 @@ struct Accepting(tokio::sync::watch::Sender<u32>);
 
 #[tonic::async_trait]
 impl Transfer for Accepting {
-    /// Stays open and replies nothing.
+    /// A stream that stays open without a reply.
     type NcclControlStream = futures::stream::Pending<Result<NcclControlReply, Status>>;
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
@@ -257,7 +278,7 @@ impl Transfer for Accepting {
     }
 
     async fn nccl_control(&self, _: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
-        self.0.send_modify(|links| *links += 1);
+        self.0.send_modify(|control_streams| *control_streams += 1);
         Ok(Response::new(futures::stream::pending()))
     }
 }

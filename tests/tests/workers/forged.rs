@@ -2,17 +2,15 @@
 //! an answer, and forged blocks are never cached.
 
 use crate::{
-    between::{Between, write},
-    harness::{BLOCK_BYTES, Cluster, SOON, Setup, Worker, channel, prompt},
+    harness::{BLOCK_BYTES, Cluster, Setup, Worker, channel, prompt},
+    relay::{TicketRelay, write},
 };
 use serde_json::json;
 use std::time::Duration;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{FailureReason, GenerateRequest, WorkerRef, generate_reply::Message};
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_tests::{Client, Endpoint};
-use tokio::net::TcpListener;
+use tandem_tests::{Client, Endpoint, services::Services};
 
 const PROMPT: u32 = 300;
 const BLOCKS: u32 = 19;
@@ -22,9 +20,9 @@ fn garbage() -> Vec<u8> {
 }
 
 impl Cluster {
-    /// A request for which the decode worker expects a prefill on the prefill worker.
-    fn through(&self, between: &Between, prompt: Vec<u32>) -> GenerateRequest {
-        let prefill = WorkerRef { address: between.address.clone(), ..self.prefill.reference() };
+    /// Returns a request whose prompt is prefilled through the relay.
+    fn through(&self, relay: &TicketRelay, prompt: Vec<u32>) -> GenerateRequest {
+        let prefill = WorkerRef { address: relay.address.clone(), ..self.prefill.reference() };
         let cache_namespace = b"a secret salt of its own".to_vec();
         GenerateRequest { prefill: Some(prefill), cache_namespace, ..self.local(prompt, 24) }
     }
@@ -45,7 +43,7 @@ async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// How tickets used to be made: a counter passed through SplitMix64's finaliser twice, which is invertible.
+/// Returns the next ticket if tickets were a counter that was mixed twice with SplitMix64's finaliser, which is invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;
@@ -65,9 +63,9 @@ fn successor(ticket: u64) -> u64 {
     mix(mix(unmix(unmix(ticket) ^ WORD).wrapping_add(1)) ^ WORD)
 }
 
-/// Returns the tickets that an attacker would guess after seeing some.
+/// Returns the tickets that an attacker would guess after it has read some.
 fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
-    let last = *seen.last().expect("one was seen");
+    let last = *seen.last().expect("a ticket was read");
     let number = u128::from_le_bytes(last);
     let mut guesses = vec![[0; 16], [0xff; 16], number.wrapping_add(1).to_le_bytes(), last];
     guesses.push(u128::from_be_bytes(last).wrapping_add(1).to_be_bytes());
@@ -85,28 +83,28 @@ fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
 #[tokio::test]
 async fn guessed_ticket_writes_nothing() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
-    let mut stranger = Between::start(channel(&cluster.prefill.address).await).await;
-    // A client of the decode worker's gRPC may name its own prefill worker, and so receives tickets.
+    let mut attacker = TicketRelay::start(channel(&cluster.prefill.address).await).await;
+    // A client of the decode worker's gRPC may name its own prefill worker, and so reads tickets.
     let mut seen = Vec::new();
     for number in 0..3 {
-        let own = cluster.open(cluster.through(&stranger, prompt(100 + number, 40))).await;
-        seen.push(stranger.ticket().await.secret());
+        let own = cluster.open(cluster.through(&attacker, prompt(100 + number, 40))).await;
+        seen.push(attacker.ticket().await.secret());
         drop(own);
     }
     let request = GenerateRequest { cache_namespace: b"a secret salt".to_vec(), ..cluster.remote(prompt(1, PROMPT), 24) };
     let mut victim = cluster.open(request.clone()).await;
     victim.scheduled().await;
     cluster.decode.until(|load| load.running_sequences == 1).await;
-    let mut landed = 0;
+    let mut written = 0;
     for guess in guesses(&seen) {
         for index in 0..BLOCKS {
-            landed += u32::from(write(&cluster.decode.address, guess, &[index], garbage()).await.is_ok());
+            written += u32::from(write(&cluster.decode.address, guess, &[index], garbage()).await.is_ok());
         }
     }
-    assert_eq!(landed, 0, "blocks of the stranger");
+    assert_eq!(written, 0, "no block of the attacker is written");
     assert_eq!(victim.tokens().await, answer_alone(&request).await);
     assert!(cluster.refused_writes("unknown_ticket") > 0.0 && cluster.refused_writes("spent_ticket") > 0.0);
-    assert_eq!(cluster.refused_live_writes(), 0.0, "no reservation has ended by it");
+    assert_eq!(cluster.refused_live_writes(), 0.0, "no reservation has ended because of the attack");
     cluster.idle().await;
 }
 
@@ -114,16 +112,16 @@ async fn guessed_ticket_writes_nothing() {
 async fn forged_push_ends_reservation_and_is_never_cached() {
     for forged in [0..BLOCKS, 0..1, BLOCKS - 1..BLOCKS] {
         let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-        let mut between = Between::start(channel(&cluster.prefill.address).await).await;
-        let request = cluster.through(&between, prompt(1, PROMPT));
+        let mut relay = TicketRelay::start(channel(&cluster.prefill.address).await).await;
+        let request = cluster.through(&relay, prompt(1, PROMPT));
         let mut victim = cluster.open(request.clone()).await;
         victim.scheduled().await;
-        let seen = between.ticket().await;
+        let seen = relay.ticket().await;
         let indices: Vec<u32> = forged.clone().collect();
         write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket is the victim's own");
         drop(seen);
         // The genuine blocks arrive after the forged ones were written in their place.
-        let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks are not confirmed") };
+        let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks must not be confirmed") };
         assert_eq!((failure.reason(), &failure.instance_id), (FailureReason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
         cluster.idle().await;
@@ -134,24 +132,24 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
 }
 
 #[tokio::test]
-async fn forged_blocks_are_dropped_when_nothing_confirms_them() {
+async fn forged_blocks_are_dropped_without_confirmation() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let mut between = Between::start(channel(&cluster.prefill.address).await).await;
-    let request = cluster.through(&between, prompt(1, PROMPT));
+    let mut relay = TicketRelay::start(channel(&cluster.prefill.address).await).await;
+    let request = cluster.through(&relay, prompt(1, PROMPT));
     let mut victim = cluster.open(request.clone()).await;
     victim.scheduled().await;
-    let seen = between.ticket().await;
+    let seen = relay.ticket().await;
     let all: Vec<u32> = (0..BLOCKS).collect();
     write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket is the victim's own");
-    // All blocks are written, and decoding does not start: the chosen prefill worker has sent nothing.
+    // All blocks are written, but decode does not start, because the prefill worker has not confirmed them.
     assert_eq!(cluster.decode.engine.load().running_sequences, 1);
-    let twin = cluster.answer(GenerateRequest { prefill: None, samples: 2, ..request.clone() });
+    let same_prompt = cluster.answer(GenerateRequest { prefill: None, samples: 2, ..request.clone() });
     let leaving = async {
         cluster.decode.until(|load| load.waiting_requests == 1).await;
         drop(victim);
     };
-    let (twin, ()) = tokio::join!(twin, leaving);
-    assert_eq!((twin.cached_tokens(), &twin.tokens[&0]), (Some(0), &answer_alone(&request).await));
+    let (same_prompt, ()) = tokio::join!(same_prompt, leaving);
+    assert_eq!((same_prompt.cached_tokens(), &same_prompt.tokens[&0]), (Some(0), &answer_alone(&request).await));
     drop(seen);
     cluster.idle().await;
     assert_eq!(cluster.refused_live_writes(), 0.0, "late genuine blocks do not count as an attack");
@@ -161,55 +159,46 @@ async fn forged_blocks_are_dropped_when_nothing_confirms_them() {
 async fn write_of_another_block_or_size_ends_reservation() {
     for (index, payload, reason) in [(0, vec![0; 64], "wrong_size"), (BLOCKS, garbage(), "not_missing")] {
         let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-        let mut between = Between::start(channel(&cluster.prefill.address).await).await;
-        let mut victim = cluster.open(cluster.through(&between, prompt(1, PROMPT))).await;
+        let mut relay = TicketRelay::start(channel(&cluster.prefill.address).await).await;
+        let mut victim = cluster.open(cluster.through(&relay, prompt(1, PROMPT))).await;
         victim.scheduled().await;
-        let seen = between.ticket().await;
+        let seen = relay.ticket().await;
         assert!(seen.write(index, payload).await.is_err());
-        let Some(Message::Failure(failure)) = victim.next().await else { panic!("its ticket is in other hands") };
+        let Some(Message::Failure(failure)) = victim.next().await else {
+            panic!("the reservation must end, because another process uses its ticket")
+        };
         assert_eq!((failure.reason(), cluster.refused_writes(reason)), (FailureReason::WriteRefused, 1.0));
         drop(seen);
         cluster.idle().await;
     }
 }
 
-/// The attacker sees the traffic of all prefill workers; the client never notices.
+/// The attacker reads the traffic of all prefill workers. The client receives the correct answer.
 #[tokio::test]
-async fn attempt_with_forged_blocks_is_repeated_and_answers_right() {
+async fn attempt_with_forged_blocks_is_retried_with_a_correct_answer() {
     for prefill_workers in [1, 2] {
         attempt_with_forged_blocks(prefill_workers).await;
     }
 }
 
-/// A whole cluster that prefills remotely only.
+/// Attacks a whole cluster that prefills remotely.
 async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let second = Worker::prefill(&Setup { number: 1, ..Setup::default() }).await;
-    let mut one = Between::start(channel(&cluster.prefill.address).await).await;
-    let mut other = Between::start(channel(&second.address).await).await;
-    let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-    let bind = async || TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-    let (router, frontend) = (bind().await, bind().await);
-    let [router_at, frontend_at] = [&router, &frontend].map(|listener| listener.local_addr().expect("it is bound"));
+    let mut one = TicketRelay::start(channel(&cluster.prefill.address).await).await;
+    let mut other = TicketRelay::start(channel(&second.address).await).await;
     let prefill = [&one.address, &other.address].into_iter().take(prefill_workers);
     let workers = prefill.chain([&cluster.decode.address]).cloned().collect();
+    let services = Services::default();
     let settings = RouterSettings { workers, prefill: PrefillPlace::Remote, ..Default::default() };
-    let routing = tandem_router::run(router, settings, metrics.clone(), shutdown.clone());
-    shutdown.track(async move { routing.await.expect("it runs until it is stopped") });
-    let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router_at.to_string(), ServedModel::sim("sim")) };
-    let serving = tandem_frontend::run(frontend, settings, metrics.clone(), shutdown.clone());
-    shutdown.track(async move { serving.await.expect("it runs until it is stopped") });
-    let joined = || metrics.render().lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count();
-    let all_joined = async {
-        while joined() < prefill_workers + 1 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(SOON, all_joined).await.expect("all workers join");
-    let client = Client::new(frontend_at);
-    let ask = async |salt: &str| {
+    let router = services.router(settings).await.expect("a port is free").to_string();
+    let settings = FrontendSettings { block_size: 16, ..FrontendSettings::new(router, ServedModel::sim("sim")) };
+    let frontend = services.frontend(settings).await.expect("a port is free");
+    let client = Client::new(frontend);
+    services.ready(prefill_workers + 1, &client).await.expect("all workers join in time");
+    let complete = async |salt: &str| {
         let body = json!({ "model": "sim", "prompt": prompt(1, PROMPT), "max_tokens": 24, "seed": 7, "cache_salt": salt });
-        client.ask(Endpoint::Completions.path(), &body).await.expect("it is answered")
+        client.answer(Endpoint::Completions.path(), &body).await.expect("the request is answered")
     };
     let mut ticket = async || {
         tokio::select! {
@@ -224,12 +213,12 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
         drop(seen);
         drop(ticket().await);
     };
-    let (answer, ()) = tokio::join!(ask("the victim's"), attacking);
+    let (answer, ()) = tokio::join!(complete("the victim's"), attacking);
     assert_eq!((answer.status, cluster.refused_writes("not_missing")), (200, 1.0));
     // Without an attack the answer is the same, with the victim's salt and with another one.
     for salt in ["the victim's", "another"] {
-        let (again, ()) = tokio::join!(ask(salt), async { drop(ticket().await) });
+        let (again, ()) = tokio::join!(complete(salt), async { drop(ticket().await) });
         assert_eq!(again.text(0), answer.text(0), "salt {salt}");
     }
-    shutdown.run(Duration::ZERO).await;
+    services.shutdown.run(Duration::ZERO).await;
 }

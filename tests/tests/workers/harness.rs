@@ -1,6 +1,6 @@
-//! Two workers with simulated engines, and a client.
+//! Helpers that start workers with simulated engines, and a client of their gRPC services.
 
-use crate::reach::{Beside, Reach};
+use crate::device_memory::{DeviceAccess, DeviceMemory};
 use std::{
     collections::BTreeMap,
     sync::{
@@ -14,7 +14,7 @@ use tandem_engine::{
     Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, StepOutput,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::{BlockId, HashKey, KvMemory};
+use tandem_kv::{BlockId, KvMemory};
 use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
@@ -25,18 +25,19 @@ use tandem_proto::{
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
+use tandem_tests::services::{engine_settings, worker_settings};
 use tandem_transfer::TransferMode;
 use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
 
-/// Limit on anything that must happen, on the slowest machine.
-pub const SOON: Duration = Duration::from_secs(30);
+/// Limit on every wait. Only a failing test waits this long.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub const BLOCK_BYTES: u64 = 128;
 
-/// What a test may change.
+/// A worker's settings that tests change.
 #[derive(Clone)]
 pub struct Setup {
     /// The worker's number within its role.
@@ -47,8 +48,8 @@ pub struct Setup {
     pub ticket_wait: Duration,
     pub receive_timeout: Duration,
     pub remote_waiting_max: usize,
-    /// What its device's memory can be used for beside its engine.
-    pub reach: Option<Reach>,
+    /// The access that peers have to its device's memory; `None`: they have none.
+    pub access: Option<DeviceAccess>,
     pub transfer_mode: TransferMode,
 }
 
@@ -57,42 +58,34 @@ impl Default for Setup {
         Self {
             number: 0,
             sim: SimSettings { speedup: 100.0, ..Default::default() },
-            engine: EngineSettings {
-                chunk_budget: 64,
-                batch_max: 32,
-                queue_max: 64,
-                prefix_caching: true,
-                hash_key: HashKey::NONE,
-                max_buffered_events: 1_024,
-                step_max: Duration::from_secs(60),
-            },
+            engine: EngineSettings { chunk_budget: 64, batch_max: 32, ..engine_settings() },
             report_cached_tokens: true,
-            ticket_wait: SOON,
-            receive_timeout: SOON,
+            ticket_wait: TIMEOUT,
+            receive_timeout: TIMEOUT,
             remote_waiting_max: 64,
-            reach: None,
+            access: None,
             transfer_mode: TransferMode::Auto,
         }
     }
 }
 
 impl Setup {
-    /// A device so slow that no long request ends within a test.
+    /// Returns a setup whose device is so slow that no long request ends within a test.
     pub fn slow() -> Self {
         let sim = SimSettings { prefill_tokens_per_second: 200.0, ..SimSettings::default() };
         Self { sim, ..Self::default() }
     }
 
+    fn worker_settings(&self, role: &str) -> WorkerSettings {
+        WorkerSettings {
+            withhold_cached_tokens: !self.report_cached_tokens,
+            ..worker_settings(&format!("{role}-{}", self.number), "sim")
+        }
+    }
+
     pub fn prefill_settings(&self) -> PrefillWorkerSettings {
         PrefillWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: format!("prefill-{}", self.number),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                withhold_cached_tokens: !self.report_cached_tokens,
-                ..Default::default()
-            },
+            worker: self.worker_settings("prefill"),
             ticket_wait: self.ticket_wait,
             transfer_mode: self.transfer_mode,
         }
@@ -100,50 +93,54 @@ impl Setup {
 
     pub fn start(&self) -> (EngineHandle, Gate) {
         let gate = Gate::default();
-        let beside = self.reach.clone().map(Beside::new);
-        let engine = Gated { engine: SimEngine::new(self.sim).in_real_time(), gate: gate.clone(), beside };
+        let memory = self.access.clone().map(DeviceMemory::new);
+        let engine = Gated { engine: SimEngine::new(self.sim).in_real_time(), gate: gate.clone(), memory };
         (EngineHandle::start(Box::new(engine), self.engine), gate)
     }
 }
 
-/// A gate before the engine's steps: while it is closed, none runs.
+/// A gate that tests close to stop threads, such as an engine's before its next step.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
 impl Gate {
     pub fn close(&self) {
-        *self.0.0.lock().expect("not poisoned") = true;
+        *self.0.0.lock().expect("no holder panics") = true;
     }
 
     pub fn open(&self) {
-        *self.0.0.lock().expect("not poisoned") = false;
+        *self.0.0.lock().expect("no holder panics") = false;
         self.0.1.notify_all();
     }
 
+    /// Returns when the gate is open.
     pub fn pass(&self) {
-        let closed = self.0.0.lock().expect("not poisoned");
+        let closed = self.0.0.lock().expect("no holder panics");
         self.0.2.send_modify(|waiting| *waiting += 1);
-        drop(self.0.1.wait_while(closed, |closed| *closed).expect("not poisoned"));
+        drop(self.0.1.wait_while(closed, |closed| *closed).expect("no holder panics"));
         self.0.2.send_modify(|waiting| *waiting -= 1);
     }
 
-    /// Lets the next step fail.
+    /// Makes the engine's next step fail.
     pub fn fail_next(&self) {
         self.0.3.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until a step waits at the closed gate.
+    /// Waits until a thread is blocked by the closed gate.
     pub async fn reached(&self) {
         let mut waiting = self.0.2.subscribe();
-        tokio::time::timeout(SOON, waiting.wait_for(|waiting| *waiting > 0)).await.expect("soon").expect("the gate is there");
+        tokio::time::timeout(TIMEOUT, waiting.wait_for(|waiting| *waiting > 0))
+            .await
+            .expect("a thread reaches the gate")
+            .expect("the gate exists");
     }
 }
 
-/// A simulated device that can hang, and whose memory other workers may access.
+/// A simulated device that can hang and fail, and whose memory other workers may access.
 struct Gated {
     engine: SimEngine,
     gate: Gate,
-    beside: Option<Beside>,
+    memory: Option<DeviceMemory>,
 }
 
 impl Engine for Gated {
@@ -154,38 +151,38 @@ impl Engine for Gated {
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         self.gate.pass();
         if self.gate.0.3.swap(false, Ordering::Relaxed) {
-            return Err(EngineError::Step("the test says so".into()));
+            return Err(EngineError::Step("the test makes this step fail".into()));
         }
-        if let Some(beside) = &self.beside {
-            beside.take_in(&mut self.engine);
+        if let Some(memory) = &self.memory {
+            memory.apply_peer_writes(&mut self.engine);
         }
         let output = self.engine.step(chunks);
-        if let Some(beside) = &self.beside {
-            beside.show_chunks(&self.engine, chunks);
+        if let Some(memory) = &self.memory {
+            memory.publish_chunks(&self.engine, chunks);
         }
         output
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
-        match &self.beside {
-            Some(beside) => beside.read_into(block, into),
+        match &self.memory {
+            Some(memory) => memory.read_into(block, into),
             None => self.engine.read_block(block, into)?,
         }
         Ok(())
     }
 
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError> {
-        if let Some(beside) = &self.beside {
-            beside.take_in(&mut self.engine);
+        if let Some(memory) = &self.memory {
+            memory.apply_peer_writes(&mut self.engine);
             self.engine.write_block(block, bytes)?;
-            beside.show(&self.engine, &[block]);
+            memory.publish(&self.engine, &[block]);
             return Ok(());
         }
         self.engine.write_block(block, bytes)
     }
 
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
-        self.beside.clone().map(|beside| Arc::new(beside) as Arc<dyn KvMemory>)
+        self.memory.clone().map(|memory| Arc::new(memory) as Arc<dyn KvMemory>)
     }
 }
 
@@ -194,7 +191,7 @@ pub struct Worker {
     pub info: WorkerInfo,
     pub address: String,
     pub engine: EngineHandle,
-    /// The gate of its engine's steps.
+    /// The gate before each step of its engine.
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
@@ -214,14 +211,7 @@ impl Worker {
 
     pub async fn decode(setup: &Setup) -> Self {
         let settings = DecodeWorkerSettings {
-            worker: WorkerSettings {
-                worker_id: format!("decode-{}", setup.number),
-                cluster: "tandem".to_owned(),
-                model: "sim".to_owned(),
-                revision: "sim".to_owned(),
-                withhold_cached_tokens: !setup.report_cached_tokens,
-                ..Default::default()
-            },
+            worker: setup.worker_settings("decode"),
             advertise: None,
             remote_waiting_max: setup.remote_waiting_max,
             receive_timeout: setup.receive_timeout,
@@ -243,26 +233,26 @@ impl Worker {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
         listener.set_nonblocking(true).expect("a socket");
-        let address = listener.local_addr().expect("bound").to_string();
+        let address = listener.local_addr().expect("the listener is bound").to_string();
         let (metrics, shutdown, (end, ended)) = (Metrics::default(), Shutdown::default(), oneshot::channel());
         let parts = (engine.clone(), metrics.clone(), shutdown.clone());
         runtime.spawn(async move {
             let listener = TcpListener::from_std(listener).expect("a runtime");
             let ok = run(listener, parts.0, parts.1, parts.2).await;
-            // A test that does not wait has dropped the receiver.
+            // The send fails if the test does not wait for the end.
             let _ = end.send(ok);
         });
         let mut control = ControlClient::new(channel(&address).await);
-        let info = control.describe(DescribeRequest {}).await.expect("it serves").into_inner();
+        let info = control.describe(DescribeRequest {}).await.expect("the worker answers").into_inner();
         Self { info, address, engine, gate, metrics, shutdown, ended, runtime: Some(runtime) }
     }
 
-    /// Stops answering, like a stopped process, until the returned value is dropped.
+    /// Makes the worker hang, like a process that received SIGSTOP, until the returned value is dropped.
     pub fn hang(&mut self) -> std::sync::mpsc::Sender<()> {
-        let (awake, asleep) = std::sync::mpsc::channel();
+        let (hang, ended) = std::sync::mpsc::channel();
         // Blocks the only thread of its runtime.
-        self.runtime.as_ref().expect("it lives").spawn(async move { asleep.recv() });
-        awake
+        self.runtime.as_ref().expect("the worker runs").spawn(async move { ended.recv() });
+        hang
     }
 
     pub fn reference(&self) -> WorkerRef {
@@ -276,16 +266,17 @@ impl Worker {
 
     /// Closes every connection, like a killed process.
     pub fn kill(&mut self) {
-        self.runtime.take().expect("killed once").shutdown_background();
+        self.runtime.take().expect("the worker runs").shutdown_background();
     }
 
     /// Waits until all blocks are released and no request waits.
     pub async fn idle(&self) {
-        tandem_tests::engine_idle(&self.engine).await.unwrap_or_else(|held| panic!("{}: {held:#}", self.info.worker_id));
+        tandem_tests::engine_idle(&self.engine).await.unwrap_or_else(|busy| panic!("{}: {busy:#}", self.info.worker_id));
     }
 
+    /// Waits until the engine's load meets a condition.
     pub async fn until(&self, condition: impl FnMut(&tandem_kv::Load) -> bool) {
-        tokio::time::timeout(SOON, self.engine.wait_for_load(condition)).await.expect("it comes to that");
+        tokio::time::timeout(TIMEOUT, self.engine.wait_for_load(condition)).await.expect("the load meets the condition in time");
     }
 
     /// Returns a metric's value; 0 if it is not exported.
@@ -313,9 +304,10 @@ pub async fn channel(address: &str) -> Channel {
             }
         }
     };
-    tokio::time::timeout(SOON, connecting).await.expect("it listens")
+    tokio::time::timeout(TIMEOUT, connecting).await.expect("the server listens")
 }
 
+/// A prefill worker and a decode worker, with a client of each.
 pub struct Cluster {
     pub prefill: Worker,
     pub decode: Worker,
@@ -363,7 +355,7 @@ impl Cluster {
     }
 
     pub async fn open(&self, request: GenerateRequest) -> Replies {
-        Replies(self.client.clone().generate(request).await.expect("it is taken").into_inner())
+        Replies(self.client.clone().generate(request).await.expect("the request is accepted").into_inner())
     }
 
     /// Runs a request and returns its answer.
@@ -371,9 +363,9 @@ impl Cluster {
         self.open(request).await.answer().await
     }
 
-    /// Runs a request that must fail.
+    /// Runs a request that must fail, and returns the reason and the instance that the failure names.
     pub async fn failure(&self, request: GenerateRequest) -> (FailureReason, String) {
-        let failure = self.answer(request).await.failure.expect("it fails");
+        let failure = self.answer(request).await.failure.expect("the request fails");
         (failure.reason(), failure.instance_id)
     }
 }
@@ -382,21 +374,22 @@ pub struct Replies(pub Streaming<GenerateReply>);
 
 impl Replies {
     pub async fn next(&mut self) -> Option<Message> {
-        let reply = tokio::time::timeout(SOON, self.0.message()).await.expect("an answer comes").expect("no error");
+        let reply =
+            tokio::time::timeout(TIMEOUT, self.0.message()).await.expect("a message arrives").expect("the stream has no error");
         reply.map(|reply| reply.message.expect("messages are not empty"))
     }
 
     pub async fn scheduled(&mut self) -> Scheduled {
         match self.next().await {
             Some(Message::Scheduled(scheduled)) => scheduled,
-            other => panic!("{other:?} comes before Scheduled"),
+            other => panic!("expected Scheduled, received {other:?}"),
         }
     }
 
     pub async fn started(&mut self) -> DecodeStarted {
         match self.next().await {
             Some(Message::DecodeStarted(started)) => started,
-            other => panic!("{other:?} comes before Started"),
+            other => panic!("expected DecodeStarted, received {other:?}"),
         }
     }
 
@@ -411,36 +404,45 @@ impl Replies {
         tokens
     }
 
-    /// Takes all messages, and checks their order.
+    /// Receives all messages, and checks their order.
     pub async fn answer(mut self) -> Answer {
         let mut answer = Answer::default();
         while let Some(message) = self.next().await {
-            assert!(answer.failure.is_none(), "nothing follows a failure");
+            assert!(answer.failure.is_none(), "a failure is the last message");
             match message {
                 Message::Scheduled(scheduled) => {
-                    assert!(answer.scheduled.is_none() && answer.started.is_none(), "Scheduled comes once and first");
+                    assert!(
+                        answer.scheduled.is_none() && answer.started.is_none(),
+                        "Scheduled is sent once, as the first message"
+                    );
                     answer.scheduled = Some(scheduled);
                 }
                 Message::DecodeStarted(started) => {
-                    assert!(answer.scheduled.is_some() && answer.started.is_none(), "Started comes once, after Scheduled");
+                    assert!(
+                        answer.scheduled.is_some() && answer.started.is_none(),
+                        "DecodeStarted is sent once, after Scheduled"
+                    );
                     answer.started = Some(started);
                 }
                 Message::PrefillTimeline(prefilled) => {
-                    assert!(answer.started.is_some() && answer.chunks.is_none(), "Prefilled comes once, after Started");
+                    assert!(
+                        answer.started.is_some() && answer.chunks.is_none(),
+                        "PrefillTimeline is sent once, after DecodeStarted"
+                    );
                     answer.chunks = Some(prefilled.chunks);
                 }
                 Message::PromptLogprobs(logprobs) => {
-                    assert!(answer.started.is_some() && answer.tokens.is_empty(), "before any token");
+                    assert!(answer.started.is_some() && answer.tokens.is_empty(), "PromptLogprobs is sent before any token");
                     answer.prompt_logprobs = Some(logprobs);
                 }
                 Message::Tokens(tokens) => {
-                    assert!(answer.started.is_some(), "tokens come after Started");
-                    assert!(!tokens.tokens.is_empty(), "no empty messages");
-                    assert!(!answer.finished.contains_key(&tokens.sample), "a sample that has finished is silent");
+                    assert!(answer.started.is_some(), "tokens are sent after DecodeStarted");
+                    assert!(!tokens.tokens.is_empty(), "no message is empty");
+                    assert!(!answer.finished.contains_key(&tokens.sample), "a finished sample has no more tokens");
                     answer.tokens.entry(tokens.sample).or_default().extend(tokens.tokens.iter().map(|token| token.token));
                 }
                 Message::Finished(finished) => {
-                    assert!(answer.started.is_some(), "no sample ends before it began");
+                    assert!(answer.started.is_some(), "no sample finishes before DecodeStarted");
                     assert!(answer.finished.insert(finished.sample, finished).is_none(), "a sample finishes once");
                 }
                 Message::Failure(failure) => answer.failure = Some(failure),
@@ -450,7 +452,7 @@ impl Replies {
     }
 }
 
-/// All messages of a stream, combined.
+/// All messages of one stream.
 #[derive(Debug, Default)]
 pub struct Answer {
     pub scheduled: Option<Scheduled>,
@@ -464,16 +466,16 @@ pub struct Answer {
 
 impl Answer {
     pub fn cached_tokens(&self) -> Option<u32> {
-        self.scheduled.as_ref().expect("Scheduled comes always").cached_tokens
+        self.scheduled.as_ref().expect("Scheduled was sent").cached_tokens
     }
 
-    /// Of all chunks.
+    /// Returns the tokens of all prefilled chunks.
     pub fn prefilled_tokens(&self) -> u32 {
         self.chunks.iter().flatten().map(|chunk| chunk.tokens).sum()
     }
 
     pub fn kv_transfer_bytes(&self) -> u64 {
-        self.started.as_ref().expect("Started comes always").kv_transfer_bytes
+        self.started.as_ref().expect("DecodeStarted was sent").kv_transfer_bytes
     }
 }
 

@@ -1,6 +1,6 @@
-//! Requests that are prefilled on their decode worker; a worker's description, cache and load.
+//! Requests whose prompts are computed on the decode worker, and the descriptions and caches that workers report.
 
-use crate::harness::{Cluster, SOON, Setup, prompt};
+use crate::harness::{Cluster, Setup, TIMEOUT, prompt};
 use tandem_kv::{HashKey, KvBatch, Namespace, sequence_hashes};
 use tandem_proto::{
     SnapshotAssembly,
@@ -13,11 +13,11 @@ async fn prompt_is_counted_cold_then_warm() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let cold = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
     assert_eq!((cold.cached_tokens(), cold.kv_transfer_bytes()), (Some(0), 0));
-    assert_eq!(cold.scheduled.as_ref().expect("always").cached_tokens_by_tier["device"], 0);
-    assert_eq!(cold.prefilled_tokens(), 99, "the last token is computed with the first step");
+    assert_eq!(cold.scheduled.as_ref().expect("Scheduled was sent").cached_tokens_by_tier["device"], 0);
+    assert_eq!(cold.prefilled_tokens(), 99, "the first decode step computes the last prompt token");
     let warm = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
     assert_eq!((warm.cached_tokens(), warm.prefilled_tokens()), (Some(96), 3));
-    assert_eq!(warm.scheduled.as_ref().expect("always").cached_tokens_by_tier["device"], 96);
+    assert_eq!(warm.scheduled.as_ref().expect("Scheduled was sent").cached_tokens_by_tier["device"], 96);
     assert_eq!(warm.tokens, cold.tokens, "the cache never changes the answer");
     assert_eq!(cold.finished[&0].reason(), FinishReason::Length);
     assert_eq!(cold.tokens[&0].len(), 20);
@@ -33,7 +33,7 @@ async fn prompt_is_counted_cold_then_warm() {
 }
 
 #[tokio::test]
-async fn samples_equal_separate_requests_and_count_their_prompt_once() {
+async fn samples_equal_separate_requests_and_the_prompt_counts_once() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut three = cluster.local(prompt(1, 50), 12);
     three.samples = 3;
@@ -41,7 +41,7 @@ async fn samples_equal_separate_requests_and_count_their_prompt_once() {
     assert_eq!(three.finished.len(), 3);
     for sample in 0..3 {
         let mut one = cluster.local(prompt(1, 50), 12);
-        one.sampling.as_mut().expect("set").seed += u64::from(sample);
+        one.sampling.as_mut().expect("the field is set").seed += u64::from(sample);
         assert_eq!(cluster.answer(one).await.tokens[&0], three.tokens[&sample]);
     }
     assert_eq!(cluster.decode.metric(r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#), 200.0);
@@ -54,13 +54,13 @@ async fn preempted_prompt_is_reported_and_counted_once() {
     let cluster = Cluster::start(Setup::default(), small).await;
     let requests = (0..6).map(|number| cluster.answer(cluster.local(prompt(number, 60), 100)));
     for answer in futures::future::join_all(requests).await {
-        assert_eq!((answer.failure, answer.scheduled.expect("always").cached_tokens), (None, Some(0)));
+        assert_eq!((answer.failure, answer.scheduled.expect("Scheduled was sent").cached_tokens), (None, Some(0)));
         assert_eq!(answer.tokens[&0].len(), 100);
     }
     cluster.idle().await;
     assert!(
         cluster.decode.metric(r#"tandem_worker_preemptions_total{worker="decode-0"}"#) > 0.0,
-        "they do not all fit into the cache"
+        "the cache has less capacity than the requests need"
     );
     for (series, value) in [
         (r#"tandem_worker_prompt_tokens_total{worker="decode-0"}"#, 360.0),
@@ -78,7 +78,7 @@ async fn stop_token_ends_a_sample_and_is_reported_but_not_output() {
     let stop = whole[5];
     let first = whole.iter().position(|token| *token == stop).expect("the token is generated");
     let mut request = cluster.local(prompt(1, 50), 12);
-    request.sampling.as_mut().expect("set").stop_token_ids = vec![stop];
+    request.sampling.as_mut().expect("the field is set").stop_token_ids = vec![stop];
     let stopped = cluster.answer(request).await;
     assert_eq!(stopped.tokens.get(&0).map_or(&[][..], Vec::as_slice), &whole[..first]);
     assert_eq!((stopped.finished[&0].reason(), stopped.finished[&0].stop_token), (FinishReason::Stop, Some(stop)));
@@ -92,7 +92,7 @@ async fn logprobs_of_tokens_and_prompt_are_sent_on_request() {
     request.prompt_logprobs = Some(2);
     let answer = cluster.answer(request).await;
     assert_eq!(answer.cached_tokens(), Some(0), "computed without cache reads");
-    let logprobs = answer.prompt_logprobs.expect("they were requested").tokens;
+    let logprobs = answer.prompt_logprobs.expect("logprobs were requested").tokens;
     assert_eq!(logprobs.iter().map(|token| token.token).collect::<Vec<_>>(), prompt(1, 50));
     assert!(logprobs[0].logprob.is_none() && logprobs[1..].iter().all(|token| token.logprob.is_some() && token.top.len() == 2));
     assert!(answer.tokens.is_empty());
@@ -105,12 +105,12 @@ async fn worker_that_reports_no_cached_tokens_leaves_the_field_unset() {
     let cluster = Cluster::start(silent.clone(), silent).await;
     for request in [cluster.local(prompt(1, 100), 4), cluster.remote(prompt(2, 100), 4)] {
         for _ in 0..2 {
-            let scheduled = cluster.answer(request.clone()).await.scheduled.expect("it is sent all the same");
+            let scheduled = cluster.answer(request.clone()).await.scheduled.expect("Scheduled is sent without the count");
             assert_eq!((scheduled.cached_tokens, scheduled.cached_tokens_by_tier.len()), (None, 0));
         }
     }
     let series = r#"tandem_worker_cached_tokens_total{worker="prefill-0",tier="device"}"#;
-    assert_eq!(cluster.prefill.metric(series), 96.0, "its own counters include them");
+    assert_eq!(cluster.prefill.metric(series), 96.0, "the worker's own counter includes them");
 }
 
 #[tokio::test]
@@ -159,12 +159,12 @@ async fn requests_that_can_never_run_are_refused_as_invalid() {
     let decode = cluster.decode.info.instance_id.clone();
     let mut requests = vec![cluster.local(prompt(1, 50), u32::MAX), cluster.local(vec![], 1), cluster.local(vec![u32::MAX], 1)];
     requests.extend([cluster.remote(vec![u32::MAX], 1), cluster.local(prompt(1, 70_000), 1)]);
-    // The decode worker can never take these, so no worker computes their prompts.
+    // The decode worker can never run these, so no worker computes their prompts.
     let mut samples = cluster.remote(prompt(1, 50), 1_000);
     samples.samples = 128;
     requests.extend([cluster.remote(prompt(1, 50), u32::MAX), cluster.remote(prompt(1, 70_000), 1), samples]);
     let mut nan = cluster.local(prompt(1, 50), 1);
-    nan.sampling.as_mut().expect("set").temperature = f32::NAN;
+    nan.sampling.as_mut().expect("the field is set").temperature = f32::NAN;
     requests.push(nan);
     for request in requests {
         assert_eq!(cluster.failure(request).await, (FailureReason::InvalidRequest, decode.clone()));
@@ -191,11 +191,12 @@ async fn workers_report_their_description_and_cache_contents() {
     let mut replies = watch(&info.instance_id).await.expect("this instance").into_inner();
     let mut assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
     let mut next = async || {
-        let reply = tokio::time::timeout(SOON, replies.message()).await.expect("it comes").expect("no error");
+        let reply =
+            tokio::time::timeout(TIMEOUT, replies.message()).await.expect("a message arrives").expect("the stream has no error");
         reply.expect("the stream is open").message.expect("messages are not empty")
     };
     let snapshot = loop {
-        let watch_reply::Message::Snapshot(chunk) = next().await else { panic!("the snapshot comes first") };
+        let watch_reply::Message::Snapshot(chunk) = next().await else { panic!("the first messages must be the snapshot") };
         if let Some(snapshot) = assembly.push(chunk).expect("a snapshot") {
             break snapshot;
         }
@@ -207,12 +208,12 @@ async fn workers_report_their_description_and_cache_contents() {
     cluster.answer(cluster.local(prompt(2, 40), 1)).await;
     let (mut stored, mut included_request_ids, mut last) = (Vec::new(), Vec::new(), snapshot.at_event_id);
     while stored.len() < 2 || included_request_ids.is_empty() {
-        let watch_reply::Message::Batch(batch) = next().await else { panic!("one snapshot is enough") };
+        let watch_reply::Message::Batch(batch) = next().await else { panic!("expected a batch") };
         let batch = KvBatch::try_from(batch).expect("a batch");
         for event in &batch.events {
             assert_eq!(event.event_id, last + 1, "no gaps");
             last = event.event_id;
-            let tandem_kv::Change::Stored(chain) = &event.change else { panic!("nothing is removed") };
+            let tandem_kv::Change::Stored(chain) = &event.change else { panic!("expected a stored chain") };
             stored.extend(chain.sequence_hashes.clone());
         }
         included_request_ids.extend(batch.included_request_ids);

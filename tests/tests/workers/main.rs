@@ -1,13 +1,13 @@
-//! A prefill and a decode worker as they run in production: sockets, gRPC, engines on their own threads.
+//! Tests of prefill and decode workers as they run in production: with sockets, gRPC, and engines on their own threads.
 
 mod abandoned;
 mod access;
-mod between;
+mod device_memory;
 mod devices;
 mod failures;
 mod forged;
 mod harness;
 mod local;
-mod reach;
+mod relay;
 mod remote;
 mod resume;

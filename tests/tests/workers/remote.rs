@@ -1,4 +1,4 @@
-//! Requests that are prefilled on another worker.
+//! Requests whose prompts are computed on the prefill worker.
 
 use crate::harness::{BLOCK_BYTES, Cluster, Setup, prompt};
 
@@ -51,7 +51,7 @@ async fn blocks_cached_on_decode_are_not_transferred() {
     let longer: Vec<u32> = prompt(1, 64).into_iter().chain(prompt(9, 65)).collect();
     let longer = cluster.answer(cluster.remote(longer, 4)).await;
     assert_eq!((longer.cached_tokens(), longer.kv_transfer_bytes()), (Some(64), 4 * BLOCK_BYTES));
-    // The 97 - 1 tokens are full blocks that the decode worker has cached: nothing is sent.
+    // The first 96 of 97 tokens fill blocks that the decode worker has cached, so no block is sent.
     let whole = cluster.answer(cluster.remote(prompt(1, 97), 4)).await;
     assert_eq!((whole.cached_tokens(), whole.kv_transfer_bytes(), whole.chunks), (Some(96), 0, None));
     cluster.idle().await;
@@ -75,7 +75,7 @@ async fn blocks_are_transferred_while_later_chunks_are_computed() {
     // A chunk of 64 tokens takes 320 ms: the first of 4 is written long before the last is computed.
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let answer = cluster.answer(cluster.remote(prompt(1, 257), 1)).await;
-    let started = answer.started.expect("it ran");
+    let started = answer.started.expect("decode has started");
     assert!(started.kv_transfer_ms > 600.0, "the first block was written {} ms before the last", started.kv_transfer_ms);
     cluster.idle().await;
 }

@@ -1,25 +1,25 @@
-//! Workers that crash or hang while a frontend and a router use them: every answer is the same as without the fault.
+//! Workers that crash or hang while a frontend and a router use them. Every answer must be the same as without the fault.
 
-use crate::harness::{SOON, Setup, Worker};
+use crate::harness::{Setup, TIMEOUT, Worker};
 use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::sim::SimSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
-use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
     channel::{PING_INTERVAL, PING_TIMEOUT},
     v1::{WorkersRequest, router_client::RouterClient},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
-use tandem_tests::{Answer, Client, Endpoint, prose};
-use tokio::{net::TcpListener, task::JoinSet};
+use tandem_tests::{Answer, Client, Endpoint, prose, services::Services};
+use tokio::task::JoinSet;
 
+/// Two workers of each role, a router and a frontend.
 struct Cluster {
     prefills: Vec<Worker>,
     decodes: Vec<Worker>,
     frontend: SocketAddr,
     router: String,
-    shutdown: Shutdown,
+    services: Services,
 }
 
 impl Cluster {
@@ -34,29 +34,23 @@ impl Cluster {
             prefills.push(Worker::prefill(&setup).await);
             decodes.push(Worker::decode(&setup).await);
         }
-        let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-        let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a free port") };
-        let (router_listener, listener) = (bind().await, bind().await);
-        let address = |listener: &TcpListener| listener.local_addr().expect("bound");
-        let (router, frontend) = (address(&router_listener).to_string(), address(&listener));
-        let workers = prefills.iter().chain(&decodes).map(|worker| worker.address.clone()).collect();
-        let settings = RouterSettings { workers, prefill, ..Default::default() };
-        let (registry, stop) = (metrics.clone(), shutdown.clone());
-        shutdown.track(async move { tandem_router::run(router_listener, settings, registry, stop).await.expect("it routes") });
+        let (services, addresses) = (Services::default(), prefills.iter().chain(&decodes).map(|worker| worker.address.clone()));
+        let settings = RouterSettings { workers: addresses.collect(), prefill, ..Default::default() };
+        let router = services.router(settings).await.expect("a free port").to_string();
         let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
-        let (registry, stop) = (metrics, shutdown.clone());
-        shutdown.track(async move { tandem_frontend::run(listener, settings, registry, stop).await.expect("it serves") });
-        let cluster = Self { prefills, decodes, frontend, router, shutdown };
-        cluster.members(4).await;
+        let frontend = services.frontend(settings).await.expect("a free port");
+        let cluster = Self { prefills, decodes, frontend, router, services };
+        cluster.wait_for_members(4).await;
+        cluster.services.ready(4, &cluster.client()).await.expect("the frontend is ready in time");
         cluster
     }
 
     /// Waits until the router has this many workers and no bookings.
-    async fn members(&self, count: usize) {
+    async fn wait_for_members(&self, count: usize) {
         let waiting = async {
             loop {
                 if let Ok(mut router) = RouterClient::connect(format!("http://{}", self.router)).await {
-                    let view = router.workers(WorkersRequest {}).await.expect("it answers").into_inner();
+                    let view = router.workers(WorkersRequest {}).await.expect("the server answers").into_inner();
                     if view.workers.len() == count && view.bookings == 0 {
                         return;
                     }
@@ -64,30 +58,30 @@ impl Cluster {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(SOON, waiting).await.expect("the router knows its workers and has released all bookings");
+        tokio::time::timeout(TIMEOUT, waiting).await.expect("the router knows its workers and has released all bookings");
     }
 
     fn client(&self) -> Client {
         Client::new(self.frontend)
     }
 
-    fn ask_all(&self, requests: &[Value]) -> JoinSet<(usize, Answer)> {
-        let mut asking = JoinSet::new();
+    fn send_all(&self, requests: &[Value]) -> JoinSet<(usize, Answer)> {
+        let mut pending = JoinSet::new();
         for (number, request) in requests.iter().cloned().enumerate() {
             let client = self.client();
-            asking.spawn(async move {
+            pending.spawn(async move {
                 let path = Endpoint::Completions.path();
-                (number, client.ask(path, &request).await.expect("every request has an answer"))
+                (number, client.answer(path, &request).await.expect("every request has an answer"))
             });
         }
-        asking
+        pending
     }
 
-    /// The texts of all samples, and their tokens.
-    async fn answers(&self, mut asking: JoinSet<(usize, Answer)>) -> Vec<(Vec<String>, u64)> {
+    /// Waits for all answers. Returns the texts of each answer's samples and its number of completion tokens, in the order of requests.
+    async fn answers(&self, mut pending: JoinSet<(usize, Answer)>) -> Vec<(Vec<String>, u64)> {
         let mut answers = Vec::new();
-        while let Some(answer) = tokio::time::timeout(SOON, asking.join_next()).await.expect("answers come") {
-            let (number, answer) = answer.expect("no panic");
+        while let Some(answer) = tokio::time::timeout(TIMEOUT, pending.join_next()).await.expect("an answer arrives") {
+            let (number, answer) = answer.expect("the client does not panic");
             assert!(answer.status == 200 && answer.done, "request {number}: {answer:?}");
             let texts = (0..2).map(|sample| answer.text(sample)).collect();
             answers.push((number, (texts, answer.usage("/completion_tokens"))));
@@ -96,17 +90,18 @@ impl Cluster {
         answers.into_iter().map(|(_, answer)| answer).collect()
     }
 
-    async fn counted(&self, name: &str, at_least: f64) {
+    /// Waits until the sum of a metric's series reaches a value.
+    async fn wait_for_metric(&self, name: &str, at_least: f64) {
         let counting = async {
-            while self.client().metric(name, "").await.expect("it answers") < at_least {
+            while self.client().metric(name, "").await.expect("the server answers") < at_least {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(SOON, counting).await.unwrap_or_else(|_| panic!("{name} does not reach {at_least}"));
+        tokio::time::timeout(TIMEOUT, counting).await.unwrap_or_else(|_| panic!("{name} does not reach {at_least}"));
     }
 
     async fn stop(self) {
-        self.shutdown.run(Duration::ZERO).await;
+        self.services.shutdown.run(Duration::ZERO).await;
     }
 }
 
@@ -133,18 +128,18 @@ async fn answers_survive_a_decode_worker_that_crashes_during_streams() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut cluster = Cluster::start(10.0, place).await;
         let requests = requests(16, 300, 600);
-        let expected = cluster.answers(cluster.ask_all(&requests)).await;
-        assert_eq!(cluster.client().metric("tandem_frontend_migrations_total", "").await.expect("it answers"), 0.0);
-        let asking = cluster.ask_all(&requests);
-        // All have started.
-        cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
+        let expected = cluster.answers(cluster.send_all(&requests)).await;
+        assert_eq!(cluster.client().metric("tandem_frontend_migrations_total", "").await.expect("the server answers"), 0.0);
+        let pending = cluster.send_all(&requests);
+        // All streams have started.
+        cluster.wait_for_metric("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
         cluster.decodes[0].kill();
-        assert!(cluster.answers(asking).await == expected, "{place:?}: an answer differs");
-        cluster.counted("tandem_frontend_migrations_total", 1.0).await;
-        cluster.counted("tandem_frontend_request_cached_tokens_count", 32.0).await;
-        // Later requests succeed, and nothing is held.
-        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected);
-        cluster.members(3).await;
+        assert!(cluster.answers(pending).await == expected, "{place:?}: an answer differs");
+        cluster.wait_for_metric("tandem_frontend_migrations_total", 1.0).await;
+        cluster.wait_for_metric("tandem_frontend_request_cached_tokens_count", 32.0).await;
+        // Later requests succeed, and the workers hold nothing.
+        assert!(cluster.answers(cluster.send_all(&requests)).await == expected);
+        cluster.wait_for_members(3).await;
         cluster.decodes[1].idle().await;
         cluster.prefills[0].idle().await;
         cluster.prefills[1].idle().await;
@@ -156,13 +151,13 @@ async fn answers_survive_a_decode_worker_that_crashes_during_streams() {
 async fn answers_survive_a_prefill_worker_that_crashes_during_prompts() {
     let mut cluster = Cluster::start(2.0, PrefillPlace::Remote).await;
     let requests = requests(12, 3_000, 20);
-    let asking = cluster.ask_all(&requests);
+    let pending = cluster.send_all(&requests);
     cluster.prefills[0].until(|load| load.running_sequences > 0).await;
     cluster.prefills[0].kill();
-    let answers = cluster.answers(asking).await;
-    cluster.counted("tandem_frontend_attempts_failed_total", 1.0).await;
-    assert!(cluster.answers(cluster.ask_all(&requests)).await == answers, "later requests succeed");
-    cluster.members(3).await;
+    let answers = cluster.answers(pending).await;
+    cluster.wait_for_metric("tandem_frontend_attempts_failed_total", 1.0).await;
+    assert!(cluster.answers(cluster.send_all(&requests)).await == answers, "later requests succeed");
+    cluster.wait_for_members(3).await;
     cluster.decodes[0].idle().await;
     cluster.decodes[1].idle().await;
     cluster.stop().await;
@@ -172,47 +167,47 @@ async fn answers_survive_a_prefill_worker_that_crashes_during_prompts() {
 async fn requests_fail_over_from_a_hung_decode_worker_within_the_keep_alive_limit() {
     let mut cluster = Cluster::start(1.0, PrefillPlace::Local).await;
     let requests = requests(8, 100, 100);
-    let expected = cluster.answers(cluster.ask_all(&requests)).await;
-    let asking = cluster.ask_all(&requests);
-    cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 16.0).await;
-    let awake = cluster.decodes[0].hang();
+    let expected = cluster.answers(cluster.send_all(&requests)).await;
+    let pending = cluster.send_all(&requests);
+    cluster.wait_for_metric("tandem_frontend_time_to_first_token_seconds_count", 16.0).await;
+    let hang = cluster.decodes[0].hang();
     let limit = PING_INTERVAL + PING_TIMEOUT + Duration::from_secs(5);
-    let answers = tokio::time::timeout(limit, cluster.answers(asking)).await.expect("requests fail over within the limit");
+    let answers = tokio::time::timeout(limit, cluster.answers(pending)).await.expect("requests fail over within the limit");
     assert!(answers == expected, "an answer differs");
-    cluster.counted("tandem_frontend_migrations_total", 1.0).await;
-    drop(awake);
+    cluster.wait_for_metric("tandem_frontend_migrations_total", 1.0).await;
+    drop(hang);
     cluster.decodes[0].idle().await;
     cluster.decodes[1].idle().await;
     cluster.stop().await;
 }
 
-/// The process of the engine still answers pings and calls.
+/// The process of the hung engine still answers pings and calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_engine_is_avoided_and_used_again_after_recovery() {
     let mut impatient = Setup::default();
     impatient.engine.step_max = Duration::from_secs(3);
     let cluster = Cluster::start_with(10.0, PrefillPlace::Remote, impatient).await;
     let requests = requests(16, 300, 600);
-    let expected = cluster.answers(cluster.ask_all(&requests)).await;
-    for (hangs, amid_answers) in [(&cluster.decodes[0], true), (&cluster.prefills[0], false)] {
-        let asking = cluster.ask_all(&requests);
-        if amid_answers {
-            cluster.counted("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
+    let expected = cluster.answers(cluster.send_all(&requests)).await;
+    for (hung, during_answers) in [(&cluster.decodes[0], true), (&cluster.prefills[0], false)] {
+        let pending = cluster.send_all(&requests);
+        if during_answers {
+            cluster.wait_for_metric("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
         }
-        hangs.gate.close();
+        hung.gate.close();
         let answers = async {
             // The router has removed it.
-            cluster.members(3).await;
-            cluster.answers(asking).await
+            cluster.wait_for_members(3).await;
+            cluster.answers(pending).await
         };
-        let answers = tokio::time::timeout(SOON, answers).await.expect("requests fail over");
-        assert!(answers == expected, "{}: an answer differs", hangs.info.worker_id);
-        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected, "requests succeed while it hangs");
-        hangs.gate.open();
-        cluster.members(4).await;
-        hangs.idle().await;
-        assert!(cluster.answers(cluster.ask_all(&requests)).await == expected);
+        let answers = tokio::time::timeout(TIMEOUT, answers).await.expect("requests fail over");
+        assert!(answers == expected, "{}: an answer differs", hung.info.worker_id);
+        assert!(cluster.answers(cluster.send_all(&requests)).await == expected, "requests succeed while it hangs");
+        hung.gate.open();
+        cluster.wait_for_members(4).await;
+        hung.idle().await;
+        assert!(cluster.answers(cluster.send_all(&requests)).await == expected);
     }
-    cluster.counted("tandem_frontend_migrations_total", 1.0).await;
+    cluster.wait_for_metric("tandem_frontend_migrations_total", 1.0).await;
     cluster.stop().await;
 }

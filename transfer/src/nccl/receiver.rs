@@ -1,14 +1,14 @@
 //! The receiving half of the NCCL path.
 //!
-//! A peer's entry begins with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill worker
-//! then opens a control stream, which receives batches as long as both exist. A [`Connection`] holds the entry through all of this; dropping
-//! it, whatever the reason, closes the communicator, removes the entry and starts the peer's backoff.
+//! A peer's entry is made with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill worker
+//! then opens a control stream, which receives batches until the stream or the communicator ends. A [`Connection`] owns the entry throughout;
+//! dropping it closes the communicator, removes the entry and starts the peer's backoff.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{
     Destination, Lifetime, Refused,
+    backoff::{PEERS_MAX, PeerBackoff},
     blocking::run_to_end,
-    negotiate::{Backoff, PEERS_MAX},
     path::{Decision, Grant, Offer, ReceivePath},
 };
 use parking_lot::Mutex;
@@ -20,10 +20,14 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// From this end's joining until the prefill worker must have opened the control stream.
+/// The longest time from this end's joining until the prefill worker opens the control stream.
 const CONTROL_WAIT: Duration = Duration::from_secs(30);
 
-/// A worker's communicators, of which it is the receiving end. Cheap to clone.
+/// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator that the
+/// other end did not join.
+const BACKOFF_MIN: Duration = Duration::from_secs(1);
+
+/// The receiving ends of a worker's communicators. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct NcclReceiver(Arc<Inner>);
 
@@ -31,26 +35,27 @@ struct Inner {
     memory: Arc<dyn KvMemory>,
     ranks: u32,
     destination: Arc<dyn Destination>,
-    backoff: Arc<Backoff>,
+    backoff: PeerBackoff,
     lifetime: Lifetime,
     /// By the prefill worker's instance; at most [`PEERS_MAX`].
     peers: Mutex<HashMap<String, Peer>>,
-    /// [`JOINS_MAX`] permits, each taken from the ticket that names a communicator until this end has joined it.
+    /// [`JOINS_MAX`] permits. Each is taken when a ticket names a communicator and released when this end has joined it.
     joins: Arc<Semaphore>,
 }
 
 struct Peer {
-    /// Empty until it is made.
+    /// Empty until the id is made.
     communicator_id: Vec<u8>,
     state: State,
 }
 
 enum State {
-    /// Named by a ticket. The control stream, which may come before or after this end has joined, takes the connection from here.
+    /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the connection from
+    /// this channel.
     Joining(oneshot::Receiver<Connection>),
     /// A control stream waits for this end to join.
     Claimed,
-    /// Tickets may name it.
+    /// The communicator is open, so tickets may use it.
     Open,
 }
 
@@ -73,18 +78,13 @@ impl Drop for Connection {
 
 impl NcclReceiver {
     /// `None`: the engine has no NCCL.
-    pub(crate) fn new(
-        memory: Arc<dyn KvMemory>,
-        destination: Arc<dyn Destination>,
-        backoff: Arc<Backoff>,
-        lifetime: Lifetime,
-    ) -> Option<Self> {
-        let ranks = memory.nccl_ranks();
+    pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Option<Self> {
+        let (ranks, backoff) = (memory.nccl_ranks(), PeerBackoff::new(BACKOFF_MIN));
         let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
         (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
     }
 
-    /// Enters a peer in the map. `None`: it has a communicator already, or too many others have one.
+    /// Adds an entry for a peer. `None`: the peer has a communicator, or there are too many.
     fn enter(&self, peer: &str) -> Option<Joining> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(peer) {
@@ -98,8 +98,8 @@ impl NcclReceiver {
         Some(Joining { connection, joined, permit })
     }
 
-    /// Returns the connection over this communicator when this end has joined it, for a control stream. `None`: no ticket has named it, it has a
-    /// control stream already, or joining failed.
+    /// Waits until this end has joined the communicator, and returns the connection for a control stream. `None`: no ticket has named the
+    /// communicator, it has a control stream, or joining failed.
     pub(crate) async fn claim(&self, communicator_id: &[u8]) -> Option<Connection> {
         let joining = {
             let mut peers = self.0.peers.lock();
@@ -126,10 +126,6 @@ impl NcclReceiver {
 
 #[tonic::async_trait]
 impl ReceivePath for NcclReceiver {
-    fn label(&self) -> &'static str {
-        LABEL
-    }
-
     async fn offer(&self, offer: Offer<'_>) -> Decision {
         let Offer { peer, capabilities, ticket, .. } = offer;
         if capabilities.nccl_ranks != self.0.ranks {
@@ -137,7 +133,7 @@ impl ReceivePath for NcclReceiver {
         }
         if let Some(Peer { communicator_id, state: State::Open }) = self.0.peers.lock().get(peer) {
             (ticket.path, ticket.communicator) = (TransferPath::Nccl.into(), communicator_id.clone());
-            return Decision::Accepted(None);
+            return Decision::Accepted { label: LABEL, grant: None };
         }
         if self.0.backoff.is_open(peer) {
             return Decision::Unavailable;
@@ -161,7 +157,7 @@ impl ReceivePath for NcclReceiver {
     }
 }
 
-/// A communicator that a ticket names, until this end has joined it.
+/// A communicator that a ticket names and that this end has not joined yet.
 struct Joining {
     connection: Connection,
     joined: oneshot::Sender<Connection>,
@@ -183,7 +179,7 @@ impl Joining {
         let Inner { memory, lifetime, peers, .. } = &*receiver.0;
         let memory = Arc::clone(memory);
         let joining = spawn_blocking(move || {
-            // The thread may outlive the task that waits for it.
+            // The thread may run longer than the task that waits for it.
             let _permit = permit;
             memory.join(&id, CommunicatorEnd::Receiver)
         });
@@ -199,7 +195,7 @@ impl Joining {
         if joined.send(connection).is_err() {
             return;
         }
-        // If the sender's end has failed, the control stream never comes.
+        // If the sender has failed, it never opens the control stream.
         tokio::select! {
             () = tokio::time::sleep(CONTROL_WAIT) => {}
             () = lifetime.shutdown.draining() => {}
@@ -214,8 +210,8 @@ impl Joining {
 }
 
 impl Connection {
-    /// Receives the batch that the sender sends now; returns whether its blocks were written. A batch that the ticket does not allow is received and
-    /// discarded. `None`: the communicator is broken.
+    /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and discarded.
+    /// `None`: the communicator is broken.
     pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
         let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
         let (communicator, count) = (self.communicator.clone()?, block_indices.len());
@@ -235,8 +231,8 @@ impl Connection {
         received.ok()
     }
 
-    /// Resolves when the worker has drained, and no more batches come.
+    /// Resolves when the worker has drained, so no more batches are sent to it.
     pub(crate) fn drained(&self) -> impl Future<Output = ()> + Send + 'static {
-        self.receiver.0.lifetime.drained()
+        self.receiver.0.lifetime.drained.clone()
     }
 }

@@ -1,7 +1,7 @@
 //! The sending half of the NCCL path.
 
 use super::{JOINS_MAX, LABEL};
-use crate::{Lifetime, Progress, Refused, SendPath, TransferError, negotiate::PEERS_MAX};
+use crate::{Lifetime, Progress, Refused, SendPath, TransferError, backoff::PEERS_MAX};
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc};
 use tandem_kv::{BlockAccess, BlockId, CommunicatorEnd, KvCommunicator, KvMemory, ReadyBlock, Ticket};
@@ -16,14 +16,14 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// Blocks of one transfer on their way through a communicator.
+/// Blocks that one transfer sends together.
 struct Batch {
     ticket: Ticket,
     blocks: Vec<ReadyBlock>,
     written: oneshot::Sender<bool>,
 }
 
-/// The path of one ticket's blocks: batches queue for the communicator.
+/// The path of one ticket's blocks: its batches wait in the communicator's queue.
 pub(crate) struct NcclPath {
     ticket: Ticket,
     batches: mpsc::Sender<Batch>,
@@ -56,12 +56,12 @@ impl SendPath for NcclPath {
     }
 
     async fn finish(self: Box<Self>) -> Result<(), TransferError> {
-        // Each batch was written when its `send` returned.
+        // `send` returns when a batch is written.
         Ok(())
     }
 }
 
-/// A worker's communicators, of which it is the sending end. Cheap to clone.
+/// The sending ends of a worker's communicators. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct NcclSender(Arc<Inner>);
 
@@ -69,7 +69,7 @@ struct Inner {
     memory: Arc<dyn KvMemory>,
     channels: Channels,
     lifetime: Lifetime,
-    /// By the decode worker's address; at most [`PEERS_MAX`], because each takes GPU memory. A peer has one communicator or join.
+    /// By the decode worker's address; at most [`PEERS_MAX`], because each communicator occupies GPU memory. A peer has one entry.
     peers: Mutex<HashMap<String, Peer>>,
     /// [`JOINS_MAX`] permits.
     joins: Arc<Semaphore>,
@@ -87,37 +87,35 @@ impl NcclSender {
         Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
     }
 
-    /// Returns the path over this communicator, if it is open.
+    /// Returns a path over this communicator, if that is open.
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
         let peers = self.0.peers.lock();
         let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
         Some(NcclPath { ticket, batches: peer.batches.clone()? })
     }
 
-    /// Joins a communicator and serves it, in a task of its own. Only for one that was named by a ticket under which blocks were written at
-    /// `address`: joining connects to an address within the id, and takes a thread until the other end has joined, too.
+    /// Joins a communicator and sends its batches, in a new task. Called only for a communicator that was named by a ticket under which blocks were
+    /// written at `address`: joining connects to an address within the id, and occupies a thread until the other end has joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
-        let (Ok(permit), Some(entry)) = (Arc::clone(&self.0.joins).try_acquire_owned(), self.enter(&address, &communicator_id))
-        else {
-            tracing::debug!(decode = address, "no NCCL communicator is joined now; KV continues over TCP");
-            return;
+        let permit = Arc::clone(&self.0.joins).try_acquire_owned();
+        let (Ok(permit), Some(mut connection)) = (permit, self.enter(&address, &communicator_id)) else {
+            return tracing::debug!(decode = address, "no NCCL communicator is joined now; KV continues over TCP");
         };
+        let (memory, id) = (Arc::clone(&self.0.memory), communicator_id.clone());
         self.0.lifetime.shutdown.spawn(async move {
-            let Inner { memory, lifetime, .. } = &*entry.sender.0;
-            let (memory, id) = (Arc::clone(memory), communicator_id.clone());
             let joining = spawn_blocking(move || {
-                // The thread may outlive the task that waits for it.
+                // The thread may run longer than the task that waits for it.
                 let _permit = permit;
                 memory.join(&id, CommunicatorEnd::Sender)
             });
             let joined = tokio::select! {
                 joined = joining => joined.expect("joining does not panic"),
-                () = lifetime.shutdown.draining() => return,
+                () = connection.sender.0.lifetime.shutdown.draining() => return,
             };
             match joined {
                 Ok(communicator) => {
-                    let open = Open { communicator: Some(communicator), entry };
-                    let reason = open.serve(communicator_id).await;
+                    connection.communicator = Some(communicator);
+                    let reason = connection.serve(communicator_id).await;
                     tracing::info!(reason, decode = address, "NCCL communicator closed");
                 }
                 Err(error) => tracing::warn!(%error, decode = address, "NCCL communicator not joined; KV continues over TCP"),
@@ -125,56 +123,45 @@ impl NcclSender {
         });
     }
 
-    /// Enters a peer in the map. `None`: it has a communicator already, or too many others have one.
-    fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Entry> {
+    /// Adds an entry for a peer. `None`: the peer has a communicator, or there are too many.
+    fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Connection> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(address) {
             return None;
         }
         peers.insert(address.to_owned(), Peer { communicator_id: communicator_id.to_vec(), batches: None });
-        Some(Entry { sender: self.clone(), address: address.to_owned() })
+        Some(Connection { sender: self.clone(), address: address.to_owned(), communicator: None })
     }
 }
 
-/// A peer's entry in [`Inner::peers`].
-struct Entry {
+/// A peer's entry in [`Inner::peers`], with the communicator once this end has joined it.
+struct Connection {
     sender: NcclSender,
     address: String,
-}
-
-impl Drop for Entry {
-    fn drop(&mut self) {
-        self.sender.0.peers.lock().remove(&self.address);
-    }
-}
-
-/// An open communicator.
-struct Open {
-    /// `None` only in `drop`.
     communicator: Option<Arc<dyn KvCommunicator>>,
-    entry: Entry,
 }
 
-impl Drop for Open {
+impl Drop for Connection {
     fn drop(&mut self) {
-        self.entry.sender.0.lifetime.shutdown.drop_elsewhere(self.communicator.take());
+        let Inner { peers, lifetime, .. } = &*self.sender.0;
+        peers.lock().remove(&self.address);
+        lifetime.shutdown.drop_elsewhere(self.communicator.take());
     }
 }
 
-impl Open {
-    /// Sends batches until the communicator or its control stream breaks, or this worker drains and has nothing more to send. Returns the
-    /// reason.
+impl Connection {
+    /// Sends batches until the communicator or its control stream breaks, or this worker has drained. Returns the reason.
     async fn serve(&self, communicator_id: Vec<u8>) -> String {
-        let Entry { sender, address } = &self.entry;
+        let Self { sender, address, .. } = self;
         let Ok(channel) = sender.0.channels.to(address) else { return "the decode worker's address is invalid".to_owned() };
         let (batches, mut queue) = mpsc::channel(1);
-        // From here on tickets may name it: the decode worker names it as soon as the control stream is open.
+        // Tickets may name the communicator as soon as the control stream is open.
         if let Some(peer) = sender.0.peers.lock().get_mut(address) {
             peer.batches = Some(batches);
         }
         let (requests, receiver) = mpsc::channel(1);
         let first = NcclControlRequest { communicator: communicator_id, ..NcclControlRequest::default() };
-        // There is capacity for one.
+        // The channel has capacity for this message.
         let _ = requests.try_send(first);
         let mut replies = match TransferClient::new(channel).nccl_control(ReceiverStream::new(receiver)).await {
             Ok(replies) => replies.into_inner(),
@@ -184,7 +171,7 @@ impl Open {
             let batch = tokio::select! {
                 batch = queue.recv() => batch,
                 reply = reply(&mut replies) => return reply.err().unwrap_or_else(|| "a reply without a request".to_owned()),
-                () = sender.0.lifetime.drained() => return "this worker has drained".to_owned(),
+                () = sender.0.lifetime.drained.clone() => return "this worker has drained".to_owned(),
             };
             let Some(Batch { ticket, blocks, written }) = batch else { return "it is not in use".to_owned() };
             if written.is_closed() {
@@ -197,7 +184,7 @@ impl Open {
             if requests.send(request).await.is_err() {
                 return "the control stream is closed".to_owned();
             }
-            // The receiver now receives this batch, so it is sent even if its transfer has ended.
+            // The receiver expects this batch now, so it is sent even if its transfer has ended.
             let Some(communicator) = self.communicator.clone() else { return "the communicator is closed".to_owned() };
             let sending = spawn_blocking(move || communicator.send(&blocks));
             let (sent, reply) = tokio::join!(sending, reply(&mut replies));

@@ -1,4 +1,4 @@
-//! Devices of one process that stand in for GPUs: they copy from each other's memory, and exchange blocks over stand-ins of NCCL communicators.
+//! Devices of one process in place of GPUs: they copy from each other's memory, and exchange blocks over channels in place of NCCL communicators.
 
 use bytes::Bytes;
 use std::{
@@ -12,7 +12,7 @@ use std::{
 };
 use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 
-/// A device's memory, and how others reach it.
+/// A device with its memory.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
@@ -21,7 +21,7 @@ struct Inner {
     shares_memory: bool,
     nccl_ranks: u32,
     blocks: Mutex<BTreeMap<BlockId, Bytes>>,
-    /// Of blocks that are written from other devices, which have blocks of one size.
+    /// The sizes of blocks that other devices write.
     sizes: Mutex<BTreeMap<BlockId, usize>>,
     next: AtomicU32,
     /// The next batch that this device sends breaks the communicator.
@@ -107,7 +107,7 @@ impl KvMemory for Device {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("not poisoned");
         let (sender, receiver) = ends.entry(id.to_vec()).or_insert_with(|| {
-            // The sender does not wait for the receiver: nor does NCCL while its buffers have capacity.
+            // The sender does not wait for the receiver; NCCL does not either while its buffers have capacity.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

@@ -23,19 +23,19 @@ use tonic::{Request, Response, Status, Streaming};
 pub async fn late_write_is_refused_and_harms_no_other(rig: Rig) {
     rig.memory.issue(TICKET, 0..4);
     rig.memory.hold();
-    rig.memory.0.asked.forget_permits(usize::MAX);
+    rig.memory.0.begun.forget_permits(usize::MAX);
     let mut late = rig.open(TICKET).await;
     let late = async {
         late.send(0, block(0)).await?;
         late.finish().await
     };
     let mut late = late.boxed();
-    let asked = tokio::select! {
-        asked = rig.memory.0.asked.acquire() => asked,
+    let begun = tokio::select! {
+        begun = rig.memory.0.begun.acquire() => begun,
         _ = &mut late => panic!("nothing has been written"),
     };
-    asked.expect("open").forget();
-    // The write is on its way into the memory when its ticket goes, and the place is somebody else's.
+    begun.expect("open").forget();
+    // The ticket is revoked while the block is being written, and its memory is reserved for another ticket.
     assert!(rig.memory.revoke(TICKET).is_empty());
     rig.memory.issue(TICKET + 1, 0..4);
     rig.memory.release(8);
@@ -55,11 +55,11 @@ pub async fn spent_ticket_is_refused(rig: Rig) {
     }
     let written = rig.memory.revoke(TICKET);
     assert!(written.len() == 2 && written.iter().all(|(index, payload)| *payload == block(*index)));
-    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "nor after its end");
+    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket");
 }
 
-/// After so many polls of a transfer of three blocks, in whatever it is doing then.
-pub async fn transfer_may_be_dropped_at_every_poll(rig: Rig) {
+/// Drops a transfer of three blocks after every number of polls.
+pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig) {
     let mut polls = 0;
     for ticket in 1.. {
         rig.memory.issue_for(SMALL, ticket, 0..3);
@@ -95,13 +95,13 @@ pub async fn transfer_may_be_dropped_at_every_poll(rig: Rig) {
 
 const SMALL: usize = 64;
 
-/// Says which block of which ticket it is.
+/// Content that differs for each block of each ticket.
 fn content(ticket: u64, index: u32) -> Bytes {
     let seed = ((ticket << 32) | u64::from(index)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (0..SMALL as u64).map(|place| (seed.rotate_left(place as u32) >> 7) as u8).collect::<Vec<u8>>().into()
 }
 
-/// Numbers of a seed (Knuth's constants).
+/// Pseudo-random numbers from a seed (a linear congruential generator with Knuth's constants).
 struct Numbers(Cell<u64>);
 
 impl Numbers {
@@ -127,7 +127,7 @@ enum Fault {
     Dropped,
 }
 
-/// One sender of an interleaving: its blocks, and what it does wrong at one of them.
+/// One sender of an interleaving: its blocks, and its fault at one of them.
 #[derive(Debug)]
 struct Sender {
     ticket: u64,
@@ -137,7 +137,7 @@ struct Sender {
 }
 
 impl Sender {
-    /// `None`: it left by itself.
+    /// `None`: the sender dropped its transfer.
     async fn run(&self, rig: &Rig, numbers: &Numbers) -> Option<Result<(), TransferError>> {
         let Self { ticket, fault, .. } = *self;
         let mut push = rig.open(if fault == Fault::WrongTicket { ticket ^ (1 << 40) } else { ticket }).await;
@@ -162,7 +162,7 @@ impl Sender {
     }
 }
 
-pub async fn thousand_interleavings_keep_all_promises(rig: Rig) {
+pub async fn written_blocks_are_correct_in_a_thousand_interleavings(rig: Rig) {
     for seed in 0..1_000_u64 {
         let numbers = Numbers(Cell::new(seed));
         let tickets = [seed * 4 + 1, seed * 4 + 2];
@@ -207,7 +207,10 @@ pub async fn thousand_interleavings_keep_all_promises(rig: Rig) {
             let whole = sender.indices.iter().all(|index| written[&sender.ticket].contains_key(index));
             let harmless = matches!(sender.fault, Fault::None) || sender.indices.is_empty();
             match end {
-                Some(Ok(())) => assert!(harmless && (whole || of_revoked), "seed {seed}: {sender:?} was told that all is there"),
+                Some(Ok(())) => assert!(
+                    harmless && (whole || of_revoked),
+                    "seed {seed}: {sender:?} received a confirmation of blocks that are missing"
+                ),
                 Some(Err(TransferError::Refused(_))) => {
                     assert!(!harmless || of_revoked, "seed {seed}: {sender:?} was refused");
                 }
@@ -221,7 +224,7 @@ pub async fn thousand_interleavings_keep_all_promises(rig: Rig) {
     }
 }
 
-/// Takes all blocks and says that one fewer has written.
+/// A receiver that reports one block fewer than it received.
 struct Losing;
 
 #[tonic::async_trait]
@@ -229,7 +232,7 @@ impl Transfer for Losing {
     type NcclControlStream = futures::stream::Empty<Result<NcclControlReply, Status>>;
 
     async fn nccl_control(&self, _: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
-        Err(Status::unimplemented("it has no links"))
+        Err(Status::unimplemented("it has no communicators"))
     }
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
@@ -251,7 +254,7 @@ async fn lost_block_is_noticed() {
         let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
         let mut push = rig.sending(Ticket { address, ..ticket });
         for index in 0..3 {
-            push.send(index, block(index)).await.expect("it is taken");
+            push.send(index, block(index)).await.expect("it is received");
         }
         push.finish().await
     };
@@ -263,7 +266,7 @@ async fn lost_block_is_noticed() {
     }
 }
 
-/// Passes on so many bytes to the receiver, and then nothing in either direction: a cable that was cut.
+/// Forwards this many bytes to the receiver and then nothing in either direction, as a cable that was cut.
 async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
     let (mut from, _) = listener.accept().await.expect("the sender connects");
     let mut to = TcpStream::connect(receiver).await.expect("the receiver listens");

@@ -1,4 +1,4 @@
-//! The conformance suite of transfer paths: every test runs on each path, unless it says why not.
+//! The conformance suite of transfer paths: every test runs on each path, except where a comment gives a reason.
 
 mod device;
 mod faults;
@@ -155,7 +155,7 @@ async fn slow_receiver_makes_the_sender_wait(rig: Rig) {
     while let Ok(result) = tokio::time::timeout(PENDING, push.send(sent, block(sent))).await {
         result.expect("it is missing");
         sent += 1;
-        assert!(sent < BLOCKS, "everything was taken although nothing was written");
+        assert!(sent < BLOCKS, "all blocks were accepted although none was written");
     }
     rig.memory.release(usize::try_from(BLOCKS).expect("small"));
     for index in sent..BLOCKS {
@@ -169,12 +169,12 @@ async fn slow_receiver_makes_the_sender_wait(rig: Rig) {
 
 async fn several_blocks_wait_to_be_written_at_a_time(rig: Rig) {
     if rig.path == TransferPath::Nccl {
-        // A communicator moves one batch after another.
+        // A communicator moves one batch at a time.
         return;
     }
     rig.memory.issue(TICKET, 0..8);
     rig.memory.hold();
-    rig.memory.0.asked.forget_permits(usize::MAX);
+    rig.memory.0.begun.forget_permits(usize::MAX);
     let mut push = rig.open(TICKET).await;
     let sending = async {
         for index in 0..8 {
@@ -183,7 +183,7 @@ async fn several_blocks_wait_to_be_written_at_a_time(rig: Rig) {
         push.finish().await
     };
     let writing = async {
-        let all = rig.memory.0.asked.acquire_many(8).await.expect("open");
+        let all = rig.memory.0.begun.acquire_many(8).await.expect("open");
         rig.memory.release(8);
         drop(all);
     };
@@ -219,11 +219,11 @@ async fn sent_blocks_are_written_while_the_sender_waits_and_an_interruption_is_r
         Err::<(), _>(push.interrupted().await)
     };
     let mut waiting = waiting.boxed();
-    // The preparation of the path has written, too.
-    rig.memory.0.asked.forget_permits(usize::MAX);
+    // The preparation of the path has written blocks, too.
+    rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
         ended = &mut waiting => panic!("nothing is wrong: {ended:?}"),
-        asked = rig.memory.0.asked.acquire() => asked.expect("open").forget(),
+        begun = rig.memory.0.begun.acquire() => begun.expect("open").forget(),
     }
     rig.disconnect();
     assert!(matches!(waiting.await, Err(TransferError::Closed(_))));
@@ -264,18 +264,18 @@ conformance!(host, simulated, ipc, nccl; {
     blocks_sent_together_are_written_together_or_not_at_all,
     late_write_is_refused_and_harms_no_other,
     spent_ticket_is_refused,
-    transfer_may_be_dropped_at_every_poll,
-    thousand_interleavings_keep_all_promises,
+    transfer_dropped_at_any_poll_has_written_whole_blocks_only,
+    written_blocks_are_correct_in_a_thousand_interleavings,
 });
 
-/// Announcements of blocks that stay in place carry no content, so there is nothing to wait for; a communicator's `send` always waits.
+/// On the other paths the test does not apply: announcements of blocks do not wait for the receiver, and a communicator's `send` always does.
 #[tokio::test]
 async fn sender_waits_for_a_receiver_that_does_not_write() {
     slow_receiver_makes_the_sender_wait(host().await).await;
     slow_receiver_makes_the_sender_wait(simulated().await).await;
 }
 
-/// Content travels block by block; on the other paths a message names several.
+/// Not for the host path, whose messages carry one block each.
 async fn blocks_sent_together_are_written_together_or_not_at_all(rig: Rig) {
     if rig.path == TransferPath::Tcp {
         return;

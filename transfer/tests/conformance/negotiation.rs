@@ -1,4 +1,4 @@
-//! Which path a ticket names: preparation, fall back to TCP, backoff, and bounds.
+//! The choice of a ticket's path: preparation, fallback to TCP, backoff, and bounds.
 
 use crate::rig::*;
 use tandem_proto::v1::{NcclControlRequest, TransferPath, transfer_client::TransferClient};
@@ -10,7 +10,7 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
     rig.memory.issue(TICKET, 0..1);
     rig.source.break_next();
     assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Closed(_))));
-    // Until the receiver has noticed, tickets name the communicator that is closed.
+    // Tickets name the closed communicator until the receiver has noticed that it is closed.
     let falls_back = async {
         for ticket in TICKET + 1.. {
             let (issued, negotiated) = rig.negotiate("prefill-0", ticket).await;
@@ -23,7 +23,7 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
     };
     tokio::time::timeout(SOON, falls_back).await.expect("the communicator is closed");
     let over_tcp = tokio::time::timeout(SOON, rig.prepare(1 << 51)).await.expect("another communicator is joined");
-    assert!(over_tcp > 0, "prompts go over TCP meanwhile");
+    assert!(over_tcp > 0, "prompts use TCP until then");
     rig.memory.issue(TICKET + 1, 0..1);
     rig.send(TICKET + 1, 0, block(0)).await.expect("it is missing");
 }
@@ -35,9 +35,9 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
     for peer in 0..8 {
         joining.push(rig.negotiate(&format!("peer-{peer}"), TICKET + peer).await);
     }
-    assert!(joining.iter().all(|(ticket, _)| ticket.path() == TransferPath::Tcp), "blocks go over TCP meanwhile");
+    assert!(joining.iter().all(|(ticket, _)| ticket.path() == TransferPath::Tcp), "blocks are sent over TCP until then");
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
-    assert_eq!(named, 4, "others do not queue");
+    assert_eq!(named, 4, "the other joins are not queued");
     // A ticket whose blocks were not written releases its place, and its peer backs off.
     joining.clear();
     let (again, _) = rig.negotiate("peer-0", TICKET).await;

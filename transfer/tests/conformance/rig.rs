@@ -21,25 +21,25 @@ use tokio::sync::Semaphore;
 
 pub const TICKET: u64 = 0xdead_beef_0000_0007;
 pub const BLOCK_BYTES: usize = 256 << 10;
-/// Time in which something that is not held up would have happened.
+/// A time in which an operation ends unless it is blocked.
 pub const PENDING: Duration = Duration::from_millis(300);
-/// Time in which everything happens on the slowest machine.
+/// A time in which every operation ends on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
 /// The prefill worker's instance.
 const PEER: &str = "prefill-0";
 
-/// The receiver's memory, with the rules a worker has: a ticket names its missing blocks, each is written once and whole.
+/// The receiver's memory, with the rules of a worker: a ticket names its missing blocks, and each is written once and whole.
 #[derive(Clone)]
 pub struct Memory(pub Arc<State>);
 
 pub struct State {
     tickets: Mutex<BTreeMap<Ticket, Issued>>,
-    /// Where other devices write.
+    /// The device whose memory other devices write.
     device: Device,
-    /// One permit lets one write happen.
+    /// One permit for each write that may continue.
     allowed: Semaphore,
-    /// One permit for each write that has come.
-    pub asked: Semaphore,
+    /// One permit for each write that has begun.
+    pub begun: Semaphore,
 }
 
 /// The blocks that a ticket names.
@@ -57,8 +57,8 @@ enum Block {
 
 impl Memory {
     fn new(device: Device) -> Self {
-        let (allowed, asked) = (Semaphore::new(Semaphore::MAX_PERMITS), Semaphore::new(0));
-        Self(Arc::new(State { tickets: Mutex::default(), device, allowed, asked }))
+        let (allowed, begun) = (Semaphore::new(Semaphore::MAX_PERMITS), Semaphore::new(0));
+        Self(Arc::new(State { tickets: Mutex::default(), device, allowed, begun }))
     }
 
     pub fn issue(&self, ticket: u64, missing: impl IntoIterator<Item = u32>) {
@@ -90,7 +90,7 @@ impl Memory {
     }
 
     async fn pass(&self, yields: u8) {
-        self.0.asked.add_permits(1);
+        self.0.begun.add_permits(1);
         self.0.allowed.acquire().await.expect("open").forget();
         // Some writes take longer than others.
         for _ in 0..yields % 4 {
@@ -167,7 +167,7 @@ pub struct Rig {
     pub path: TransferPath,
     pub address: String,
     pub memory: Memory,
-    /// The prefill worker's.
+    /// The prefill worker's device.
     pub source: Device,
     send: SendPaths,
     pub receive: ReceivePaths,
@@ -213,7 +213,7 @@ impl Rig {
         let shutdown = Shutdown::default();
         let lifetime = Lifetime::new(shutdown, std::future::pending());
         let receive = ReceivePaths::new(memory.clone(), Some(Arc::new(destination) as Arc<dyn KvMemory>), mode, lifetime.clone());
-        // A runtime of its own: shut down, it closes every connection, as a process that dies does.
+        // When this runtime is shut down, every connection is closed, as when a process is killed.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
         listener.set_nonblocking(true).expect("a socket");
@@ -294,7 +294,7 @@ impl Rig {
         drop(self.server.lock().expect("not poisoned").take());
     }
 
-    /// Whether blocks of another size than the receiver's can be sent at all: communicators move blocks of one size.
+    /// Whether blocks of another size than the receiver's can be sent. Communicators move blocks of one size.
     pub fn sends_any_size(&self) -> bool {
         self.path != TransferPath::Nccl
     }
@@ -325,7 +325,7 @@ impl Drop for ServerGuard {
     }
 }
 
-/// Tests name tickets by a number.
+/// Returns the ticket that tests identify by this number.
 pub fn named(number: u64) -> Ticket {
     Ticket::from_bytes(u128::from(number).to_be_bytes())
 }

@@ -1,15 +1,15 @@
 use super::*;
-use crate::Job;
+use crate::{Backend, Job, Ledger, Requests, WorkerSettings};
 use futures::StreamExt;
 use parking_lot::Mutex;
 use tandem_engine::{EngineHandle, EngineInfo, Generate, Prefill, Refusal};
 use tandem_kv::{Change, KvEvent, SequenceHash, Snapshot, StoredChain};
-use tandem_node::Metrics;
+use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
 use tokio::sync::{broadcast, watch};
 use tonic::Code;
 
-/// A back end whose batches come from the test.
+/// A back end whose batches are given by the test.
 struct Scripted {
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     snapshot: Mutex<Snapshot>,
@@ -44,7 +44,7 @@ impl Backend for Scripted {
     }
 }
 
-/// A worker with such a back end.
+/// A worker whose back end is controlled by the test.
 struct Watched {
     service: ControlService,
     backend: Arc<Scripted>,
@@ -53,22 +53,24 @@ struct Watched {
 }
 
 impl Watched {
-    /// Watchers may be `capacity` batches behind.
+    /// A watcher loses batches if it is more than `capacity` of them behind.
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
         let backend =
             Arc::new(Scripted { batches: Some(batches).into(), snapshot: snapshot.into(), hangs: watch::Sender::new(false) });
-        let (shutdown, metrics) = (Shutdown::default(), Arc::new(WorkerMetrics::new(&Metrics::default(), "w")));
-        let service = ControlService {
+        let (shutdown, registry) = (Shutdown::default(), Metrics::default());
+        let metrics = Arc::new(WorkerMetrics::new(&registry, "w", 8));
+        let worker = Worker {
             info: WorkerInfo { instance_id: "now".to_owned(), ..Default::default() }.into(),
             backend: backend.clone(),
             metrics: metrics.clone(),
             requests: Requests::new(shutdown.clone()),
+            ledger: Ledger::default().of("w", "m", &registry),
             shutdown: shutdown.clone(),
-            broker: None,
+            settings: Arc::new(WorkerSettings::default()),
         };
-        Self { service, backend, metrics, shutdown }
+        Self { service: ControlService(worker), backend, metrics, shutdown }
     }
 
     async fn watch(&self) -> Replies<WatchReply> {
@@ -284,11 +286,11 @@ async fn watch_carries_events_while_the_broker_is_disconnected() {
     assert_eq!(ids(&batch), [6, 7]);
     assert!(batch.sent_unix_us > 0);
 
-    let ask =
+    let snapshot =
         |instance_id: &str| worker.service.snapshot(Request::new(v1::SnapshotRequest { instance_id: instance_id.to_owned() }));
-    let chunks: Vec<_> = ask("now").await.expect("the instance is right").into_inner().collect().await;
+    let chunks: Vec<_> = snapshot("now").await.expect("the instance is right").into_inner().collect().await;
     let mut assembly = SnapshotAssembly::new(usize::MAX);
     let whole = chunks.into_iter().map(|chunk| assembly.push(chunk.expect("no error")).expect("in order"));
     assert_eq!(whole.last().flatten(), Some(worker.backend.snapshot.lock().clone()));
-    assert_eq!(ask("before").await.expect_err("another instance").code(), Code::FailedPrecondition);
+    assert_eq!(snapshot("before").await.expect_err("another instance").code(), Code::FailedPrecondition);
 }

@@ -124,7 +124,7 @@ async fn failed_block_write_is_refused_and_fails_all_jobs() {
     let mut job = engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(3) }).await.expect("it fits");
     let Some(Event::Reserved { ticket, missing_blocks }) = job.next().await else { panic!("blocks are reserved first") };
     let payload = vec![0; engine.info().block_bytes].into();
-    assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused::EngineGone));
+    assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused::EngineEnded));
     let mut last = None;
     while let Some(event) = job.next().await {
         last = Some(event);

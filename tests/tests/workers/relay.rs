@@ -1,4 +1,4 @@
-//! A relay between the workers that sees their messages: how an attacker obtains a ticket.
+//! A relay between the workers that reads their messages, as an attacker does to obtain a ticket.
 
 use std::sync::{Arc, Mutex};
 use tandem_proto::v1::{
@@ -18,60 +18,63 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// Relays the requests and replies of the real prefill worker, and reports each ticket.
+/// Forwards requests and replies between a decode worker and the real prefill worker, and holds back each ticket.
 #[derive(Clone)]
-struct Relay {
+struct RelayService {
     to: Channel,
-    seen: mpsc::UnboundedSender<Seen>,
-    passing: Arc<Mutex<JoinSet<()>>>,
+    held_tickets: mpsc::UnboundedSender<HeldTicket>,
+    forwarding: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// A ticket that the relay holds back until this value is dropped.
-pub struct Seen {
+/// A ticket that the relay forwards when this value is dropped.
+pub struct HeldTicket {
     pub ticket: v1::Ticket,
-    _held: oneshot::Sender<()>,
+    _hold: oneshot::Sender<()>,
 }
 
-/// The relay, which runs until it is dropped.
-pub struct Between {
+/// The relay's server, which runs until it is dropped.
+pub struct TicketRelay {
     pub address: String,
-    tickets: mpsc::UnboundedReceiver<Seen>,
+    tickets: mpsc::UnboundedReceiver<HeldTicket>,
     _serving: JoinSet<()>,
 }
 
-impl Between {
+impl TicketRelay {
     pub async fn start(to: Channel) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-        let address = listener.local_addr().expect("it is bound").to_string();
-        let (seen, tickets) = mpsc::unbounded_channel();
-        let relay = Relay { to, seen, passing: Arc::default() };
+        let address = listener.local_addr().expect("the listener is bound").to_string();
+        let (held_tickets, tickets) = mpsc::unbounded_channel();
+        let relay = RelayService { to, held_tickets, forwarding: Arc::default() };
         let server = tandem_proto::channel::server()
             .add_service(PrefillServer::new(relay.clone()))
             .add_service(ControlServer::new(relay))
             .serve_with_incoming(tandem_proto::channel::incoming(listener));
         let mut serving = JoinSet::new();
-        serving.spawn(async move { server.await.expect("it serves until it is dropped") });
+        serving.spawn(async move { server.await.expect("the server runs until it is dropped") });
         Self { address, tickets, _serving: serving }
     }
 
-    /// Returns the next ticket, which is held back until the returned value is dropped.
-    pub async fn ticket(&mut self) -> Seen {
-        tokio::time::timeout(crate::harness::SOON, self.tickets.recv()).await.expect("soon").expect("the relay runs")
+    /// Waits for the next ticket.
+    pub async fn ticket(&mut self) -> HeldTicket {
+        tokio::time::timeout(crate::harness::TIMEOUT, self.tickets.recv())
+            .await
+            .expect("a ticket arrives in time")
+            .expect("the relay runs")
     }
 }
 
-impl Seen {
+impl HeldTicket {
     pub fn secret(&self) -> [u8; 16] {
         self.ticket.ticket.as_slice().try_into().expect("a ticket has 16 bytes")
     }
 
-    /// Writes these bytes as the block; returns when they are in the decode worker's memory.
+    /// Writes these bytes as the block. Returns when they are in the decode worker's memory.
     pub async fn write(&self, index: u32, payload: Vec<u8>) -> Result<(), Status> {
         write(&self.ticket.address, self.secret(), &[index], payload).await
     }
 }
 
-/// Writes the same bytes as each of these blocks, under a guessed or stolen ticket.
+/// Writes the same bytes to each of these blocks under a guessed or stolen ticket.
 pub async fn write(address: &str, ticket: [u8; 16], indices: &[u32], payload: Vec<u8>) -> Result<(), Status> {
     let write = |index: &u32| v1::PushRequest {
         ticket: ticket.to_vec(),
@@ -86,18 +89,18 @@ pub async fn write(address: &str, ticket: [u8; 16], indices: &[u32], payload: Ve
 }
 
 #[tonic::async_trait]
-impl Prefill for Relay {
+impl Prefill for RelayService {
     type PrefillStream = Streaming<PrefillReply>;
 
     async fn prefill(&self, request: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
-        let (seen, mut messages) = (self.seen.clone(), request.into_inner());
+        let (held_tickets, mut messages) = (self.held_tickets.clone(), request.into_inner());
         let (passed, requests) = mpsc::channel(1);
-        self.passing.lock().expect("not poisoned").spawn(async move {
+        self.forwarding.lock().expect("no holder panics").spawn(async move {
             while let Ok(Some(message)) = messages.message().await {
                 if let Some(Message::Ticket(ticket)) = &message.message {
-                    let (held, released) = oneshot::channel();
-                    // The test has ended.
-                    let _ = seen.send(Seen { ticket: ticket.clone(), _held: held });
+                    let (hold, released) = oneshot::channel();
+                    // The send fails if the test has ended.
+                    let _ = held_tickets.send(HeldTicket { ticket: ticket.clone(), _hold: hold });
                     let _ = released.await;
                 }
                 if passed.send(message).await.is_err() {
@@ -110,7 +113,7 @@ impl Prefill for Relay {
 }
 
 #[tonic::async_trait]
-impl Control for Relay {
+impl Control for RelayService {
     type WatchStream = Streaming<WatchReply>;
     type SnapshotStream = Streaming<SnapshotChunk>;
 

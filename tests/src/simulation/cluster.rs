@@ -1,11 +1,12 @@
-//! The cluster of a simulation: hosts that start, crash and restart, on one network, in one thread.
+//! The cluster of a simulation: hosts that start, crash and restart, on one simulated network and in one thread.
 
 use super::{
     log::Log,
-    network::{Link, Name, Wires},
+    network::{Link, Name, SimulatedNetwork},
     plan::{BLOCK_SIZE, CLIENT, Fault, HOSTS, Plan, Role},
     random::Random,
 };
+use crate::services::worker_settings;
 use anyhow::Result;
 use std::{
     collections::BTreeSet,
@@ -35,17 +36,17 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// The same as in production (`tandem/cluster/parts`).
+/// These limits are the same as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The host of the observer, whose links have no faults.
+/// The host from which the router is queried; its links have no faults.
 const OBSERVER: &str = "observer";
 /// The secret from which the cluster key is derived.
 const SECRET: &[u8] = b"the secret of every simulated cluster";
 
-/// All hosts.
-pub(super) struct World {
-    pub(super) wires: Wires,
+/// All hosts, their network, and the faults that are active.
+pub(super) struct SimulatedCluster {
+    pub(super) network: SimulatedNetwork,
     pub(super) metrics: Metrics,
     pub(super) hosts: Vec<Host>,
     log: Log,
@@ -58,12 +59,12 @@ pub(super) struct World {
     faults: Vec<Fault>,
 }
 
-/// A machine and the process on it.
+/// A machine and the process on it, if one runs.
 pub(super) struct Host {
     pub(super) name: Name,
     role: Role,
-    /// Additional time of its engine's steps, in milliseconds.
-    slower: Arc<AtomicU64>,
+    /// Additional time of each step of its engine.
+    extra_step_ms: Arc<AtomicU64>,
     process: Option<Process>,
 }
 
@@ -73,18 +74,18 @@ struct Process {
     tasks: JoinSet<()>,
 }
 
-impl World {
+impl SimulatedCluster {
     pub(super) fn new(plan: &Plan, ledger: &Path, random: &mut Random, log: Log) -> Result<Self> {
-        let key = ClusterKey::new(SECRET).expect("it is long enough");
+        let key = ClusterKey::new(SECRET).expect("the secret is long enough");
         let engine = EngineSettings { hash_key: key.hash_key(), ..plan.engine };
-        let wires = Wires::new(random.fork(), key, log.clone());
+        let network = SimulatedNetwork::new(random.fork(), key, log.clone());
         let host = |(role, number): (Role, usize)| {
             let name = format!("{}-{number}", format!("{role:?}").to_lowercase()).into();
-            Host { name, role, slower: Arc::default(), process: None }
+            Host { name, role, extra_step_ms: Arc::default(), process: None }
         };
         let numbered = HOSTS.iter().flat_map(|(role, count)| (0..*count).map(|number| (*role, number)));
-        let mut world = Self {
-            wires,
+        let mut cluster = Self {
+            network,
             metrics: Metrics::default(),
             hosts: numbered.map(host).collect(),
             log,
@@ -95,22 +96,23 @@ impl World {
             prefill: plan.prefill,
             faults: Vec::new(),
         };
-        let names: Vec<Name> = world.hosts.iter().map(|host| host.name.clone()).chain([CLIENT.into(), OBSERVER.into()]).collect();
+        let names: Vec<Name> =
+            cluster.hosts.iter().map(|host| host.name.clone()).chain([CLIENT.into(), OBSERVER.into()]).collect();
         for (from, to) in names.iter().flat_map(|from| names.iter().map(move |to| (from, to))) {
-            world.wires.add_link(from, to);
+            cluster.network.add_link(from, to);
         }
-        for host in 0..world.hosts.len() {
-            world.start(host);
+        for host in 0..cluster.hosts.len() {
+            cluster.start(host);
         }
-        Ok(world)
+        Ok(cluster)
     }
 
-    /// Returns the first host of the role.
-    pub(super) fn named(&self, role: Role) -> usize {
+    /// Returns the number of the first host with this role.
+    pub(super) fn first_host(&self, role: Role) -> usize {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number by which faults name the clients' host.
+    /// Returns the number of the clients' host in faults.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -119,87 +121,73 @@ impl World {
         let seed = self.random.next();
         let (role, name) = (self.hosts[host].role, self.hosts[host].name.clone());
         self.log.record(format_args!("{name} starts"));
-        let (listener, shutdown, metrics) = (self.wires.listen(&name), Shutdown::default(), self.metrics.clone());
+        let (listener, shutdown, metrics) = (self.network.listen(&name), Shutdown::default(), self.metrics.clone());
         let mut tasks = JoinSet::new();
-        let slower = self.hosts[host].slower.clone();
+        let extra_step_ms = self.hosts[host].extra_step_ms.clone();
         let (engine_settings, sim) = (self.engine, self.sim);
         let mut engine = None;
         let mut start_engine = |tasks: &mut JoinSet<()>| {
             let sim_engine = SimEngine::new(sim);
             let clock = sim_engine.clock();
-            let device = Tired { engine: sim_engine, slower: slower.clone() };
+            let device = SlowableEngine { engine: sim_engine, extra_step_ms: extra_step_ms.clone() };
             let (handle, running) = EngineHandle::simulated(Box::new(device), clock, engine_settings, seed);
             tasks.spawn(running);
             engine.insert(handle).clone()
         };
-        let stop = shutdown.clone();
-        let text = |text: &str| text.to_owned();
+        let own_shutdown = shutdown.clone();
+        let worker = WorkerSettings { ledger: self.ledger.clone(), ..worker_settings(&name, "sim") };
         match role {
             Role::Prefill => {
                 let settings = PrefillWorkerSettings {
-                    worker: WorkerSettings {
-                        worker_id: text(&name),
-                        cluster: text("tandem"),
-                        model: text("sim"),
-                        revision: text("sim"),
-                        ledger: self.ledger.clone(),
-                        ..Default::default()
-                    },
+                    worker,
                     ticket_wait: TICKET_WAIT,
                     transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
                 let engine = start_engine(&mut tasks);
-                run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
+                run(&mut tasks, tandem_prefill_worker::run(listener, engine, settings, metrics, own_shutdown));
             }
             Role::Decode => {
                 let settings = DecodeWorkerSettings {
-                    worker: WorkerSettings {
-                        worker_id: text(&name),
-                        cluster: text("tandem"),
-                        model: text("sim"),
-                        revision: text("sim"),
-                        ledger: self.ledger.clone(),
-                        ..Default::default()
-                    },
+                    worker,
                     advertise: Some(format!("{name}:1")),
                     remote_waiting_max: 64,
                     receive_timeout: RECEIVE_TIMEOUT,
                     transfer_mode: TransferMode::Tcp,
                 };
                 let engine = start_engine(&mut tasks);
-                run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
+                run(&mut tasks, tandem_decode_worker::run(listener, engine, settings, metrics, own_shutdown));
             }
             Role::Router => {
                 let workers = self.hosts.iter().filter(|host| host.role <= Role::Decode).map(|host| format!("{}:1", host.name));
                 let settings =
                     RouterSettings { workers: workers.collect(), prefill: self.prefill, seed, ..RouterSettings::default() };
-                run(&mut tasks, tandem_router::run(listener, settings, metrics, stop));
+                run(&mut tasks, tandem_router::run(listener, settings, metrics, own_shutdown));
             }
             Role::Frontend => {
-                let router = format!("{}:1", self.hosts[self.named(Role::Router)].name);
+                let router = format!("{}:1", self.hosts[self.first_host(Role::Router)].name);
                 let model = ServedModel::sim("sim").with_context_length(sim.capacity_blocks * BLOCK_SIZE);
                 let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, model) };
-                run(&mut tasks, tandem_frontend::run(listener, settings, metrics, stop));
+                run(&mut tasks, tandem_frontend::run(listener, settings, metrics, own_shutdown));
             }
         }
         self.hosts[host].process = Some(Process { engine, shutdown, tasks });
     }
 
-    /// Kills the process.
+    /// Kills the host's process, if one runs.
     fn kill(&mut self, host: usize) {
         let Host { name, process, .. } = &mut self.hosts[host];
         if let Some(Process { shutdown, .. }) = process.take() {
             self.log.record(format_args!("{name} is down"));
-            self.wires.stop(name);
+            self.network.stop(name);
             shutdown.stop();
         }
     }
 
-    /// Starts a fault. A host that is down already stays down.
+    /// Starts a fault. A host that another fault has stopped stays down.
     pub(super) fn begin(&mut self, fault: Fault, lasts: Duration) {
         self.log.record(format_args!("begins, for {lasts:?}: {}", self.describe(fault)));
         self.faults.push(fault);
-        self.relink();
+        self.update_links();
         match fault {
             Fault::Crash { host } | Fault::PowerLoss { host } => self.kill(host),
             Fault::Restart { host } => {
@@ -208,9 +196,9 @@ impl World {
                     process.tasks.spawn(async move { shutdown.run(lasts.mul_f64(0.8)).await });
                 }
             }
-            Fault::Cut { between: (one, other) } => self.wires.cut(&self.name(one), &self.name(other)),
-            Fault::Busy { host, step } => self.hosts[host].slower.store(step.as_millis() as u64, Relaxed),
-            Fault::Slow { .. } | Fault::Narrow { .. } | Fault::Partition { .. } | Fault::Isolation { .. } => {}
+            Fault::Cut { between: (one, other) } => self.network.cut(&self.name(one), &self.name(other)),
+            Fault::Busy { host, step } => self.hosts[host].extra_step_ms.store(step.as_millis() as u64, Relaxed),
+            Fault::Slow { .. } | Fault::Throttle { .. } | Fault::Partition { .. } | Fault::Isolation { .. } => {}
         }
     }
 
@@ -220,7 +208,7 @@ impl World {
         if let Some(at) = self.faults.iter().position(|other| *other == fault) {
             self.faults.remove(at);
         }
-        self.relink();
+        self.update_links();
         match fault {
             Fault::Restart { host } | Fault::Crash { host } | Fault::PowerLoss { host } => {
                 self.kill(host);
@@ -231,18 +219,19 @@ impl World {
                     self.start(host);
                 }
             }
-            Fault::Busy { host, .. } => self.hosts[host].slower.store(0, Relaxed),
+            Fault::Busy { host, .. } => self.hosts[host].extra_step_ms.store(0, Relaxed),
             _ => {}
         }
     }
 
-    fn relink(&self) {
-        let place = |name: &Name| self.hosts.iter().position(|host| host.name == *name).unwrap_or(self.hosts.len());
-        self.wires.set(|from, to| {
+    /// Applies all active faults to the links.
+    fn update_links(&self) {
+        let number = |name: &Name| self.hosts.iter().position(|host| host.name == *name).unwrap_or(self.hosts.len());
+        self.network.set(|from, to| {
             if &**from == OBSERVER || &**to == OBSERVER {
                 return Link::CLEAR;
             }
-            self.faults.iter().fold(Link::CLEAR, |link, fault| fault.on(link, place(from), place(to)))
+            self.faults.iter().fold(Link::CLEAR, |link, fault| fault.on(link, number(from), number(to)))
         });
     }
 
@@ -256,7 +245,9 @@ impl World {
             Fault::Slow { between: (one, other), delay } => {
                 format!("{one} – {other} is slow: {delay:?}", one = name(one), other = name(other))
             }
-            Fault::Narrow { between: (one, other), pause } => format!("{} – {} is narrow: {pause:?}", name(one), name(other)),
+            Fault::Throttle { between: (one, other), pause } => {
+                format!("{} – {} is throttled: {pause:?}", name(one), name(other))
+            }
             Fault::Partition { from, to, both_ways: false } => format!("nothing passes from {} to {}", name(from), name(to)),
             Fault::Partition { from, to, both_ways: true } => format!("nothing passes between {} and {}", name(from), name(to)),
             Fault::Isolation { host } => format!("{} is isolated", name(host)),
@@ -269,21 +260,21 @@ impl World {
     }
 
     fn router(&self) -> Result<RouterClient<Channel>> {
-        let address = format!("{}:1", self.hosts[self.named(Role::Router)].name);
-        Ok(RouterClient::new(self.wires.of(&OBSERVER.into()).connect_lazy(&endpoint(&address)?)))
+        let address = format!("{}:1", self.hosts[self.first_host(Role::Router)].name);
+        Ok(RouterClient::new(self.network.of(&OBSERVER.into()).connect_lazy(&endpoint(&address)?)))
     }
 
-    /// Returns the namespace under which blocks are hashed here.
+    /// Returns the key with which the engines hash blocks.
     pub(super) fn hash_key(&self) -> HashKey {
         self.engine.hash_key
     }
 
-    /// Returns what differs from an idle cluster, if anything does.
+    /// Returns the first difference from an idle cluster, if there is one.
     pub(super) async fn unsettled(&self) -> Result<Option<String>> {
         let mut router = self.router()?;
         let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {
             Ok(view) => view.into_inner(),
-            Err(status) => return Ok(Some(format!("the router cannot be asked: {status}"))),
+            Err(status) => return Ok(Some(format!("the router does not answer: {status}"))),
         };
         if view.bookings > 0 {
             return Ok(Some(format!("{} bookings", view.bookings)));
@@ -312,7 +303,7 @@ impl World {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Compares the router's overlap of a prompt with the blocks that each worker's cache holds.
+    /// Checks that the router's overlap of a prompt equals the blocks that each worker's cache has.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),
@@ -333,35 +324,35 @@ impl World {
                 explained.workers.iter().find(|of| of.worker.as_ref().is_some_and(|worker| *worker.worker_id == **name));
             let indexed = indexed.map_or(0, |of| of.overlap_blocks as usize);
             if indexed != held {
-                return Err(format!("{name} holds {held} blocks of a prompt, the router has indexed {indexed}"));
+                return Err(format!("{name} has cached {held} blocks of a prompt, the router has indexed {indexed}"));
             }
         }
         Ok(())
     }
 }
 
-/// Runs a part of the cluster until it is stopped.
+/// Runs a service until it is stopped.
 fn run<E: std::error::Error + Send + 'static>(
     tasks: &mut JoinSet<()>,
-    part: impl Future<Output = Result<(), E>> + Send + 'static,
+    service: impl Future<Output = Result<(), E>> + Send + 'static,
 ) {
-    tasks.spawn(async move { part.await.expect("a part runs until it is stopped") });
+    tasks.spawn(async move { service.await.expect("a service runs until it is stopped") });
 }
 
-/// A simulated device that can be made slower.
-struct Tired {
+/// A simulated device whose steps can be made slower.
+struct SlowableEngine {
     engine: SimEngine,
-    slower: Arc<AtomicU64>,
+    extra_step_ms: Arc<AtomicU64>,
 }
 
-impl Engine for Tired {
+impl Engine for SlowableEngine {
     fn describe(&self) -> EngineInfo {
         self.engine.describe()
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let output = self.engine.step(chunks)?;
-        self.engine.clock().add(Duration::from_millis(self.slower.load(Relaxed)));
+        self.engine.clock().add(Duration::from_millis(self.extra_step_ms.load(Relaxed)));
         Ok(output)
     }
 

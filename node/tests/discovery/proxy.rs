@@ -1,4 +1,4 @@
-//! A wire to a server that can be cut, and that can hold back what a client sends after the server has sent something certain.
+//! A proxy to a server that can interrupt all connections, and that can hold back the clients' data once the server has sent a given text.
 
 use std::sync::Arc;
 use tokio::{
@@ -11,27 +11,28 @@ use tokio::{
 #[derive(Clone, Debug, Default, PartialEq)]
 struct State {
     cut: bool,
-    /// The server's words after which the client's are held back.
-    after: Option<Arc<[u8]>>,
+    /// When the server sends this text, the clients' data is held back.
+    hold_after: Option<Arc<[u8]>>,
+    /// Whether the clients' data is held back.
     held: bool,
 }
 
-pub struct Wire {
+pub struct Proxy {
     address: String,
     state: watch::Sender<State>,
     _task: JoinSet<()>,
 }
 
-impl Wire {
+impl Proxy {
     pub async fn to(server: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound").to_string();
+        let address = listener.local_addr().expect("the listener is bound").to_string();
         let (state, _) = watch::channel(State::default());
         let (server, shared, mut task) = (server.to_owned(), state.clone(), JoinSet::new());
         task.spawn(async move {
             let mut connections = JoinSet::new();
             loop {
-                let (client, _) = listener.accept().await.expect("it listens");
+                let (client, _) = listener.accept().await.expect("the proxy listens");
                 if shared.borrow().cut {
                     continue;
                 }
@@ -46,33 +47,33 @@ impl Wire {
         self.address.clone()
     }
 
-    /// Ends all connections and lets none through.
+    /// Closes all connections and refuses new ones.
     pub fn cut(&self) {
         self.state.send_modify(|state| state.cut = true);
     }
 
-    /// Lets everything through again.
-    pub fn mend(&self) {
+    /// Forwards everything again.
+    pub fn restore(&self) {
         self.state.send_modify(|state| {
             state.cut = false;
             state.held = false;
         });
     }
 
-    /// Once the server has said this, nothing that clients say passes until [`Wire::mend`]. It happens once.
-    pub fn hold_after(&self, words: &[u8]) {
-        self.state.send_modify(|state| state.after = Some(words.into()));
+    /// Holds back the clients' data as soon as the server sends this text, until [`Proxy::restore`].
+    pub fn hold_after(&self, text: &[u8]) {
+        self.state.send_modify(|state| state.hold_after = Some(text.into()));
     }
 }
 
 async fn connection(client: TcpStream, server: TcpStream, state: watch::Sender<State>) {
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
-    let (mut cut, mut let_through) = (state.subscribe(), state.subscribe());
+    let (mut cut, mut released) = (state.subscribe(), state.subscribe());
     let up = async {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from_client.read(&mut buffer).await {
-            let_through.wait_for(|state| !state.held).await.expect("we hold the sender");
+            released.wait_for(|state| !state.held).await.expect("this function owns a sender");
             if to_server.write_all(&buffer[..read]).await.is_err() {
                 return;
             }
@@ -82,10 +83,10 @@ async fn connection(client: TcpStream, server: TcpStream, state: watch::Sender<S
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from_server.read(&mut buffer).await {
             state.send_if_modified(|state| {
-                let said = |words: &Arc<[u8]>| buffer[..read].windows(words.len()).any(|window| *window == **words);
-                let hold = state.after.as_ref().is_some_and(said);
+                let sent = |text: &Arc<[u8]>| buffer[..read].windows(text.len()).any(|window| *window == **text);
+                let hold = state.hold_after.as_ref().is_some_and(sent);
                 if hold {
-                    (state.held, state.after) = (true, None);
+                    (state.held, state.hold_after) = (true, None);
                 }
                 hold
             });

@@ -1,0 +1,116 @@
+//! The services of a cluster as tasks of this process, with settings that the command line does not permit.
+
+use crate::{Client, wait_until};
+use anyhow::Result;
+use std::{error::Error, net::SocketAddr, time::Duration};
+use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_engine::{EngineHandle, EngineSettings, sim::SimSettings};
+use tandem_frontend::FrontendSettings;
+use tandem_kv::HashKey;
+use tandem_node::{Metrics, Shutdown};
+use tandem_prefill_worker::PrefillWorkerSettings;
+use tandem_router::RouterSettings;
+use tandem_transfer::TransferMode;
+use tandem_worker::WorkerSettings;
+use tokio::net::TcpListener;
+
+/// Limit on waiting for a ticket, for blocks, and for a step.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Running services with common metrics. Dropping it stops them.
+#[derive(Default)]
+pub struct Services {
+    /// The metrics of all services.
+    pub metrics: Metrics,
+    /// Stops all services.
+    pub shutdown: Shutdown,
+}
+
+impl Services {
+    /// Starts a prefill worker whose simulated transfers take the time of this device's. Returns its address.
+    pub async fn prefill_worker(&self, worker: WorkerSettings, engine: EngineHandle, sim: &SimSettings) -> Result<SocketAddr> {
+        let (listener, address) = listener().await?;
+        let transfer_mode = TransferMode::Simulated { block: sim.block_transfer() };
+        let settings = PrefillWorkerSettings { worker, ticket_wait: TIMEOUT, transfer_mode };
+        self.run(tandem_prefill_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    /// Starts a decode worker. Returns its address.
+    pub async fn decode_worker(&self, worker: WorkerSettings, engine: EngineHandle) -> Result<SocketAddr> {
+        let (listener, address) = listener().await?;
+        let settings = DecodeWorkerSettings {
+            worker,
+            advertise: None,
+            remote_waiting_max: 64,
+            receive_timeout: TIMEOUT,
+            transfer_mode: TransferMode::Tcp,
+        };
+        self.run(tandem_decode_worker::run(listener, engine, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    /// Starts a router. Returns its address.
+    pub async fn router(&self, settings: RouterSettings) -> Result<SocketAddr> {
+        let (listener, address) = listener().await?;
+        self.run(tandem_router::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    /// Starts a frontend. Returns its address.
+    pub async fn frontend(&self, settings: FrontendSettings) -> Result<SocketAddr> {
+        let (listener, address) = listener().await?;
+        self.run(tandem_frontend::run(listener, settings, self.metrics.clone(), self.shutdown.clone()));
+        Ok(address)
+    }
+
+    /// Waits until this many workers have joined the router, and this client's frontend is ready.
+    pub async fn ready(&self, workers: usize, client: &Client) -> Result<()> {
+        wait_until("all workers have joined", async || {
+            let metrics = self.metrics.render();
+            Ok(metrics.lines().filter(|line| line.starts_with("tandem_router_index_blocks{")).count() >= workers)
+        })
+        .await?;
+        wait_until("the frontend is ready", async || Ok(client.get("/ready").await?.0 == 200)).await
+    }
+
+    fn run<E: Error + 'static>(&self, service: impl Future<Output = Result<(), E>> + Send + 'static) {
+        self.shutdown.track(async move { service.await.expect("a service runs until it is stopped") });
+    }
+}
+
+impl Drop for Services {
+    fn drop(&mut self) {
+        self.shutdown.stop();
+    }
+}
+
+async fn listener() -> Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let address = listener.local_addr()?;
+    Ok((listener, address))
+}
+
+/// Returns the settings of a worker of a cluster that serves this model with simulated engines.
+pub fn worker_settings(worker_id: &str, model: &str) -> WorkerSettings {
+    WorkerSettings {
+        worker_id: worker_id.to_owned(),
+        cluster: "tandem".to_owned(),
+        model: model.to_owned(),
+        revision: "sim".to_owned(),
+        ..WorkerSettings::default()
+    }
+}
+
+/// Returns settings of an engine that tests change as needed.
+pub fn engine_settings() -> EngineSettings {
+    EngineSettings {
+        chunk_budget: 512,
+        batch_max: 64,
+        queue_max: 64,
+        prefix_caching: true,
+        hash_key: HashKey::NONE,
+        max_buffered_events: 1_024,
+        step_max: TIMEOUT,
+    }
+}

@@ -1,0 +1,229 @@
+//! Simulated GPUs of one process: each can access the KV memory of the others without copies through host memory.
+
+use crate::harness::{Gate, TIMEOUT};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, OnceLock, Weak,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+};
+use tandem_engine::{Chunk, Engine, sim::SimEngine};
+use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
+use tokio::sync::watch;
+
+/// The transfer paths that a simulated device supports, and the means to block and break transfers.
+#[derive(Clone, Default)]
+pub struct DeviceAccess {
+    /// Other devices may open its memory, as over CUDA IPC.
+    pub ipc: bool,
+    /// It has NCCL.
+    pub nccl: bool,
+    /// While it is closed, no copy and no batch arrives.
+    pub copy_gate: Gate,
+    /// The number of peers' memories that are open.
+    pub open_memories: watch::Sender<usize>,
+    /// If it is 1, the next batch that is sent breaks its communicator.
+    pub break_next_batch: Arc<AtomicU64>,
+    /// The number of sending ends that have begun to join a communicator.
+    pub joins_started: watch::Sender<u64>,
+    /// While it is closed, no sending end joins.
+    pub join_gate: Gate,
+}
+
+impl DeviceAccess {
+    /// Returns when no memory is open.
+    pub async fn closed(&self) {
+        let mut open = self.open_memories.subscribe();
+        tokio::time::timeout(TIMEOUT, open.wait_for(|open| *open == 0))
+            .await
+            .expect("all memories are closed in time")
+            .expect("the sender exists");
+    }
+}
+
+/// A device's blocks as its peers see them, and the peers' writes that its engine has not applied yet.
+#[derive(Default)]
+struct Blocks {
+    visible: BTreeMap<u32, Vec<u8>>,
+    peer_writes: BTreeMap<u32, Vec<u8>>,
+}
+
+/// The part of a device's memory that its peers can access.
+#[derive(Clone)]
+pub struct DeviceMemory {
+    access: DeviceAccess,
+    blocks: Arc<Mutex<Blocks>>,
+    number: u64,
+}
+
+fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// All memories of the process, by the number in their IPC handle.
+fn all_memories() -> &'static Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>> {
+    static ALL: OnceLock<Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>>> = OnceLock::new();
+    ALL.get_or_init(Mutex::default)
+}
+
+impl DeviceMemory {
+    pub fn new(access: DeviceAccess) -> Self {
+        let (blocks, number) = (Arc::<Mutex<Blocks>>::default(), next_number());
+        all_memories().lock().expect("no holder panics").insert(number, Arc::downgrade(&blocks));
+        Self { access, blocks, number }
+    }
+
+    /// Copies the peers' writes into the engine. Called before the engine reads its blocks.
+    pub fn apply_peer_writes(&self, engine: &mut SimEngine) {
+        let written = std::mem::take(&mut self.blocks.lock().expect("no holder panics").peer_writes);
+        for (block, bytes) in written {
+            engine.write_block(BlockId(block), &bytes).expect("the simulator does not fail");
+        }
+    }
+
+    /// Makes blocks that the engine has written visible to peers.
+    pub fn publish(&self, engine: &SimEngine, blocks: &[BlockId]) {
+        for block in blocks {
+            let mut bytes = vec![0; engine.describe().block_bytes];
+            engine.read_block(*block, &mut bytes).expect("the simulator does not fail");
+            self.blocks.lock().expect("no holder panics").visible.insert(block.0, bytes);
+        }
+    }
+
+    pub fn publish_chunks(&self, engine: &SimEngine, chunks: &[Chunk<'_>]) {
+        let size = engine.describe().block_size as usize;
+        for chunk in chunks {
+            let (start, end) = (chunk.start as usize, chunk.start as usize + chunk.tokens.len());
+            self.publish(engine, &chunk.blocks[start / size..end.div_ceil(size)]);
+        }
+    }
+
+    /// Reads a block as its peers see it, including their writes.
+    pub fn read_into(&self, block: BlockId, into: &mut [u8]) {
+        into.copy_from_slice(&Self::read(&self.blocks, block));
+    }
+
+    fn read(blocks: &Mutex<Blocks>, block: BlockId) -> Vec<u8> {
+        blocks.lock().expect("no holder panics").visible[&block.0].clone()
+    }
+
+    fn write(&self, block: BlockId, bytes: Vec<u8>) {
+        let mut blocks = self.blocks.lock().expect("no holder panics");
+        blocks.visible.insert(block.0, bytes.clone());
+        blocks.peer_writes.insert(block.0, bytes);
+    }
+}
+
+impl KvMemory for DeviceMemory {
+    fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError> {
+        if self.access.ipc {
+            Ok(self.number.to_le_bytes().to_vec())
+        } else {
+            Err(DeviceTransferError::Unreachable("this device does not offer its memory".to_owned()))
+        }
+    }
+
+    fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
+        let unreachable = || DeviceTransferError::Unreachable("another host".to_owned());
+        if !self.access.ipc {
+            return Err(unreachable());
+        }
+        let number = u64::from_le_bytes(handle.try_into().map_err(|_| unreachable())?);
+        let source =
+            all_memories().lock().expect("no holder panics").get(&number).and_then(Weak::upgrade).ok_or_else(unreachable)?;
+        self.access.open_memories.send_modify(|open| *open += 1);
+        Ok(Arc::new(OpenedPeer { source, to: self.clone() }))
+    }
+
+    fn nccl_ranks(&self) -> u32 {
+        self.access.nccl.into()
+    }
+
+    fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError> {
+        Ok(next_number().to_le_bytes().to_vec())
+    }
+
+    fn join(&self, name: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError> {
+        if end == CommunicatorEnd::Sender {
+            self.access.joins_started.send_modify(|joined| *joined += 1);
+            self.access.join_gate.pass();
+        }
+        type Ends = (Option<mpsc::Sender<Vec<Vec<u8>>>>, Option<mpsc::Receiver<Vec<Vec<u8>>>>);
+        static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
+        let mut ends = ENDS.lock().expect("no holder panics");
+        let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
+            // Unbounded: like NCCL with free buffers, the sender does not wait for the receiver.
+            let (sender, receiver) = mpsc::channel();
+            (Some(sender), Some(receiver))
+        });
+        let end = match end {
+            CommunicatorEnd::Sender => End::Sends(Mutex::new(sender.take())),
+            CommunicatorEnd::Receiver => End::Receives(Mutex::new(receiver.take())),
+        };
+        Ok(Arc::new(Communicator { of: self.clone(), end }))
+    }
+}
+
+struct OpenedPeer {
+    source: Arc<Mutex<Blocks>>,
+    to: DeviceMemory,
+}
+
+impl PeerMemory for OpenedPeer {
+    fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
+        self.to.access.copy_gate.pass();
+        for (from, to) in blocks {
+            self.to.write(*to, DeviceMemory::read(&self.source, *from));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for OpenedPeer {
+    fn drop(&mut self) {
+        self.to.access.open_memories.send_modify(|open| *open -= 1);
+    }
+}
+
+enum End {
+    Sends(Mutex<Option<mpsc::Sender<Vec<Vec<u8>>>>>),
+    Receives(Mutex<Option<mpsc::Receiver<Vec<Vec<u8>>>>>),
+}
+
+struct Communicator {
+    of: DeviceMemory,
+    end: End,
+}
+
+fn broken() -> DeviceTransferError {
+    DeviceTransferError::Failed("the test break_next_batch it".into())
+}
+
+impl KvCommunicator for Communicator {
+    fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError> {
+        let End::Sends(sender) = &self.end else { panic!("this end receives") };
+        let mut sender = sender.lock().expect("no holder panics");
+        if self.of.access.break_next_batch.swap(0, Ordering::Relaxed) > 0 {
+            *sender = None;
+        }
+        let bytes = blocks.iter().map(|block| DeviceMemory::read(&self.of.blocks, *block)).collect();
+        sender.as_ref().ok_or_else(broken)?.send(bytes).map_err(|_| broken())
+    }
+
+    fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError> {
+        let End::Receives(receiver) = &self.end else { panic!("this end sends") };
+        let receiver = receiver.lock().expect("no holder panics");
+        self.of.access.copy_gate.pass();
+        let bytes = receiver.as_ref().ok_or_else(broken)?.recv_timeout(TIMEOUT).map_err(|_| broken())?;
+        assert_eq!(bytes.len(), blocks.len(), "both ends transfer the same number of blocks");
+        for (block, bytes) in blocks.iter().zip(bytes) {
+            if let Some(block) = block {
+                self.of.write(*block, bytes);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,90 @@
+//! The failures of one transfer path, by peer.
+
+use parking_lot::Mutex;
+use std::{collections::HashMap, time::Duration};
+use tandem_node::Backoff;
+use tokio::time::Instant;
+
+/// The maximum of peers that a path remembers: more than a cluster has workers of one role.
+pub(crate) const PEERS_MAX: usize = 256;
+
+/// The longest pauses are between this and twice this: five minutes at most.
+pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
+
+/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`] describes.
+pub(crate) struct PeerBackoff {
+    min: Duration,
+    /// At most [`PEERS_MAX`].
+    peers: Mutex<HashMap<String, Failed>>,
+}
+
+struct Failed {
+    backoff: Backoff,
+    retry_at: Instant,
+}
+
+impl PeerBackoff {
+    /// The first pause after a success is between `min` and twice that.
+    pub(crate) fn new(min: Duration) -> Self {
+        Self { min, peers: Mutex::default() }
+    }
+
+    /// Whether the path to this peer is excluded now.
+    pub(crate) fn is_open(&self, peer: &str) -> bool {
+        self.peers.lock().get(peer).is_some_and(|failed| Instant::now() < failed.retry_at)
+    }
+
+    pub(crate) fn fail(&self, peer: &str) {
+        let (now, mut peers) = (Instant::now(), self.peers.lock());
+        if peers.len() >= PEERS_MAX && !peers.contains_key(peer) {
+            peers.retain(|_, failed| now < failed.retry_at);
+            if peers.len() >= PEERS_MAX {
+                peers.clear();
+            }
+        }
+        let new = || Failed { backoff: Backoff::new(self.min, BACKOFF_MAX), retry_at: now };
+        let failed = peers.entry(peer.to_owned()).or_insert_with(new);
+        failed.retry_at = now + failed.backoff.next_delay();
+    }
+
+    pub(crate) fn succeed(&self, peer: &str) {
+        self.peers.lock().remove(peer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIN: Duration = Duration::from_secs(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn exclusion_grows_with_each_failure_up_to_its_limit_and_ends_with_a_success() {
+        let backoff = PeerBackoff::new(MIN);
+        assert!(!backoff.is_open("p"), "it has not failed");
+        for seconds in [1, 2, 4, 8, 16, 32, 64, 128, 150, 150] {
+            backoff.fail("p");
+            assert!(backoff.is_open("p") && !backoff.is_open("another"));
+            tokio::time::advance(Duration::from_secs(seconds) * 99 / 100).await;
+            assert!(backoff.is_open("p"), "at least {seconds} s");
+            tokio::time::advance(Duration::from_secs(seconds) * 102 / 100).await;
+            assert!(!backoff.is_open("p"), "at most twice {seconds} s");
+        }
+        backoff.succeed("p");
+        backoff.fail("p");
+        tokio::time::advance(MIN * 2).await;
+        assert!(!backoff.is_open("p"), "it begins again");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn peers_that_failed_together_are_not_retried_together_and_their_number_is_bounded() {
+        let backoff = PeerBackoff::new(BACKOFF_MAX);
+        for peer in 0..10 * PEERS_MAX {
+            backoff.fail(&peer.to_string());
+            assert!(backoff.is_open(&peer.to_string()) && backoff.peers.lock().len() <= PEERS_MAX);
+        }
+        let peers = backoff.peers.lock();
+        let retries = || peers.values().map(|failed| failed.retry_at);
+        assert!(retries().min() < retries().max());
+    }
+}
