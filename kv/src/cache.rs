@@ -81,6 +81,8 @@ pub struct PrefixCache {
     /// Incremented whenever a block loses its last pin.
     clock: u64,
     log: EventLog,
+    /// The block with which [`PrefixCache::check_next`] continues.
+    next_checked: usize,
     /// All ones, except in tests that need collisions.
     hash_mask: u64,
 }
@@ -137,6 +139,7 @@ impl PrefixCache {
             unused: BTreeMap::new(),
             clock: 0,
             log: EventLog::default(),
+            next_checked: 0,
             hash_mask: u64::MAX,
         }
     }
