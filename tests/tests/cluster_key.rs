@@ -207,16 +207,16 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         let answer = insider.generate(&decode.instance_id, named).await?;
         let Some(generate_reply::Message::Failure(failure)) = answer else { anyhow::bail!("{answer:?}") };
         assert_eq!(failure.reason(), FailureReason::InvalidRequest);
-        assert!(failure.message.contains("no router of this cluster vouches for"), "{}", failure.message);
+        assert!(failure.message.contains("not signed by a router of this cluster"), "{}", failure.message);
     }
     for address_signature in [Vec::new(), decode.signature.clone(), prefill.signature.clone()] {
         let ticket = Ticket { address: address.clone(), missing_blocks: vec![0], address_signature, ..Default::default() };
         let status = insider.prefill(&prefill.instance_id, ticket).await?;
         assert_eq!(status.code(), Code::InvalidArgument);
-        assert!(status.message().contains("no decode worker of this cluster vouches for"), "{status}");
+        assert!(status.message().contains("not signed by a decode worker of this cluster"), "{status}");
     }
-    let unvouched = "tandem_worker_unvouched_addresses_total";
-    assert_eq!((client.metric(unvouched, "decode-0").await?, client.metric(unvouched, "prefill-0").await?), (4.0, 3.0));
+    let unsigned = "tandem_worker_unsigned_addresses_total";
+    assert_eq!((client.metric(unsigned, "decode-0").await?, client.metric(unsigned, "prefill-0").await?), (4.0, 3.0));
     assert_eq!(trap.accept().err().map(|error| error.kind()), Some(std::io::ErrorKind::WouldBlock), "nothing has connected");
 
     let answer = insider.generate(&decode.instance_id, prefill).await?;

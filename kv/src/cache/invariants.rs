@@ -12,7 +12,6 @@ pub struct Violation(String);
 /// Returns a [`Violation`] with this text unless `holds`. The text is formatted only then.
 ///
 /// # Errors
-///
 /// `holds` is false.
 pub fn ensure(holds: bool, violation: impl Display) -> Result<(), Violation> {
     if holds { Ok(()) } else { Err(Violation(violation.to_string())) }
@@ -22,7 +21,6 @@ impl PrefixCache {
     /// Checks all invariants.
     ///
     /// # Errors
-    ///
     /// The first violation.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         self.check(0..self.blocks.len())
