@@ -102,9 +102,7 @@ fn crates_have_no_import_circles() {
             found.extend(circles(&all).iter().map(|circle| format!("{:?}: {}", entry.file_name(), names(circle))));
         }
     }
-    assert!(found.is_empty(), "{} circles:
-{}", found.len(), found.join("
-"));
+    assert!(found.is_empty(), "{} circles:\n{}", found.len(), found.join("\n"));
 }
 
 #[test]
